@@ -157,15 +157,10 @@ class RaceTracer(Tracer[RaceAllocation]):
             if memory is not None:
                 checked.append((memory, region, writes))
                 (written if writes else read).append((memory.name, region.brief()))
-        entry = self.detector.event(
-            self.current(),
-            kind,
-            name if self.launched is None else f"{name} ({self.launched})",
-            reads=read,
-            writes=written,
-            at=source_line(2),
-        )
-        self.detector.check(entry, checked)
+        called = name if self.launched is None else f"{name} ({self.launched})"
+        entry = self.detector.event(self.current(), kind, called, reads=read, writes=written, at=source_line(2))
+        if checked:
+            self.detector.check(entry, checked)
         return entry, checked
 
     def end(self, entry: Entry, checked: Checked) -> None:
@@ -374,8 +369,13 @@ class RaceTracer(Tracer[RaceAllocation]):
         target.copy_(source, non_blocking)
 
     def _brought_to_host(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        values = self.keep(tensor.detach().to(dtype, copy=True), MemoryKind.HOST)
-        entry = self._transfer(EventKind.COPY_TO_HOST, tensor, values)
+        if name == "tolist":  # into numbers, which are no memory
+            region = of_tensor(tensor)
+            read = [] if region is None else [MemoryAccess(tensor, region, False)]
+            entry, values = self.access(EventKind.COPY_TO_HOST, str(EventKind.COPY_TO_HOST), read), tensor
+        else:
+            values = self.keep(tensor.detach().to(dtype, copy=True), MemoryKind.HOST)
+            entry = self._transfer(EventKind.COPY_TO_HOST, tensor, values)
         self._synchronise(name, entry.stream.seen)
         return values
 

@@ -23,8 +23,6 @@ class MemoryKind(enum.Enum):
     UNDECIDED = "undecided"
 
 
-_STRIDED = torch.strided
-
 HOST_KINDS = (MemoryKind.HOST, MemoryKind.PINNED)
 
 
@@ -98,9 +96,12 @@ class Allocations(Generic[A]):
 
     def of(self, tensor: torch.Tensor) -> A | None:
         """The memory of a tensor, or None: never seen."""
-        if tensor.layout is not _STRIDED or tensor.is_nested:
-            return None  # sparse: several pieces, of which each has its own
-        found = self._known.get(tensor.untyped_storage()._cdata)
+        if tensor.is_nested:
+            return None  # several pieces, of which each has its own
+        try:
+            found = self._known.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:
+            return None  # sparse: the same
         return None if found is None else found[1]
 
     def add(self, tensor: torch.Tensor, allocation: A) -> A:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate.testing.tracing.memory import HOST_KINDS, MemoryKind
-from batchstate.testing.tracing.regions import ByteRegion, of_elements, of_index, of_rows, of_tensor
+from batchstate.testing.tracing.regions import ByteRegion, of_elements, of_index, of_rows, of_strided, of_tensor
 
 Ints = npt.NDArray[np.int64]
 
@@ -84,6 +84,7 @@ class Operation:
         "_dropout",
         "_only_shapes",
         "_precise",
+        "_reads_whole",
         "_waits",
         "is_metadata",
         "name",
@@ -114,6 +115,7 @@ class Operation:
         self._waits = self.name in WAITS
         self._only_shapes = self.name.startswith("new_") or self.name.endswith("_like")
         self._precise = _PRECISE.get(self.name)
+        self._reads_whole = not (sets or self._only_shapes or self._precise)
         self._draws = torch.Tag.nondeterministic_seeded in func.tags
         self._dropout = next((at for at, one in enumerate(arguments) if one.name == "dropout_p"), None)
 
@@ -127,6 +129,12 @@ class Operation:
 
     def accesses(self, args: Sequence[Any], kwargs: Mapping[str, Any], read_index: ReadIndex) -> list[MemoryAccess]:
         """Every access of a call to memory that was there before."""
+        if self._reads_whole:
+            return [
+                MemoryAccess(tensor, region, False)
+                for tensor in tensors_of(args, kwargs)
+                if (region := of_strided(tensor)) is not None
+            ]
         found: list[MemoryAccess] = []
         written = self.written
         for key, value in (*enumerate(args), *kwargs.items()) if kwargs else enumerate(args):
@@ -137,7 +145,7 @@ class Operation:
             if self._only_shapes and not writes and not isinstance(key, str):
                 continue
             for tensor in tensors:
-                region = self.parts(args, read_index) if key == 0 and self._precise else of_tensor(tensor)
+                region = self.parts(args, read_index) if key == 0 and self._precise else of_strided(tensor)
                 if region is not None:
                     found.append(MemoryAccess(tensor, region, writes))
         return found
@@ -197,7 +205,11 @@ def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Ten
     """The tensors among all arguments of a call."""
     found: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
-        found += tensors_in(value)
+        if isinstance(value, torch.Tensor):
+            if value.layout is _STRIDED and not value.is_nested:
+                found.append(value)
+        elif isinstance(value, _LISTS):
+            found += tensors_in(value)
     return found
 
 

@@ -1,6 +1,5 @@
 """Which bytes of a piece of memory an operation accesses: disjoint intervals, exact for rows, columns and elements."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Optional, final
@@ -173,9 +172,8 @@ def of_places(places: Ints, length: int) -> ByteRegion | None:
     """The region of pieces of `length` bytes that begin at `places` int64[n], in any order, repeats allowed."""
     if not places.size:
         return None
-    if places.size == 1:
-        start = int(places.reshape(-1)[0])
-        return ByteRegion(start, start + length)
+    if places.size <= min(_FEW, MOST_INTERVALS):
+        return _joined(sorted(set(places.reshape(-1).tolist())), length)
     starts = np.unique(places)
     ends = starts + length
     if len(starts) > MOST_INTERVALS:
@@ -192,6 +190,11 @@ def of_tensor(tensor: torch.Tensor) -> ByteRegion | None:
     """Every element of a tensor; None where it has none."""
     if tensor.layout is not _STRIDED or tensor.is_nested:
         return None  # several pieces of memory, of which each is a tensor of its own
+    return of_strided(tensor)
+
+
+def of_strided(tensor: torch.Tensor) -> ByteRegion | None:
+    """The same of a tensor that is known to lie in one piece of memory."""
     nbytes = tensor.nbytes
     if not nbytes:
         return None
@@ -234,30 +237,36 @@ def of_index(tensor: torch.Tensor, indices: dict[int, Ints]) -> ByteRegion | Non
 
 
 def _of_few_rows(tensor: torch.Tensor, positions: Ints) -> ByteRegion | None:
-    """Some rows of a contiguous tensor; so few that numpy takes longer."""
     length = int(tensor.shape[0])
-    rows = sorted({row + length if row < 0 else row for row in positions.reshape(-1).tolist()})
+    rows = {row + length if row < 0 else row for row in positions.reshape(-1).tolist()}
     if not rows:
         return None
-    if rows[0] < 0 or rows[-1] >= length:
+    if min(rows) < 0 or max(rows) >= length:
         return of_tensor(tensor)
-    firsts, lasts = [rows[0]], []
-    for row, following in itertools.pairwise(rows):
-        if following != row + 1:
-            lasts.append(row + 1)
-            firsts.append(following)
-    lasts.append(rows[-1] + 1)
     start, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes // length
-    lo, hi = start + firsts[0] * size, start + lasts[-1] * size
-    if len(firsts) == 1:
-        return ByteRegion(lo, hi)
-    return ByteRegion(lo, hi, start + np.array(firsts, np.int64) * size, start + np.array(lasts, np.int64) * size)
+    return _joined(sorted([start + row * size for row in rows]), size)
+
+
+def _joined(starts: list[int], length: int) -> ByteRegion:
+    """The region of sorted pieces of `length` bytes, so few that numpy takes longer."""
+    firsts, lasts = [starts[0]], []
+    end = starts[0] + length
+    for start in starts:
+        if start > end:
+            lasts.append(end)
+            firsts.append(start)
+        end = start + length
+    if not lasts:
+        return ByteRegion(firsts[0], end)
+    return ByteRegion(firsts[0], end, np.array(firsts, np.int64), np.array([*lasts, end], np.int64))
 
 
 def of_elements(tensor: torch.Tensor, dim: int, index: Ints) -> ByteRegion | None:
     """The elements that `gather` and `scatter` name: `index` has the dimensions of the tensor."""
     if not tensor.ndim:
         return of_tensor(tensor)
+    if tensor.ndim == index.ndim == 1:
+        return of_index(tensor, {0: index})
     dim %= tensor.ndim
     grid: list[Ints] = list(np.indices(index.shape, sparse=True)) if index.ndim else []
     return of_index(tensor, {at: index if at == dim else places for at, places in enumerate(grid)})
