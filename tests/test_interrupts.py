@@ -304,6 +304,17 @@ class Steady(Stepped):
     steps = 3
 
 
+class Mixed(Steady):
+    """Then a step in which one request runs a chunk of its prompt, one pauses and one samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = self.planner.plan(
+            self.batch, [2, 0, 1], prompt_ids=[[7, 8], None, None], samples=[False, False, True]
+        )
+        self.batch = self.step.batch
+
+
 def _indices(allocator: Allocator) -> object:
     free = sorted(allocator._ordinary.entries().tolist()), sorted(allocator._reserved.entries().tolist())
     return free, sorted(allocator._queue.indices().tolist()), allocator._states.tolist(), allocator.live
@@ -402,6 +413,21 @@ OPERATIONS: dict[str, tuple[type[World], Operation]] = {
             published={"token": [9]},
         ),
     ),
+    "mixed plan turning over": (
+        Steady,
+        lambda w: w.planner.plan(
+            w.batch,
+            [0, 3, 1],
+            prompt_ids=[None, [7, 8, 9], None],
+            samples=[False, True, True],
+            keep=[2, 0],
+            joining=w.arrived,
+            published={"token": [9]},
+            after=w.shut,
+        ),
+    ),
+    "inputs of a mixed step": (Mixed, lambda w: w.step.inputs()),
+    "publish of a mixed step": (Mixed, lambda w: w.step.publish(token=w.rt.upload([np.array([7])]).view(0).clone())),
     "plan padded": (
         Steady,
         lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, published={"token": [9]}, pad_rows=4),

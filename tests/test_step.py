@@ -1191,3 +1191,5 @@ def test_the_row_of_a_request_that_arrives_and_pauses_is_written(rt: Runtime, in
     table = world.pages.req_to_token
     assert table is not None
     assert table.written(step.batch["slots"]).tolist() == [True, True, False]  # type: ignore[arg-type]
+    with checks("full"):  # which reads the rows of those that have tokens
+        step.inputs()

@@ -16,7 +16,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import put_rows, select_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
-from batchstate.forward.plan import NO_END, ForwardPlan
+from batchstate.forward.plan import NO_END, ForwardPlan, handles_of
 from batchstate.indices import Slots
 from batchstate.mirror import DeviceSide
 from batchstate.runtime import Runtime
@@ -349,8 +349,9 @@ class ForwardInputs:
         if pages is None or pages.req_to_token is None or not plan.num_reqs:
             return
         table, size = pages.req_to_token, pages.page_size
-        rows = table.device_for(plan.slots).index_select(0, self.slots[: plan.num_reqs])
         ends = plan.kv_ends
+        running = handles_of(plan.slots, ends.nonzero()[0])  # one that waits for its first token has no row
+        rows = table.device_for(running).index_select(0, self.slots[: plan.num_reqs])
         begun = (ends - 1) % size < ends - plan.kv_starts
         if plan.kv_window is not None:  # the host tier writes row by row
             begun &= plan.kv_window == NO_END
