@@ -4,10 +4,12 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import importlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,6 +40,13 @@ _LOOKED_AT = (
     torch.cuda.MemPool,
     threading.Thread,
 )
+
+
+def _gradient(of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    leaf = x.clone().requires_grad_()
+    of(leaf).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def left_over(before: list[dict[str, Any]]) -> list[str]:
@@ -388,6 +397,57 @@ def test_tensors_of_a_transform_say_where_they_lie() -> None:
         assert torch.vmap(plus_one)(x).is_cuda
         assert torch.func.grad(lambda x: plus_one(x).sum())(x).is_cuda
         assert torch.jit.script(plus_one)(x).is_cuda
+
+
+DIFFERENTIATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a sum": torch.sum,
+    "a part": lambda x: x[1:, :2],
+    "prod": torch.prod,
+    "cumprod": lambda x: x.cumprod(0),
+    "an index": lambda x: x[[0, 2]],
+    "half": lambda x: x.half(),
+}
+
+OF_TORCH: dict[str, Callable[[torch.Tensor], Any]] = {
+    "one_hot": lambda x: torch.nn.functional.one_hot(x.argsort(-1)),
+    "quantile": lambda x: torch.quantile(x, 0.5),
+    "pad_sequence": lambda x: torch.nn.utils.rnn.pad_sequence([x[0], x[1]]),
+    "combinations": lambda x: torch.combinations(x[0]),
+    "matrix_rank": torch.linalg.matrix_rank,
+    "vander": lambda x: torch.vander(x[0]),
+    "batch_norm": lambda x: torch.nn.functional.batch_norm(x, x[0], x[1].abs()),
+    "embedding_bag": lambda x: torch.nn.functional.embedding_bag(x.argsort(-1), x),
+    **{f"gradient of {name}": functools.partial(_gradient, of) for name, of in DIFFERENTIATED.items()},
+}
+"""What C++ of torch computes by tensors that it makes itself, as it would beside an operand."""
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+@pytest.mark.parametrize("device", ["race", "sim:lazy"])
+def test_what_torch_makes_itself_lies_beside_its_operands(device: str, name: str) -> None:
+    """On the device for a tensor of the device, on the host for one of the host; with the values of plain torch."""
+    program, values = OF_TORCH[name], torch.tensor([[2.0, 1.0, 3.0], [1.0, 4.0, 1.0], [3.0, 1.0, 5.0]])
+    wanted = program(values)
+    with cuda_on_cpu(device):
+        for place in ("cuda", "cpu"):
+            result = program(values.to(place))
+            assert result.device.type == place
+            assert torch.equal(result.cpu().float(), wanted.float())
+
+
+def test_what_torch_makes_itself_can_race() -> None:
+    """It is written on the stream that is current: another one that reads it unordered is found."""
+    for waits in (True, False):
+        with cuda_on_cpu(on_race="collect") as rt:
+            side, rows = Stream(), torch.ones(3, device="cuda")
+            side.wait_stream(current_stream())
+            padded = torch.nn.utils.rnn.pad_sequence([rows, rows])
+            if waits:
+                side.wait_stream(current_stream())
+            with torch.cuda.stream(side):
+                padded.sum()
+            synchronize()
+        assert bool(rt.races) is not waits
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -22,6 +22,9 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
     def _is_checked(self, tensor: torch.Tensor) -> bool:
         return False
 
+    def _undecided_result(self, call: TracedCall) -> Any:
+        return super()._on_host(call)
+
     def _on_host(self, call: TracedCall) -> Any:
         operation, func, args, kwargs, tensors = call
         if any(self.kind_of(one) is MemoryKind.PINNED for one in tensors):

@@ -18,6 +18,9 @@ from batchstate.testing.tracing.memory import MemoryKind
 class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
     """Gives the device what is the device's, of code that names its devices. A graph is a list of what to enqueue."""
 
+    def _undecided_result(self, call: TracedCall) -> Any:
+        return super()._on_host(call)
+
     def _on_host(self, call: TracedCall) -> Any:
         return call.func(*call.args, **call.kwargs)
 

@@ -40,8 +40,18 @@ def check_declared(device: torch.device) -> torch.device:
     return CUDA
 
 
+def _is_of_torch(call: TracedCall, place: torch.device) -> bool:
+    """Whether C++ of torch says that a result lies where an operand does, whose memory is the CPU's there.
+
+    Such a call has the options of a tensor, with its layout; one of Python always says whether to pin as well.
+    """
+    return place.type == "cpu" and call.kwargs.get("layout") is not None and call.kwargs.get("pin_memory") is None
+
+
 class CudaTracer(Tracer[A]):
-    """The part of a tracer for code that names its devices: nothing is undecided, what is not `cuda` is the host's.
+    """The part of a tracer for code that names its devices: what is not `cuda` is the host's.
+
+    Undecided is only what C++ of torch makes beside a tensor that it does not name (`one_hot`, backward passes).
 
     What becomes of an operation is up to the tool that it is mixed with. Pageable host memory is not kept in the books
     at all. Threads go one after the other, and are one host.
@@ -140,8 +150,22 @@ class CudaTracer(Tracer[A]):
         kinds = [self.kind_of(one) for one in tensors]
         of_device = MemoryKind.DEVICE in kinds
         mixed = of_device and kinds.count(MemoryKind.DEVICE) < len(kinds)
-        to_device = of_device if place is None else place.type == "cuda"
         capturing = self._captures and self.capture is not None
+        if place is not None and self.on_cpu and (of_device or not tensors) and _is_of_torch(call, place):
+            if not tensors and not capturing:
+                return self._undecided_result(call)
+            place = CUDA if capturing else None
+        to_device = of_device if place is None else place.type == "cuda"
+        if MemoryKind.UNDECIDED in kinds:
+            if not (of_device or to_device) and all(
+                kind is MemoryKind.UNDECIDED or not one.ndim for one, kind in zip(tensors, kinds, strict=True)
+            ):
+                return self._undecided_result(call)
+            for one, kind in zip(tensors, kinds, strict=True):
+                if kind is MemoryKind.UNDECIDED and of_device:
+                    self.use_on_device(one)
+                elif kind is MemoryKind.UNDECIDED:
+                    self._decide_for_host(one)
         if kwargs.get("pin_memory"):
             if to_device:
                 raise RuntimeError(f"{operation.name}: only dense CPU tensors can be pinned, and device= says {place}")
@@ -170,6 +194,10 @@ class CudaTracer(Tracer[A]):
                 f"cuda_on_cpu has no model of {result.layout} tensors on {CUDA} ({operation.name})"
             )
         return result
+
+    @abc.abstractmethod
+    def _undecided_result(self, call: TracedCall) -> Any:
+        """Runs an operation of which only later ones say whether it was the device's."""
 
     def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         return (self.kind_of(target) is MemoryKind.DEVICE) is not (self.kind_of(source) is MemoryKind.DEVICE)

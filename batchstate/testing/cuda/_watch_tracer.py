@@ -97,6 +97,9 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
         self.copied_to_host(source, target, None)
         target.copy_(source, non_blocking=True)
 
+    def _undecided_result(self, call: TracedCall) -> Any:
+        return self._on_host(call)
+
     def _on_host(self, call: TracedCall) -> Any:
         operation, func, args, kwargs, tensors = call
         if any(self.kind_of(one) is MemoryKind.PINNED for one in tensors):

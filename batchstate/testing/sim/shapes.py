@@ -16,6 +16,10 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 """Up to 2.11 torch says of its second result, the log-sum-exp, that it is float32; of float64 it is float64."""
 
 
+_OTHERS = ("_embedding_bag", "_native_batch_norm", "native_batch_norm", "quantize_per_")
+"""How operations begin of which torch says another shape or dtype than they return on a CPU."""
+
+
 class NewTensor(NamedTuple):
     """A tensor that an operation makes."""
 
@@ -62,6 +66,8 @@ def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     except (RuntimeError, LookupError, ValueError, TypeError) as error:  # whatever torch refuses with
         raise UnknownError from error
     operation = Operation.of(func)
+    if operation.name.startswith(_OTHERS):
+        raise UnknownError("results that are others on a CPU")
     returned = operation.returned
     if not returned:
         return []

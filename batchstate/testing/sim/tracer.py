@@ -248,7 +248,7 @@ class SimTracer(Tracer[SimAllocation]):
         given = [one.untyped_storage()._cdata for one in tensors if _is_plain(one)]
 
         def keep(one: torch.Tensor) -> torch.Tensor:
-            if not _is_plain(one) or self.kind_of(one) is not None or one.untyped_storage()._cdata in given:
+            if not _is_plain(one) or self.allocations.of(one) is not None or one.untyped_storage()._cdata in given:
                 return one
             if host:
                 return self.keep(one, MemoryKind.HOST)

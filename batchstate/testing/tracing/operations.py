@@ -110,7 +110,7 @@ class Operation:
         aliases = [alias for alias in returns if alias is not None]
         is_view = torch.Tag.inplace_view in func.tags or (bool(aliases) and not any(one.is_write for one in aliases))
         self.is_metadata = is_view or self.name in _NO_ACCESS
-        self.takes_host_index = self.name in ("index", "index_put_", "_index_put_impl_", "_unsafe_index")
+        self.takes_host_index = self.name in _BY_MASK
         self._by_mask = self.name in _BY_MASK
         self._waits = self.name in WAITS
         self._only_shapes = self.name.startswith("new_") or self.name.endswith("_like")
