@@ -98,10 +98,10 @@ class CudaTracer(Tracer[A]):
         """Whether a tensor lies on the device. Cheap."""
         try:
             found = self.allocations.of(tensor)
-        except (RuntimeError, NotImplementedError):  # without a storage: a wrapper, of torch or another library
-            if _is_wrapped(tensor):
-                return self.on_device(torch._C._functorch.get_unwrapped(tensor))
-            return False
+        except (RuntimeError, NotImplementedError):  # without a storage: a wrapper of another library
+            found = None
+        if found is None and _is_wrapped(tensor):
+            return self.on_device(torch._C._functorch.get_unwrapped(tensor))
         return found is not None and found.kind is MemoryKind.DEVICE
 
     def register(self, address: int, nbytes: int, flags: int = 0) -> int:
