@@ -289,6 +289,8 @@ class StepPlanner(Guided):
         if index is None and joining is None:
             return batch, None
         state, num_reqs = batch._turned_over(index, num_reqs, joining, OPERATION)
+        if leaving is not None and joining is not None:
+            _check_apart(leaving, joining._state.column(self._slot_column))
         return batch._derived(OPERATION, state, num_reqs, joined=joining), leaving
 
     def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:
@@ -627,3 +629,14 @@ class StepPlanner(Guided):
 
 _MOST_IN_ONE_PIECE = 8192
 """Requests of a step that is planned in one piece; one of more is composed of the parts."""
+
+
+def _check_apart(leaving: Ints, joining: Ints) -> None:
+    """Refuses requests that leave and join in one plan: their slots would be freed while they run."""
+    both = set(leaving.tolist()).intersection(joining.tolist())
+    if both:
+        raise ArgumentError(
+            f"StepPlanner: plan with requests that leave and join, in slots {sorted(both)}",
+            value=sorted(both),
+            remedy="a request that stays is kept: name its row in keep=, and pass in joining= those that are new",
+        )

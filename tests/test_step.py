@@ -1169,6 +1169,19 @@ def test_counts_of_tokens_are_integers_in_a_decode_step_too(rt: Runtime, query_l
         world.planner.plan(world.batch, query_lens)
 
 
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_a_request_does_not_leave_and_join_at_once(rt: Runtime, in_one_piece: bool) -> None:
+    """Its slot would be freed and given to another, while it runs. Nothing has changed after the refusal."""
+    world = World.of(rt, in_one_piece=in_one_piece)
+    world.join([3, 4])
+    world.step()
+    before, live = world.batch, world.slots.stats.live
+    with pytest.raises(ArgumentError, match=r"leave and join, in slots \[1\]"):
+        world.planner.plan(before, keep=[1], joining=before.filter([0]))
+    assert world.slots.stats.live == live
+    world.step()
+
+
 def test_a_fence_for_those_that_leave_where_none_does(rt: Runtime) -> None:
     """An engine passes it in each step; what is no fence is refused nevertheless."""
     world = World.of(rt)
