@@ -340,13 +340,22 @@ def test_what_is_not_modelled_is_said_by_name() -> None:
     """And how to say what stands for it."""
     with cuda_on_cpu():
         one = torch.zeros(2, device="cuda")
+        of_torch: Any = torch
         for use, name in (
             (lambda: torch.cuda.current_blas_handle(), "_cuda_getCurrentBlasHandle"),
             (lambda: one.__dlpack__(), "Tensor.__dlpack__"),
+            (lambda: of_torch.from_dlpack(one), "Tensor.__dlpack__"),
+            (lambda: of_torch.utils.dlpack.to_dlpack(one), "torch.utils.dlpack.to_dlpack"),
+            (lambda: of_torch.to_dlpack(one), "torch.to_dlpack"),
+            (lambda: of_torch._C._to_dlpack(one), "torch._C._to_dlpack"),
+            (lambda: one.__cuda_array_interface__, "Tensor.__cuda_array_interface__"),
             (lambda: torch.autocast("cuda"), "torch.autocast"),
         ):
             with pytest.raises(ArgumentError, match=name):
                 use()
+        assert one.data_ptr()
+        host = torch.zeros(2)
+        assert all(of_torch.from_dlpack(it).tolist() == [0.0, 0.0] for it in (host, of_torch.to_dlpack(host)))
     with cuda_on_cpu(stands_for={"torch._C._cuda_getCurrentBlasHandle": lambda: 17}):
         assert torch.cuda.current_blas_handle() == 17
 

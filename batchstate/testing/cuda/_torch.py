@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._device
+import torch.utils.dlpack
 
 from batchstate.errors import ArgumentError
 from batchstate.testing.cuda._streams import generic, make_event, make_stream, makers
@@ -79,6 +80,7 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
         for owner, attributes in (
             (c, answers),
             *makers(rt),
+            *_to_dlpack(rt),
             (cuda, _of_cuda(rt)),
             (
                 cuda.graphs,
@@ -372,6 +374,34 @@ def _autocast(init: Callable[..., None]) -> Callable[..., None]:
 
 # Methods of tensors
 
+_array_interface: Any = vars(torch.Tensor)["__cuda_array_interface__"].fget
+
+
+def _refusal(rt: "CudaWindow[Any]", name: str, before: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that refuses a tensor of the device, whose memory it would hand out unseen."""
+
+    def refused(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _unseen() and rt.tracer.on_device(tensor):
+            raise NotModelledError(
+                f"cuda_on_cpu has no model of {name} of a tensor of {CUDA}",
+                value=name,
+                remedy="copy the tensor to the host first, or replace the caller with `stands_for`",
+            )
+        return before(tensor, *args, **kwargs)
+
+    return refused
+
+
+def _to_dlpack(rt: "CudaWindow[Any]") -> list[tuple[Any, Attributes]]:
+    """The functions that share a tensor's memory with another library, by each name that torch has for them."""
+    owners: dict[str, Any] = {"torch._C": torch._C, "torch": torch, "torch.utils.dlpack": torch.utils.dlpack}
+    return [
+        (owner, {name: _refusal(rt, f"{module}.{name}", vars(owner)[name])})
+        for module, owner in owners.items()
+        for name in ("_to_dlpack", "_to_dlpack_versioned", "to_dlpack")
+        if name in vars(owner)
+    ]
+
 
 def _destination(args: list[Any], kwargs: Mapping[str, Any]) -> tuple[Any, torch.dtype | None, bool, bool]:
     """What the arguments of `Tensor.to` ask for: device and dtype, each or None, `non_blocking` and `copy`."""
@@ -458,18 +488,6 @@ def _of_tensors(rt: "CudaWindow[Any]") -> Attributes:
         result = _base.type(self) if dtype is None else _base.type(self, dtype, non_blocking, **kwargs)
         return result.replace("torch.", "torch.cuda.") if dtype is None and on_device(self) else result
 
-    def refuse(name: str, before: Any) -> Callable[..., Any]:
-        def refused(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not _unseen() and on_device(self):
-                raise NotModelledError(
-                    f"cuda_on_cpu has no model of Tensor.{name} of a tensor of {CUDA}",
-                    value=name,
-                    remedy="copy the tensor to the host first, or replace the caller with `stands_for`",
-                )
-            return before(self, *args, **kwargs)
-
-        return refused
-
     return {
         "device": property(device),
         "is_cuda": property(lambda self: on_device(self)),
@@ -488,5 +506,9 @@ def _of_tensors(rt: "CudaWindow[Any]") -> Attributes:
         "new_tensor": new_tensor,
         "type": type_name,
         "__deepcopy__": deep_copy,
-        **{name: refuse(name, getattr(torch.Tensor, name)) for name in ("__dlpack__", "share_memory_", "new")},
+        "__cuda_array_interface__": property(_refusal(rt, "Tensor.__cuda_array_interface__", _array_interface)),
+        **{
+            name: _refusal(rt, f"Tensor.{name}", getattr(torch.Tensor, name))
+            for name in ("__dlpack__", "share_memory_", "new")
+        },
     }
