@@ -9,6 +9,7 @@ import gc
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -213,7 +214,7 @@ def test_reports_speak_of_the_code_and_of_torch() -> None:
     assert (race.first.lane, race.second.lane) == ("copy_stream", "default")
     assert "test_cuda_on_cpu.py" in race.first.site
     assert race.missing == "stream 'default' never waits for fill_ on stream 'copy_stream'"
-    assert "`torch.cuda.default_stream().wait_event(copied)` before clone" in race.suggestion
+    assert "`torch.cuda.default_stream().wait_event(engine.copied)` before clone" in race.suggestion
     assert "batchstate" not in str(race).replace("tests", "")
 
 
@@ -243,6 +244,66 @@ def test_a_remedy_names_an_event_that_has_a_name() -> None:
         with torch.cuda.stream(copies):
             buffer.fill_(1)
     assert rt.races[0].suggestion.startswith("`copies.wait_event(used)` before fill_")
+
+
+class _Staging:
+    """A buffer with its stream and the event behind its last write."""
+
+    def __init__(self) -> None:
+        self.copies: Any = Stream()
+        self.done: Any = Event()
+        self.buffer = torch.zeros(4, device="cuda")
+        synchronize()
+
+    def write(self, records: bool) -> None:
+        with torch.cuda.stream(self.copies):
+            self.buffer.fill_(1)
+            if records:
+                self.done.record()
+
+    def read(self) -> None:
+        self.buffer.clone()
+
+
+@pytest.mark.parametrize(
+    ("records", "inside", "remedy"),
+    [
+        (True, True, "wait_event(self.done)` before clone; the event is recorded at tests"),
+        (False, True, "wait_stream(self.copies)` before clone"),
+        (True, False, "wait_event(<done>)` before clone; the event is recorded at tests"),
+        (False, False, "wait_stream(<copies>)` before clone; <copies> is the stream made at tests"),
+    ],
+)
+def test_a_remedy_says_names_as_the_second_access_does(records: bool, inside: bool, remedy: str) -> None:
+    """`self.done` in a method; `<done>` where no variable holds that event, also beside another one called `done`."""
+
+    def read_elsewhere(buffer: torch.Tensor) -> tuple[Any, Any]:
+        done, copies = Event(), Stream()
+        done.record()
+        buffer.clone()
+        return done, copies
+
+    with cuda_on_cpu(on_race="collect") as rt:
+        staging = _Staging()
+        staging.write(records)
+        staging.read() if inside else read_elsewhere(staging.buffer)
+    assert rt.races[0].suggestion.startswith(f"`torch.cuda.default_stream().{remedy}"), rt.races[0].suggestion
+
+
+def test_a_report_keeps_no_tensor_of_the_code() -> None:
+    """Local variables are looked at for a remedy; a tensor that one of them held is gone when the variable is."""
+
+    def races() -> None:
+        copies, buffer, other = Stream(), torch.zeros(4, device="cuda"), torch.zeros(4)
+        gone = weakref.ref(other)
+        with torch.cuda.stream(copies):
+            buffer.fill_(1)
+        del other
+        assert gone() is None
+
+    with cuda_on_cpu(on_race="collect") as rt:
+        races()
+    assert len(rt.races) == 1
 
 
 def test_threads_that_start_inside_are_traced() -> None:

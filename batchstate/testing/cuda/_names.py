@@ -1,8 +1,12 @@
 """What the code under test calls a stream or an event: the attribute or variable that its call is assigned to."""
 
 import dis
+import inspect
+import sys
+from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType
+from typing import Any
 
 from batchstate._source_lines import users_frame
 
@@ -22,6 +26,37 @@ def assigned_name() -> str | None:
         if not returned:
             return found
         frame = frame.f_back  # a helper makes it and returns it
+    return None
+
+
+def label_of(event: str | None) -> str:
+    """What reports call an event of a name: a new string for each event, which tells it from others of its name."""
+    return "an event" if event is None else f"event {event}"
+
+
+def expression_of(name: str, is_it: Callable[[Any], bool]) -> str | None:
+    """How the user's code that runs now says an object of a name: `name`, `self.name`, `other.name`; None: it cannot.
+
+    Args:
+        name: of the variable or attribute that holds it, elsewhere perhaps.
+        is_it: whether a value is the object.
+    """
+    frame = users_frame(3)
+    if frame is None or not name.isidentifier():
+        return None
+    found = frame.f_locals
+    scope = {**frame.f_globals, **found}
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13) and sys.getrefcount(found) <= 3:
+        found.clear()  # a copy, which the frame would keep: tensors in it would outlive their last use
+    if name in scope and is_it(scope[name]):
+        return name
+    for holder in ("self", *scope):
+        try:
+            held = object.__getattribute__(scope[holder], "__dict__")[name]
+        except (AttributeError, KeyError, TypeError):
+            continue
+        if holder.isidentifier() and is_it(held):
+            return f"{holder}.{name}"
     return None
 
 

@@ -11,7 +11,7 @@ import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence
-from batchstate.testing.cuda._names import assigned_name
+from batchstate.testing.cuda._names import assigned_name, label_of
 from batchstate.testing.cuda._tracer import CUDA, NotModelledError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class _Event(_Made):
 
     def __init__(self, window: "CudaWindow[Any]", name: str | None, timed: bool) -> None:
         super().__init__(window)
-        self.name, self.device = name, CUDA
+        self.label, self.device = label_of(name), CUDA
         self.fence: Fence | None = None  # None: never recorded, which counts as complete
         self.cuda_event = self.event_id = id(self)
         self._timed, self._at = timed, 0.0

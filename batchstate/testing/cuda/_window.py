@@ -8,6 +8,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
+from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
 from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
 from batchstate.testing.cuda._torch import replaced
@@ -61,6 +62,7 @@ class CudaWindow(TracedRuntime[S]):
         name, memory, capability: of the device, as `torch.cuda` answers.
         lock: held while something of the device happens; threads take turns.
         entered: streams that `with stream:` will make current again.
+        made_at: name of a stream that the code has made -> where.
     """
 
     _tracer: CudaTracer[Any]
@@ -80,6 +82,7 @@ class CudaWindow(TracedRuntime[S]):
         super().__init__(ThreadedCpu(), **given)
         self.lock = self._tracer.lock
         self.entered = Entered()
+        self.made_at: dict[str, SourceLine] = {}
         first = self._inner.current_stream
         self._numbers: dict[object, int] = {first.key: 0}
         self._by_number: list[Stream] = [first]
@@ -128,7 +131,20 @@ class CudaWindow(TracedRuntime[S]):
             stream = self.stream(name or f"stream {number}")
             self._by_number.append(stream)
             self._numbers[stream.key] = number
+            known: Any = self._known_stream(stream)
+            self.made_at[known.name] = source_line()
             return number
+
+    def label_of_stream(self, stream: Any) -> str:
+        """What reports call a stream; empty for one of another window."""
+        if getattr(stream, "_window", None) is not self:
+            return ""
+        known: Any = self._known_stream(self._by_number[stream.stream_id])
+        return str(known.name)
+
+    def label_of_event(self, event: Any) -> str:
+        """What reports call an event: each has a string of its own, equal or not to that of others."""
+        return str(getattr(event, "label", ""))
 
     def known_stream(self, number: int) -> int:
         """The number, if a stream has it.
@@ -163,7 +179,7 @@ class CudaWindow(TracedRuntime[S]):
             return event.fence  # type: ignore[no-any-return]
         number = self.current_id if stream is None else stream.stream_id
         with self.lock:
-            return self._recorded(self._by_number[number], "an event" if event.name is None else f"event {event.name}")
+            return self._recorded(self._by_number[number], event.label)
 
     def stream_waits(self, stream: Any, fence: Fence) -> None:
         """`event.wait(stream)`."""

@@ -8,9 +8,11 @@ import attrs
 import torch
 
 from batchstate._guidance import shows_signature
+from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
 from batchstate.runtime import AcceleratorRuntime, DoneFence, Fence
 from batchstate.testing.cuda._hints import torch_hint_for
+from batchstate.testing.cuda._names import label_of
 from batchstate.testing.cuda._observed import observed
 from batchstate.testing.cuda._plain import PlainRaceRuntime
 from batchstate.testing.cuda._watch_tracer import WatchTracer
@@ -42,6 +44,7 @@ class WatchedCuda(PlainRaceRuntime):
 
     Attributes:
         lock: held while the detector is told of something; threads are one host.
+        made_at: name of a stream that the code has made -> where.
     """
 
     _tracer: WatchTracer
@@ -55,6 +58,7 @@ class WatchedCuda(PlainRaceRuntime):
             )
         self._polled: dict[int, RaceFence] = {}
         self._unnamed = 0
+        self.made_at: dict[str, SourceLine] = {}
         super().__init__(AcceleratorRuntime(torch.device("cuda")), **given)
         self.lock = self._tracer.lock
 
@@ -83,6 +87,16 @@ class WatchedCuda(PlainRaceRuntime):
             key = (stream.device_index, stream.stream_id)
             if key not in self._streams:
                 self._streams[key] = self._new_stream(name or f"stream {self._unnamed}")
+                self.made_at[self._streams[key].name] = source_line()
+
+    def label_of_stream(self, stream: Any) -> str:
+        """What reports call a stream; empty for one that they do not know."""
+        known = self._streams.get((stream.device_index, stream.stream_id))
+        return "" if known is None else known.name
+
+    def label_of_event(self, event: Any) -> str:
+        """What reports call an event: each has a string of its own, equal or not to that of others."""
+        return str(getattr(event, "_batchstate_name", ""))
 
     def name_stream(self, stream: Any, name: str) -> None:
         """Says what reports call a stream whose name is not seen: one made in a list, or by a library."""
@@ -139,7 +153,7 @@ class WatchedCuda(PlainRaceRuntime):
 
     def new_event(self, event: Any, name: str | None) -> None:
         """An event was made."""
-        event._batchstate_name = "an event" if name is None else f"event {name}"
+        event._batchstate_name = label_of(name)
 
     def fence_of(self, event: Any) -> RaceFence | None:
         """The last recording of an event; None before the first."""
