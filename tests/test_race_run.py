@@ -226,3 +226,35 @@ def test_options_that_do_not_go_together(run: Callable[..., Any]) -> None:
     result.stderr.fnmatch_lines(["*--cuda-on-cpu needs --batchstate-device race*"])
     result = run("--batchstate-baseline", "x", "--batchstate-device", "race")
     result.stderr.fnmatch_lines(["*--batchstate-baseline needs --cuda-on-cpu*"])
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        (
+            """
+            torch.library.define("race_run_tests::gpuonly", "(Tensor x) -> Tensor")
+            torch.ops.race_run_tests.gpuonly(torch.zeros(2, device="cuda"))
+            """,
+            "race_run_tests::gpuonly",
+        ),
+        (
+            """
+            import types
+            triton = types.ModuleType("triton.backends.driver")
+            exec("def launch():\\n    raise AssertionError('libcuda.so cannot found!')", vars(triton))
+            triton.launch()
+            """,
+            "module.function_that_launches_it",
+        ),
+    ],
+    ids=["operator", "triton"],
+)
+def test_a_kernel_that_cannot_run_here_has_a_remedy(
+    script: Script, capsys: pytest.CaptureFixture[str], source: str, key: str
+) -> None:
+    """Exit 2; behind torch's or Triton's own error a line says what stands for the kernel."""
+    assert main(["race", "run", script(textwrap.dedent(source))]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("remedy: ")
+    assert f'cuda_on_cpu(stands_for={{"{key}": function}})' in last

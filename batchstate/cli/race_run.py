@@ -5,6 +5,7 @@ On the simulated device it reports in which orders of the streams the script com
 
 import argparse
 import itertools
+import re
 import runpy
 import subprocess
 import sys
@@ -193,10 +194,26 @@ def _run(script: Path, arguments: list[str]) -> str | None:
         return "it was interrupted"
     except Exception as error:
         traceback.print_exc()
-        return f"it ended with {type(error).__name__}: {error}"
+        return f"it ended with {type(error).__name__}: {error}{_remedy(error)}"
     finally:
         sys.argv, sys.path[:] = argv, path
     return None
+
+
+def _remedy(error: Exception) -> str:
+    """A line that says what to do about a kernel that cannot run on this machine; else empty."""
+    operator = re.match(r"Could not run '(\w+::\w+)\S*' with arguments from the 'CPU' backend", str(error))
+    frames = [frame.f_globals.get("__name__") or "" for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if operator is not None and isinstance(error, NotImplementedError):
+        what, key = f"{operator[1]} has no kernel for the CPU", operator[1]
+    elif re.search("libcuda|ldconfig|active driver", str(error)) and any(name.startswith("triton.") for name in frames):
+        what, key = "a kernel of Triton cannot run without its driver", "module.function_that_launches_it"
+    else:
+        return ""
+    return (
+        f'\nremedy: {what}; run the code in `cuda_on_cpu(stands_for={{"{key}": function}})`, where the function does '
+        "the same in torch, or is one that `declared_kernel(reads=..., writes=...)` has made"
+    )
 
 
 def _wait_for_threads() -> None:
