@@ -258,3 +258,28 @@ def test_a_kernel_that_cannot_run_here_has_a_remedy(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("remedy: ")
     assert f'cuda_on_cpu(stands_for={{"{key}": function}})' in last
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "count"),
+    [
+        ("subprocess.run([sys.executable, '-S', '-c', ''])", "1 process was started that is not watched", 1),
+        (
+            "import warnings\nwarnings.simplefilter('ignore')\n"
+            "for _ in range(2):\n    one = multiprocessing.get_context('fork').Process(target=int)\n"
+            "    one.start(); one.join()",
+            "2 processes were started that are not watched",
+            2,
+        ),
+        ("", "", 0),
+    ],
+    ids=["subprocess", "fork", "none"],
+)
+def test_processes_of_a_script_are_counted(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, said: str, count: int
+) -> None:
+    """What runs in another process is not checked, and the summary and the JSON say so."""
+    out, text = tmp_path / "found.json", f"import multiprocessing, subprocess\nstep(ordered=True)\n{source}\n"
+    assert main(["race", "run", "--json", str(out), script(text)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if "not watched" in line] == [said] * bool(count)
+    assert json.loads(out.read_text())["processes"] == count

@@ -4,6 +4,8 @@ On the simulated device it reports in which orders of the streams the script com
 """
 
 import argparse
+import contextlib
+import functools
 import itertools
 import re
 import runpy
@@ -11,8 +13,11 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 from batchstate.cli._output import add_json, progress, write_json
 from batchstate.errors import ArgumentError
@@ -80,10 +85,13 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args.script, arguments, seed, args.json)
     watches: dict[str, Literal["lazy", "eager"]] = {"cuda": "lazy", "cuda:prompt": "eager"}
     with (
-        watch_cuda(on_race="collect", fences=watches[device])
-        if device in watches
-        else cuda_on_cpu(device, on_race="collect", seed=seed)
-    ) as rt:
+        (
+            watch_cuda(on_race="collect", fences=watches[device])
+            if device in watches
+            else cuda_on_cpu(device, on_race="collect", seed=seed)
+        ) as rt,
+        _processes_started() as processes,
+    ):
         error = _run(args.script, arguments)
     if isinstance(rt, CudaSimRuntime):
         write_json(args.json, {"format": _ORDERS, "script": str(args.script), "device": device, "error": error})
@@ -103,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
         "waits": [
             {"operation": name, "line": line, "caller": caller, "count": count} for name, line, caller, count in waits
         ],
+        "processes": len(processes),
         "error": error,
     }
     write_json(args.json, figures)
@@ -118,6 +127,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {times:6} of {_CALLED.get(name, name)} at {line}{called}")
     if len(waits) > _MOST_WAITS:
         print(f"  and those of {len(waits) - _MOST_WAITS} more lines; --json FILE lists all")
+    if processes:
+        many = "process was" if len(processes) == 1 else "processes were"
+        print(f"{len(processes)} {many} started that {'is' if len(processes) == 1 else 'are'} not watched")
     if error is not None:
         print(f"batchstate: {args.script}: {error}", file=sys.stderr)
         return 2
@@ -198,6 +210,26 @@ def _run(script: Path, arguments: list[str]) -> str | None:
     finally:
         sys.argv, sys.path[:] = argv, path
     return None
+
+
+@contextlib.contextmanager
+def _processes_started() -> Iterator[list[Any]]:
+    """The processes that `subprocess` and `multiprocessing` start meanwhile, one entry each."""
+    started: list[Any] = []
+
+    def noted(start: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(start)
+        def starts(self: Any, *args: Any, **given: Any) -> None:
+            started.append(type(self))
+            start(self, *args, **given)
+
+        return starts
+
+    with (
+        patch.object(subprocess.Popen, "__init__", noted(subprocess.Popen.__init__)),
+        patch.object(BaseProcess, "start", noted(BaseProcess.start)),
+    ):
+        yield started
 
 
 def _remedy(error: Exception) -> str:
