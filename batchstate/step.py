@@ -537,7 +537,7 @@ class StepPlanner(Guided):
                 if new.size:
                     there = self._pages.token_rows(rows[new], requests.row_width)
                     index, places_written = (np.concatenate(pair) for pair in zip(written[1:], there, strict=True))
-                    if planned:  # one that puts in nothing is no owner yet
+                    if planned:  # one that puts in nothing does not own it yet
                         owners.append((rows[new], generations[new]))
             own = [write for write in writes if write.table is table] if writes else ()  # one at most: they are joined
             if own:

@@ -1095,7 +1095,7 @@ def test_tokens_of_a_step_that_was_never_launched_are_not_written(dropped: int, 
 
 @pytest.mark.parametrize("in_one_piece", [True, False])
 def test_what_a_step_finds_is_published_for_its_own_requests_alone(rt: Runtime, in_one_piece: bool) -> None:
-    """A request that has left since the step was planned has no entry, and whoever has its slot keeps its own."""
+    """A request that has left since the step was planned has no entry, and the one that has its slot keeps its own."""
     for level in ("off", "cheap"):
         with checks(level):
             world = World.of(rt, in_one_piece=in_one_piece)
@@ -1183,7 +1183,7 @@ def test_a_request_does_not_leave_and_join_at_once(rt: Runtime, in_one_piece: bo
 
 
 def test_a_fence_for_those_that_leave_where_none_does(rt: Runtime) -> None:
-    """An engine passes it in each step; what is no fence is refused nevertheless."""
+    """An engine passes it in each step; what is not a fence is refused nevertheless."""
     world = World.of(rt)
     world.join([3, 4])
     for keep in (None, np.ones(2, np.bool_)):

@@ -140,7 +140,7 @@ class RunningBatch(ScheduledBatch):
     """
 
     max_seq_lens = mirrored(torch.int64)
-    """Tokens of the prompt and the whole answer, of which the last is never computed: nobody asks what follows it."""
+    """Tokens of the prompt and the whole answer, of which the last is never computed, since none follows it."""
     priority = mirrored(torch.int32)
     temperature = mirrored(torch.float32, pad=1.0)
     top_p = mirrored(torch.float32, pad=1.0)

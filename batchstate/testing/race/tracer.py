@@ -369,7 +369,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         target.copy_(source, non_blocking)
 
     def _brought_to_host(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if name == "tolist":  # into numbers, which are no memory
+        if name == "tolist":  # into numbers, which are not memory
             region = of_tensor(tensor)
             read = [] if region is None else [MemoryAccess(tensor, region, False)]
             entry, values = self.access(EventKind.COPY_TO_HOST, str(EventKind.COPY_TO_HOST), read), tensor
