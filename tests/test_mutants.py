@@ -237,7 +237,7 @@ def test_name_is_taken_once() -> None:
     """Two mutants of one name are refused where the second is declared."""
     with pytest.raises(DeclarationError, match="two mutants are named 'filter_forgets_device'"):
 
-        @mutant(Code.MIRROR_EQUAL, machine="mirrored_tensor", origin="none #1")
+        @mutant(Code.MIRROR_EQUAL, machine="mirrored_tensor", origin="none #1", group="drift")
         def filter_forgets_device(patch: Any) -> None:
             """Nothing."""
 

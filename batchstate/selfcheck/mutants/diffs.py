@@ -1,6 +1,7 @@
 """Mutants written as small diffs of the library's own source, in the `.mutants` files beside this module.
 
-A `.mutants` file begins with a comment that says what its mutants have in common. Each mutant is a paragraph:
+A file has the mutants of one part of the library. `## group: ...` begins a group, and says what its mutants have in
+common; other lines that begin with `#` are comments. Each mutant is a paragraph:
 
     [name] CODE CODE | machine | origin | level=cheap tool=race
     What goes wrong, in a sentence.
@@ -36,7 +37,7 @@ import attrs
 
 from batchstate.errors import DeclarationError
 from batchstate.levels import Level
-from batchstate.selfcheck.mutants.registry import MUTANTS, Mutant, Patch, register
+from batchstate.selfcheck.mutants.registry import GROUPS, MUTANTS, Mutant, Patch, register
 from batchstate.violations import Code
 
 _HEAD = re.compile(
@@ -173,24 +174,26 @@ class Diff:
             function.__code__ = code
 
 
-def read(group: str) -> str:
-    """Registers the mutants of `<group>.mutants`, and returns what they have in common.
+def read(family: str) -> None:
+    """Registers the groups and mutants of `<family>.mutants`.
 
     Raises:
         DeclarationError: a paragraph is malformed, or two mutants have one name.
     """
-    text = resources.files(__package__).joinpath(f"{group}.mutants").read_text(encoding="utf-8")
-    title, *paragraphs = re.split(r"\n{2,}", text.strip())
-    for paragraph in paragraphs:
-        if not paragraph.startswith("#"):
-            _register(paragraph.split("\n"), group)
-    return title.removeprefix("# ")
+    group = title = ""
+    text = resources.files(__package__).joinpath(f"{family}.mutants").read_text(encoding="utf-8")
+    for paragraph in re.split(r"\n{2,}", text.strip()):
+        if paragraph.startswith("## "):
+            group, _, title = paragraph.removeprefix("## ").partition(": ")
+        elif not paragraph.startswith("#"):
+            _register(paragraph.split("\n"), group, f"{family}.mutants")
+            GROUPS[group] = title
 
 
-def _register(lines: list[str], group: str) -> None:
+def _register(lines: list[str], group: str, file: str) -> None:
     head = _HEAD.fullmatch(lines[0])
     if head is None or len(lines) < 4:
-        raise _refused(f"{group}.mutants: malformed: {lines[0]!r}", lines[0])
+        raise _refused(f"{file}: malformed: {lines[0]!r}", lines[0])
     unseen = lines.pop(2).removeprefix("? ") if lines[2].startswith("? ") else None
     more = dict(part.split("=", 1) for part in (head["more"] or "").split())
     mutant = Mutant(
@@ -205,14 +208,14 @@ def _register(lines: list[str], group: str) -> None:
         tool=more.pop("tool", None),
         seeded=more.pop("seeded", None),
         unseen=unseen,
-        switch=Diff(tuple(_changes(lines[2:], group))),
+        switch=Diff(tuple(_changes(lines[2:], file))),
     )
     if more:
-        raise _refused(f"{group}.mutants: {mutant.name} has {sorted(more)}", sorted(more))
+        raise _refused(f"{file}: {mutant.name} has {sorted(more)}", sorted(more))
     register(mutant)
 
 
-def _changes(lines: list[str], group: str) -> Iterator[Change]:
+def _changes(lines: list[str], file: str) -> Iterator[Change]:
     where, pieces, last = "", list[tuple[list[str], list[str]]](), ""
     for line in [*lines, "@ "]:
         mark, text = line[:1], line[2:]
@@ -227,7 +230,7 @@ def _changes(lines: list[str], group: str) -> Iterator[Change]:
         elif mark == "+" and pieces:
             pieces[-1][1].append(text)
         else:
-            raise _refused(f"{group}.mutants: expected a line with '@', '-' or '+', got {line!r}", line)
+            raise _refused(f"{file}: expected a line with '@', '-' or '+', got {line!r}", line)
         last = mark
 
 

@@ -61,7 +61,7 @@ class Mutant:
         killed_by: the invariants of which one must fire. Any other failure does not count.
         machine: the state machine of `batchstate.selfcheck.machines.MACHINES` that must find it.
         level: of the checks that must find it.
-        group: the kind of bug, and the name of its file.
+        group: the kind of bug.
         only_on: the type of device that can have the bug; None for all.
         tool: what its machine runs on to find it: `race`, `race:prompt`, or None for the device itself.
         seeded: letter of the bug in the list of races that a race detector has to find, or None.
@@ -103,11 +103,15 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {}
 """Mutants by name, filled when this package is imported."""
 
+GROUPS: dict[str, str] = {}
+"""The kinds of bugs: name of the group -> what its mutants have in common."""
+
 
 def mutant(
     *killed_by: Code,
     machine: str,
     origin: str,
+    group: str,
     level: Level = Level.FULL,
     only_on: str | None = None,
     tool: str | None = None,
@@ -120,6 +124,7 @@ def mutant(
         *killed_by: see `Mutant`.
         machine: see `Mutant`.
         origin: see `Mutant`.
+        group: see `Mutant`.
         level: see `Mutant`.
         only_on: see `Mutant`.
         tool: see `Mutant`.
@@ -136,7 +141,7 @@ def mutant(
                 killed_by=killed_by,
                 machine=machine,
                 level=level,
-                group=switch.__module__.rpartition(".")[2],
+                group=group,
                 only_on=only_on,
                 tool=tool,
                 seeded=seeded,
