@@ -5,8 +5,7 @@ from typing import Any, final
 
 import numpy as np
 
-from batchstate.kv.leases import PageLease
-from batchstate.kv.pages import PagePool
+from batchstate.kv.pages import PageLease, PagePool
 from batchstate.levels import Level, checks
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from batchstate.errors import TransferError
-from batchstate.transport.engines.base import Engine
+from batchstate.transport.engines.base import Engine, Ints
 from batchstate.transport.engines.mooncake import MooncakeEngine
 from batchstate.transport.engines.nixl import NixlEngine
 from batchstate.transport.engines.tcp import TcpEngine
-from batchstate.transport.regions import Ints
 from benchmarks.baselines.bare_engines import Bare, BareGloo, BareMooncake, BareNixl, Bytes
 
 ANSWERS_IN_S = 120.0

@@ -18,10 +18,8 @@ import numpy as np
 from batchstate.cli._output import add_json, write_json
 from batchstate.errors import TransferError
 from batchstate.runtime import Runtime, open_runtime
-from batchstate.transport.engines.base import Engine, Handle, Peer, Status
-from batchstate.transport.layout import KVLayout
-from batchstate.transport.plan import chunked, coalesced, expand_pages, location_rows, owned_by
-from batchstate.transport.regions import Copies, Ints
+from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Peer, Status
+from batchstate.transport.plan import KVLayout, chunked, coalesced, expand_pages, location_rows, owned_by
 from benchmarks.baselines.bare_engines import Bare, Bytes, Move, wait_until
 from benchmarks.comparisons import Asked, Comparison, MismatchError, Row, require_equal, run
 from benchmarks.machine import machine

@@ -29,10 +29,10 @@ from batchstate.kv.host_pool import HostRanges
 from batchstate.runtime import open_runtime
 from batchstate.testing import ManualStream
 from batchstate.transport.engines.in_process import InProcessEngine, Network
-from batchstate.transport.handshake import Description
-from batchstate.transport.layout import KVLayout
+from batchstate.transport.plan import KVLayout
 from batchstate.transport.receiver import Receiver
 from batchstate.transport.sender import Sender
+from batchstate.transport.workers import Description
 from batchstate.violations import Violation
 
 PACKAGE = Path(batchstate.__file__).parent
@@ -140,7 +140,7 @@ JOURNEYS: dict[Journey, int] = {
     token_to_the_host: 13,
     page_to_the_device: 16,
     mirror_equal_to_the_report: 7,
-    kv_row_between_workers: 14,
+    kv_row_between_workers: 12,
 }
 """Journey -> the most files that it may cross."""
 

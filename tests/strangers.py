@@ -23,9 +23,7 @@ from typing import Any
 import numpy as np
 
 from batchstate.transport.connection import MAC, NONCE, Connection, _hello, _proof, new_secret
-from batchstate.transport.engines.base import Status
-from batchstate.transport.regions import Copies
-from batchstate.transport.wire import Endpoint
+from batchstate.transport.engines.base import Copies, Endpoint, Status
 from examples.disaggregated.channel import Door, call
 from tests.test_transport_engines import make
 from tests.transport_peers import NOISE, SENTINEL, EngineSide, PeerProcess, listening, spawn_peer

@@ -23,7 +23,7 @@ from batchstate.errors import BatchStateError
 from batchstate.forward.token_array import TokenArray
 from batchstate.kv.host_pool import KVBuffer
 from batchstate.runtime import Runtime, open_runtime
-from batchstate.transport.layout import KVLayout
+from batchstate.transport.plan import KVLayout
 from batchstate.violations import Violation
 
 PROMPT, MOST, HOT = 12, 40, 8

@@ -17,8 +17,7 @@ from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError, PoolBrokenError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots
-from batchstate.kv.leases import PageLease
-from batchstate.kv.pages import PagePool
+from batchstate.kv.pages import PageLease, PagePool
 from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import CpuRuntime, Runtime

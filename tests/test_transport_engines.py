@@ -28,9 +28,8 @@ from batchstate.kv.host_pool import HostKVPool, KVBuffer
 from batchstate.runtime import Runtime
 from batchstate.testing import no_hidden_sync
 from batchstate.transport.engines import base
-from batchstate.transport.engines.base import Delivery, Engine, Status, open_engine
+from batchstate.transport.engines.base import Copies, Delivery, Engine, Region, Status, described, open_engine
 from batchstate.transport.engines.in_process import InProcessEngine, Network
-from batchstate.transport.regions import Copies, Region, described
 from batchstate.violations import Violation
 from tests.transport_peers import (
     SENTINEL,

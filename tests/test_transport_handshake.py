@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
+from batchstate.transport.engines.base import ENDPOINT, MOST_REGIONS, Endpoint
 from batchstate.transport.engines.in_process import InProcessEngine, Network
-from batchstate.transport.handshake import MAGIC, Description, check_peers
-from batchstate.transport.layout import KVLayout
-from batchstate.transport.wire import ENDPOINT, MOST_BYTES, MOST_DEPTH, MOST_REGIONS, MOST_TEXT, Endpoint, sealed
+from batchstate.transport.plan import KVLayout
+from batchstate.transport.wire import MOST_BYTES, MOST_DEPTH, MOST_TEXT, sealed
+from batchstate.transport.workers import DESCRIPTION, Description, check_peers
 
 LAYERS = ("0.keys", "0.values")
 Json = dict[str, Any]
@@ -214,7 +215,7 @@ def test_oversize_descriptions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"is": ENDPOINT}, [MAGIC]),
+        ({"is": ENDPOINT}, [DESCRIPTION]),
         ({"version": 1}, ["version is 3 here, 1 there"]),
         ({"version": True}, ["version is 3 here, True there"]),
         ({"version": None}, ["None there"]),

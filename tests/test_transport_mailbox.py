@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from batchstate.transport.engines._mailbox import Mailbox
 from batchstate.transport.engines.base import MOST_TAG_BYTES
+from batchstate.transport.engines.nixl import Mailbox
 from tests.transport_peers import NOISE
 
 SECRET = bytes(range(32))
@@ -103,7 +103,7 @@ def test_what_a_killed_process_left_is_removed(
     """By the next mailbox on the machine, with its tags; those of the living, of others and of other machines stay."""
     box, writer = boxes
     program = (
-        "from batchstate.transport.engines._mailbox import Mailbox; import time\n"
+        "from batchstate.transport.engines.nixl import Mailbox; import time\n"
         "box = Mailbox('c' * 16, bytes(32), 'machine'); print(box.path, flush=True); time.sleep(60)"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}

@@ -22,10 +22,8 @@ import pytest
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.connection import Connection, ConnectionEndedError, connect
 from batchstate.transport.engines import mooncake
-from batchstate.transport.engines.base import Status, open_engine
+from batchstate.transport.engines.base import Copies, Endpoint, Status, open_engine
 from batchstate.transport.engines.mooncake import MooncakeEngine
-from batchstate.transport.regions import Copies
-from batchstate.transport.wire import Endpoint
 from tests.transport_peers import (
     SENTINEL,
     EngineSide,

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
-from batchstate.transport.engines.base import Engine, Status
+from batchstate.transport.engines.base import Copies, Engine, Status
 from batchstate.transport.engines.nixl import NixlEngine, Process, here
-from batchstate.transport.regions import Copies
 from tests.transport_peers import NOISE, EngineSide, altered, listening, scattered, spawn_peer, until
 
 pytest.importorskip("nixl", reason="NIXL is not installed")

@@ -13,17 +13,22 @@ from hypothesis import strategies as st
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, HandshakeError, ShapeError, ValueOverflowError
-from batchstate.transport.layout import KVLayout, check_fit, check_sources, held_by, slice_between, sources_of
+from batchstate.transport.engines.base import Copies
 from batchstate.transport.plan import (
+    KVLayout,
     check_chunk,
+    check_fit,
     check_places,
+    check_sources,
     chunked,
     coalesced,
     expand_pages,
+    held_by,
     location_rows,
     owned_by,
+    slice_between,
+    sources_of,
 )
-from batchstate.transport.regions import Copies
 from batchstate.violations import Code
 from tests.doubles import refused
 

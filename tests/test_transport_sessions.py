@@ -21,19 +21,16 @@ from batchstate.kv.host_pool import HostRanges
 from batchstate.runtime import Fence
 from batchstate.testing import ManualStream
 from batchstate.transport import sender as sender_module
-from batchstate.transport.engines.base import Delivery, Handle, Status
+from batchstate.transport.engines.base import Copies, Delivery, Endpoint, Handle, Status
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
-from batchstate.transport.handshake import Description
-from batchstate.transport.layout import KVLayout
+from batchstate.transport.plan import KVLayout
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
-from batchstate.transport.regions import Copies
 from batchstate.transport.sender import Sender, Transfer, TransferState
 from batchstate.transport.wire import (
     MAGIC,
     MOST_ATTEMPTS,
     MOST_TEXT,
     MOST_TOKENS,
-    Endpoint,
     Grant,
     Kind,
     Notice,
@@ -41,7 +38,7 @@ from batchstate.transport.wire import (
     packed,
     unpacked,
 )
-from batchstate.transport.workers import Session
+from batchstate.transport.workers import Description, Session
 from batchstate.violations import Violation
 from tests.transport_peers import altered
 

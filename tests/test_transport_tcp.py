@@ -19,12 +19,10 @@ import pytest
 
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.connection import ANSWER, Connection, connect
-from batchstate.transport.engines import _packing as packing
 from batchstate.transport.engines import tcp
-from batchstate.transport.engines.base import Status
+from batchstate.transport.engines import tcp as packing
+from batchstate.transport.engines.base import Copies, Endpoint, Status
 from batchstate.transport.engines.tcp import TcpEngine
-from batchstate.transport.regions import Copies
-from batchstate.transport.wire import Endpoint
 from tests.transport_peers import (
     SENTINEL,
     EngineSide,

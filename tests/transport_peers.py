@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate.transport.connection import Connection, new_secret
-from batchstate.transport.engines.base import Delivery, Engine, Handle, Peer, Status
-from batchstate.transport.regions import Copies, Region
+from batchstate.transport.engines.base import Copies, Delivery, Engine, Handle, Peer, Region, Status
 from batchstate.transport.wire import sealed
 
 STARTS_IN = 60.0

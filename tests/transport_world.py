@@ -23,10 +23,10 @@ from batchstate.errors import HandshakeError, PoolExhaustedError, TransferError
 from batchstate.indices import Locations
 from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
-from batchstate.transport.handshake import Description
-from batchstate.transport.layout import KVLayout
+from batchstate.transport.plan import KVLayout
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.sender import Sender, Transfer, TransferState
+from batchstate.transport.workers import Description
 
 Bytes = npt.NDArray[np.uint8]
 LAYERS = ("keys", "values")

@@ -25,8 +25,7 @@ from batchstate.invariants import times_checked
 from batchstate.kv import _lengths
 from batchstate.kv._page_state import ONE, KVWrites, PageOwners, PageReferences, PageSpace, PageTable
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
-from batchstate.kv._sharing import PageSharing, Source
-from batchstate.kv.leases import PageLease
+from batchstate.kv._sharing import PageLease, PageSharing, Source
 from batchstate.mirror import MirroredTensor, lined_up
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
@@ -34,7 +33,7 @@ from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table, TableWrite
 from batchstate.violations import Code, Where
 
-__all__ = ["Extension", "PagePool", "PageStats"]
+__all__ = ["Extension", "PageLease", "PagePool", "PageStats"]
 
 Ints = npt.NDArray[np.int64]
 

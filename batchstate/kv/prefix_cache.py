@@ -13,8 +13,7 @@ from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
 from batchstate.errors import ArgumentError, DtypeError
 from batchstate.indices import Slots
 from batchstate.kv._cached_pages import CachedPages
-from batchstate.kv.leases import PageLease
-from batchstate.kv.pages import PagePool
+from batchstate.kv.pages import PageLease, PagePool
 
 __all__ = ["CacheFit", "PrefixCache", "PrefixCacheStats"]
 

@@ -4,13 +4,23 @@
 which bytes; `Receiver`, `Sender` and `Lease` say who may write, until when, and what has arrived.
 """
 
-from batchstate.transport.engines.base import ENGINES, Capabilities, Delivery, Engine, Handle, Peer, Status, open_engine
-from batchstate.transport.handshake import Description
-from batchstate.transport.layout import KVLayout
+from batchstate.transport.engines.base import (
+    ENGINES,
+    Capabilities,
+    Copies,
+    Delivery,
+    Engine,
+    Handle,
+    Peer,
+    Region,
+    RemoteRegion,
+    Status,
+    open_engine,
+)
+from batchstate.transport.plan import KVLayout
 from batchstate.transport.receiver import Ignored, Lease, LeaseState, Receiver
-from batchstate.transport.regions import Copies, Region, RemoteRegion
 from batchstate.transport.sender import Sender, Transfer, TransferState
-from batchstate.transport.workers import Session
+from batchstate.transport.workers import Description, Session
 
 __all__ = [
     "ENGINES",

@@ -1,24 +1,377 @@
-"""Which rows a transfer moves: from pages to locations, to bytes in regions, to few and large rows, to writes.
+"""Which bytes a transfer moves: between ranks of any degree, from pages to locations, to few and large rows, to writes.
+
+Each byte of a target row is written by exactly one source rank. Where several ranks hold the same heads, the targets
+that need them are spread over those ranks. A pipeline stage holds some of the layers; what a lease is granted for is
+written by ranks of all stages together.
 
 Plain numpy on the host, int64 throughout, at most one sort of the rows. Lengths are never adjusted to each other: what
 does not go together is refused, so that no token is left out in silence.
 """
 
+import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import SupportsIndex, Unpack
+from typing import Any, Self, SupportsIndex, Unpack, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from batchstate import invariants
 from batchstate._arrays import as_array, converted, count
-from batchstate.errors import ArgumentError, DtypeError, ShapeError
-from batchstate.transport.layout import KVLayout, check_fit, slice_between
-from batchstate.transport.regions import Copies, Ints
+from batchstate._guidance import shows_signature
+from batchstate.errors import ArgumentError, DtypeError, HandshakeError, ShapeError
+from batchstate.transport.engines.base import Copies, Ints
+from batchstate.transport.wire import LARGEST
 from batchstate.violations import Where
 
-_LARGEST = 2**63 - 1
+MOST_RANKS = 65_536
+"""Most ranks of a group, as a message numbers them."""
+_MOST = {"rank": MOST_RANKS - 1, "degree": MOST_RANKS, "page_size": 2**31, "item_bytes": 2**31, "heads": 2**31}
+_DTYPES = {name: str(one).removeprefix("torch.") for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+
+
+@final
+@attrs.frozen
+class Held:
+    """Which of a token's heads a rank holds.
+
+    Attributes:
+        first: the first head.
+        heads: how many, from there on.
+        replica: number of this rank among those that hold the same heads.
+        replicas: how many ranks hold the same heads.
+    """
+
+    first: int
+    heads: int
+    replica: int
+    replicas: int
+
+
+def held_by(rank: int, degree: int, heads: int) -> Held:
+    """Which heads rank `rank` of `degree` holds: consecutive ones, and one when there are more ranks than heads.
+
+    Raises:
+        ArgumentError: the heads cannot be shared evenly by so many ranks, or the rank is outside.
+    """
+    if heads % degree and degree % heads:
+        raise ArgumentError(
+            f"{heads} heads cannot be shared evenly by {degree} ranks",
+            value=degree,
+            remedy="use a degree that divides the number of KV heads, or a multiple of it",
+        )
+    if not 0 <= rank < degree:
+        raise ArgumentError(f"rank {rank} of {degree}", value=rank, remedy=f"ranks count from 0 to {degree - 1}")
+    local, replicas = max(1, heads // degree), max(1, degree // heads)
+    return Held(rank // replicas * local, local, rank % replicas, replicas)
+
+
+def _dtype(value: object) -> str:
+    name = str(value).removeprefix("torch.")
+    if not isinstance(value, str | torch.dtype) or name not in _DTYPES:
+        raise DtypeError(
+            f"expected a dtype, got {value!r}"[:80],
+            value=value,
+            remedy="pass the name of a torch dtype, such as 'bfloat16'",
+        )
+    return _DTYPES[name]
+
+
+def _layers(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
+        raise ArgumentError(
+            f"expected layers, got {value!r}", value=value, remedy="pass a tuple of names, one per buffer"
+        )
+    if len(set(value)) < len(value):
+        name, times = Counter(value).most_common(1)[0]
+        raise ArgumentError(f"layer {name!r} is named {times} times", value=name, remedy="name each buffer once")
+    return tuple(value)
+
+
+def _stage(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise ArgumentError(f"stage is {value!r}", value=value, remedy="pass a tuple of names of layers")
+    return tuple(value)
+
+
+@shows_signature
+@final
+@attrs.frozen
+class KVLayout:
+    """How one rank keeps the KV of a token, in buffers that are alike.
+
+    A token has one row in each buffer: its heads one after the other, each of the same bytes. Row `t` of a buffer
+    begins at byte `t * item_bytes` of its region. Buffers with other rows have a layout of their own.
+
+    Attributes:
+        page_size: tokens per page.
+        dtype: torch's name of the elements' type, as "float64".
+        layers: names of the buffers of all pipeline stages together, the same on both sides.
+        item_bytes: bytes that one token has in one buffer on this rank.
+        rank: of the tensor-parallel group.
+        degree: ranks in the group. Each holds heads / degree of a token's heads, or, when there are more ranks than
+            heads, one of them.
+        heads: KV heads of a token on all ranks together.
+        replicated: whether every rank holds all of a token (MLA).
+        token_major: whether the tokens of a page lie one after the other. Otherwise a page cannot be split into tokens.
+        stage: names of the buffers that this rank's pipeline stage holds, in the order of `layers` and of the
+            registered regions; all of them by default.
+        per_request: whether a request has one row, as a recurrent state, in place of one per token.
+
+    Raises:
+        ArgumentError: a number out of its range, heads that cannot be shared by `degree` ranks, bytes that cannot be
+            shared by the heads, or a stage of other layers.
+        DtypeError: a value of another type than stated.
+    """
+
+    page_size: int
+    dtype: str = attrs.field(converter=_dtype)
+    layers: tuple[str, ...] = attrs.field(converter=_layers)
+    item_bytes: int
+    rank: int = 0
+    degree: int = 1
+    heads: int = 1
+    replicated: bool = False
+    token_major: bool = True
+    stage: tuple[str, ...] = attrs.field(
+        default=attrs.Factory(lambda self: self.layers, takes_self=True), converter=_stage
+    )
+    per_request: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        ours = set(self.stage)
+        if self.stage != tuple(layer for layer in self.layers if layer in ours):
+            raise ArgumentError(
+                f"a stage of {list(self.stage)} of the layers {list(self.layers)}",
+                value=self.stage,
+                remedy="name some of the layers, in their order, each once",
+            )
+        for name in ("page_size", "item_bytes", "rank", "degree", "heads"):
+            number = count(getattr(self, name), name, least=0 if name == "rank" else 1)
+            if number > _MOST[name]:
+                raise ArgumentError(f"{name} is above {_MOST[name]}", value=name, remedy="pass what it really is")
+            object.__setattr__(self, name, number)  # JSON takes no numpy integers
+        for name in ("replicated", "token_major", "per_request"):
+            if type(getattr(self, name)) is not bool:
+                value = getattr(self, name)
+                raise DtypeError(f"{name} is {value!r}", value=value, remedy="pass True or False")
+        held = self.held
+        if self.item_bytes % held.heads:
+            raise ArgumentError(
+                f"item_bytes {self.item_bytes} cannot be shared by the {held.heads} heads of a rank",
+                value=self.item_bytes,
+                remedy="pass the bytes that one token has in one buffer on this rank, and the heads of all ranks",
+            )
+
+    @classmethod
+    def of_page_bytes(cls, page_bytes: int, page_size: int, *, dtype: str, layers: Sequence[str], **rest: Any) -> Self:
+        """The layout of buffers of which only the bytes of a page are known.
+
+        Args:
+            page_bytes: bytes that one page has in one buffer on this rank.
+            page_size: tokens per page.
+            dtype: see the class.
+            layers: see the class.
+            rest: the other attributes.
+
+        Raises:
+            ArgumentError: `page_bytes` is not a multiple of `page_size`. Else as the class.
+        """
+        size, nbytes = count(page_size, "page_size", least=1), count(page_bytes, "page_bytes", least=1)
+        if nbytes % size:
+            raise ArgumentError(
+                f"a page of {nbytes} bytes does not divide by its {size} tokens",
+                value=nbytes,
+                remedy="register buffers that hold KV alone; keep scales and headers of a page in buffers of their own",
+            )
+        return cls(size, dtype, layers, nbytes // size, **rest)
+
+    @property
+    def held(self) -> Held:
+        """Which heads this rank holds. A replicated token counts as one head that every rank holds."""
+        return held_by(self.rank, self.degree, 1 if self.replicated else self.heads)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token in one buffer; of all of it where it is replicated."""
+        return self.item_bytes // self.held.heads
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in one buffer on this rank."""
+        return self.page_size * self.item_bytes
+
+    def check_splits(self) -> None:
+        """Refuses a layout whose pages cannot be split into tokens.
+
+        Raises:
+            ArgumentError: pages of several tokens, not token-major.
+        """
+        if not self.token_major and self.page_size > 1:
+            raise ArgumentError(
+                f"pages of {self.page_size} tokens that are not token-major cannot be split into tokens",
+                value=self.page_size,
+                remedy="keep KV token-major, [page, token, head, ...], or use pages of one token",
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return attrs.asdict(self) | {"layers": list(self.layers), "stage": list(self.stage)}
+
+    @classmethod
+    def from_dict(cls, fields: object) -> Self:
+        """What `as_dict` gave.
+
+        Raises:
+            ArgumentError: fields are missing or unknown. Else as the class.
+        """
+        names = {one.name for one in attrs.fields(cls)}
+        if not isinstance(fields, Mapping) or set(fields) != names:
+            found = sorted(map(str, fields)) if isinstance(fields, Mapping) else type(fields).__name__
+            raise ArgumentError(
+                f"expected a layout, got {found}", value=found, remedy=f"pass {', '.join(sorted(names))}"
+            )
+        return cls(**fields)
+
+
+_SAME = (
+    ("dtype", "keep KV in one dtype on both workers"),
+    ("replicated", "run the same model, and the same attention, on both workers"),
+    ("heads", "run the same model on both workers; `heads` are those of all ranks together"),
+    ("token_major", "keep KV in the same order on both workers"),
+    ("per_request", "run the same model on both workers"),
+)
+
+
+def check_fit(ours: KVLayout, theirs: KVLayout) -> None:
+    """Refuses two layouts between which no KV can go. Both sides refuse the same pairs.
+
+    Ranks, degrees and stages may differ. So may page sizes where one is 1, and pages can be split into tokens.
+
+    Raises:
+        HandshakeError: they differ in page size, dtype, replication, heads, order, bytes a head, or layers.
+    """
+    pages = ours.page_size, theirs.page_size
+    if pages[0] != pages[1] and not (min(pages) == 1 and ours.token_major and theirs.token_major):
+        raise HandshakeError(
+            f"page_size is {pages[0]} here, {pages[1]} there",
+            value=pages,
+            remedy="start both workers with one page size, or keep KV token-major in host pages of 1 token",
+        )
+    for name, remedy in _SAME:
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if here != there:
+            raise HandshakeError(f"{name} is {here} here, {there} there", value=(here, there), remedy=remedy)
+    if ours.head_bytes != theirs.head_bytes:
+        raise HandshakeError(
+            f"item_bytes is {_bytes(ours)} here, {_bytes(theirs)} there",
+            value=(ours.item_bytes, theirs.item_bytes),
+            remedy="use one head size and dtype; `item_bytes` are those of one token in one buffer on one rank",
+        )
+    if ours.layers != theirs.layers:
+        both = max(len(ours.layers), len(theirs.layers))
+        at = next(at for at in range(both) if ours.layers[at : at + 1] != theirs.layers[at : at + 1])
+        raise HandshakeError(
+            f"layers: {len(ours.layers)} here, {len(theirs.layers)} there; "
+            f"number {at} is {_named(ours, at)} here, {_named(theirs, at)} there",
+            value=(ours.layers, theirs.layers),
+            remedy="load the same layers on both workers, and list their buffers in the same order",
+        )
+
+
+def _bytes(layout: KVLayout) -> str:
+    return f"{layout.item_bytes} at degree {layout.degree} ({layout.head_bytes} a head)"
+
+
+def _named(layout: KVLayout, at: int) -> str:
+    return repr(layout.layers[at]) if at < len(layout.layers) else "missing"
+
+
+@final
+@attrs.frozen
+class Slice:
+    """Consecutive bytes of a token's row, in each buffer the same.
+
+    Attributes:
+        source_offset: where they begin in the row of the source rank.
+        target_offset: where they begin in the row of the target rank.
+        nbytes: how many, at least one.
+    """
+
+    source_offset: int
+    target_offset: int
+    nbytes: int
+
+
+def slice_between(source: KVLayout, target: KVLayout) -> Slice | None:
+    """What the source's rank writes into a row of the target's rank, or None if it writes nothing there.
+
+    The layouts fit (`check_fit`).
+    """
+    ours, theirs = source.held, target.held
+    first = max(ours.first, theirs.first)
+    heads = min(ours.first + ours.heads, theirs.first + theirs.heads) - first
+    if heads < 1 or ours.replica != theirs.replica * ours.replicas // theirs.replicas:
+        return None
+    size = target.head_bytes
+    return Slice((first - ours.first) * size, (first - theirs.first) * size, heads * size)
+
+
+def sources_of(target: KVLayout, source_degree: int) -> tuple[int, ...]:
+    """The ranks of a source group of `source_degree` that write into the target's rank, in order: of each stage.
+
+    Raises:
+        ArgumentError: the heads cannot be shared evenly by so many ranks.
+    """
+    heads = 1 if target.replicated else target.heads
+    held = target.held
+    source = held_by(0, source_degree, heads)
+    first, end = held.first // source.heads, -(-(held.first + held.heads) // source.heads)
+    replica = held.replica * source.replicas // held.replicas
+    return tuple(group * source.replicas + replica for group in range(first, end))
+
+
+Layouts = tuple[KVLayout, ...]
+"""Of one worker: one layout for each kind of buffer, in the same order on both sides."""
+
+
+def buffers_of(layouts: Layouts) -> tuple[tuple[str, KVLayout], ...]:
+    """Name and layout of each buffer that a worker has, in the order of its regions."""
+    return tuple((layer, one) for one in layouts for layer in one.stage)
+
+
+@functools.lru_cache(256)
+def check_sources(target: Layouts, sources: tuple[Layouts, ...]) -> None:
+    """Refuses source ranks that do not write each byte of a target's rank exactly once, or write nothing.
+
+    Raises:
+        ArgumentError: a layer is missing, or written by other ranks than `sources_of` names.
+    """
+    useful: set[int] = set()
+    for kind, layout in enumerate(target):
+        for layer in layout.stage:
+            holders = [at for at, one in enumerate(sources) if layer in one[kind].stage]
+            writers = [at for at in holders if slice_between(sources[at][kind], layout) is not None]
+            useful.update(writers)
+            degrees = {sources[at][kind].degree for at in holders}
+            ranks = sorted(sources[at][kind].rank for at in writers)
+            needed = [sources_of(layout, degree) for degree in degrees]
+            if len(degrees) != 1 or tuple(ranks) != needed[0]:
+                raise ArgumentError(
+                    f"layer {layer!r}: writers of ranks {ranks} of {sorted(degrees)}; needed are {needed or 'some'}",
+                    value=ranks,
+                    remedy="name each worker that `plan.sources_of` names, once, of every stage",
+                )
+    if len(useful) < len(sources):
+        idle = next(at for at in range(len(sources)) if at not in useful)
+        one = sources[idle][0]
+        raise ArgumentError(
+            f"writer {idle}, rank {one.rank} of {one.degree} with {list(one.stage)}, has nothing to write",
+            value=idle,
+            remedy="name each worker that `plan.sources_of` names, once, of every stage",
+        )
 
 
 def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:
@@ -107,7 +460,7 @@ def owned_by(locs: npt.ArrayLike, ranges: npt.ArrayLike) -> None:
             f"ranges of shape {owned.shape}", value=owned.shape, remedy="pass start and length of each range"
         )
     starts, lengths = owned.reshape(-1, 2).T.copy()  # a column in one piece: much faster below
-    wrong = (starts < 1) | (lengths < 1) | (lengths > _LARGEST - starts)
+    wrong = (starts < 1) | (lengths < 1) | (lengths > LARGEST - starts)
     if wrong.any():
         start, length = owned[int(wrong.argmax())].tolist()
         raise ArgumentError(
@@ -309,7 +662,7 @@ def indices_of(values: npt.ArrayLike, what: str) -> Ints:
 
 def _check_indices(indices: Ints, scale: int, what: str) -> None:
     """Refuses padding, negative indices, and those that int64 cannot hold times `scale`."""
-    invariants.slot_out_of_range(indices, _LARGEST // scale, operation=what)
+    invariants.slot_out_of_range(indices, LARGEST // scale, operation=what)
     invariants.slot_zero_allocated(indices, operation=what)
 
 

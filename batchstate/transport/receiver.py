@@ -23,10 +23,8 @@ from batchstate._arrays import count
 from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, TransferError
 from batchstate.kv.host_pool import HostRanges
-from batchstate.transport.engines.base import Delivery, Engine
-from batchstate.transport.handshake import Description
-from batchstate.transport.layout import Layouts, check_sources
-from batchstate.transport.regions import Ints, Region
+from batchstate.transport.engines.base import Delivery, Engine, Ints, Region
+from batchstate.transport.plan import Layouts, check_sources
 from batchstate.transport.wire import (
     MOST_ATTEMPTS,
     MOST_TEXT,
@@ -39,7 +37,7 @@ from batchstate.transport.wire import (
     packed,
     unpacked,
 )
-from batchstate.transport.workers import Clock, Session, Worker
+from batchstate.transport.workers import Clock, Description, Session, Worker
 
 
 class LeaseState(enum.Enum):
@@ -261,7 +259,7 @@ class Receiver(Session):
         Args:
             request: its name, for the writers.
             num_tokens: its tokens.
-            writers: names of the workers that hold its KV, once each: all that `layout.sources_of` names, of every
+            writers: names of the workers that hold its KV, once each: all that `plan.sources_of` names, of every
                 pipeline stage.
             attempt: which attempt of the request it is.
 

@@ -24,12 +24,10 @@ from batchstate.errors import ArgumentError, BatchStateError, DtypeError, Transf
 from batchstate.indices import HostLocations, Locations
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, check_fence
-from batchstate.transport.engines.base import Engine, Handle, Status
-from batchstate.transport.handshake import Description
+from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Region, Status
 from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, indices_of, location_rows, owned_by
-from batchstate.transport.regions import Copies, Ints, Region
 from batchstate.transport.wire import Grant, Kind, Notice, Tag, packed, unpacked
-from batchstate.transport.workers import Clock, Session, Worker, capacities, regions_by_layout
+from batchstate.transport.workers import Clock, Description, Session, Worker, capacities, regions_by_layout
 from batchstate.violations import Violation
 
 REMEMBERED = 4096

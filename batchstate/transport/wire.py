@@ -1,4 +1,4 @@
-"""What workers tell each other as bytes: endpoints, messages about leases, and the tags of writes.
+"""What workers tell each other as bytes: the schemas of all of it, messages about leases, and the tags of writes.
 
 Text travels as JSON. A schema says the type, range and length of each field, and is checked before anything uses the
 field. Endpoints, and the descriptions around them, have a MAC under the secret of their engine: what was damaged, or
@@ -18,16 +18,17 @@ from typing import Any, Self, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from batchstate import invariants
 from batchstate._arrays import arange_per_row
 from batchstate.errors import ArgumentError, BatchStateError, HandshakeError
-from batchstate.transport.connection import LEAST_SECRET, mac_of
-from batchstate.transport.regions import Ints, RemoteRegion
+from batchstate.transport.connection import mac_of
+
+Ints = npt.NDArray[np.int64]
 
 MOST_BYTES = 16 * 2**20
 """Most bytes of a description, an endpoint or a message."""
-MOST_REGIONS = 65_536
 MOST_TOKENS = 2**26
 """Most tokens of a request."""
 MOST_ATTEMPTS = 2**32 - 1
@@ -35,7 +36,7 @@ MOST_TEXT = 4096
 """Most characters of a string."""
 MOST_DEPTH = 8
 """How deep lists and objects lie in each other at most."""
-_LARGEST = 2**63 - 1
+LARGEST = 2**63 - 1
 
 # Schemas
 
@@ -48,7 +49,7 @@ def unexpected(value: object, expected: str) -> ValueError:
     return ValueError(f"expected {expected}, got {value!r:.60}")
 
 
-def number(least: int = 0, most: int = _LARGEST) -> Check:
+def number(least: int = 0, most: int = LARGEST) -> Check:
     """An integer from `least` to `most`."""
 
     def check(value: Any) -> int:
@@ -86,7 +87,7 @@ def binary(value: Any) -> bytes:
     return base64.b64decode(value, validate=True)
 
 
-def array(of: Check, most: int = _LARGEST) -> Check:
+def array(of: Check, most: int = LARGEST) -> Check:
     """A list of at most `most` elements."""
 
     def check(value: Any) -> list[Any]:
@@ -112,14 +113,14 @@ def table(columns: int, least: int) -> Check:
     """A list of rows of so many integers of at least `least`: int64[n, columns]."""
 
     def fits(one: Any) -> bool:
-        return type(one) is int and least <= one <= _LARGEST
+        return type(one) is int and least <= one <= LARGEST
 
     def check(value: Any) -> Ints:
         if isinstance(value, list) and all(
             isinstance(line, list) and len(line) == columns and all(map(fits, line)) for line in value
         ):
             return np.array(value, dtype=np.int64).reshape(-1, columns)
-        raise unexpected(value, f"rows of {columns} integers of {least} to {_LARGEST}")
+        raise unexpected(value, f"rows of {columns} integers of {least} to {LARGEST}")
 
     return check
 
@@ -218,113 +219,6 @@ def check_mac(fields: Mapping[str, Any], secret: bytes) -> None:
 
 def _mac(fields: Mapping[str, Any], secret: bytes) -> str:
     return mac_of(secret, b"batchstate 1 fields", json.dumps(fields, sort_keys=True).encode()).hex()
-
-
-# Endpoints: how to reach an engine, opaque to the caller that carries it
-
-ENDPOINT = "batchstate endpoint 2"
-nonce = text("[0-9a-f]{16}")
-"""Of an engine, as `secrets.token_hex(8)` makes it."""
-
-
-@final
-@attrs.frozen
-class Endpoint:
-    """How to reach an engine. Who has it, and with it the secret, may write into the regions.
-
-    Attributes:
-        engine: its name.
-        instance: its nonce.
-        secret: that its callers have to know.
-        regions: by index.
-        native: the engine's own part.
-    """
-
-    engine: str
-    instance: str
-    secret: bytes = attrs.field(repr=False)
-    regions: dict[int, RemoteRegion] = attrs.field(repr=False)
-    native: bytes = attrs.field(repr=False)
-
-    def to_bytes(self) -> bytes:
-        """What `from_bytes` takes apart."""
-        fields = {
-            "is": ENDPOINT,
-            "engine": self.engine,
-            "instance": self.instance,
-            "secret": base64.b64encode(self.secret).decode(),
-            "regions": [attrs.astuple(region) for region in self.regions.values()],
-            "native": base64.b64encode(self.native).decode(),
-        }
-        return sealed(fields, self.secret)
-
-    @classmethod
-    def from_bytes(cls, endpoint: bytes) -> Self:
-        """An endpoint that came from a peer.
-
-        Raises:
-            HandshakeError: not an endpoint of this library, or damaged.
-        """
-        found: Self = parsed_native(endpoint, cls._checked, "an endpoint")
-        return found
-
-    @classmethod
-    def _checked(cls, value: Any) -> Self:
-        fields = _ENDPOINT(value)
-        check_mac(value, fields["secret"])
-        regions = {region.index: region for region in fields["regions"]}
-        if len(regions) != len(fields["regions"]):
-            raise ValueError("regions: an index is there twice")
-        return cls(fields["engine"], fields["instance"], fields["secret"], regions, fields["native"])
-
-
-def _remote_region(value: Any) -> RemoteRegion:
-    region = RemoteRegion(*_REGION(value))
-    if region.address + region.nbytes > _LARGEST:
-        raise unexpected(value, "memory that ends below 2**63")
-    return region
-
-
-def _secret(value: Any) -> bytes:
-    secret = binary(value)
-    if len(secret) < LEAST_SECRET:
-        raise ValueError(f"expected a secret of at least {LEAST_SECRET} bytes, got {len(secret)}")
-    return secret
-
-
-_REGION = row(number(), text(), number(), number())
-_ENDPOINT = record(
-    ENDPOINT,
-    engine=text(),
-    instance=text(),
-    secret=_secret,
-    regions=array(_remote_region, MOST_REGIONS),
-    native=binary,
-    mac=text(),
-)
-
-
-def parsed_native(endpoint: bytes, schema: Check, what: str) -> Any:
-    """The value in (an engine's own part of) an endpoint.
-
-    Raises:
-        HandshakeError: it does not have the schema.
-    """
-    return parsed(endpoint, schema, what, HandshakeError, "pass what the other side's `endpoint()` returned")
-
-
-def check_instance(instance: str) -> None:
-    """Refuses what cannot be the nonce of an engine.
-
-    Raises:
-        HandshakeError: not 16 hex digits.
-    """
-    try:
-        nonce(instance)
-    except ValueError as error:
-        raise HandshakeError(
-            f"instance is {instance[:40]!r}", value=instance, remedy="introduce a worker by its engine's `instance`"
-        ) from error
 
 
 # Tags: fixed size, so that any engine carries them
@@ -507,7 +401,7 @@ def check_ranges(ranges: Ints, num_tokens: int) -> None:
             f"ranges of shape {ranges.shape}", value=ranges.shape, remedy="pass start and length of each range"
         )
     pairs = ranges.tolist()
-    wrong = [pair for pair in pairs if pair[0] < 1 or pair[1] < 1 or pair[0] > _LARGEST - pair[1]]
+    wrong = [pair for pair in pairs if pair[0] < 1 or pair[1] < 1 or pair[0] > LARGEST - pair[1]]
     pairs.sort()
     shared = [pair for before, pair in itertools.pairwise(pairs) if before[0] + before[1] > pair[0]]
     if wrong or shared or sum(length for _, length in pairs) < num_tokens:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 
 from batchstate.errors import TransferError
-from batchstate.transport.regions import Ints
+from batchstate.transport.engines.base import Ints
 
 Bytes = npt.NDArray[np.uint8]
 Move = Callable[[], object]

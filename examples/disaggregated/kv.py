@@ -10,7 +10,7 @@ from typing import final
 import attrs
 import torch
 
-from batchstate.transport.layout import KVLayout
+from batchstate.transport.plan import KVLayout
 from examples.engine.attention import PagedKV, PagedRun, PagedView
 
 

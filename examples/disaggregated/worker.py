@@ -16,10 +16,9 @@ from batchstate import checks
 from batchstate.errors import ArgumentError, HandshakeError
 from batchstate.runtime import Runtime
 from batchstate.testing.devices import open_device
-from batchstate.transport.engines.base import Engine
-from batchstate.transport.handshake import Description
-from batchstate.transport.layout import KVLayout, held_by
-from batchstate.transport.regions import Region
+from batchstate.transport.engines.base import Engine, Region
+from batchstate.transport.plan import KVLayout, held_by
+from batchstate.transport.workers import Description
 from examples.disaggregated.channel import Channel, ChannelClosedError, Kind
 from examples.disaggregated.kv import layer_names
 from examples.disaggregated.options import Options

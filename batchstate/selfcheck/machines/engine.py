@@ -15,8 +15,7 @@ from batchstate import invariants
 from batchstate.columns import device_only, mirrored
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Locations
-from batchstate.kv.leases import PageLease
-from batchstate.kv.pages import Extension, PagePool
+from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.mirror import Contract, MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence

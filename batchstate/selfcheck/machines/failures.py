@@ -19,8 +19,7 @@ from batchstate.errors import ArgumentError, PoolBrokenError, PoolExhaustedError
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.hybrid import HybridSlotPool
 from batchstate.indices import Slots
-from batchstate.kv.leases import PageLease
-from batchstate.kv.pages import PagePool
+from batchstate.kv.pages import PageLease, PagePool
 from batchstate.pools import Ints, SlotListener
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import Machine, agree, ask

@@ -12,8 +12,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from batchstate import levels
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
 from batchstate.indices import Handles, Locations, Pages, Slots
-from batchstate.kv.leases import PageLease
-from batchstate.kv.pages import Extension, PagePool
+from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.pools import SlotPool
 from batchstate.selfcheck.machines.pools import PagesMachine
 from batchstate.tables import Table

@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from batchstate import levels
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError
 from batchstate.indices import Slots
-from batchstate.kv.leases import PageLease
+from batchstate.kv.pages import PageLease
 from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.selfcheck.machines.pools import PagesMachine
 from batchstate.testing.fences import ManualFence

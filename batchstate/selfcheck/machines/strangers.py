@@ -32,9 +32,8 @@ from batchstate.transport.connection import (
     _proof,
     new_secret,
 )
-from batchstate.transport.engines._mailbox import Mailbox
-from batchstate.transport.regions import RemoteRegion
-from batchstate.transport.wire import Endpoint
+from batchstate.transport.engines.base import Endpoint, RemoteRegion
+from batchstate.transport.engines.nixl import Mailbox
 
 HEAD = MAC + 4
 KEPT = 150

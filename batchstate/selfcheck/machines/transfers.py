@@ -23,10 +23,10 @@ from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, agree, ask
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
-from batchstate.transport.handshake import Description
-from batchstate.transport.layout import KVLayout, Layouts
+from batchstate.transport.plan import KVLayout, Layouts
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.sender import Sender, Transfer, TransferState
+from batchstate.transport.workers import Description
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]

@@ -7,32 +7,201 @@
     engine.completions()                       on the other side: the tags whose data is there
 
 What can be checked before a byte moves is checked here, the same for every engine: regions, bounds, overlaps, tags,
-endpoints. An engine adds the methods marked abstract.
+endpoints. `Copies` says which bytes go where: rows of registered memory on this side, and their places on the other. An
+engine adds the methods marked abstract.
 """
 
 import abc
+import base64
 import enum
 import importlib
 import secrets
 import threading
 from collections import deque
-from typing import Any, Unpack, final
+from collections.abc import Iterable, Sequence
+from typing import Any, Self, Unpack, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from batchstate import invariants
+from batchstate._arrays import arange_per_row
 from batchstate._guidance import shows_signature
-from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError, one_of
-from batchstate.transport.connection import new_secret
-from batchstate.transport.regions import Copies, Ints, Memory, Region, RemoteRegion, described
-from batchstate.transport.wire import MOST_TEXT, Endpoint, check_instance
+from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, ShapeError, TransferError, one_of
+from batchstate.transport.connection import LEAST_SECRET, new_secret
+from batchstate.transport.wire import (
+    LARGEST,
+    MOST_TEXT,
+    Check,
+    array,
+    binary,
+    check_mac,
+    number,
+    parsed,
+    record,
+    row,
+    sealed,
+    text,
+    unexpected,
+)
 from batchstate.violations import Violation, Where
 
+Ints = npt.NDArray[np.int64]
+
+MOST_REGIONS = 65_536
 MOST_TAG_BYTES = 128
 REMEMBERED_TAGS = 65_536
 """How many of the last tags are remembered, to refuse one that is used twice."""
 _NOTHING_SENT = (ArgumentError, TransferError, Violation)
+
+
+Memory = torch.Tensor | npt.NDArray[np.uint8]
+
+
+@final
+@attrs.frozen(eq=False)
+class Region:
+    """A contiguous piece of memory.
+
+    Attributes:
+        index: what `Copies` calls it.
+        name: what it is, the same word on both sides, as "layer 3 keys".
+        address: of its first byte, in this process.
+        nbytes: how long.
+        memory: what keeps it alive.
+        device: torch's type of device that it lies on.
+    """
+
+    index: int
+    name: str
+    address: int
+    nbytes: int
+    memory: Memory = attrs.field(repr=False)
+    device: str = "cpu"
+
+
+@final
+@attrs.frozen
+class RemoteRegion:
+    """A region of a peer, as its endpoint describes it."""
+
+    index: int
+    name: str
+    address: int
+    nbytes: int
+
+
+def described(index: int, memory: Memory, name: str, others: Iterable[Region]) -> Region:
+    """The region of a piece of memory, which none of `others` overlaps.
+
+    Raises:
+        ArgumentError: no memory, not contiguous, empty, or it overlaps a registered region.
+    """
+    if isinstance(memory, torch.Tensor):
+        contiguous, address, nbytes = memory.is_contiguous(), memory.data_ptr(), memory.numel() * memory.element_size()
+        device = memory.device.type
+    elif isinstance(memory, np.ndarray):
+        contiguous, address, nbytes = memory.flags.c_contiguous, memory.ctypes.data, memory.nbytes
+        device = "cpu"
+    else:
+        raise ArgumentError(
+            f"{name}: expected a tensor or an array, got {type(memory).__name__}", value=memory, remedy="pass a tensor"
+        )
+    if not contiguous or not nbytes:
+        raise ArgumentError(
+            f"region {name!r}: {nbytes} bytes, {'' if contiguous else 'not '}contiguous",
+            value=name,
+            remedy="register contiguous memory of at least one byte",
+        )
+    for other in others:
+        if address < other.address + other.nbytes and other.address < address + nbytes:
+            raise ArgumentError(
+                f"region {name!r} overlaps region {other.name!r}, which is registered",
+                value=name,
+                remedy="register each piece of memory once",
+            )
+    return Region(index, str(name), address, nbytes, memory, device)
+
+
+def _ints(values: object) -> Ints:
+    return np.asarray(values, dtype=np.int64)
+
+
+@final
+@attrs.frozen(eq=False)
+class Copies:
+    """Row copies: `lengths[i]` bytes from `source_offsets[i]` of a local region to `target_offsets[i]` of a remote one.
+
+    Offsets are into regions, not addresses, so that bounds and owners can be checked before anything is sent.
+
+    Attributes:
+        source_regions: int64[n], index of the local region.
+        source_offsets: int64[n], in bytes.
+        target_regions: int64[n], index of the peer's region.
+        target_offsets: int64[n], in bytes.
+        lengths: int64[n], in bytes.
+    """
+
+    source_regions: Ints = attrs.field(converter=_ints)
+    source_offsets: Ints = attrs.field(converter=_ints)
+    target_regions: Ints = attrs.field(converter=_ints)
+    target_offsets: Ints = attrs.field(converter=_ints)
+    lengths: Ints = attrs.field(converter=_ints)
+
+    def __attrs_post_init__(self) -> None:
+        shapes = {one.shape for one in self.arrays()}
+        if len(shapes) != 1 or self.lengths.ndim != 1:
+            raise ShapeError(
+                f"copies of {[one.shape for one in self.arrays()]}", value=shapes, remedy="pass five int64[n] of one n"
+            )
+
+    def __repr__(self) -> str:
+        return f"Copies({len(self)} rows, {self.nbytes} bytes)"
+
+    def __len__(self) -> int:
+        return self.lengths.size
+
+    @classmethod
+    def empty(cls) -> Self:
+        """No rows: a transfer that only delivers its tag."""
+        none = np.empty(0, dtype=np.int64)
+        return cls(none, none, none, none, none)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, at least one, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate(column) for column in zip(*(one.arrays() for one in parts), strict=True)))
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes in all."""
+        return int(self.lengths.sum())
+
+    def arrays(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """The five arrays, in the order of the attributes."""
+        return (self.source_regions, self.source_offsets, self.target_regions, self.target_offsets, self.lengths)
+
+    def rows(self, keep: npt.NDArray[np.int64] | slice) -> Self:
+        """Some of the rows, in the order given."""
+        return type(self)(*(one[keep] for one in self.arrays()))
+
+    def cut(self, most: int) -> Self:
+        """The same bytes, in order, in rows of at most `most` bytes."""
+        if self.lengths.max(initial=0) <= most:
+            return self
+        pieces = -(-self.lengths // most)
+        found = self.rows(np.repeat(np.arange(len(self), dtype=np.int64), pieces))
+        skipped = arange_per_row(np.zeros_like(pieces), pieces) * most
+        return attrs.evolve(
+            found,
+            source_offsets=found.source_offsets + skipped,
+            target_offsets=found.target_offsets + skipped,
+            lengths=np.minimum(found.lengths - skipped, most),
+        )
 
 
 class Status(enum.Enum):
@@ -120,6 +289,113 @@ class Handle:
     reason: str = ""
     interrupted: bool = False
     native: Any = attrs.field(default=None, repr=False)
+
+
+# Endpoints: how to reach an engine, opaque to the caller that carries it
+
+ENDPOINT = "batchstate endpoint 2"
+nonce = text("[0-9a-f]{16}")
+"""Of an engine, as `secrets.token_hex(8)` makes it."""
+
+
+@final
+@attrs.frozen
+class Endpoint:
+    """How to reach an engine. Who has it, and with it the secret, may write into the regions.
+
+    Attributes:
+        engine: its name.
+        instance: its nonce.
+        secret: that its callers have to know.
+        regions: by index.
+        native: the engine's own part.
+    """
+
+    engine: str
+    instance: str
+    secret: bytes = attrs.field(repr=False)
+    regions: dict[int, RemoteRegion] = attrs.field(repr=False)
+    native: bytes = attrs.field(repr=False)
+
+    def to_bytes(self) -> bytes:
+        """What `from_bytes` takes apart."""
+        fields = {
+            "is": ENDPOINT,
+            "engine": self.engine,
+            "instance": self.instance,
+            "secret": base64.b64encode(self.secret).decode(),
+            "regions": [attrs.astuple(region) for region in self.regions.values()],
+            "native": base64.b64encode(self.native).decode(),
+        }
+        return sealed(fields, self.secret)
+
+    @classmethod
+    def from_bytes(cls, endpoint: bytes) -> Self:
+        """An endpoint that came from a peer.
+
+        Raises:
+            HandshakeError: not an endpoint of this library, or damaged.
+        """
+        found: Self = parsed_native(endpoint, cls._checked, "an endpoint")
+        return found
+
+    @classmethod
+    def _checked(cls, value: Any) -> Self:
+        fields = _ENDPOINT(value)
+        check_mac(value, fields["secret"])
+        regions = {region.index: region for region in fields["regions"]}
+        if len(regions) != len(fields["regions"]):
+            raise ValueError("regions: an index is there twice")
+        return cls(fields["engine"], fields["instance"], fields["secret"], regions, fields["native"])
+
+
+def _remote_region(value: Any) -> RemoteRegion:
+    region = RemoteRegion(*_REGION(value))
+    if region.address + region.nbytes > LARGEST:
+        raise unexpected(value, "memory that ends below 2**63")
+    return region
+
+
+def _secret(value: Any) -> bytes:
+    secret = binary(value)
+    if len(secret) < LEAST_SECRET:
+        raise ValueError(f"expected a secret of at least {LEAST_SECRET} bytes, got {len(secret)}")
+    return secret
+
+
+_REGION = row(number(), text(), number(), number())
+_ENDPOINT = record(
+    ENDPOINT,
+    engine=text(),
+    instance=text(),
+    secret=_secret,
+    regions=array(_remote_region, MOST_REGIONS),
+    native=binary,
+    mac=text(),
+)
+
+
+def parsed_native(endpoint: bytes, schema: Check, what: str) -> Any:
+    """The value in (an engine's own part of) an endpoint.
+
+    Raises:
+        HandshakeError: it does not have the schema.
+    """
+    return parsed(endpoint, schema, what, HandshakeError, "pass what the other side's `endpoint()` returned")
+
+
+def check_instance(instance: str) -> None:
+    """Refuses what cannot be the nonce of an engine.
+
+    Raises:
+        HandshakeError: not 16 hex digits.
+    """
+    try:
+        nonce(instance)
+    except ValueError as error:
+        raise HandshakeError(
+            f"instance is {instance[:40]!r}", value=instance, remedy="introduce a worker by its engine's `instance`"
+        ) from error
 
 
 @shows_signature

@@ -19,8 +19,7 @@ import attrs
 from batchstate import invariants
 from batchstate._guidance import shows_signature
 from batchstate.errors import HandshakeError, TransferError
-from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
-from batchstate.transport.regions import Copies, Ints, Region
+from batchstate.transport.engines.base import Capabilities, Copies, Delivery, Engine, Handle, Ints, Peer, Region, Status
 
 
 @final

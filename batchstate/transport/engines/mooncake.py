@@ -40,15 +40,19 @@ from batchstate.transport.connection import Connection, ConnectionEndedError, Li
 from batchstate.transport.engines.base import (
     MOST_TAG_BYTES,
     Capabilities,
+    Copies,
     Delivery,
     Engine,
     Handle,
+    Ints,
     Peer,
+    Region,
     Status,
     check_trusted,
+    nonce,
+    parsed_native,
 )
-from batchstate.transport.regions import Copies, Ints, Region
-from batchstate.transport.wire import nonce, number, parsed_native, record, text
+from batchstate.transport.wire import number, record, text
 
 ROWS_IN_FLIGHT = 1024
 """Rows that Mooncake is given at a time, for each peer: as many as its queue takes by default."""

@@ -4,25 +4,385 @@ Two-sided: rows are packed here, sent, and put into place by a thread of the rec
 decides what lands, and checks each row anew against its own regions. It needs nothing but Python, and works wherever
 two processes reach each other.
 
+A write is one message that names its rows, then the rows in pieces, then the receiver's answer. On the writing side one
+thread packs and sends, and one listens for the answers; the receiving side is one thread. Rows are packed without a
+Python loop over them, of any lengths: in grains, the largest size that divides every offset and length of a region.
+
 Guarantees: `write`, `poll`, `drain` and `completions` never wait. One port listens, on `host` alone, and takes nothing
 from, and tells nothing to, who does not know the secret; every byte of a row has a MAC. A peer that dies is noticed at
-once, also while nothing is written. What was begun when a connection broke is UNKNOWN, and drained once the peer has
-closed its end of it, or its process has ended. Nothing is encrypted.
+once, also while nothing is written. DONE follows the receiver's word alone, that the rows are in memory; FAILED that a
+write was never sent, or refused. A row lands only inside a region that is registered at that moment, and none of a
+write that has one elsewhere. The tag is delivered behind all its rows, the answer behind both. What was begun when a
+connection broke is UNKNOWN. The receiver closes a connection only when nothing of it will land any more, and the system
+only after the last thread of a process: so its end says that all has drained. Nothing is encrypted.
 """
 
+import contextlib
+import itertools
 import json
 import queue
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import final
 
-from batchstate._arrays import count
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate._arrays import arange_per_row, count
 from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError
-from batchstate.transport.connection import Connection, Listener, connect
-from batchstate.transport.engines._packing import as_bytes, in_order
-from batchstate.transport.engines._streams import MOST_CUT_ROWS, MOST_ROWS, Inbox, Incoming, Job, Outgoing
-from batchstate.transport.engines.base import Capabilities, Delivery, Engine, Handle, Peer, Status
-from batchstate.transport.regions import Copies, Ints, Region
-from batchstate.transport.wire import number, parsed_native, row, text
+from batchstate.transport.connection import MOST_BYTES, Connection, ConnectionEndedError, Listener, connect
+from batchstate.transport.engines.base import (
+    MOST_TAG_BYTES,
+    Capabilities,
+    Copies,
+    Delivery,
+    Engine,
+    Handle,
+    Ints,
+    Memory,
+    Peer,
+    Region,
+    Status,
+    nonce,
+    parsed_native,
+)
+from batchstate.transport.wire import number, row, text
+
+PIECE = 1 << 20
+"""Bytes of one message, about: a piece is at most twice as long. While one is put into place the next is packed."""
+
+
+def as_bytes(memory: Memory, name: str) -> torch.Tensor:
+    """The same memory as uint8[nbytes].
+
+    Raises:
+        ArgumentError: it is read-only.
+    """
+    if isinstance(memory, torch.Tensor):
+        return memory.detach().reshape(-1).view(torch.uint8)
+    if not memory.flags.writeable:
+        raise ArgumentError(f"region {name!r} is read-only", value=name, remedy="register memory that can be written")
+    return torch.from_numpy(memory.reshape(-1).view(np.uint8))
+
+
+def in_order(copies: Copies) -> Copies:
+    """A copy with the rows of each pair of regions behind each other, and no row longer than a piece."""
+    pair = copies.target_regions * (copies.source_regions.max(initial=0) + 1) + copies.source_regions
+    ordered = copies.rows(np.argsort(pair, kind="stable"))
+    return ordered.cut(PIECE)
+
+
+def pieces(lengths: Ints) -> Iterator[slice]:
+    """The rows of each message; the same on both sides. `lengths` int64[n], each 1 to PIECE."""
+    number = (np.cumsum(lengths) - 1) // PIECE
+    start = 0
+    for last in np.flatnonzero(np.diff(number)):  # one by one: a foreign process may announce a million pieces
+        yield slice(start, int(last) + 1)
+        start = int(last) + 1
+    if lengths.size:
+        yield slice(start, lengths.size)
+
+
+def gather(memories: Mapping[int, torch.Tensor], regions: Ints, offsets: Ints, lengths: Ints, out: torch.Tensor) -> int:
+    """Packs rows of regions into `out` uint8[...], behind each other. All integers int64[n]. Returns how many bytes."""
+    end = 0
+    for region, index, grain, start, end in _row_groups(regions, offsets, lengths):
+        memory, part = memories[region], out[start:end]
+        if memory.device.type == "cpu" and part.device.type == "cpu":
+            np.take(_grains(memory, grain), index, out=_grains(part, grain), mode="clip")
+        else:
+            numbers = torch.from_numpy(index)
+            rows = _matrix(memory, grain).index_select(0, numbers.to(memory.device, non_blocking=True))
+            _matrix(part, grain).copy_(rows, non_blocking=True)
+            _await(memory.device)
+    return end
+
+
+def scatter(
+    memories: Mapping[int, torch.Tensor], regions: Ints, offsets: Ints, lengths: Ints, packed: torch.Tensor
+) -> None:
+    """Puts rows packed in `packed` uint8[...] into their places. All integers int64[n]; the places do not overlap."""
+    for region, index, grain, start, end in _row_groups(regions, offsets, lengths):
+        memory, part = memories[region], packed[start:end]
+        if memory.device.type == "cpu" and part.device.type == "cpu":
+            _grains(memory, grain)[index] = _grains(part, grain)
+        else:
+            numbers, rows = torch.from_numpy(index), _matrix(part, grain)
+            rows = rows.to(memory.device, non_blocking=True)
+            _matrix(memory, grain).index_copy_(0, numbers.to(memory.device, non_blocking=True), rows)
+            _await(memory.device)
+
+
+def _await(device: torch.device) -> None:
+    """Waits until the copies of this thread are made.
+
+    By an event: torch's sync-debug mode, by which an engine looks for hidden waits of its own, lets it pass.
+    """
+    if device.type != "cpu":
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        event.synchronize()
+
+
+def _row_groups(regions: Ints, offsets: Ints, lengths: Ints) -> Iterator[tuple[int, Ints, int, int, int]]:
+    """For rows of one region behind each other: region, int64[m] grain numbers, bytes of a grain, place when packed."""
+    bounds = [0, *(np.flatnonzero(np.diff(regions)) + 1).tolist(), regions.size]
+    end = 0
+    for first, last in itertools.pairwise(bounds):
+        begins, sizes = offsets[first:last], lengths[first:last]
+        grain = int(np.gcd(np.gcd.reduce(begins), np.gcd.reduce(sizes)))
+        index, counts = begins // grain, sizes // grain
+        if counts.max() > 1:
+            index = arange_per_row(index, counts)
+        start, end = end, end + int(sizes.sum())
+        yield int(regions[first]), index, grain, start, end
+
+
+def _grains(memory: torch.Tensor, grain: int) -> npt.NDArray[np.void]:
+    """Memory as items of `grain` bytes; numpy moves each by one copy. What is left at the end is not in it."""
+    whole = memory.numel() // grain * grain
+    return memory.numpy()[:whole].view(np.dtype((np.void, grain)))
+
+
+def _matrix(memory: torch.Tensor, grain: int) -> torch.Tensor:
+    return memory[: memory.numel() // grain * grain].view(-1, grain)
+
+
+MOST_ROWS = 1 << 20
+"""Of one write, before long rows are cut into pieces."""
+MOST_CUT_ROWS = (MOST_BYTES - 256) // 24
+"""The same, once they are cut: their places fit into a message."""
+
+LANDED, REFUSED = b"+", b"-"
+"""How an answer begins; behind it, why not."""
+
+_HEADER = struct.Struct("<IB")
+"""Rows, bytes of the tag. Behind it the tag, and int64[3, n]: region, offset and length of each row."""
+
+LOOKS_EVERY = 0.05
+"""Seconds between two looks whether this engine is being closed, while the other side has not closed a connection."""
+
+
+@final
+class Inbox:
+    """What the receiving threads of an engine share with its owner.
+
+    Attributes:
+        deliveries: tags behind their data.
+    """
+
+    def __init__(self) -> None:
+        self.deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._memories: dict[int, torch.Tensor] = {}
+
+    def __setitem__(self, index: int, memory: torch.Tensor) -> None:
+        """Lists a region's memory, uint8[nbytes]."""
+        with self._lock:
+            self._memories[index] = memory
+
+    def __delitem__(self, index: int) -> None:
+        """Waits until no piece is being put into it, at most about a millisecond, and forgets it."""
+        with self._lock:
+            del self._memories[index]
+
+    def refusal(self, table: Ints) -> str:
+        """Why rows int64[3, n] may not be written into the regions registered now, or an empty string."""
+        regions, offsets, lengths = table
+        memories = self.memories()
+        present = np.unique(regions)
+        unknown = [index for index in present.tolist() if index not in memories]
+        if unknown:
+            return f"region {unknown[0]} is not registered at the receiver"
+        sizes = [memories[index].numel() for index in present.tolist()]
+        size = np.array(sizes, dtype=np.int64)[np.searchsorted(present, regions)]
+        outside = np.flatnonzero((offsets < 0) | (offsets > size) | (lengths > size - offsets))
+        if not outside.size:
+            return ""
+        row = int(outside[0])
+        return (
+            f"row {row}: {lengths[row]} bytes from {offsets[row]} on leave region {regions[row]} of {size[row]} bytes"
+        )
+
+    def land(self, table: Ints, packed: torch.Tensor) -> str:
+        """Puts rows int64[3, n] into place, all or none; why none, or an empty string."""
+        with self._lock:
+            reason = self.refusal(table)
+            if not reason:
+                scatter(self._memories, table[0], table[1], table[2], packed)
+            return reason
+
+    def memories(self) -> dict[int, torch.Tensor]:
+        """The regions' memory by index, as it is now."""
+        return dict(self._memories)
+
+
+@final
+class Incoming:
+    """A connection by which another process writes. Nothing of it waits, but for its `thread`."""
+
+    def __init__(self, inbox: Inbox, connection: Connection) -> None:
+        self._inbox = inbox
+        self._connection = connection
+        self.thread = threading.Thread(target=self._run, name="batchstate receiver", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Ends it now."""
+        self._connection.wake()
+
+    def _run(self) -> None:
+        try:
+            # The writer has gone, or says what makes no sense, or there is no memory for it.
+            with contextlib.suppress(OSError, ValueError, struct.error, RuntimeError, MemoryError):
+                writer = nonce(self._connection.recv_bytes().decode())
+                staging = torch.empty(2 * PIECE, dtype=torch.uint8)
+                while True:
+                    self._take(writer, staging)
+        finally:
+            self._connection.close()  # last: to the writer it says that nothing of its rows can land any more
+
+    def _take(self, writer: str, staging: torch.Tensor) -> None:
+        """Receives one write, and answers."""
+        message = self._connection.recv_bytes()
+        rows, length = _HEADER.unpack_from(message)
+        tag, places = message[_HEADER.size : _HEADER.size + length], message[_HEADER.size + length :]
+        table = np.frombuffer(places, dtype="<i8").astype(np.int64, copy=False).reshape(3, rows)
+        if not 0 < len(tag) <= MOST_TAG_BYTES or ((table[2] <= 0) | (table[2] > PIECE)).any():
+            raise ValueError("a write that makes no sense")
+        reason = self._inbox.refusal(table)
+        for cut in pieces(table[2]):  # refused rows are received too, and dropped
+            nbytes = int(table[2, cut].sum())
+            if self._connection.recv_bytes_into(staging.numpy().data[:nbytes]) != nbytes:
+                raise ValueError("a piece of another length than announced")
+            reason = reason or self._inbox.land(table[:, cut], staging[:nbytes])
+        if not reason:
+            self._inbox.deliveries.put(Delivery(tag, writer))
+        self._connection.send_bytes(REFUSED + reason.encode() if reason else LANDED)
+
+
+@final
+@attrs.define(eq=False)
+class Job:
+    """One write on its way."""
+
+    tag: bytes  # its tag
+    copies: Copies  # its rows, as `in_order` gives them
+    memories: Mapping[int, torch.Tensor]  # the source regions by index, uint8
+    outgoing: "Outgoing"  # whose it is
+    reason: str = ""  # why it failed; set before the status
+    status: Status = Status.PENDING  # set by a thread of `outgoing`, once
+
+    def end(self, status: Status, reason: str = "") -> None:
+        """Sets the two."""
+        self.reason = reason
+        self.status = status
+
+
+@final
+class Outgoing:
+    """A connection by which this process writes. Nothing of it waits, but for its threads.
+
+    Attributes:
+        thread: the one that ends last.
+        lost: why the connection is broken, or None.
+        drained: whether nothing that was sent can still land, nor a source be read.
+    """
+
+    def __init__(self, connection: Connection, when_lost: Callable[[str], None]) -> None:
+        self.lost: str | None = None
+        self.drained = False
+        self._connection = connection
+        self._when_lost = when_lost
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._awaiting: deque[Job] = deque()
+        self._closing = False
+        self._sender = threading.Thread(target=self._send_all, name="batchstate sender", daemon=True)
+        self.thread = threading.Thread(target=self._listen, name="batchstate answers", daemon=True)
+        self._sender.start()
+        self.thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Takes a write."""
+        with self._lock:
+            if self.lost is None:
+                self._queue.put(job)
+                return
+        job.end(Status.FAILED, f"never sent: {self.lost}")
+
+    def finish(self) -> None:
+        """Ends the connection behind what was submitted."""
+        self._queue.put(None)
+
+    def close(self) -> None:
+        """Ends it now."""
+        self._closing = True
+        self._lose("this engine is closed")
+        self._connection.wake()
+
+    def _send_all(self) -> None:
+        staging = torch.empty(2 * PIECE, dtype=torch.uint8)
+        while (job := self._queue.get()) is not None:
+            with self._lock:
+                if self.lost is not None:
+                    job.end(Status.FAILED, f"never sent: {self.lost}")
+                    continue
+                self._awaiting.append(job)
+            try:
+                self._send(job, staging)
+            except (OSError, RuntimeError, MemoryError) as error:
+                self._lose(str(error))
+        self._connection.finish()
+
+    def _send(self, job: Job, staging: torch.Tensor) -> None:
+        rows, send = job.copies, self._connection.send_bytes
+        table = np.stack((rows.target_regions, rows.target_offsets, rows.lengths)).astype("<i8", copy=False)
+        send(_HEADER.pack(len(rows), len(job.tag)), job.tag, table.data.cast("B") if table.size else b"", seconds=None)
+        for cut in pieces(rows.lengths):
+            sources, offsets, lengths = rows.source_regions[cut], rows.source_offsets[cut], rows.lengths[cut]
+            nbytes = gather(job.memories, sources, offsets, lengths, staging)
+            send(staging.numpy().data[:nbytes], seconds=None)
+
+    def _listen(self) -> None:
+        ended = False
+        try:
+            while True:
+                answer = self._connection.recv_bytes()
+                with self._lock:
+                    job = self._awaiting.popleft() if self._awaiting else None
+                if job is None or answer[:1] not in (LANDED, REFUSED):
+                    raise ConnectionError("it answered what it was not asked")
+                job.end(Status.DONE if answer == LANDED else Status.FAILED, answer[1:].decode("utf-8", "replace"))
+        except OSError as error:
+            ended = isinstance(error, ConnectionEndedError)
+            self._lose(str(error))
+        while not ended and not self._closing:
+            try:
+                ended = self._connection.await_end(LOOKS_EVERY)
+            except OSError:  # the machine cannot be reached: nothing is known of it, until a supervisor says so
+                break
+        self.drained = ended and not self._closing
+        self._sender.join()
+        self._connection.close()
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self.lost is not None:
+                return
+            self.lost = reason
+            begun, self._awaiting = self._awaiting, deque()
+            for job in begun:
+                job.end(Status.UNKNOWN, f"the connection broke before the receiver's answer: {reason}")
+            self._queue.put(None)
+        self._when_lost(reason)
+        self._connection.finish()  # so that the receiver ends too, and says so by closing its end
+
 
 _ADDRESS = row(text(), number(1, 65_535))
 """Host and port: this engine's part of an endpoint."""
@@ -82,7 +442,7 @@ class TcpEngine(Engine):
         def lost(reason: str) -> None:
             peer.lost = peer.lost or reason
 
-        self._outgoing = [one for one in self._outgoing if one.alive]
+        self._outgoing = [one for one in self._outgoing if one.thread.is_alive()]
         peer.native = Outgoing(connection, lost)
         self._outgoing.append(peer.native)
 
@@ -91,7 +451,7 @@ class TcpEngine(Engine):
 
     def _arrived(self, connection: Connection) -> None:
         """Called by the thread of the listener."""
-        self._incoming = [one for one in self._incoming if one.alive]
+        self._incoming = [one for one in self._incoming if one.thread.is_alive()]
         self._incoming.append(Incoming(self._inbox, connection))
 
     # Transfers
@@ -109,9 +469,7 @@ class TcpEngine(Engine):
 
     def _poll(self, handle: Handle) -> Status:
         job: Job = handle.native
-        status = job.status
-        if status is not Status.PENDING:
-            handle.reason = job.reason
+        status, handle.reason = job.status, job.reason  # in this order: the reason is set before the status
         return status
 
     def _drained(self, handle: Handle) -> bool:
@@ -119,12 +477,7 @@ class TcpEngine(Engine):
         return job.outgoing.drained
 
     def _completions(self) -> list[Delivery]:
-        found = []
-        while True:
-            try:
-                found.append(self._inbox.deliveries.get_nowait())
-            except queue.Empty:
-                return found
+        return [self._inbox.deliveries.get() for _ in range(self._inbox.deliveries.qsize())]
 
     def _close(self) -> None:
         """Waits for its threads: a moment."""
@@ -133,5 +486,5 @@ class TcpEngine(Engine):
         for pair in pairs:
             pair.close()
         for pair in pairs:
-            pair.join(CLOSES_IN)
+            pair.thread.join(CLOSES_IN)
         self._outgoing, self._incoming = [], []
