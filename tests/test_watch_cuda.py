@@ -178,8 +178,7 @@ def test_a_script_runs_on_the_gpu(
         with watched(**given) as (rt, _):
             yield rt
 
-    monkeypatch.setattr("batchstate.testing.cuda.watching.watch_cuda", on_stand_in)
-    monkeypatch.delattr("batchstate.testing.cuda.watch_cuda", raising=False)
+    monkeypatch.setattr("batchstate.testing.cuda.watch_cuda", on_stand_in)
     assert main(["race", "run", "--device", "cuda:prompt", str(script)]) == 1
     assert asked == [{"on_race": "collect", "fences": "eager"}]
     assert "`side.wait_stream(torch.cuda.default_stream())` before fill_" in capsys.readouterr().out

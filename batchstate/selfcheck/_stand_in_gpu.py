@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from batchstate.testing.cuda import CudaRuntime, WatchedCuda, _observed, _streams, _watch_tracer, _window, watch_cuda
+from batchstate.testing.cuda import CudaRuntime, WatchedCuda, _streams, _window, watch_cuda, watching
 from batchstate.testing.cuda._torch import replace
 
 
@@ -18,6 +18,6 @@ def watched_over(window: CudaRuntime, **given: Any) -> Iterator[WatchedCuda]:
     """
     with contextlib.ExitStack() as stack:
         replace(stack, _window, "_open", [])
-        replace(stack, _observed, "KINDS", (_streams._Stream, _streams._Event, _streams._Graph))
-        replace(stack, _watch_tracer.WatchTracer, "on_device", lambda self, tensor: window.tracer.on_device(tensor))
+        replace(stack, watching, "KINDS", (_streams._Stream, _streams._Event, _streams._Graph))
+        replace(stack, watching.WatchTracer, "on_device", lambda self, tensor: window.tracer.on_device(tensor))
         yield stack.enter_context(watch_cuda(**given))

@@ -239,7 +239,7 @@ def makers(rt: "CudaWindow[Any]") -> list[tuple[Any, dict[str, Any]]]:
     ]
 
 
-def generic(kind: type, make: Any) -> type:
+def _generic(kind: type, make: Any) -> type:
     """A stand-in for `torch.Stream` or `torch.Event`, whose own class cannot be changed: it makes those of CUDA."""
 
     class Meta(type):
@@ -252,11 +252,8 @@ def generic(kind: type, make: Any) -> type:
     return Meta(kind.__name__, (), {"__module__": "torch"})
 
 
-def make_stream(device: Any = None, priority: int = 0, **given: Any) -> Any:
-    """What `torch.Stream(device)` is for `cuda`."""
-    return _cuda.Stream(device, priority, **given)
-
-
-def make_event(device: Any = None, **given: Any) -> Any:
-    """What `torch.Event(device)` is for `cuda`."""
-    return _cuda.Event(**given)
+GENERIC: dict[str, type] = {
+    "Stream": _generic(_cuda.Stream, _cuda.Stream),
+    "Event": _generic(_cuda.Event, lambda device=None, **given: _cuda.Event(**given)),
+}
+"""What `torch.Stream(device)` and `torch.Event(device)` are for `cuda`."""

@@ -18,7 +18,7 @@ import torch.utils._device
 import torch.utils.dlpack
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.cuda._streams import generic, make_event, make_stream, makers
+from batchstate.testing.cuda._streams import GENERIC, makers
 from batchstate.testing.cuda._tracer import CPU, CUDA, NotModelledError, check_declared
 from batchstate.testing.tracing.memory import MemoryKind
 
@@ -62,6 +62,8 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
     """
     c: Any = torch._C
     cuda: Any = torch.cuda
+    if cuda.is_available():
+        cuda.init()  # torch does that once, and not inside of a window
     answers = _answers(rt)
     with contextlib.ExitStack() as stack:
         stack.callback(_default_device, torch.utils._device.CURRENT_DEVICE)
@@ -338,8 +340,7 @@ def _of_torch() -> Attributes:
         "compile": _eager,
         "asarray": lambda obj, *args, **kwargs: placed(asarray, obj, args, kwargs, copies=False),
         "Generator": Meta("Generator", (), {"__module__": "torch"}),
-        "Stream": generic(torch.cuda.Stream, make_stream),
-        "Event": generic(torch.cuda.Event, make_event),
+        **GENERIC,
     }
 
 

@@ -153,14 +153,14 @@ class CudaTracer(Tracer[A]):
         capturing = self._captures and self.capture is not None
         if place is not None and self.on_cpu and (of_device or not tensors) and _is_of_torch(call, place):
             if not tensors and not capturing:
-                return self._undecided_result(call)
+                return self._on_host(call)
             place = CUDA if capturing else None
         to_device = of_device if place is None else place.type == "cuda"
         if MemoryKind.UNDECIDED in kinds:
             if not (of_device or to_device) and all(
                 kind is MemoryKind.UNDECIDED or not one.ndim for one, kind in zip(tensors, kinds, strict=True)
             ):
-                return self._undecided_result(call)
+                return self._on_host(call)
             for one, kind in zip(tensors, kinds, strict=True):
                 if kind is MemoryKind.UNDECIDED and of_device:
                     self.use_on_device(one)
@@ -185,7 +185,10 @@ class CudaTracer(Tracer[A]):
                 self.operation(torch.ops.aten.copy_.default, (target, source, *args[2:]), kwargs, False)
             return None
         if not to_device:
-            return self._on_host(call)
+            if MemoryKind.PINNED in kinds:
+                self._host_uses_pinned(call)
+            result = func(*args, **kwargs)
+            return self.keep(result, MemoryKind.PINNED) if operation.name == "_pin_memory" else result
         if mixed:
             self._refuse_host_operands(operation, args, tensors)
         result = self._on_device(call)
@@ -194,10 +197,6 @@ class CudaTracer(Tracer[A]):
                 f"cuda_on_cpu has no model of {result.layout} tensors on {CUDA} ({operation.name})"
             )
         return result
-
-    @abc.abstractmethod
-    def _undecided_result(self, call: TracedCall) -> Any:
-        """Runs an operation of which only later ones say whether it was the device's."""
 
     def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         return (self.kind_of(target) is MemoryKind.DEVICE) is not (self.kind_of(source) is MemoryKind.DEVICE)

@@ -4,6 +4,7 @@ import abc
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, TypeVar, final
 
 import torch
@@ -13,6 +14,8 @@ from batchstate.errors import ArgumentError
 from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
 from batchstate.testing.cuda._torch import replaced
 from batchstate.testing.cuda._tracer import CudaTracer, NotModelledError
+from batchstate.testing.race.detector import Race
+from batchstate.testing.race.runtime import RaceRuntime
 from batchstate.testing.tracing.clocks import HOST, unused_name
 from batchstate.testing.tracing.dispatch import dispatching
 from batchstate.testing.tracing.runtime import TracedRuntime
@@ -51,7 +54,63 @@ class Entered(threading.local):
 S = TypeVar("S")
 
 
-class CudaWindow(TracedRuntime[S]):
+class TorchWindow(TracedRuntime[S]):
+    """A window over code that knows torch alone. Any thread may use it: they take turns, and are one host.
+
+    Attributes:
+        lock: held while something of the device happens.
+        made_at: name of a stream that the code has made -> where.
+    """
+
+    _tracer: CudaTracer[Any]
+
+    def __init__(self, inner: Runtime, **given: Any) -> None:
+        self.made_at: dict[str, SourceLine] = {}
+        super().__init__(inner, **given)
+        self.lock = self._tracer.lock
+
+    def check_owner(self, operation: str) -> None:
+        """Any thread may use it."""
+
+    @property
+    def capturing(self) -> bool:
+        """Whether this thread captures a graph."""
+        return self._tracer.capture is not None
+
+    @abc.abstractmethod
+    def _changed(self) -> contextlib.AbstractContextManager[None]:
+        """The time in which torch calls this window; afterwards torch is as it was."""
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        try:
+            with only_window(self), self._changed(), in_new_threads(self._tracer), dispatching(self._tracer):
+                yield
+        finally:
+            self._tracer.ended = True
+
+
+class PlainRaceRuntime(RaceRuntime):
+    """A `RaceRuntime` over code that may catch what it raises: its window says so at its end."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the window; torch is as it was.
+
+        Raises:
+            Race: one was raised in the window and the code caught it, or the source of a copy had changed; not where
+                an error ends the window, which gets a note of what was found.
+        """
+        super().__exit__(kind, error, traceback)
+        if error is not None:
+            if self.races and not isinstance(error, Race):
+                error.add_note(f"{len(self.races)} race(s) had been found by then; the first:\n{self.races[0]}")
+        elif self._detector.raised:
+            raise self._detector.raised[0]
+
+
+class CudaWindow(TorchWindow[S]):
     """The part of a tool that is behind `torch.cuda`. `cuda_on_cpu` makes one.
 
     Args:
@@ -60,12 +119,8 @@ class CudaWindow(TracedRuntime[S]):
 
     Attributes:
         name, memory, capability: of the device, as `torch.cuda` answers.
-        lock: held while something of the device happens; threads take turns.
         entered: streams that `with stream:` will make current again.
-        made_at: name of a stream that the code has made -> where.
     """
-
-    _tracer: CudaTracer[Any]
 
     def __init__(
         self,
@@ -80,9 +135,7 @@ class CudaWindow(TracedRuntime[S]):
         self._stands_for = dict(stands_for)
         self._polled: dict[int, Fence] = {}
         super().__init__(ThreadedCpu(), **given)
-        self.lock = self._tracer.lock
         self.entered = Entered()
-        self.made_at: dict[str, SourceLine] = {}
         first = self._inner.current_stream
         self._numbers: dict[object, int] = {first.key: 0}
         self._by_number: list[Stream] = [first]
@@ -94,30 +147,10 @@ class CudaWindow(TracedRuntime[S]):
         """What is told of every operation."""
         return self._tracer
 
-    def check_owner(self, operation: str) -> None:
-        """Any thread may use it: they take turns, and are one host."""
-
-    @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        if torch.cuda.is_available():
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch does that once, and not inside of a window
-        try:
-            with (
-                only_window(self),
-                replaced(self, self._stands_for),
-                in_new_threads(self._tracer),
-                dispatching(self._tracer),
-            ):
-                yield
-        finally:
-            self._tracer.ended = True
+    def _changed(self) -> contextlib.AbstractContextManager[None]:
+        return replaced(self, self._stands_for)
 
     # Streams
-
-    @property
-    def capturing(self) -> bool:
-        """Whether this thread captures a graph."""
-        return self._tracer.capture is not None
 
     @property
     def current_id(self) -> int:

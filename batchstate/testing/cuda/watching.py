@@ -1,30 +1,279 @@
 """`watch_cuda`: a window in which the race detector watches plain torch code on a GPU, and torch runs as it is."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, final
 
 import attrs
 import torch
 
 from batchstate._guidance import shows_signature
-from batchstate._source_lines import SourceLine, source_line
+from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError
 from batchstate.runtime import AcceleratorRuntime, DoneFence, Fence
 from batchstate.testing.cuda._hints import torch_hint_for
-from batchstate.testing.cuda._names import label_of
-from batchstate.testing.cuda._observed import observed
-from batchstate.testing.cuda._plain import PlainRaceRuntime
-from batchstate.testing.cuda._watch_tracer import WatchTracer
-from batchstate.testing.cuda._window import in_new_threads, only_window
-from batchstate.testing.race.detector import OnRace
+from batchstate.testing.cuda._names import assigned_name, label_of
+from batchstate.testing.cuda._streams import GENERIC
+from batchstate.testing.cuda._torch import replace
+from batchstate.testing.cuda._tracer import CudaTracer
+from batchstate.testing.cuda._window import PlainRaceRuntime, TorchWindow
+from batchstate.testing.race.detector import OnRace, RaceAllocation
 from batchstate.testing.race.report import EventKind
 from batchstate.testing.race.runtime import RaceFence
+from batchstate.testing.race.tracer import Checked, RaceTracer
 from batchstate.testing.tracing.clocks import StreamClock, unused_name
-from batchstate.testing.tracing.dispatch import dispatching, untraced
+from batchstate.testing.tracing.dispatch import TracedCall, untraced
 from batchstate.testing.tracing.memory import MemoryKind
+from batchstate.testing.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.testing.tracing.regions import ByteRegion, LateRegion, of_tensor
 
 _DONE: Fence = DoneFence()
+
+
+class Node(NamedTuple):
+    """One operation of a graph: its name, and what it accesses. It keeps no memory."""
+
+    name: str
+    accesses: Checked
+
+
+MOST_KEPT = 1 << 16
+"""Elements of an index, beyond which the whole tensor counts."""
+
+
+@final
+class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
+    """Tells the detector of every access to a GPU's memory. Torch runs what it is asked to run.
+
+    Attributes:
+        lookups: times that values of an index mattered, for which the tool itself has waited.
+    """
+
+    _inner: AcceleratorRuntime
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.lookups = 0
+        self._wait: Callable[[], None] = torch._C._cuda_synchronize  # before it is one that is noted
+
+    def kind_of(self, tensor: torch.Tensor) -> MemoryKind:
+        """Where a tensor lies, as it says itself; host memory that is not known to be pinned is pageable."""
+        return MemoryKind.DEVICE if self.on_device(tensor) else super().kind_of(tensor)
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the GPU."""
+        return tensor.device.type == self.device.type
+
+    def _is_checked(self, tensor: torch.Tensor) -> bool:
+        return self.on_device(tensor)
+
+    def _refuse_host_operands(self, operation: Operation, args: Sequence[Any], tensors: list[torch.Tensor]) -> None:
+        """Torch refuses them itself."""
+
+    def _moved(self, source: torch.Tensor, kwargs: Mapping[str, Any], to_device: bool) -> torch.Tensor:
+        return self._converted(source, kwargs)
+
+    def _accesses(self, call: TracedCall) -> list[MemoryAccess]:
+        """What a call accesses. Values of an index on the GPU are kept there, and looked up only if they matter."""
+        operation, _, args, kwargs, _ = call
+        at = operation.index_at
+        indices = [] if at is None else [one for one in tensors_in(args[at]) if self.on_device(one)]
+        if at is None or not indices:
+            return operation.accesses(args, kwargs, self._read_index)
+        found = operation.accesses(args, kwargs, _unknown)
+        if found and found[0].tensor is args[0] and sum(one.numel() for one in indices) <= MOST_KEPT:
+            kept = list(args[: at + 1])
+            with untraced():
+                kept[0] = _without_memory(args[0])
+                index = args[at]
+                kept[at] = (
+                    index.clone()
+                    if isinstance(index, torch.Tensor)
+                    else [None if one is None else one.clone() for one in index]
+                )
+
+            def look_up() -> ByteRegion | None:
+                with untraced(), self._inner._synchronisation_allowed():
+                    self.lookups += 1
+                    self._wait()
+                    return operation.parts(kept, lambda index: index.cpu().numpy())
+
+            found[0] = found[0]._replace(region=LateRegion(found[0].region, look_up))
+        return found
+
+    def _held_back(self, result: torch.Tensor) -> None:
+        return None
+
+    def _copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copied_to_host(source, target, None)
+        target.copy_(source, non_blocking=True)
+
+    # Graphs
+
+    def _new_capture(self) -> list[Node]:
+        return []
+
+    def _check_capture(self, call: TracedCall, *, copies: bool) -> None:
+        """Torch refuses what cannot be captured."""
+
+    def _captured(self, call: TracedCall, *, copies: bool) -> Any:
+        operation, func, args, kwargs, _ = call
+        accesses: Checked = []
+        for one in operation.accesses(args, kwargs, _unknown):
+            self._is_pinned(one.tensor)  # which is known from then on
+            if (memory := self._accessed(one.tensor)) is not None:
+                accesses.append((memory, one.region, one.writes))
+        result = func(*args, **kwargs)
+        for made in tensors_in(result):
+            if self.on_device(made) and self.allocations.of(made) is None and (region := of_tensor(made)) is not None:
+                known = self.allocate(made, MemoryKind.DEVICE)
+                known.allocated_on = None  # of the graph's own pool, which no stream gets back
+                accesses.append((known, region, True))
+        self.capture.append(Node(operation.name, accesses))
+        return result
+
+    def replay(self, capture: list[Node]) -> None:
+        """A graph is about to be launched on the current stream.
+
+        Raises:
+            Race: one of its accesses is not ordered.
+        """
+        __tracebackhide__ = True
+        with self.lock:
+            for name, accesses in capture:
+                entry = self.detector.event(
+                    self.current(),
+                    EventKind.OPERATION,
+                    f"{name} (graph)",
+                    reads=[(known.name, region.brief()) for known, region, writes in accesses if not writes],
+                    writes=[(known.name, region.brief()) for known, region, writes in accesses if writes],
+                )
+                self.detector.check(entry, accesses)
+                self.end(entry, accesses)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and place in its memory, that has none."""
+    extent = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    offset = int(tensor.storage_offset())
+    whole = torch.empty(offset + extent, dtype=tensor.dtype, device="meta")
+    return whole.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def _unknown(index: torch.Tensor) -> Any:
+    """What an index of a graph names is not known before the graph runs: the whole tensor counts."""
+    raise IndexError
+
+
+KINDS: tuple[Any, Any, Any] = torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph
+"""Classes whose methods are noted."""
+
+
+@contextlib.contextmanager
+def _observed(rt: "WatchedCuda") -> Iterator[None]:
+    """A window in which `rt` is told of streams, events, graphs and waits; afterwards torch is as it was.
+
+    Each function and method runs as it would; what it orders is noted. They are replaced where `torch.cuda` has them as
+    Python, so that names the code has imported early go on working. What is known of an event lies in its attributes:
+    torch 2.11 frees events without clearing the weak references to them.
+    """
+    c: Any = torch._C
+    tensor: Any = torch.Tensor
+    stream, event, graph = KINDS
+    with contextlib.ExitStack() as stack:
+        for owner, attributes in (
+            (torch.cuda.Stream, {"__new__": _makes(torch.cuda.Stream, rt.new_stream)}),
+            (torch.cuda.Event, {"__new__": _makes(torch.cuda.Event, rt.new_event)}),
+            (
+                stream,
+                {
+                    "query": _asked(stream.query, rt.stream_done),
+                    "synchronize": _waits(rt, stream.synchronize, rt.end_of),
+                },
+            ),
+            (
+                event,
+                {
+                    "record": _then(event.record, rt.recorded_event),
+                    "wait": _then(event.wait, rt.stream_waits),
+                    "query": _asked(event.query, rt.event_done),
+                    "synchronize": _waits(rt, event.synchronize, rt.fence_of),
+                },
+            ),
+            (
+                graph,
+                {
+                    "capture_begin": _then(graph.capture_begin, rt.capture_begins),
+                    "capture_end": _before(graph.capture_end, rt.capture_ends),
+                    "replay": _before(graph.replay, rt.replays),
+                },
+            ),
+            (
+                torch.Tensor,
+                {
+                    "record_stream": _then(tensor.record_stream, rt.keep_for),
+                    "tolist": _before(tensor.tolist, rt.host_reads),
+                },
+            ),
+            (torch, GENERIC),
+            (
+                c,
+                {
+                    "_cuda_synchronize": _then(c._cuda_synchronize, rt.all_is_over),
+                    "_accelerator_synchronizeDevice": _then(c._accelerator_synchronizeDevice, rt.all_is_over),
+                    "_accelerator_getStream": lambda index=0: torch.cuda.current_stream(),
+                },
+            ),
+        ):
+            for name, value in attributes.items():
+                replace(stack, owner, name, value)
+        yield
+
+
+def _then(call: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+    """A function of torch that is told once it has returned."""
+
+    def both(*args: Any, **given: Any) -> Any:
+        result = call(*args, **given)
+        told(*args, **given)
+        return result
+
+    return both
+
+
+def _before(call: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+    """A function of torch that is told before it begins."""
+
+    def both(*args: Any, **given: Any) -> Any:
+        told(*args)
+        return call(*args, **given)
+
+    return both
+
+
+def _asked(query: Callable[[Any], bool], answer: Callable[[Any, Callable[[], bool]], bool]) -> Callable[[Any], bool]:
+    return lambda self: answer(self, lambda: query(self))
+
+
+def _waits(rt: "WatchedCuda", wait: Callable[[Any], None], fence_of: Callable[[Any], RaceFence | None]) -> Any:
+    def waits(self: Any) -> None:
+        fence = fence_of(self)
+        wait(self)
+        rt.host_waited(fence)
+
+    return waits
+
+
+def _makes(kind: Any, told: Callable[[Any, str | None], None]) -> Callable[..., Any]:
+    make = kind.__new__
+
+    def new(cls: Any, *args: Any, **given: Any) -> Any:
+        made = make(cls, *args, **given)
+        if "stream_id" not in given:  # else it is one that there was
+            told(made, assigned_name())
+        return made
+
+    return new
 
 
 @final
@@ -39,12 +288,11 @@ class _Native:
 
 
 @final
-class WatchedCuda(PlainRaceRuntime):
+class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
     """The race detector beside `torch.cuda`. Made by `watch_cuda`.
 
     Attributes:
-        lock: held while the detector is told of something; threads are one host.
-        made_at: name of a stream that the code has made -> where.
+        lock, made_at: see `TorchWindow`.
     """
 
     _tracer: WatchTracer
@@ -58,27 +306,15 @@ class WatchedCuda(PlainRaceRuntime):
             )
         self._polled: dict[int, RaceFence] = {}
         self._unnamed = 0
-        self.made_at: dict[str, SourceLine] = {}
         super().__init__(AcceleratorRuntime(torch.device("cuda")), **given)
-        self.lock = self._tracer.lock
 
     def _new_tracer(self) -> WatchTracer:
         return WatchTracer(self._detector, self._inner, self._known_stream, self._note_sync)
 
-    @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        with only_window(self), observed(self), in_new_threads(self._tracer), dispatching(self._tracer):
-            try:
-                yield
-            finally:
-                self._tracer.ended = True
+    def _changed(self) -> contextlib.AbstractContextManager[None]:
+        return _observed(self)
 
     # Streams
-
-    @property
-    def capturing(self) -> bool:
-        """Whether this thread captures a graph."""
-        return self._tracer.capture is not None
 
     def new_stream(self, stream: Any, name: str | None) -> None:
         """A stream was made. Torch has few, and may give one out again: its first name stays."""
@@ -141,7 +377,7 @@ class WatchedCuda(PlainRaceRuntime):
         finally:
             fence._inner = _DONE
 
-    def all_is_over(self) -> None:
+    def all_is_over(self, *_: object) -> None:
         """`torch.cuda.synchronize()` has returned."""
         with self.lock:
             self._in_flight.note()
@@ -160,7 +396,7 @@ class WatchedCuda(PlainRaceRuntime):
         fence: RaceFence | None = getattr(event, "_batchstate_fence", None)
         return fence if fence is not None and fence.owner is self else None
 
-    def recorded_event(self, event: Any, stream: Any) -> None:
+    def recorded_event(self, event: Any, stream: Any = None) -> None:
         """`event.record(stream)` has happened. Inside of a capture it belongs to the graph."""
         if not self.capturing:
             with self.lock:
@@ -173,7 +409,7 @@ class WatchedCuda(PlainRaceRuntime):
             fence = self.fence_of(event)
             return query() if fence is None else self._asked(fence, query)
 
-    def stream_waits(self, event: Any, stream: Any) -> None:
+    def stream_waits(self, event: Any, stream: Any = None) -> None:
         """`event.wait(stream)` has happened."""
         fence = self.fence_of(event)
         if fence is not None and not self.capturing:
@@ -189,11 +425,11 @@ class WatchedCuda(PlainRaceRuntime):
 
     # Memory and graphs
 
-    def host_reads(self, tensor: torch.Tensor, name: str) -> None:
-        """The host is about to read a tensor in a way that torch does not dispatch: it counts where that is pinned."""
+    def host_reads(self, tensor: torch.Tensor) -> None:
+        """`tensor.tolist()` is about to read, which torch does not dispatch: it counts where memory is pinned."""
         if self._tracer.kind_of(tensor) is MemoryKind.PINNED:
             with self.lock:
-                self._tracer.host_accesses(tensor, name, writes=False)
+                self._tracer.host_accesses(tensor, "tolist", writes=False)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
         """`tensor.record_stream(stream)` has happened."""
@@ -201,11 +437,11 @@ class WatchedCuda(PlainRaceRuntime):
             with self.lock, untraced():
                 self._tracer.keep_for(tensor, self._of(stream))
 
-    def capture_begins(self, graph: Any) -> None:
+    def capture_begins(self, graph: Any, *_: object, **__: object) -> None:
         """What this thread launches from now on belongs to a graph."""
         graph._batchstate_capture = self._tracer.begin_capture()
 
-    def capture_ends(self) -> None:
+    def capture_ends(self, graph: Any) -> None:
         """What it launches happens again."""
         self._tracer.end_capture()
 

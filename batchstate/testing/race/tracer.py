@@ -277,15 +277,18 @@ class RaceTracer(Tracer[RaceAllocation]):
     def _read_by_host(self, tensor: torch.Tensor, name: str) -> None:
         self.host_accesses(tensor, name, writes=False)
 
+    def _host_uses_pinned(self, call: TracedCall) -> None:
+        for tensor, region, writes in call.operation.accesses(call.args, call.kwargs, self._read_index):
+            if self.kind_of(tensor) is MemoryKind.PINNED:
+                self.host_accesses(tensor, call.operation.name, writes=writes, region=region)
+
     def _on_host(self, call: TracedCall) -> Any:
         operation, func, args, kwargs, tensors = call
         if self._converts(call):
             return self._converted(args[0], kwargs)
         kinds = [self.kind_of(one) for one in tensors]
         if MemoryKind.PINNED in kinds:
-            for tensor, region, writes in operation.accesses(args, kwargs, self._read_index):
-                if self.kind_of(tensor) is MemoryKind.PINNED:
-                    self.host_accesses(tensor, operation.name, writes=writes, region=region)
+            self._host_uses_pinned(call)
         result = func(*args, **kwargs)
         from_host = any(kind in HOST_KINDS for kind in kinds)
         for one in tensors_in(result):

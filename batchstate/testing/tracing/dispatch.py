@@ -260,6 +260,9 @@ class Tracer(abc.ABC, Generic[A]):
     def _read_by_host(self, tensor: torch.Tensor, name: str) -> None:
         """The host reads pinned memory."""
 
+    def _host_uses_pinned(self, call: TracedCall) -> None:
+        """The host is about to run an operation with pinned memory among its operands."""
+
 
 def _unwraps(kind: type) -> bool:
     """Whether a class of tensors handles operations itself, as quantised and distributed ones do."""
