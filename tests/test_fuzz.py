@@ -111,6 +111,30 @@ def test_first_failure_is_found_without_shrinking_too() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("draws_more", [False, True])
+def test_a_failure_that_does_not_come_again_is_reported_as_it_was(draws_more: bool) -> None:
+    """What fails once and passes when it is run again, as races on a GPU do, keeps its error and the program."""
+    failures: list[int] = []
+
+    class Late(Recorder):
+        NAME = "late"
+
+        @rule(data=st.data())
+        def wait(self, data: st.DataObject) -> None:
+            """Fails once in the life of the class; then it may draw more than in the example that failed."""
+            if not failures:
+                failures.append(1)
+                raise ZeroDivisionError("too late")
+            if draws_more:
+                data.draw(st.integers(0, 1000))
+
+    result = run_machine(Late, examples=50, seed=3)
+    assert (result.code, result.violations) == ("ZeroDivisionError", 1)
+    assert result.failure is not None
+    assert "too late" in result.failure
+    assert "It did not fail when it was run again" in result.failure
+
+
 def test_kept_examples_are_tried_first() -> None:
     """What failed once is tried first by the next run, whatever its seed."""
     database = InMemoryExampleDatabase()

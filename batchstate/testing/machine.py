@@ -40,6 +40,7 @@ class MachineSession:
             then shrinks it.
         steps: rules run in them.
         first_failure: number of the example that failed first, from 1, or None.
+        first_error: what it ended with, or None.
         reached: (machine, coverage target) -> times reached.
         on_example: called after each example with the number run so far.
         automatic: whether only what the library checks by itself counts; see `run_machine`.
@@ -50,17 +51,18 @@ class MachineSession:
     examples: int = 0
     steps: int = 0
     first_failure: int | None = None
+    first_error: Exception | None = None
     reached: Counter[tuple[str, str]] = attrs.field(factory=Counter)
     on_example: Callable[[int], None] | None = None
     automatic: bool = False
 
-    def end_example(self, steps: int, *, failed: bool) -> None:
-        """Counts an example of `steps` rules."""
+    def end_example(self, steps: int, error: Exception | None) -> None:
+        """Counts an example of `steps` rules, and the error that ended it."""
         if self.first_failure is None:
             self.examples += 1
             self.steps += steps
-            if failed:
-                self.first_failure = self.examples
+            if error is not None:
+                self.first_failure, self.first_error = self.examples, error
             if self.on_example is not None:
                 self.on_example(self.examples)
 
@@ -215,9 +217,8 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Closes the example and notes whether it failed."""
         error = sys.exc_info()[1]
-        failed = isinstance(error, Exception) and not isinstance(error, HypothesisException)
-        if failed or error is None:  # else Hypothesis gave the example up
-            self.session.end_example(self._steps, failed=failed)
+        if error is None or (isinstance(error, Exception) and not isinstance(error, HypothesisException)):
+            self.session.end_example(self._steps, error)  # else Hypothesis gave the example up
         self._windows.close()
 
     # For rules

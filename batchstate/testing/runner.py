@@ -15,6 +15,7 @@ from unittest import mock
 import attrs
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis.database import ExampleDatabase
+from hypothesis.errors import Flaky
 from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
@@ -148,6 +149,9 @@ def run_machine(
     with _same_examples(), session(runtimes, level=level, on_example=on_example, automatic=automatic) as found:
         error = error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
     seconds = time.perf_counter() - start
+    flaky = None
+    if isinstance(error, Flaky) and found.first_error is not None:  # the machine's own failure is what counts
+        flaky, error = error, found.first_error
     return MachineResult(
         name=machine.NAME,
         device=device,
@@ -155,7 +159,7 @@ def run_machine(
         steps=found.steps,
         violations=0 if error is None else 1,
         seconds=seconds,
-        failure=None if error is None else _report(error),
+        failure=None if error is None else _report(error, flaky),
         code=None if error is None else _code(error),
         race=error.report if isinstance(error, Race) else None,
         first_failure=None if error is None else found.first_failure,
@@ -220,9 +224,11 @@ def _code(error: BaseException) -> str:
     return "MODEL" if isinstance(error, DisagreementError) else type(error).__name__
 
 
-def _report(error: BaseException) -> str:
+def _report(error: BaseException, flaky: Flaky | None) -> str:
     lines = [f"{type(error).__name__}: {error}" if not isinstance(error, Violation) else str(error)]
-    program = getattr(error, "__notes__", [])
+    if flaky is not None:
+        lines += ["", "It did not fail when it was run again: it depends on how long a device or a thread takes."]
+    program = getattr(error if flaky is None else flaky, "__notes__", [])
     if program:
         lines += [
             "",
