@@ -102,7 +102,7 @@ class Both:
                 parts = Parts(runtime, self.model, InProcessEngine(self.network, faults))
                 self._add(PrefillWorker(parts, options, rank))
             before = runtimes[0].counters.snapshot()
-            end = time.monotonic() + 60
+            end = time.monotonic() + 180  # a GPU that others use too took 60
             while self.busy:
                 assert time.monotonic() < end, "the requests are not served"
                 self._turn()
