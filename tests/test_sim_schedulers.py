@@ -12,7 +12,7 @@ import pytest
 from batchstate.errors import ArgumentError
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.testing import run_machine
-from batchstate.testing.sim import PORTFOLIO, DeviceFault, DeviceStream, Moment, Scheduler, SimRuntime
+from batchstate.testing.sim import PORTFOLIO, DeviceFault, DeviceStream, Scheduler, SimRuntime
 from tests.sim_programs import PROGRAMS, run
 
 SEEDED = ("random", "priority", "pct")
@@ -36,9 +36,9 @@ OVERLAPPING = {*REUSING, "added to under a reader"}
 STREAMS = [DeviceStream(number, name) for number, name in enumerate(("default", "one", "two"))]
 
 
-def choices(scheduler: Scheduler, moment: Moment, ready: Sequence[int], needed: int | None = None) -> int | None:
+def choices(scheduler: Scheduler, ready: Sequence[int], needed: int | None = None) -> int | None:
     """What a scheduler chooses, by number."""
-    chosen = scheduler.choose(moment, [STREAMS[at] for at in ready], None if needed is None else STREAMS[needed])
+    chosen = scheduler([STREAMS[at] for at in ready], None if needed is None else STREAMS[needed])
     return None if chosen is None else chosen.number
 
 
@@ -94,33 +94,32 @@ def test_an_unknown_scheduler_is_refused() -> None:
     assert SimRuntime().scheduler == "random"
 
 
-CHOICES: dict[str, list[tuple[Moment, list[int], int | None, int | None]]] = {
-    "eager": [(Moment.ENQUEUED, [1, 2], None, 1)],
+CHOICES: dict[str, list[tuple[list[int], int | None, int | None]]] = {
+    "eager": [([1, 2], None, 1)],
     "lazy": [
-        (Moment.ENQUEUED, [1, 2], None, None),
-        (Moment.ASKED, [1, 2], None, None),
-        (Moment.WAITS, [1, 2], 2, 2),
+        ([1, 2], None, None),
+        ([1, 2], 2, 2),
     ],
     "newest": [
-        (Moment.ENQUEUED, [0], None, 0),
-        (Moment.ENQUEUED, [0, 2], None, 2),
-        (Moment.ENQUEUED, [0, 1], None, None),  # also while the newest has nothing to do
-        (Moment.WAITS, [0, 1], 0, 0),
+        ([0], None, 0),
+        ([0, 2], None, 2),
+        ([0, 1], None, None),  # also while the newest has nothing to do
+        ([0, 1], 0, 0),
     ],
     "oldest": [
-        (Moment.ENQUEUED, [1, 2], None, 1),
-        (Moment.ENQUEUED, [2], None, None),
-        (Moment.WAITS, [2], 2, 2),
+        ([1, 2], None, 1),
+        ([2], None, None),
+        ([2], 2, 2),
     ],
 }
-"""Scheduler -> what happens one after the other: the moment, ready streams, the needed one, and the one it chooses."""
+"""Scheduler -> what happens one after the other: ready streams, the needed one, and the one it chooses."""
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_schedulers_without_a_seed_have_one_choice(name: str) -> None:
     """Eager runs the oldest, lazy what the host waits for; newest and oldest let the others, or the newest, lag."""
     scheduler = PORTFOLIO[name](0)
-    chosen = [choices(scheduler, moment, ready, needed) for moment, ready, needed, _ in CHOICES[name]]
+    chosen = [choices(scheduler, ready, needed) for ready, needed, _ in CHOICES[name]]
     assert chosen == [one for *_, one in CHOICES[name]]
 
 
@@ -129,7 +128,7 @@ def test_priorities_are_kept() -> None:
     runs = set()
     for seed in range(40):
         priority = PORTFOLIO["priority"](seed)
-        lags = [{choices(priority, Moment.ENQUEUED, [at]) is None for _ in range(30)} for at in range(3)]
+        lags = [{choices(priority, [at]) is None for _ in range(30)} for at in range(3)]
         assert all(len(one) == 1 for one in lags)
         runs.add(tuple(one.pop() for one in lags))
     assert len(runs) == 8
@@ -139,7 +138,7 @@ def test_priorities_change_now_and_then() -> None:
     """Whichever runs falls behind the others, the host as well."""
     for seed in range(5):
         pct = PORTFOLIO["pct"](seed)
-        chosen = [choices(pct, Moment.ENQUEUED, [0, 1, 2]) for _ in range(2_000)]
+        chosen = [choices(pct, [0, 1, 2]) for _ in range(2_000)]
         assert set(chosen) == {None, 0, 1, 2}
         changes = sum(one != other for one, other in itertools.pairwise(chosen))
         assert 10 < changes < 200
@@ -148,7 +147,7 @@ def test_priorities_change_now_and_then() -> None:
 def test_random_lags_for_a_while_and_hurries_for_a_while() -> None:
     """Even odds at every operation would let nothing lag for long."""
     pace = PORTFOLIO["random"](0)
-    waits = [choices(pace, Moment.ENQUEUED, [0, 1]) is None for _ in range(3_000)]
+    waits = [choices(pace, [0, 1]) is None for _ in range(3_000)]
     parts = [sum(waits[at : at + 20]) for at in range(0, len(waits), 20)]
     assert min(parts) <= 2
     assert max(parts) == 20
@@ -157,7 +156,7 @@ def test_random_lags_for_a_while_and_hurries_for_a_while() -> None:
 def test_random_runs_what_the_host_waits_for() -> None:
     """Or any other: never nothing, and what is needed more often than by chance."""
     pace = PORTFOLIO["random"](0)
-    chosen = [choices(pace, Moment.WAITS, [0, 1], 1) for _ in range(3_000)]
+    chosen = [choices(pace, [0, 1], 1) for _ in range(3_000)]
     assert set(chosen) == {0, 1}
     assert chosen.count(1) > 2_000
 

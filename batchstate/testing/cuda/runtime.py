@@ -153,10 +153,8 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
 class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
     """The race detector behind `torch.cuda`. Made by `cuda_on_cpu`."""
 
+    _TRACER = CudaRaceTracer
     _tracer: CudaRaceTracer
-
-    def _new_tracer(self) -> CudaRaceTracer:
-        return CudaRaceTracer(self._detector, self._inner, self._known_stream, self._note_sync)
 
     def _wait_for_device(self) -> None:
         self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
@@ -212,10 +210,8 @@ class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
 class CudaSimRuntime(CudaWindow[DeviceStream], SimRuntime):
     """The simulated device behind `torch.cuda`. Made by `cuda_on_cpu`."""
 
+    _TRACER = CudaSimTracer
     _tracer: CudaSimTracer
-
-    def _new_tracer(self) -> CudaSimTracer:
-        return CudaSimTracer(*self._of_tracer())
 
     def _is_idle(self, stream: Stream) -> bool:
         return not self.pending(stream)

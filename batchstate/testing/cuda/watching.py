@@ -295,6 +295,7 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
         lock, made_at: see `TorchWindow`.
     """
 
+    _TRACER = WatchTracer
     _tracer: WatchTracer
 
     def __init__(self, **given: Any) -> None:
@@ -307,9 +308,6 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
         self._polled: dict[int, RaceFence] = {}
         self._unnamed = 0
         super().__init__(AcceleratorRuntime(torch.device("cuda")), **given)
-
-    def _new_tracer(self) -> WatchTracer:
-        return WatchTracer(self._detector, self._inner, self._known_stream, self._note_sync)
 
     def _changed(self) -> contextlib.AbstractContextManager[None]:
         return _observed(self)

@@ -8,7 +8,7 @@ waited for them or for something behind them, so that a host that reads too earl
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar, final
+from typing import Any, ClassVar, Literal, TypeVar, final
 
 import attrs
 import torch
@@ -162,6 +162,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         synchronised: calls of torch that made the host wait, by name. They count as forced syncs.
     """
 
+    _TRACER: ClassVar[type[RaceTracer]] = RaceTracer
     _tracer: RaceTracer
 
     def __init__(
@@ -420,7 +421,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     # Clocks
 
     def _new_tracer(self) -> RaceTracer:
-        return RaceTracer(self._detector, self._inner, self._known_stream, self._note_sync)
+        return self._TRACER(self._detector, self._inner, self._known_stream, self._note_sync)
 
     def _new_stream(self, name: str) -> StreamClock:
         return self._detector.clocks.add(name)

@@ -3,9 +3,9 @@
 It turns races into wrong tokens, on any machine. The race detector says where a race is; this says that it matters.
 """
 
-from batchstate.testing.sim.device import DeviceFault, DeviceStream, Moment, Scheduler, SimFence
+from batchstate.testing.sim.device import DeviceFault, DeviceStream, Scheduler, SimFence
 from batchstate.testing.sim.runtime import SimRuntime
 from batchstate.testing.sim.schedulers import PORTFOLIO
 from batchstate.testing.tracing.dispatch import raw_kernel
 
-__all__ = ["PORTFOLIO", "DeviceFault", "DeviceStream", "Moment", "Scheduler", "SimFence", "SimRuntime", "raw_kernel"]
+__all__ = ["PORTFOLIO", "DeviceFault", "DeviceStream", "Scheduler", "SimFence", "SimRuntime", "raw_kernel"]

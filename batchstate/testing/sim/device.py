@@ -9,10 +9,9 @@ Poisoned is what was freed when its stream next allocates anything, at that plac
 have become of it, and from then on anything. Which allocation really gets it depends on sizes, and is chance.
 """
 
-import enum
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, final
+from typing import final
 
 import attrs
 import numpy as np
@@ -71,14 +70,6 @@ class DeviceFault(BatchStateError, RuntimeError):
 
 Memory = npt.NDArray[np.uint8] | torch.Tensor
 """A block as bytes, other memory as a tensor."""
-
-
-class Moment(enum.Enum):
-    """When a scheduler is asked."""
-
-    ENQUEUED = "the host has enqueued something"
-    ASKED = "the host asks whether something has run"
-    WAITS = "the host waits"
 
 
 @final
@@ -162,20 +153,11 @@ class DeviceStream:
         return list(self.queue)
 
 
-class Scheduler(Protocol):
-    """Says which stream runs next."""
+Scheduler = Callable[[Sequence[DeviceStream], DeviceStream | None], DeviceStream | None]
+"""Says which stream runs its next operation now, and is asked again after each; None: none does, and the host gets on.
 
-    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
-        """The stream that runs its next operation now, or None: none does, and the host gets on.
-
-        Asked again after each operation. A host that waits gets on when what it waits for has run.
-
-        Args:
-            moment: why it is asked.
-            ready: streams that can run something, oldest first; at least one.
-            needed: the one of them without which a host that waits gets nowhere; None where the host does not wait.
-        """
-        ...
+It gets the streams that can run something, oldest first, at least one; and the one of them without which a host that
+waits gets nowhere, None where the host does not wait."""
 
 
 LONGEST_QUEUE = 1024
@@ -242,7 +224,7 @@ class Device:
             return
         while len(stream.queue) > LONGEST_QUEUE and self._ready() and len(stream.queue) > LONGEST_QUEUE:
             self._run(self.next_towards(stream))  # fences and waits that were over have gone by now
-        self._chance(Moment.ENQUEUED)
+        self.get_on()
 
     def awaken(self, task: Task) -> None:
         """Something that has not run turns out to be the device's."""
@@ -268,10 +250,6 @@ class Device:
         """What comes next on a stream runs after a mark was reached."""
         stream.queue.append(Await(marker))
 
-    def asked(self) -> None:
-        """The host asks after something."""
-        self._chance(Moment.ASKED)
-
     def has_reached(self, marker: Marker) -> bool:
         """Whether all before a mark has run."""
         self.settle()
@@ -286,7 +264,7 @@ class Device:
         self._refuse_after_fault()
         while not self.has_reached(marker):
             needed = self.next_towards(marker.stream)
-            stream = self._scheduler.choose(Moment.WAITS, self._ready(), needed)
+            stream = self._scheduler(self._ready(), needed)
             self._run(needed if stream is None else stream)
 
     def drain(self, stream: DeviceStream) -> None:
@@ -342,11 +320,12 @@ class Device:
             head = stream.queue[0]
         return stream
 
-    def _chance(self, moment: Moment) -> None:
+    def get_on(self) -> None:
+        """The host has enqueued something, or asks after something: what the scheduler lets run runs."""
         if self._running or self.held or self.fault is not None:
             return
         while ready := self._ready():
-            stream = self._scheduler.choose(moment, ready, None)
+            stream = self._scheduler(ready, None)
             if stream is None:
                 return
             self._run(stream)
@@ -432,12 +411,10 @@ class SimFence:
     """A point in a stream. Complete once everything before it has run.
 
     Attributes:
-        number: in the order in which the fences of a runtime were recorded, from 1.
         marker: where it is.
         device: whose it is.
     """
 
-    number: int
     marker: Marker = attrs.field(repr=False)
     device: Device = attrs.field(repr=False)
     _counters: Counters = attrs.field(repr=False)
@@ -449,7 +426,7 @@ class SimFence:
             self._asked += 1
             if self._asked > PATIENCE:
                 self.device.step_towards(self.marker)
-            self.device.asked()
+            self.device.get_on()
         return self.device.has_reached(self.marker)
 
     def wait(self) -> None:

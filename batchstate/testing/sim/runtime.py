@@ -6,12 +6,11 @@ tokens, and whether it does is up to the order, which the scheduler and its seed
 """
 
 import contextlib
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -53,6 +52,7 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         synchronised: calls of torch that made the host wait for the current stream, by name.
     """
 
+    _TRACER: ClassVar[type[SimTracer]] = SimTracer
     _tracer: SimTracer
 
     def __init__(
@@ -67,18 +67,13 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         self.seed = seed
         self._device = Device(scheduler_of(scheduler, seed), lambda: self.step)
         self._allocator = BlockAllocator(self._device)
-        self._fences = itertools.count(1)
         self._mapped_at: set[int] = set()
         self._speculative = SpeculativeRead(self._device, lambda memory: memory.ctypes.data in self._mapped_at)
         super().__init__(inner, steps_in_flight)
 
     def _new_tracer(self) -> SimTracer:
-        return SimTracer(*self._of_tracer())
-
-    def _of_tracer(self) -> tuple[Any, ...]:
-        """What a tracer takes."""
         step, current = (lambda: self.step), self._known_current
-        return self._device, self._allocator, current, step, self._keep_alive, self._note_sync
+        return self._TRACER(self._device, self._allocator, current, step, self._keep_alive, self._note_sync)
 
     def __enter__(self) -> Self:
         """From now on streams run late, and the operations of this thread go to them."""
@@ -235,7 +230,7 @@ class SimRuntime(TracedRuntime[DeviceStream]):
 
     def _recorded(self, stream: Stream | None, name: str) -> Fence:
         queue = self._known_stream(stream or self.current_stream)
-        return SimFence(next(self._fences), self._device.mark(queue), self._device, self.counters)
+        return SimFence(self._device.mark(queue), self._device, self.counters)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         self.check_owner("wait")

@@ -9,51 +9,31 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from batchstate.errors import ArgumentError, one_of
-from batchstate.testing.sim.device import DeviceStream, Moment, Scheduler
+from batchstate.testing.sim.device import DeviceStream, Scheduler
 
 
-@final
-class Eager:
+def eager(ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
     """Everything runs when it is enqueued, as on a CPU: finds nothing, and shows that a program is right."""
-
-    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
-        """The oldest stream that can."""
-        return ready[0]
+    return ready[0]
 
 
-@final
-class Lazy:
+def lazy(ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
     """Nothing runs but what a host that waits needs: the device is as late as it can be."""
-
-    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
-        """The one that is needed."""
-        return needed
+    return needed
 
 
-@final
-class NewestFirst:
-    """The newest stream that has had work runs at once, the others only for the host."""
+def by_age(newest_first: bool) -> Scheduler:
+    """The newest stream that has had work runs at once and the others for the host alone, or the other way round."""
+    newest = 0
 
-    def __init__(self) -> None:
-        self._newest = 0
+    def choose(ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
+        nonlocal newest
+        newest = max(newest, ready[-1].number)
+        if newest_first:
+            return ready[-1] if ready[-1].number == newest else needed
+        return needed if ready[0].number == newest else ready[0]
 
-    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
-        """The newest, or the one that is needed."""
-        self._newest = max(self._newest, ready[-1].number)
-        return ready[-1] if ready[-1].number == self._newest else needed
-
-
-@final
-class NewestLast:
-    """The newest stream that has had work runs only for the host, the others at once."""
-
-    def __init__(self) -> None:
-        self._newest = 0
-
-    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
-        """The oldest, or the one that is needed."""
-        self._newest = max(self._newest, ready[-1].number)
-        return needed if ready[0].number == self._newest else ready[0]
+    return choose
 
 
 _PACES = (0.0, 0.05, 0.3, 0.6, 0.95)
@@ -69,7 +49,7 @@ class AtRandom:
         self._pace = 0.0
         self._left = 0
 
-    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
+    def __call__(self, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
         """Any, or only the one that is needed."""
         draw = self._draw
         if not self._left:
@@ -101,7 +81,7 @@ class Priorities:
         self._streams: list[float] = []
         self._lowest = 0.0
 
-    def choose(self, moment: Moment, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
+    def __call__(self, ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
         """The highest, if that is not the host."""
         # Drawn in the order of the streams, not in that in which they are met: the same seed means the same order.
         new = ready[-1].number + 1 - len(self._streams)
@@ -126,10 +106,10 @@ class Priorities:
 
 
 PORTFOLIO: dict[str, Callable[[int], Scheduler]] = {
-    "eager": lambda seed: Eager(),
-    "lazy": lambda seed: Lazy(),
-    "newest": lambda seed: NewestFirst(),
-    "oldest": lambda seed: NewestLast(),
+    "eager": lambda seed: eager,
+    "lazy": lambda seed: lazy,
+    "newest": lambda seed: by_age(newest_first=True),
+    "oldest": lambda seed: by_age(newest_first=False),
     "random": AtRandom,
     "priority": Priorities,
     "pct": lambda seed: Priorities(seed, change_every=40),
