@@ -788,7 +788,7 @@ class Generations:
     def check_held(self, rows: Ints, held: Ints, operation: str) -> None:
         """Refuses rows int64[n] of which one is not live, or not of the generation `held`."""
         times_checked[STALE_HANDLE] += 1
-        if not self._all_held(rows, held):
+        if not self.all_held(rows, held):
             where = self._where(operation)
             invariants.slot_out_of_range(rows, self._allocator.capacity, **where)
             invariants.slot_zero_allocated(rows, **where)
@@ -798,7 +798,7 @@ class Generations:
     def check_to_free(self, rows: Ints, held: Ints, operation: str) -> None:
         """The same for slots that are about to be freed: dead and repeated ones are SLOT_DOUBLE_FREE."""
         times_checked[DOUBLE_FREE] += 1
-        if not self._all_held(rows, held) or (rows.size > 1 and self._allocator.repeated(rows)):
+        if not self.all_held(rows, held) or (rows.size > 1 and self._allocator.repeated(rows)):
             where = self._where(operation)
             invariants.slot_out_of_range(rows, self._allocator.capacity, **where)
             invariants.slot_zero_allocated(rows, **where)
@@ -856,7 +856,7 @@ class Generations:
             remedy = f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is"
         return DtypeError(f"{self.name}: {operation}: expected {unit}, got {got}", value=given, remedy=remedy)
 
-    def _all_held(self, rows: Ints, held: Ints) -> bool:
+    def all_held(self, rows: Ints, held: Ints) -> bool:
         """Whether each handle is live and of its slot's present owner: the fast form of four invariants, O(n).
 
         What lies outside is in no state, or beyond the generations, which are half as many.

@@ -329,11 +329,8 @@ class RowState:
     ) -> tuple["RowState", int]:
         """From values of all columns, and the pool of their slots; see `ColumnInputs.read`."""
         groups = [np.empty((len(pad), num_rows, *pad.shape[2:]), pad.dtype) for pad in layout.pads]
-        kinds = [groups[group].view(dtype) for group, dtype in layout.kinds]
-        inputs = ColumnInputs.read(layout, values, num_rows, runtime, what, kinds)
-        state = cls(layout, groups, inputs.device, inputs.objects)
-        state._fill(inputs.host)
-        return state, inputs.pool_id or 0
+        inputs = ColumnInputs.into(groups, 0, layout, values, num_rows, runtime, what)
+        return cls(layout, groups, inputs.device, inputs.objects), inputs.pool_id or 0
 
     @classmethod
     def padding(cls, layout: Layout, num_rows: int) -> "RowState":
@@ -389,26 +386,47 @@ class RowState:
 
         A column that is a copy on one side and no copy on the other is none.
         """
+        if kept is None:
+            groups = [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)]
+        else:
+            groups = self._with_places(kept, other.groups[0].shape[1] if other.groups else 0)
+            for mine, theirs in zip(groups, other.groups, strict=True):
+                mine[:, kept.size :] = theirs
+        return self._merged(groups, other, kept)
+
+    def joined(
+        self, values: Mapping[str, object], num_rows: int, kept: Rows, runtime: Runtime, what: str
+    ) -> "tuple[RowState, int | None]":
+        """These rows at checked indices `kept` int64[k], then `num_rows` others from values of columns.
+
+        The second result is the pool of their slots; None if the values have none, and then they are to be filled in.
+        """
+        groups = self._with_places(kept, num_rows)
+        inputs = ColumnInputs.into(groups, kept.size, self.layout, values, num_rows, runtime, what)
+        if not (self.device or inputs.device or self.objects):
+            return RowState(self.layout, groups, {}, {}), inputs.pool_id
+        others = RowState(self.layout, [group[:, kept.size :] for group in groups], inputs.device, inputs.objects)
+        return self._merged(groups, others, kept), inputs.pool_id
+
+    def _with_places(self, kept: Rows, num_rows: int) -> list[Array]:
+        """The groups with the rows at `kept`, and places for `num_rows` behind them, which hold anything."""
+        size = kept.size
+        index = np.zeros(size + num_rows, dtype=np.int64)  # without a second array for each group
+        index[:size] = kept
+        if self.groups and not self.groups[0].shape[1]:
+            return [np.empty((len(group), num_rows, *group.shape[2:]), group.dtype) for group in self.groups]
+        return [group.take(index, 1, None, "wrap") for group in self.groups]
+
+    def _merged(self, groups: Sequence[Array], other: "RowState", kept: Rows | None) -> "RowState":
+        """`merged`, whose `groups` are made."""
         device: Mapping[str, DeviceRows] = self.device or other.device
         if device:
             names = (*self.device, *(name for name in other.device if name not in self.device))
             device = {name: self._device_rows(name, kept).merged(other._device_rows(name)) for name in names}
         objects = self.objects
-        if kept is None:
-            groups = [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)]
-        else:
-            # The places of the rows that join are taken along, and filled after: without a second array for each group.
-            size, groups = kept.size, []
-            index = np.zeros(size + (other.groups[0].shape[1] if other.groups else 0), dtype=np.int64)
-            index[:size] = kept
-            for mine, theirs in zip(self.groups, other.groups, strict=True):
-                group = mine.take(index, 1, None, "wrap")
-                group[:, size:] = theirs
-                groups.append(group)
-            if objects:
-                objects = {name: one.take(kept, 0, None, "wrap") for name, one in objects.items()}
         if objects:
-            objects = {name: np.concatenate((one, other.objects[name])) for name, one in objects.items()}
+            mine = objects if kept is None else {n: one.take(kept, 0, None, "wrap") for n, one in objects.items()}
+            objects = {name: np.concatenate((one, other.objects[name])) for name, one in mine.items()}
         return RowState(self.layout, groups, device, objects)
 
     def _device_rows(self, column: str, kept: Rows | None = None) -> DeviceRows:
@@ -589,6 +607,26 @@ class ColumnInputs:
     device: dict[str, DeviceRows] = attrs.field(factory=dict)
     objects: dict[str, Objects] = attrs.field(factory=dict)
     pool_id: int | None = None
+
+    @classmethod
+    def into(
+        cls,
+        groups: Sequence[Array],
+        first: int,
+        layout: Layout,
+        values: Mapping[str, object],
+        num_rows: int,
+        runtime: Runtime,
+        what: str,
+    ) -> Self:
+        """`read`, of the last `num_rows` rows of `groups`, which begin at `first`: host rows go into them."""
+        kinds = [groups[group].view(dtype)[:, first:] for group, dtype in layout.kinds]
+        inputs = cls.read(layout, values, num_rows, runtime, what, kinds)
+        for name, rows in inputs.host.items():
+            place = layout.places[name]
+            target = groups[place.group][place.member].view(place.dtype)[first:]
+            target[...] = rows.reshape(target.shape)
+        return inputs
 
     @classmethod
     def read(

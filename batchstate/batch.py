@@ -205,16 +205,8 @@ class Batch(metaclass=BatchType):
             Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
         """
         check_runtime(runtime, f"{cls.__name__}.build")
-        missing = columns.keys() != cls._columns.keys() and [name for name in cls._columns if name not in columns]
-        if missing:
-            unknown = [name for name in columns if name not in cls._columns]
-            also = f", but values for {', '.join(unknown)}, which it does not declare" if unknown else ""
-            meant = one_of(missing, unknown[0]).partition("use")[0] if unknown else ""
-            raise DeclarationError(
-                f"{cls.__name__}.build: no value for {', '.join(missing)}{also}",
-                value=missing,
-                remedy=f"{meant}give every declared column its value",
-            )
+        if columns.keys() != cls._columns.keys():
+            cls._check_none_missing(columns, f"{cls.__name__}.build")
         num_rows = num_rows_of(columns, f"{cls.__name__}.build")
         state, pool_id = RowState.of(cls._layout, columns, num_rows, runtime, f"{cls.__name__}.build")
         batch = cls(runtime, state, num_rows, num_rows, pool_id)
@@ -225,6 +217,20 @@ class Batch(metaclass=BatchType):
             batch._check_rows("build")
         batch._check_slots("build")  # slots from a caller are checked at every level
         return batch
+
+    @classmethod
+    def _check_none_missing(cls, given: Mapping[str, object], what: str, *, but: str | None = None) -> None:
+        """Refuses columns of a caller if one is missing that is not the column `but`."""
+        missing = [name for name in cls._columns if name not in given and name != but]
+        if missing:
+            unknown = [name for name in given if name not in cls._columns]
+            also = f", but values for {', '.join(map(str, unknown))}, which it does not declare" if unknown else ""
+            meant = one_of(missing, unknown[0]).partition("use")[0] if unknown else ""
+            raise DeclarationError(
+                f"{what}: no value for {', '.join(missing)}{also}",
+                value=missing,
+                remedy=f"{meant}give every declared column its value",
+            )
 
     @classmethod
     def empty(cls, runtime: Runtime) -> Self:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import Allocator, Generations, SlotListener, Transaction, size_of
+from batchstate._allocator import ONE, Allocator, Generations, SlotListener, Transaction, size_of
 from batchstate._arrays import as_array, count
 from batchstate._guidance import Guided, Numbers, methods_show_signature, shows_signature
 from batchstate.errors import DtypeError
@@ -199,20 +199,41 @@ class SlotPool(Guided):
             Violation: SLOT_ZERO_DIRTY, MIRROR_EQUAL, at `full`: a table is damaged. Nothing was taken.
         """
         self.transaction.enter(self._take)
-        return self._taken(n if type(n) is int and n >= 0 else count(n, f"{self._take}: n"), reserved, None)
+        wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
+        self.query_fences()
+        return self._taken(wanted, reserved, None)
+
+    def query_fences(self) -> None:
+        """What comes before a take is checked: it may run code of the engine. For the library."""
+        self._allocator.reap()
+        for query in self._before_take:
+            query()
+
+    def next_handles(self, n: int) -> tuple[Ints, Ints]:
+        """The numbers and generations int64[n] that `take_with(n, ...)` will return. For the library.
+
+        Raises:
+            PoolExhaustedError: fewer are free.
+        """
+        self._allocator.check_available(n)
+        rows = self._allocator.next_free(n)
+        return rows, self._generations.of(rows) + ONE
 
     def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
         """`take`, in which `give(rows)` gives the slots int64[n] what else they own. For the library.
 
-        It runs as the last `on_take` does: what a listener of the pool releases with the slots, it may give.
+        `query_fences` comes first. `give` runs as the last `on_take` does: what a listener of the pool releases with
+        the slots, it may give.
         """
         return self._taken(n, False, give)
 
+    def give_back(self, rows: Ints, generations: Ints, operation: str) -> None:
+        """Releases the slots int64[n] with all they own if a take that was not seen by a caller gave them out."""
+        if self.transaction.operation is None and self._generations.all_held(rows, generations):
+            self.release_rows(rows, None, operation)
+
     def _taken(self, wanted: int, reserved: bool, give: Callable[[Ints], None] | None) -> Slots:
         transaction, allocator = self.transaction, self._allocator
-        allocator.reap()
-        for query in self._before_take:
-            query()
         if self._taking:  # else `allocator.take` asks
             allocator.check_available(wanted, reserved=reserved)
             for listener in self._taking:

@@ -42,7 +42,7 @@ from batchstate._planned_step import (
     Written,
 )
 from batchstate._relay import HOST, Publication, PublishedRows
-from batchstate._rows import GENERATION_SUFFIX, RowState
+from batchstate._rows import GENERATION_SUFFIX, RowState, num_rows_of
 from batchstate._step_tokens import NAMES, StepTokens, each_puts_in_one
 from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
@@ -154,6 +154,7 @@ class StepPlanner(Guided):
         self._place, self._table = batch._layout.places[seq_lens], cast(Table, pages.req_to_token)
         self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
         self._steps = StepsInOnePiece(self._declared, self._most) if in_one_piece else None
+        self._taken: list[tuple[Ints, Ints]] = []  # slots and generations that a plan takes: given back if it fails
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._pages!r}, {'no relay' if self._relay is None else self._relay!r})"
@@ -164,7 +165,7 @@ class StepPlanner(Guided):
         query_lens: "Amount" = 1,
         *,
         keep: "Selection | None" = None,
-        joining: Batch | None = None,
+        joining: Batch | Mapping[str, object] | None = None,
         after: Fence | None = None,
         published: Mapping[str, object] | None = None,
         prompt_ids: Sequence[object] | None = None,
@@ -185,7 +186,9 @@ class StepPlanner(Guided):
             batch: the requests, with their lengths before the step.
             keep: those that stay, as for `Batch.filter`; all by default. The others are released once the step is sent,
                 as by `SlotPool.release_requests`, and what they had can be taken from the next step on.
-            joining: requests that come after those, as for `Batch.merge`.
+            joining: requests that come after those: column -> values, as for `Batch.build`, one row each. Without
+                slots among them, the step takes slots, and pages for the tokens of the column of lengths, whose KV is
+                there, as `PagePool.take_requests`; `step.batch` has the slots. Or a batch, as for `Batch.merge`.
             after: the forward-done fence of the last forward of those that leave, if any do.
             published: relay field -> host values, one entry for each request that joins: what its first step starts
                 from, if no forward here has published that. They cross in the same copy.
@@ -202,7 +205,9 @@ class StepPlanner(Guided):
             ArgumentError: a batch of another class than the planner was declared for.
             DeviceError: a batch of another runtime.
             CaptureError: the stream is being captured.
-            As `PagePool.advance`, `Batch.advance`, `ForwardPlan.of` and `Batch.upload`. No token was committed.
+            PoolExhaustedError: too few slots or pages are free for those that join, or pages for those that run.
+            As `PagePool.advance`, `Batch.advance`, `Batch.build`, `ForwardPlan.of` and `Batch.upload`. No token was
+            committed, and what was taken is given back.
         """
         self._slots.transaction.enter(OPERATION)
         if self._runtime.capturing:
@@ -219,57 +224,77 @@ class StepPlanner(Guided):
             batch._check_writes(writes, OPERATION)
         if levels.full:
             batch._check_unwritten(OPERATION)
-        leaving: Ints | None = None
-        given = batch
-        if keep is not None or joining is not None:
-            batch, leaving = self._turned_over(batch, keep, joining, after)
-        if after is not None and leaving is None:
-            check_fence(after, f"StepPlanner: {OPERATION}")  # of none that leaves: engines pass it in each step
-        own = batch is not given  # which no caller has seen
-        arrived = 0 if joining is None else joining.num_reqs
-        if published is not None and self._relay is None:
-            raise ArgumentError(
-                "StepPlanner: plan with published= and no relay",
-                value=published,
-                remedy="declare the planner with one: relay=...",
-            )
-        if joining is None and published is not None:
-            raise ArgumentError(
-                "StepPlanner: plan with published=, and none joins",
-                value=published,
-                remedy="pass joining= with the requests that are published",
-            )
-        steps, n = self._steps, batch.num_reqs
-        if steps is not None and pad_rows is None and pad_tokens is None and not token_arrays and self._fits(batch):
-            tokens, fed = None, 0 if self._relay is None else 1
-            decodes = (fed or not self._has_ids) and each_puts_in_one(n, query_lens, prompt_ids, samples)
-            if not decodes:
-                tokens = StepTokens.of(n, query_lens, prompt_ids, samples, has_ids=self._has_ids, fed=fed)
-            if decodes or tokens is not None:
-                release = None if leaving is None else partial(self._slots.release_rows, leaving, after, OPERATION)
-                own = own and not levels.full
-                return self._piece(steps, batch, tokens, writes, extras, published, arrived, own, release, given)
-        padding = pad_rows, pad_tokens
-        joined = None if joining is None else self._handles(joining)
-        entries = None
-        if self._relay is not None and published is not None and joined is not None:
-            rows = self._slots.rows_of(joined, OPERATION, unique=True)
-            entries = self._relay.packed(rows, joined.generations, published)
-            entries.launch_alone()
+        if published is not None:
+            self._check_published(published, joining)
+        padding, self._taken = (pad_rows, pad_tokens), []
         try:
-            step = self._composed(batch, query_lens, prompt_ids, samples, padding, writes, extras, token_arrays, joined)
+            leaving: Ints | None = None
+            given, arrived = batch, 0
+            if keep is not None or joining is not None:
+                batch, leaving, arrived = self._turned_over(batch, keep, joining, after)
+            if after is not None and leaving is None:
+                check_fence(after, f"StepPlanner: {OPERATION}")  # of none that leaves: engines pass it in each step
+            own = batch is not given  # which no caller has seen
+            steps, n = self._steps, batch.num_reqs
+            if steps is not None and padding == (None, None) and not token_arrays and self._fits(batch):
+                tokens, fed = None, 0 if self._relay is None else 1
+                decodes = (fed or not self._has_ids) and each_puts_in_one(n, query_lens, prompt_ids, samples)
+                if not decodes:
+                    tokens = StepTokens.of(n, query_lens, prompt_ids, samples, has_ids=self._has_ids, fed=fed)
+                if decodes or tokens is not None:
+                    release = None if leaving is None else partial(self._slots.release_rows, leaving, after, OPERATION)
+                    own = own and not levels.full
+                    return self._piece(steps, batch, tokens, writes, extras, published, arrived, own, release, given)
+            joined = None if joining is None else self._handles(batch).filter(np.arange(n - arrived, n))
+            entries = None
+            if self._relay is not None and published is not None and joined is not None:
+                rows = self._slots.rows_of(joined, OPERATION, unique=True)
+                entries = self._relay.packed(rows, joined.generations, published)
+                entries.launch_alone()
+            try:
+                step = self._composed(
+                    batch, query_lens, prompt_ids, samples, padding, writes, extras, token_arrays, joined
+                )
+            except BaseException:
+                if entries is not None and self._slots.transaction.operation is None:  # else a part was interrupted
+                    entries.take_back()
+                raise
+            self._slots.transaction.operation, self._taken = OPERATION, []  # from here on the step stands
+            if leaving is not None:
+                self._slots.release_rows(leaving, after, OPERATION)
+            self._slots.transaction.operation = None
+            return step
         except BaseException:
-            if entries is not None and self._slots.transaction.operation is None:  # else a part was interrupted
-                entries.take_back()
+            for slots, generations in self._taken:
+                self._slots.give_back(slots, generations, OPERATION)
             raise
-        if leaving is not None:
-            self._slots.release_rows(leaving, after, OPERATION)
-        return step
+
+    def _check_published(self, published: object, joining: object) -> None:
+        """Refuses first values that are none, or of which there is no use."""
+        if self._relay is None:
+            problem, remedy = "plan with published= and no relay", "declare the planner with one: relay=..."
+        elif joining is None:
+            problem, remedy = (
+                "plan with published=, and none joins",
+                "pass joining= with the requests that are published",
+            )
+        elif not isinstance(published, Mapping):
+            problem, remedy = (
+                f"plan: published: expected values by field, got {shown(published)}",
+                f"name the field: published={{{next(iter(self._relay.fields))!r}: values}}, one for each that joins",
+            )
+        else:
+            return
+        raise ArgumentError(f"StepPlanner: {problem}", value=published, remedy=remedy)
 
     def _turned_over(
-        self, batch: Batch, keep: "Selection | None", joining: Batch | None, after: Fence | None
-    ) -> tuple[Batch, Ints | None]:
-        """The batch that runs, and the slots of those that leave, checked and not released yet.
+        self,
+        batch: Batch,
+        keep: "Selection | None",
+        joining: Batch | Mapping[str, object] | None,
+        after: Fence | None,
+    ) -> tuple[Batch, Ints | None, int]:
+        """The batch that runs, the slots of those that leave, checked and not released yet, and how many join.
 
         It is the same batch where no row moves.
         """
@@ -287,11 +312,54 @@ class StepPlanner(Guided):
                 leaving = numbers[rows]
                 self._slots.check_leaving(leaving, generations[rows], after, OPERATION)
         if index is None and joining is None:
-            return batch, None
+            return batch, None, 0
+        if isinstance(joining, Mapping):
+            new, arrived = self._joined(batch, index, joining, leaving)
+            return new, leaving, arrived
         state, num_reqs = batch._turned_over(index, num_reqs, joining, OPERATION)
         if leaving is not None and joining is not None:
             _check_apart(leaving, joining._state.column(self._slot_column))
-        return batch._derived(OPERATION, state, num_reqs, joined=joining), leaving
+        arrived = 0 if joining is None else joining.num_reqs
+        return batch._derived(OPERATION, state, num_reqs, joined=joining), leaving, arrived
+
+    def _joined(
+        self, batch: Batch, index: Ints | None, joining: Mapping[str, object], leaving: Ints | None
+    ) -> tuple[Batch, int]:
+        """The requests at `index`, all without one, and those of the columns `joining`; and how many these are.
+
+        Those that have no slots get them here, and their pages: `_taken` says which.
+        """
+        what, name = f"StepPlanner: {OPERATION}: joining", self._slot_column
+        if len(joining) != len(self._kind._columns) - 1 or name in joining:
+            self._kind._check_none_missing(joining, what, but=name)
+        arrived = num_rows_of(joining, what)
+        kept = np.arange(batch.num_reqs) if index is None else index
+        first = kept.size
+        state, pool_id = batch._state.joined(joining, arrived, kept, self._runtime, what)
+        slots, generations = state.column(name), state.column(name + GENERATION_SUFFIX)
+        takes: tuple[Ints, Ints] | None = None
+        if pool_id is None:
+            self._pages.query_fences()
+            takes = slots[first:], generations[first:] = self._slots.next_handles(arrived)
+            pool_id = self._slots.pool_id
+        elif leaving is not None:
+            _check_apart(leaving, slots[first:])
+        if first and arrived and batch._pool_id != pool_id:
+            raise ArgumentError(
+                f"{what} of slots of pools {batch._pool_id} and {pool_id}",
+                value=pool_id,
+                remedy="requests of one batch take their slots from one pool",
+            )
+        new = batch._derived(OPERATION, state, first + arrived, pool_id=pool_id if arrived else batch._pool_id)
+        if levels.cheap or takes is None:
+            new._check_slots(OPERATION)
+        if takes is not None:
+            lens = state.column(self._seq_lens)[first:].astype(np.int64)
+            if self._kv_offset is not None:
+                lens = np.where(lens > 0, lens + state.column(self._kv_offset)[first:], 0)
+            self._taken.append(takes)
+            self._pages.take_rows(lens, OPERATION)
+        return new, arrived
 
     def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:
         """Slots and generations, int64[n]."""
@@ -469,9 +537,11 @@ class StepPlanner(Guided):
             if self._slots.transaction.operation is None:  # else a part was interrupted
                 pages.truncate(self._handles(batch), start)
             raise
+        self._slots.transaction.operation, self._taken = OPERATION, []  # from here on the step stands
         pages.commit_rows(rows, lens)
         if release is not None:
             release()  # before the plan notes when pages last changed, so that it need not look whose
+        self._slots.transaction.operation = None
         if tokens is not None or not same:
             _ = advanced.device_side  # made before a forward can write into the slots, which are a part of the copy
         if tokens is None:

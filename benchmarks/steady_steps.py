@@ -4,7 +4,7 @@ Every request advances by a token. In a steady step none leaves or joins; in one
 """
 
 from collections.abc import Callable
-from typing import cast, final
+from typing import Any, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,11 @@ class Steady:
         )
         self._relay = FutureMap(self._slots, {"last": relay_field(torch.int64, read_by="both")})
         self._first, self._some = (np.full(k, START) for k in (n, churn))
+        self._others = [
+            (name, column.np_dtype)
+            for name, column in self._kind.columns().items()
+            if isinstance(column, TensorColumn) and name not in ("slots", "seq_lens")
+        ]
         self._batch = self._arrived(self._first)
         self._relay.publish(self._batch.slots, last=np.ones(n, dtype=np.int64))
         self._batch.upload(writes=[self._pages.entry(self._batch.slots)])
@@ -67,17 +72,16 @@ class Steady:
 
     def _arrived(self, lengths: npt.NDArray[np.int64]) -> Decode:
         """Requests with a prompt whose KV is there."""
-        values = {
-            name: np.zeros(lengths.size, column.np_dtype)
-            for name, column in self._kind.columns().items()
-            if isinstance(column, TensorColumn) and name not in ("slots", "seq_lens")
-        }
-        return self._kind.build(self._runtime, slots=self._pages.take_requests(lengths), seq_lens=lengths, **values)
+        return self._kind.build(self._runtime, slots=self._pages.take_requests(lengths), **self._columns(lengths))
+
+    def _columns(self, lengths: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+        """What requests of these lengths have besides slots."""
+        return {"seq_lens": lengths, **{name: np.zeros(lengths.size, dtype) for name, dtype in self._others}}
 
     def _plan(self) -> PlannedStep:
         plan, done = self._planner.plan, self._runtime.record
         if self._churn:
-            joining = self._arrived(self._some)
+            joining = self._columns(self._some)
             first = {"last": np.ones(self._churn, dtype=np.int64)}
             return plan(self._batch, keep=self._keep, joining=joining, after=done(), published=first)
         if self._batch.seq_lens.np[0] == LONGEST - 1:

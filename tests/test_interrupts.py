@@ -89,8 +89,13 @@ class World:
             pages.writes.tokens.tolist(),
             [(entries.number != 0).tolist() + entries.taken.tolist() for entries in relay.fields.values()],
             [self.relay._memory_of(name)[entries.number != 0].tolist() for name, entries in relay.fields.items()],
-            None if self.table.host_memory is None else (self.table.host_memory.tolist(), self.table._written.tolist()),
+            None if self.table.host_memory is None else (self.table.host_memory.tolist(), self._written().tolist()),
         )
+
+    def _written(self) -> Any:
+        """Which rows of the table are written for a live owner: one that takes a slot twice has a higher generation."""
+        live = self.slots._allocator.live_among(np.arange(self.slots.capacity))
+        return live & (self.table._written == self.slots._generations._generations)
 
     def broken(self) -> list[bool]:
         """Which of some later calls are refused because the pool is broken."""
@@ -401,6 +406,14 @@ OPERATIONS: dict[str, tuple[type[World], Operation]] = {
     "plan turning over": (
         Steady,
         lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, published={"token": [9]}, after=w.shut),
+    ),
+    "plan joining columns": (
+        Steady,
+        lambda w: w.planner.plan(w.batch, keep=[1], joining={"seq_lens": [3]}, published={"token": [9]}, after=w.shut),
+    ),
+    "plan joining columns padded": (
+        Steady,
+        lambda w: w.planner.plan(w.batch, joining={"seq_lens": [3]}, published={"token": [9]}, pad_rows=6),
     ),
     "mixed plan": (
         Steady,

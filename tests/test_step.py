@@ -30,7 +30,15 @@ from batchstate import (
     slot_column,
 )
 from batchstate._planned_step import DecodeStep
-from batchstate.errors import ArgumentError, BatchStateError, CaptureError, DeclarationError, DeviceError, DtypeError
+from batchstate.errors import (
+    ArgumentError,
+    BatchStateError,
+    CaptureError,
+    DeclarationError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+)
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.selfcheck.machines.failures import PlantedError, failing
@@ -848,6 +856,108 @@ def test_what_joins_has_to_be_a_batch(rt: Runtime, joining: Any) -> None:
     with pytest.raises(DeclarationError, match="expected another Running"):
         world.planner.plan(world.batch, keep=[0], joining=joining)
     assert world.slots.stats.live == 2
+
+
+def columns(n: int, lens: list[int]) -> dict[str, Any]:
+    """What `n` requests that join have besides their slots."""
+    return {
+        "seq_lens": np.array(lens, dtype=np.int64),
+        "temperature": np.ones(n, dtype=np.float32),
+        "seed": list(range(n)),
+        "greedy": np.ones(n, dtype=np.bool_),
+        "pair": np.arange(2 * n, dtype=np.int16).reshape(n, 2),
+    }
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+def test_requests_join_as_columns(rt: Runtime, in_one_piece: bool, level: str) -> None:
+    """The step takes slots and pages, and is the one in which a batch of the same requests joins."""
+    seen, first = [], {"last": [70, 80]}
+    with checks(level):
+        for as_columns in (True, False):
+            world = World.of(rt, in_one_piece=in_one_piece)
+            world.join([3, 5, 2])
+            world.step()
+            keep, lens = np.array([True, False, True]), [6, 4]
+            joining: Any = columns(2, lens)
+            if not as_columns:
+                joining = Running.build(rt, slots=world.pages.take_requests(lens), **joining)
+            step = world.planner.plan(world.batch, keep=keep, joining=joining, after=rt.record(), published=first)
+            inputs = step.inputs()
+            step.publish(last=inputs.input_ids + 1)
+            table = world.pages.req_to_token
+            assert table is not None
+            arrays = inputs.input_ids, inputs.positions, inputs.kv_lens, table.memory
+            seen.append(
+                (
+                    {name: column.tolist() for name, column in step.batch.to_dict().items()},  # type: ignore[union-attr]
+                    [rt.inspect(array).tolist() for array in arrays],
+                    (world.slots.stats.live, world.pages.stats.live),
+                    step.results["last"].np.tolist(),
+                )
+            )
+            world.slots.verify()
+    assert seen[0] == seen[1]
+
+
+def test_a_request_that_joins_may_have_its_slot(rt: Runtime) -> None:
+    """One that begins with shared pages takes it before; slots of another pool, or that leave, are refused."""
+    world = World.of(rt)
+    world.join([4, 5])
+    slots = world.slots.take(1)
+    source: Any = world.batch.filter([0])["slots"]
+    world.pages.share(source, slots, 4)
+    step = world.planner.plan(world.batch, joining={"slots": slots, **columns(1, [4])}, published={"last": [7]})
+    assert step.inputs().input_ids.tolist() == [10, 20, 7]
+    assert step.batch["slots"].np[-1] == slots.np[0]
+    for other in (SlotPool(rt, 3).take(1), step.batch.filter([0])["slots"]):
+        with pytest.raises(ArgumentError, match=r"of pools|leave and join"):
+            world.planner.plan(step.batch, keep=[1, 2], joining={"slots": other, **columns(1, [4])})
+    assert world.slots.stats.live == 3
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"seq_lens": None}, DeclarationError),  # none
+        ({"seq_lens": [3, 4, 5]}, ShapeError),
+        ({"greedy": [0.5, 1.0]}, DtypeError),
+        ({"further": [1, 2]}, DeclarationError),
+        ({"slots": [1, 2]}, DtypeError),
+        ({"seq_lens": [3, LONGEST + 1]}, Violation),
+        ({"seq_lens": [LONGEST - 1, LONGEST - 1]}, PoolExhaustedError),
+        ({"published": 3}, ArgumentError),
+        ({"published": {"last": [1]}}, ShapeError),
+        ({"published": {"other": [1, 2]}}, DeclarationError),
+        ({"extras": {"x": object()}}, BatchStateError),
+    ],
+)
+def test_columns_that_do_not_join_change_nothing(
+    rt: Runtime, in_one_piece: bool, given: dict[str, Any], error: type[Exception]
+) -> None:
+    """Nothing is taken, released or published: the same call without the mistake goes through."""
+    world = World.of(rt, pages=10, in_one_piece=in_one_piece)
+    world.join([3, 5])
+
+    def state() -> object:
+        slots, pages = world.slots.stats, world.pages.stats
+        return slots.free, slots.pending, slots.live, pages, world.pages.committed_lengths.tolist()
+
+    before, keep = state(), [1]
+    options: dict[str, Any] = {"published": {"last": [7, 8]}, "after": rt.record()}
+    joining = columns(2, [3, 4])
+    for name, value in given.items():
+        (options if name in ("published", "extras") else joining)[name] = value
+    joining = {name: value for name, value in joining.items() if value is not None}
+    with pytest.raises(error):
+        world.planner.plan(world.batch, keep=keep, joining=joining, **options)
+    assert state() == before
+    world.slots.verify()
+    first = {"last": [7, 8]}
+    step = world.planner.plan(world.batch, keep=keep, joining=columns(2, [3, 4]), published=first)
+    assert step.inputs().input_ids.tolist() == [20, 7, 8]
 
 
 def test_requests_leave_and_join_in_one_copy(rt: Runtime) -> None:

@@ -501,7 +501,16 @@ class PagePool(Guided):
                 raise ShapeError(f"{what} of {total_lens!r}", value=total_lens, remedy="pass one length per request")
             totals = amounts(given, given.size, what)
         self.transaction.enter(operation)
+        self.query_fences()
+        return self.take_rows(totals, operation)
+
+    def query_fences(self) -> None:
+        """What comes before slots and pages are taken: it may run code of the engine. For the library."""
         self._references.query_fences()
+        self.slots.query_fences()
+
+    def take_rows(self, totals: Ints, operation: str) -> Slots:
+        """`take_requests` of lengths int64[n], after `query_fences`. For the library."""
         self._check_lengths(totals, totals, operation)
         needed = self._table.pages_needed(totals)
         total = int(np.add.reduce(needed))  # half of what the method takes
