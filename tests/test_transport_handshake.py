@@ -138,11 +138,13 @@ def test_instances_and_engines_have_to_agree() -> None:
     """The same instance twice, an endpoint of another instance or engine, and a damaged one are refused."""
     mine, other = described("a"), described("b")
     refuses(mine, attrs.evolve(mine, worker="another"), "instance is a here", "a there")
-    refuses(mine, attrs.evolve(other, endpoint=endpoint("c")), "worker b", "instance is b", "of c")
+    with pytest.raises(HandshakeError, match="worker b says that its instance is b, its endpoint is of c"):
+        attrs.evolve(other, endpoint=endpoint("c"))
     refuses(mine, attrs.evolve(other, endpoint=endpoint("b", engine="gloo")), "nixl", "gloo")
     damaged = (b"", b"\xff", b"[]", b'"is"', b"null", b"[" * 100_000, endpoint("b")[:-1], endpoint("b", **{"is": "x"}))
     for bad in damaged:
-        refuses(mine, attrs.evolve(other, endpoint=bad), "worker b: expected an endpoint")
+        with pytest.raises(HandshakeError, match="expected an endpoint"):
+            attrs.evolve(other, endpoint=bad)
 
 
 layouts = st.builds(
@@ -156,10 +158,7 @@ layouts = st.builds(
     token_major=st.booleans(),
 )
 peers = st.builds(
-    lambda instance, layout, said: Description("w", instance, layout, endpoint(said or instance)),
-    st.sampled_from("abc"),
-    layouts,
-    st.sampled_from([None, None, None, "a"]),
+    lambda instance, layout: Description("w", instance, layout, endpoint(instance)), st.sampled_from("abc"), layouts
 )
 
 
@@ -276,10 +275,10 @@ def test_missing_fields_are_refused(field: str) -> None:
         ({"page_size": 0}, ["page_size is 0"]),
         ({"page_size": 16.0}, ["page_size is 16.0"]),
         ({"page_size": float("nan")}, ["page_size is nan"]),
-        ({"page_size": 2**40}, ["is above"]),
-        ({"item_bytes": 2**60}, ["is above"]),
-        ({"heads": 10**400}, ["is above"]),
-        ({"degree": 2**17}, ["is above"]),
+        ({"page_size": 2**40}, ["expected <= "]),
+        ({"item_bytes": 2**60}, ["expected <= "]),
+        ({"heads": 10**400}, ["heads is 1000"]),
+        ({"degree": 2**17}, ["expected <= "]),
         ({"degree": 3}, ["8 heads", "3 ranks"]),
         ({"rank": 1}, ["rank 1 of 1"]),
         ({"layers": "0.keys"}, ["layers"]),
@@ -288,7 +287,7 @@ def test_missing_fields_are_refused(field: str) -> None:
         ({"dtype": None}, ["expected a dtype, got None"]),
         ({"replicated": 0}, ["replicated is 0"]),
         ({"per_request": 1}, ["per_request is 1"]),
-        ({"stage": 3}, ["stage is 3"]),
+        ({"stage": 3}, ["expected layers, got 3"]),
         ({"stage": ["2.keys"]}, ["a stage of", "2.keys"]),
         ({"stage": ["0.values", "0.keys"]}, ["a stage of", "0.values"]),
     ],

@@ -344,7 +344,8 @@ def test_a_receiver_whose_regions_have_other_names_is_refused() -> None:
     with pytest.raises(ArgumentError, match="regions"):
         Receiver(engine, Description("decode", engine.instance, layout(), endpoint), regions[:1])
     with pytest.raises(ArgumentError, match="instance"):
-        Receiver(engine, Description("decode", "other", layout(), endpoint), regions)
+        other = InProcessEngine(network)
+        Receiver(engine, Description("decode", other.instance, layout(), other.endpoint()), regions)
 
 
 def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
@@ -352,7 +353,7 @@ def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
     pair = Pair()
     lease = pair.lease()
     [(to, message)] = pair.receiver.outbox
-    pair.receiver.outbox[:] = [(to, _altered(message, runs=[[TOKENS - 4, 12]]))]
+    pair.receiver.outbox[:] = [(to, _altered(message, ranges=[[TOKENS - 4, 12]]))]
     pair.carry(repeat=2)
     assert not pair.sender.poll()
     assert pair.receiver.poll() == [lease]
@@ -543,7 +544,7 @@ def test_malformed_messages_are_refused_and_change_nothing() -> None:
     broken += [_altered(grant, num_tokens=value) for value in (-1, 13, 10**12, None)]
     broken += [_altered(grant, writer=2**40), _altered(grant, more=1), _altered(grant, sender=5)]
     broken += [
-        _altered(grant, runs=value)
+        _altered(grant, ranges=value)
         for value in (
             None,
             [1, 2],
@@ -559,10 +560,10 @@ def test_malformed_messages_are_refused_and_change_nothing() -> None:
         with pytest.raises(ArgumentError):
             pair.sender.on_message(message, "decode")  # type: ignore[arg-type]
     assert not pair.sender.poll()
-    with pytest.raises(ArgumentError, match="writer says"):
+    with pytest.raises(ArgumentError, match="Grant.* is not what the other side says"):
         pair.receiver.on_message(grant, "prefill-0")
     for kind in (Kind.FAILED, Kind.DRAINED):
-        with pytest.raises(ArgumentError, match="receiver says"):
+        with pytest.raises(ArgumentError, match="Notice.* is not what the other side says"):
             pair.sender.on_message(packed(Notice(kind, "a", "b", 1)), "decode")
     with pytest.raises(HandshakeError, match="unknown"):
         pair.sender.on_message(grant, "nobody")
@@ -759,8 +760,8 @@ REFUSED: list[tuple[Callable[[Pair], object], type[Exception], str]] = [
     (lambda pair: pair.receiver.lease("r", 1, ["prefill-0"] * 2), ArgumentError, "writers of ranks"),
     (lambda pair: Pair(2).receiver.lease("r", 1, ["prefill-0"]), ArgumentError, "writers of ranks"),
     (lambda pair: Pair(2).receiver.lease("r", 1, ["prefill-1"]), ArgumentError, "writers of ranks"),
-    (lambda pair: pair.receiver.lease("r", MOST_TOKENS + 1, ["prefill-0"]), ArgumentError, "at most"),
-    (lambda pair: pair.receiver.lease("r", 1, ["prefill-0"], attempt=MOST_ATTEMPTS + 1), ArgumentError, "at most"),
+    (lambda pair: pair.receiver.lease("r", MOST_TOKENS + 1, ["prefill-0"]), ArgumentError, "expected <= "),
+    (lambda pair: pair.receiver.lease("r", 1, ["prefill-0"], attempt=MOST_ATTEMPTS + 1), ArgumentError, "expected <= "),
     (lambda pair: _suspicious(pair).lease("r", 1, ["prefill-0"]), TransferError, "no answer"),
     (lambda pair: pair.receiver.retry(pair.lease()), ArgumentError, "has not failed"),
     (lambda pair: pair.receiver.retry(_after_retry(pair)), ArgumentError, "was tried again"),

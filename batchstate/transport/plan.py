@@ -23,7 +23,7 @@ from batchstate._arrays import as_array, converted, count
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError, ShapeError
 from batchstate.transport.engines.base import Copies, Ints
-from batchstate.transport.wire import LARGEST
+from batchstate.transport.wire import LARGEST, check_ranges
 from batchstate.violations import Where
 
 MOST_RANKS = 65_536
@@ -80,19 +80,10 @@ def _dtype(value: object) -> str:
 
 
 def _layers(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) and one for one in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
         raise ArgumentError(
             f"expected layers, got {value!r}", value=value, remedy="pass a tuple of names, one per buffer"
         )
-    if len(set(value)) < len(value):
-        name, times = Counter(value).most_common(1)[0]
-        raise ArgumentError(f"layer {name!r} is named {times} times", value=name, remedy="name each buffer once")
-    return tuple(value)
-
-
-def _stage(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-        raise ArgumentError(f"stage is {value!r}", value=value, remedy="pass a tuple of names of layers")
     return tuple(value)
 
 
@@ -136,11 +127,16 @@ class KVLayout:
     replicated: bool = False
     token_major: bool = True
     stage: tuple[str, ...] = attrs.field(
-        default=attrs.Factory(lambda self: self.layers, takes_self=True), converter=_stage
+        default=attrs.Factory(lambda self: self.layers, takes_self=True), converter=_layers
     )
     per_request: bool = False
 
     def __attrs_post_init__(self) -> None:
+        name, times = Counter(self.layers).most_common(1)[0] if self.layers else ("", 0)
+        if times != 1:
+            raise ArgumentError(
+                f"of layers {self.layers} {name!r} is named {times} times", value=name, remedy="name each buffer once"
+            )
         ours = set(self.stage)
         if self.stage != tuple(layer for layer in self.layers if layer in ours):
             raise ArgumentError(
@@ -149,9 +145,7 @@ class KVLayout:
                 remedy="name some of the layers, in their order, each once",
             )
         for name in ("page_size", "item_bytes", "rank", "degree", "heads"):
-            number = count(getattr(self, name), name, least=0 if name == "rank" else 1)
-            if number > _MOST[name]:
-                raise ArgumentError(f"{name} is above {_MOST[name]}", value=name, remedy="pass what it really is")
+            number = count(getattr(self, name), name, least=0 if name == "rank" else 1, most=_MOST[name])
             object.__setattr__(self, name, number)  # JSON takes no numpy integers
         for name in ("replicated", "token_major", "per_request"):
             if type(getattr(self, name)) is not bool:
@@ -203,26 +197,9 @@ class KVLayout:
         """Bytes of one page in one buffer on this rank."""
         return self.page_size * self.item_bytes
 
-    def check_splits(self) -> None:
-        """Refuses a layout whose pages cannot be split into tokens.
-
-        Raises:
-            ArgumentError: pages of several tokens, not token-major.
-        """
-        if not self.token_major and self.page_size > 1:
-            raise ArgumentError(
-                f"pages of {self.page_size} tokens that are not token-major cannot be split into tokens",
-                value=self.page_size,
-                remedy="keep KV token-major, [page, token, head, ...], or use pages of one token",
-            )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return attrs.asdict(self) | {"layers": list(self.layers), "stage": list(self.stage)}
-
     @classmethod
     def from_dict(cls, fields: object) -> Self:
-        """What `as_dict` gave.
+        """The layout of which these are the fields: what `attrs.asdict` gives, also once it was JSON.
 
         Raises:
             ArgumentError: fields are missing or unknown. Else as the class.
@@ -451,26 +428,11 @@ def owned_by(locs: npt.ArrayLike, ranges: npt.ArrayLike) -> None:
 
     Raises:
         Violation: TRANSFER_BOUNDS: a location outside all ranges.
-        ArgumentError: a location twice, or a range that is empty or holds location 0.
+        ArgumentError: a location twice, or ranges that `check_ranges` refuses.
         ShapeError, DtypeError: arrays of another shape or dtype.
     """
     wanted, owned = indices_of(locs, "locations"), converted(ranges, np.dtype(np.int64), "ranges")
-    if owned.shape != (0,) and owned.shape[1:] != (2,):
-        raise ShapeError(
-            f"ranges of shape {owned.shape}", value=owned.shape, remedy="pass start and length of each range"
-        )
-    starts, lengths = owned.reshape(-1, 2).T.copy()  # a column in one piece: much faster below
-    wrong = (starts < 1) | (lengths < 1) | (lengths > LARGEST - starts)
-    if wrong.any():
-        start, length = owned[int(wrong.argmax())].tolist()
-        raise ArgumentError(
-            f"a range of {length} locations from {start} on",
-            value=(start, length),
-            remedy="pass ranges of at least one location; location 0 is padding",
-        )
-    in_order = np.argsort(starts)
-    starts, ends = starts[in_order], (starts + lengths)[in_order]
-    ends = np.maximum.accumulate(ends)  # those so far: ranges may lie inside others
+    starts, ends = check_ranges(owned if owned.size else owned.reshape(-1, 2), 0)
     if not starts.size:
         starts = ends = np.zeros(1, dtype=np.int64)
     order = np.argsort(wanted)
@@ -525,7 +487,12 @@ def location_rows(
         DtypeError: not integers.
     """
     check_fit(source_layout, target_layout)
-    source_layout.check_splits()
+    if not source_layout.token_major and source_layout.page_size > 1:
+        raise ArgumentError(
+            f"pages of {source_layout.page_size} tokens that are not token-major cannot be split into tokens",
+            value=source_layout.page_size,
+            remedy="keep KV token-major, [page, token, head, ...], or use pages of one token",
+        )
     ours, theirs = indices_of(source_locs, "source locations"), indices_of(target_locs, "target locations")
     if ours.size != theirs.size:
         raise ShapeError(

@@ -14,13 +14,13 @@ other workers collect in `outbox`; the caller carries them, in any order, repeat
 import enum
 import time
 from collections.abc import Iterable, Sequence
-from typing import final
+from typing import cast, final
 
 import attrs
 import numpy as np
 
 from batchstate._arrays import count
-from batchstate._guidance import check_kind, shows_signature
+from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, TransferError
 from batchstate.kv.host_pool import HostRanges
 from batchstate.transport.engines.base import Delivery, Engine, Ints, Region
@@ -35,7 +35,6 @@ from batchstate.transport.wire import (
     Tag,
     check_ranges,
     packed,
-    unpacked,
 )
 from batchstate.transport.workers import Clock, Description, Session, Worker
 
@@ -225,6 +224,8 @@ class Receiver(Session):
         ignored: what was not counted.
     """
 
+    writes = False
+
     def __init__(
         self,
         engine: Engine,
@@ -234,15 +235,7 @@ class Receiver(Session):
         clock: Clock = time.monotonic,
         grace_seconds: float = 1.0,
     ) -> None:
-        check_kind(engine, Engine, "Receiver", "pass what `open_engine` returns")
-        super().__init__(
-            engine,
-            description,
-            regions,
-            clock=clock,
-            grace_seconds=grace_seconds,
-            connects=not engine.capabilities.one_sided,
-        )
+        super().__init__(engine, description, regions, clock=clock, grace_seconds=grace_seconds)
         self._leases: dict[int, Lease] = {}
         self._changed: list[Lease] = []
         self._serial = 0
@@ -277,13 +270,8 @@ class Receiver(Session):
             raise ArgumentError(
                 f"writers are {writers!r}", value=writers, remedy="pass a list of at least one worker's name"
             )
-        total, which = count(num_tokens, "num_tokens"), count(attempt, "attempt", least=1)
-        if total > MOST_TOKENS or which > MOST_ATTEMPTS:
-            raise ArgumentError(
-                f"attempt {which} of a request of {total} tokens",
-                value=(which, total),
-                remedy=f"a request has at most {MOST_TOKENS} tokens and {MOST_ATTEMPTS} attempts",
-            )
+        total = count(num_tokens, "num_tokens", most=MOST_TOKENS)
+        which = count(attempt, "attempt", least=1, most=MOST_ATTEMPTS)
         if len(str(request)) > MOST_TEXT:
             raise ArgumentError(
                 f"a request whose name has {len(str(request))} characters",
@@ -306,8 +294,7 @@ class Receiver(Session):
                 `lease`.
             HandshakeError, TransferError: as `lease`.
         """
-        self._engine.check_owner("retry")
-        self._check_mine(lease)
+        self._check_own("retry", lease)
         if lease.state not in (LeaseState.FAILED, LeaseState.ABORTED):
             raise ArgumentError(f"{lease!r} has not failed", value=lease.serial, remedy="retry what failed")
         if lease.retried:
@@ -333,8 +320,7 @@ class Receiver(Session):
                 buffers for them, or none for some.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
         """
-        self._engine.check_owner("grant")
-        self._check_mine(lease)
+        self._check_own("grant", lease)
         memory = _kept_behind(lease, ranges)
         if lease.state is not LeaseState.WAITING:
             raise TransferError(f"{lease!r}: {lease.reason}", value=lease.serial, remedy="free the memory, and retry")
@@ -349,13 +335,12 @@ class Receiver(Session):
                 remedy="grant host memory whose regions the receiver was made with",
             )
         _check_unleased(lease, memory, state_row, self._leases.values())
-        messages = []
-        for index, writer in enumerate(lease.writers):
-            to, epoch, tokens = writer.worker, self._engine.instance, lease.num_tokens
-            grant = Grant(
-                epoch, to.instance, lease.serial, lease.attempt, lease.request, index, tokens, memory, state_row
-            )
-            messages.append((to.name, packed(grant)))
+        said = lease.serial, lease.attempt, lease.request
+        held = lease.num_tokens, memory, state_row
+        messages = [
+            (to.name, packed(Grant(self._engine.instance, to.instance, *said, index, *held)))
+            for index, to in enumerate(writer.worker for writer in lease.writers)
+        ]
         lease.ranges, lease.state_row = memory.copy(), state_row
         self.outbox += messages
 
@@ -365,8 +350,7 @@ class Receiver(Session):
         Raises:
             ArgumentError: a lease of another receiver.
         """
-        self._engine.check_owner("abort")
-        self._check_mine(lease)
+        self._check_own("abort", lease)
         self._stop(lease, LeaseState.ABORTED, reason)
 
     def poll(self) -> list[Lease]:
@@ -392,12 +376,10 @@ class Receiver(Session):
             ArgumentError: malformed, or not what a writer sends.
             HandshakeError: of a worker that has not been accepted.
         """
-        self._engine.check_owner("on_message")
-        notice = unpacked(message)
-        if not isinstance(notice, Notice) or notice.kind not in (Kind.FAILED, Kind.DRAINED):
-            raise ArgumentError(f"{notice!r} is not what a writer says", value=notice, remedy="swap the two sides")
-        if self._author(notice, from_worker) is None:
+        heard = self._heard(message, from_worker, (Kind.FAILED, Kind.DRAINED))
+        if heard is None:
             return
+        notice = cast(Notice, heard[1])
         lease = self._leases.get(notice.serial)
         writer = None if lease is None else _writer_of(lease, notice.sender)
         if lease is None or writer is None:
@@ -443,13 +425,12 @@ class Receiver(Session):
             return
         for writer in lease.writers:
             if not writer.ended and not writer.worker.ended:
-                notice = Notice(Kind.ABORT, self._engine.instance, writer.worker.instance, lease.serial, reason)
-                self.outbox.append((writer.worker.name, packed(notice)))
+                self._say(writer.worker, Kind.ABORT, lease.serial, reason)
 
     def _state_row(self, lease: Lease, states: HostRanges | None) -> int:
         """The row that `states` are, checked; 0 where this worker has no buffers of states."""
         rows = _kept_behind(lease, states)
-        wanted = 1 if any(one.per_request for one in self._description.layouts) else 0
+        wanted = any(one.per_request for one in self._description.layouts)
         if rows[:, 1].sum() != wanted or (wanted and int(rows[0, 0]) >= self._state_capacity):
             raise ArgumentError(
                 f"{lease!r}: states {rows.tolist()} of {self._state_capacity} rows",
@@ -458,13 +439,8 @@ class Receiver(Session):
             )
         return int(rows[0, 0]) if wanted else 0
 
-    def _check_mine(self, lease: object) -> None:
-        if not isinstance(lease, Lease) or lease.epoch != self._engine.instance:
-            raise ArgumentError(
-                f"expected a lease of {self!r}, got {lease!r}",
-                value=lease,
-                remedy="pass what `lease` of this receiver returned",
-            )
+    def _check_own(self, operation: str, lease: object) -> None:
+        self._check_mine(operation, "lease", lease, lease.epoch if isinstance(lease, Lease) else None)
 
 
 def _writer_of(lease: Lease, instance: str) -> WriterProgress | None:

@@ -26,7 +26,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Region, Status
 from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, indices_of, location_rows, owned_by
-from batchstate.transport.wire import Grant, Kind, Notice, Tag, packed, unpacked
+from batchstate.transport.wire import Grant, Kind, Notice, Tag
 from batchstate.transport.workers import Clock, Description, Session, Worker, capacities, regions_by_layout
 from batchstate.violations import Violation
 
@@ -163,6 +163,8 @@ class Sender(Session):
         ArgumentError: another index space.
     """
 
+    writes = True
+
     def __init__(
         self,
         engine: Engine,
@@ -173,7 +175,7 @@ class Sender(Session):
         max_bytes: int | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(engine, description, regions, clock=clock, grace_seconds=0.0, connects=True)
+        super().__init__(engine, description, regions, clock=clock, grace_seconds=0.0)
         if holds not in (Locations.unit, HostLocations.unit):
             raise ArgumentError(
                 f"a sender of {holds!r}", value=holds, remedy=f"use {Locations.unit!r} or {HostLocations.unit!r}"
@@ -219,8 +221,7 @@ class Sender(Session):
                 Nothing was sent, and it is as OPEN as before; where an engine refuses a later write of several, it has
                 failed.
         """
-        self._engine.check_owner("send")
-        self._check_mine(transfer)
+        self._check_own("send", transfer)
         check_fence(after, "send", needed=True)
         writes = self._planned(transfer, sources, first, last, state_row)
         if not after.query():
@@ -262,8 +263,7 @@ class Sender(Session):
         Raises:
             ArgumentError: a transfer of another sender.
         """
-        self._engine.check_owner("fail")
-        self._check_mine(transfer)
+        self._check_own("fail", transfer)
         self._fail(transfer, reason)
 
     # Messages
@@ -277,17 +277,14 @@ class Sender(Session):
 
         A grant of memory that the receiver does not have is answered with FAILED and DRAINED.
         """
-        self._engine.check_owner("on_message")
-        heard = unpacked(message)
-        if isinstance(heard, Notice) and heard.kind is not Kind.ABORT:
-            raise ArgumentError(f"{heard!r} is not what a receiver says", value=heard, remedy="swap the two sides")
-        worker = self._author(heard, from_worker)
-        if worker is None:
+        heard = self._heard(message, from_worker, (Kind.GRANT, Kind.ABORT))
+        if heard is None:
             return
-        if isinstance(heard, Grant):
-            self._granted(worker, heard)
+        worker, said = heard
+        if isinstance(said, Grant):
+            self._granted(worker, said)
         else:
-            self._aborted(worker, heard)
+            self._aborted(worker, said)
 
     def _granted(self, worker: Worker, grant: Grant) -> None:
         key = (worker.instance, grant.serial)
@@ -310,10 +307,6 @@ class Sender(Session):
             self._say(worker, Kind.DRAINED, notice.serial)
         elif transfer.become(TransferState.ABORTED, notice.reason):
             self._changed.append(transfer)
-
-    def _say(self, worker: Worker, kind: Kind, serial: int, reason: str = "") -> None:
-        notice = Notice(kind, self._engine.instance, worker.instance, serial, reason)
-        self.outbox.append((worker.name, packed(notice)))
 
     # Writes
 
@@ -421,13 +414,8 @@ class Sender(Session):
         except (BatchStateError, OSError, RuntimeError, ValueError):  # it cannot be asked: so not
             return False
 
-    def _check_mine(self, transfer: object) -> None:
-        if not isinstance(transfer, Transfer) or transfer.grant.to != self._engine.instance:
-            raise ArgumentError(
-                f"expected a transfer of {self!r}, got {transfer!r}",
-                value=transfer,
-                remedy="pass what `poll` of this sender returned",
-            )
+    def _check_own(self, operation: str, transfer: object) -> None:
+        self._check_mine(operation, "transfer", transfer, transfer.grant.to if isinstance(transfer, Transfer) else None)
 
     def _fail(self, transfer: Transfer, reason: str) -> None:
         if transfer.become(TransferState.FAILED, reason):

@@ -9,7 +9,6 @@ of the same worker.
 
 import base64
 import enum
-import itertools
 import json
 import re
 import struct
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from batchstate import invariants
 from batchstate._arrays import arange_per_row
-from batchstate.errors import ArgumentError, BatchStateError, HandshakeError
+from batchstate.errors import ArgumentError, BatchStateError, HandshakeError, ShapeError
 from batchstate.transport.connection import mac_of
 
 Ints = npt.NDArray[np.int64]
@@ -71,13 +70,6 @@ def text(pattern: str = ".*") -> Check:
         raise unexpected(value, f"a string like {pattern!r}")
 
     return check
-
-
-def flag(value: Any) -> bool:
-    """True or False."""
-    if isinstance(value, bool):
-        return value
-    raise unexpected(value, "true or false")
 
 
 def binary(value: Any) -> bytes:
@@ -265,7 +257,7 @@ class Tag:
 
 # Messages about leases
 
-MAGIC = "batchstate lease 2"
+MAGIC = "batchstate lease 3"
 
 
 class Kind(enum.StrEnum):
@@ -312,6 +304,7 @@ class Grant:
         num_tokens: tokens of the request.
         ranges: int64[r, 2], start and length of the host locations that it takes, in order; the last may be longer.
         state_row: row that its states take in buffers with one row per request; 0 for none.
+        kind: GRANT.
     """
 
     sender: str
@@ -323,6 +316,7 @@ class Grant:
     num_tokens: int
     ranges: Ints = attrs.field(repr=False)
     state_row: int = 0
+    kind: Kind = attrs.field(default=Kind.GRANT, repr=False)
 
     @property
     def targets(self) -> Ints:
@@ -333,18 +327,16 @@ class Grant:
         return arange_per_row(self.ranges[:, 0], lengths)
 
 
-_NOTICE = record(MAGIC, kind=Kind, sender=text(), to=text(), serial=number(), reason=text())
+_ADDRESSED: dict[str, Check] = {"kind": Kind, "sender": text(), "to": text(), "serial": number()}
+_NOTICE = record(MAGIC, **_ADDRESSED, reason=text())
 _GRANT = record(
     MAGIC,
-    kind=Kind,
-    sender=text(),
-    to=text(),
-    serial=number(),
+    **_ADDRESSED,
     attempt=number(0, MOST_ATTEMPTS),
     request=text(),
     writer=number(0, 2**16 - 1),
     num_tokens=number(0, MOST_TOKENS),
-    runs=table(2, 1),
+    ranges=table(2, 1),
     state_row=number(),
 )
 
@@ -352,9 +344,7 @@ _GRANT = record(
 def _message(value: Any) -> Grant | Notice:
     if not isinstance(value, dict) or value.get("kind") != Kind.GRANT:
         return Notice(**_NOTICE(value))
-    fields = _GRANT(value)
-    del fields["kind"]
-    grant = Grant(ranges=fields.pop("runs"), **fields)
+    grant = Grant(**_GRANT(value))
     check_ranges(grant.ranges, grant.num_tokens)
     return grant
 
@@ -365,10 +355,8 @@ def packed(message: Grant | Notice) -> bytes:
     Raises:
         ArgumentError: too long; more ranges than a message holds.
     """
-    fields: dict[str, Any] = {"is": MAGIC, "kind": Kind.GRANT} | attrs.asdict(message, recurse=False)
-    if isinstance(message, Grant):
-        fields["runs"] = fields.pop("ranges")
-    else:
+    fields = {"is": MAGIC} | attrs.asdict(message, recurse=False)
+    if isinstance(message, Notice):
         fields["reason"] = message.reason[:MOST_TEXT]
     data = json.dumps(fields, default=np.ndarray.tolist).encode()
     if len(data) > MOST_BYTES:
@@ -390,23 +378,27 @@ def unpacked(data: object) -> Grant | Notice:
     return found
 
 
-def check_ranges(ranges: Ints, num_tokens: int) -> None:
+def check_ranges(ranges: Ints, num_tokens: int) -> tuple[Ints, Ints]:
     """Refuses ranges that do not hold a request: int64[r, 2], each of at least one token, none shared, enough in all.
 
+    Returns:
+        where each begins and ends (exclusive), in ascending order, int64[r] each.
+
     Raises:
-        ArgumentError: they do not.
+        ShapeError, ArgumentError: they do not.
     """
     if ranges.ndim != 2 or ranges.shape[1] != 2:
-        raise ArgumentError(
+        raise ShapeError(
             f"ranges of shape {ranges.shape}", value=ranges.shape, remedy="pass start and length of each range"
         )
-    pairs = ranges.tolist()
-    wrong = [pair for pair in pairs if pair[0] < 1 or pair[1] < 1 or pair[0] > LARGEST - pair[1]]
-    pairs.sort()
-    shared = [pair for before, pair in itertools.pairwise(pairs) if before[0] + before[1] > pair[0]]
-    if wrong or shared or sum(length for _, length in pairs) < num_tokens:
+    starts, lengths = ranges[np.argsort(ranges[:, 0])].T.copy()  # a column in one piece: much faster below
+    wrong = (starts < 1) | (lengths < 1) | (lengths > LARGEST - starts)
+    ends = starts + np.where(wrong, 0, lengths)
+    wrong[1:] |= starts[1:] < ends[:-1]
+    if wrong.any() or int(lengths.sum()) < num_tokens:
         raise ArgumentError(
-            f"ranges {(wrong or shared or pairs)[:4]} for {num_tokens} tokens",
+            f"ranges {ranges[:4].tolist()} for {num_tokens} tokens",
             value=num_tokens,
             remedy="pass start and length of ranges that do not overlap and hold the request; location 0 is padding",
         )
+    return starts, ends

@@ -14,7 +14,7 @@ import base64
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
 import attrs
 
@@ -22,7 +22,21 @@ from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.transport.engines.base import Endpoint, Engine, Peer, Region, RemoteRegion, check_instance
 from batchstate.transport.plan import KVLayout, Layouts, buffers_of, check_fit
-from batchstate.transport.wire import MOST_BYTES, Grant, Notice, array, binary, check_mac, parsed, record, sealed, text
+from batchstate.transport.wire import (
+    MOST_BYTES,
+    Grant,
+    Kind,
+    Notice,
+    array,
+    binary,
+    check_mac,
+    packed,
+    parsed,
+    record,
+    sealed,
+    text,
+    unpacked,
+)
 
 Clock = Callable[[], float]
 _log = logging.getLogger("batchstate")
@@ -58,10 +72,6 @@ def _layouts(value: object) -> Layouts:
     return layouts
 
 
-def _is_bytes(_: object, __: object, endpoint: bytes) -> None:
-    check_kind(endpoint, bytes, "Description: endpoint", "pass what `Engine.endpoint()` returned")
-
-
 @shows_signature
 @final
 @attrs.frozen
@@ -74,12 +84,29 @@ class Description:
         layouts: of its KV: one, or several for buffers that differ in bytes of a row, dtype, heads or kind of row,
             in the same order on both sides.
         endpoint: what `Engine.endpoint` returned.
+        reach: the same, read.
+
+    Raises:
+        ArgumentError: layouts that do not go together, or an endpoint that is not bytes.
+        HandshakeError: not an endpoint, or one of another instance.
     """
 
     worker: str
     instance: str
     layouts: Layouts = attrs.field(converter=_layouts)
-    endpoint: bytes = attrs.field(repr=False, validator=_is_bytes)
+    endpoint: bytes = attrs.field(repr=False)
+    reach: Endpoint = attrs.field(init=False, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        check_kind(self.endpoint, bytes, "Description: endpoint", "pass what `Engine.endpoint()` returned")
+        reach = Endpoint.from_bytes(self.endpoint)
+        object.__setattr__(self, "reach", reach)
+        if reach.instance != self.instance:
+            raise HandshakeError(
+                f"{self.worker} says that its instance is {self.instance}, its endpoint is of {reach.instance}",
+                value=(self.instance, reach.instance),
+                remedy="after a restart, describe the worker anew: instance and endpoint of one engine",
+            )
 
     @property
     def layout(self) -> KVLayout:
@@ -90,17 +117,17 @@ class Description:
         """What `from_bytes` reads.
 
         Raises:
-            HandshakeError: too large to be read, or without an endpoint.
+            HandshakeError: too large to be read.
         """
         fields = {
             "is": DESCRIPTION,
             "version": VERSION,
             "worker": self.worker,
             "instance": self.instance,
-            "layouts": [one.as_dict() for one in self.layouts],
+            "layouts": list(map(attrs.asdict, self.layouts)),
             "endpoint": base64.b64encode(self.endpoint).decode(),
         }
-        data = sealed(fields, Endpoint.from_bytes(self.endpoint).secret)
+        data = sealed(fields, self.reach.secret)
         if len(data) > MOST_BYTES:
             raise HandshakeError(
                 f"a description of {len(data)} bytes",
@@ -124,15 +151,16 @@ class Description:
     def _checked(cls, value: Any) -> Self:
         fields = _SCHEMA(value)
         try:
-            layouts = _layouts([KVLayout.from_dict(one) for one in fields["layouts"]])
+            layouts = [KVLayout.from_dict(one) for one in fields["layouts"]]
+            found = cls(fields["worker"], fields["instance"], layouts, fields["endpoint"])
         except (ArgumentError, DtypeError) as error:
             raise HandshakeError(
                 f"worker {fields['worker']!r} describes an impossible layout: {error.problem:.200}",
                 value=error.value,
                 remedy=f"on that worker: {error.remedy}",
             ) from error
-        check_mac(value, Endpoint.from_bytes(fields["endpoint"]).secret)
-        return cls(fields["worker"], fields["instance"], layouts, fields["endpoint"])
+        check_mac(value, found.reach.secret)
+        return found
 
 
 def _version(value: Any) -> Any:
@@ -165,8 +193,8 @@ def check_peers(ours: Description, theirs: Description) -> None:
     """Refuses a peer that this worker cannot exchange KV with. To be asked on both sides, before anything is written.
 
     Raises:
-        HandshakeError: the peer is this very instance, one side's endpoint is of another instance than it says, the
-            engines differ, or the layouts do not fit (`plan.check_fit`).
+        HandshakeError: the peer is this very instance, the engines differ, or the layouts do not fit
+            (`plan.check_fit`).
     """
     if ours.instance == theirs.instance:
         raise HandshakeError(
@@ -174,11 +202,11 @@ def check_peers(ours: Description, theirs: Description) -> None:
             value=(ours.instance, theirs.instance),
             remedy="exchange descriptions between two workers, each with an engine of its own",
         )
-    engines = [_engine_of(one) for one in (ours, theirs)]
+    engines = ours.reach.engine, theirs.reach.engine
     if engines[0] != engines[1]:
         raise HandshakeError(
             f"engine is {engines[0]} here, {engines[1]} there",
-            value=tuple(engines),
+            value=engines,
             remedy="open the same engine on both workers",
         )
     if len(ours.layouts) != len(theirs.layouts):
@@ -189,24 +217,6 @@ def check_peers(ours: Description, theirs: Description) -> None:
         )
     for here, there in zip(ours.layouts, theirs.layouts, strict=True):
         check_fit(here, there)
-
-
-def _engine_of(description: Description) -> str:
-    """The engine's name, once the endpoint is known to be the instance's."""
-    try:
-        endpoint = Endpoint.from_bytes(description.endpoint)
-    except HandshakeError as error:
-        raise HandshakeError(
-            f"{description.worker}: {error.problem}", value=error.value, remedy=error.remedy
-        ) from error
-    if endpoint.instance != description.instance:
-        raise HandshakeError(
-            f"{description.worker} says that its instance is {description.instance}, its endpoint is of "
-            f"{endpoint.instance}",
-            value=(description.instance, endpoint.instance),
-            remedy="after a restart, describe the worker anew: instance and endpoint of one engine",
-        )
-    return endpoint.engine
 
 
 @final
@@ -263,9 +273,9 @@ class Session(abc.ABC):
         regions: one for each buffer of the description, in its order, named as the layers are.
         clock: seconds, never going back.
         grace_seconds: how long after the end of a process its bytes may still be on their way.
-        connects: whether this side connects to the other.
 
     Attributes:
+        writes: whether this side writes. It connects to the other then, or where both take part in a write.
         outbox: messages to be carried: name of the worker, and bytes.
 
     Raises:
@@ -273,15 +283,10 @@ class Session(abc.ABC):
         DtypeError: `grace_seconds` is not a number.
     """
 
+    writes: ClassVar[bool]
+
     def __init__(
-        self,
-        engine: Engine,
-        description: Description,
-        regions: Sequence[Region],
-        *,
-        clock: Clock,
-        grace_seconds: float,
-        connects: bool,
+        self, engine: Engine, description: Description, regions: Sequence[Region], *, clock: Clock, grace_seconds: float
     ) -> None:
         check_kind(engine, Engine, type(self).__name__, "pass what `open_engine` returns")
         check_kind(description, Description, type(self).__name__, "describe the worker: Description(...)")
@@ -312,7 +317,7 @@ class Session(abc.ABC):
         self._capacity, self._state_capacity = capacities(description, regions)
         self._clock = clock
         self._grace = grace_seconds
-        self._connects = connects
+        self._connects = self.writes or not engine.capabilities.one_sided
         self._workers: dict[object, Worker] = {}
         self._ended: set[str] = set()
         self._ending: list[Worker] = []
@@ -457,22 +462,41 @@ class Session(abc.ABC):
             worker.grace_left = (worker.grace_left or 0.0) - passed
         self._ending = [worker for worker in self._ending if not worker.quiet]
 
-    def _author(self, message: Grant | Notice, name: str) -> Worker | None:
-        """Who sent a message, or None where it is for or from an instance that has ended.
+    def _heard(self, message: bytes, name: str, kinds: tuple[Kind, ...]) -> tuple[Worker, Grant | Notice] | None:
+        """Who sent a message, and what it says; None where it is for or from an instance that has ended.
 
         Raises:
+            ArgumentError: malformed, or of another kind.
             HandshakeError: it is from an instance that has not been accepted.
         """
-        if message.to != self._engine.instance or message.sender in self._ended:
+        self._engine.check_owner("on_message")
+        heard = unpacked(message)
+        if heard.kind not in kinds:
+            raise ArgumentError(f"{heard!r} is not what the other side says", value=heard, remedy="swap the two sides")
+        if heard.to != self._engine.instance or heard.sender in self._ended:
             return None
         worker = self._named(name)
-        if message.sender != worker.instance:
+        if heard.sender != worker.instance:
             raise HandshakeError(
-                f"a message of {name!r} from instance {message.sender}; known is {worker.instance}",
-                value=message.sender,
+                f"a message of {name!r} from instance {heard.sender}; known is {worker.instance}",
+                value=heard.sender,
                 remedy="accept its introduction first",
             )
-        return worker
+        return worker, heard
+
+    def _say(self, worker: Worker, kind: Kind, serial: int, reason: str = "") -> None:
+        notice = Notice(kind, self._engine.instance, worker.instance, serial, reason)
+        self.outbox.append((worker.name, packed(notice)))
+
+    def _check_mine(self, operation: str, what: str, one: object, instance: object) -> None:
+        """Refuses what another session has made: `instance` is that of its engine."""
+        self._engine.check_owner(operation)
+        if instance != self._engine.instance:
+            raise ArgumentError(
+                f"expected a {what} of {self!r}, got {one!r}",
+                value=one,
+                remedy=f"pass a {what} that this {type(self).__name__.lower()} has returned",
+            )
 
 
 def regions_by_layout(
