@@ -18,7 +18,7 @@ from batchstate._upload import Extras
 from batchstate.batch import Batch
 from batchstate.errors import ArgumentError
 from batchstate.forward.inputs import ForwardInputs
-from batchstate.forward.plan import ForwardPlan, handles_of
+from batchstate.forward.plan import ForwardPlan
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
@@ -409,16 +409,13 @@ class DecodeStep(PlannedStep):
         origin = Origin(OPERATION, self.step, requests.row_set, pages.epochs, self._changed)
         return ForwardPlan(
             slots=requests.slots,
-            num_reqs=n,
             num_tokens=n,
             num_padded_tokens=n,
             query_lens=requests.layout.ones,
             seq_lens=self._lens,
             bounds=None,
             relay_rows=relayed,
-            relayed=handles_of(requests.slots, relayed),
             sample_rows=everyone,
-            sampled_slots=requests.slots,
             extras=DerivedArrays(self._arrays(), origin),
             origin=origin,
             shares=self._shared,

@@ -10,7 +10,7 @@ import torch
 
 from batchstate._arrays import Array, amounts
 from batchstate._origin import DerivedArrays, Origin
-from batchstate.forward.plan import STAND_IN, ForwardPlan, handles_of, rows_that_sample
+from batchstate.forward.plan import STAND_IN, ForwardPlan, rows_that_sample
 from batchstate.forward.token_array import TokenArray
 from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
@@ -147,19 +147,16 @@ class StepTokens:
         reach: int | None,
     ) -> ForwardPlan:
         """The plan of the forward; `arrays` are those of `arrays`, and `slots` have crossed with them."""
-        n, t = self.counts.size, int(self.starts[-1])
+        t = int(self.starts[-1])
         return ForwardPlan(
             slots=slots,
-            num_reqs=n,
             num_tokens=t,
             num_padded_tokens=t,
             query_lens=self.counts,
             seq_lens=lens,
             bounds=None,
             relay_rows=self.relay_rows,
-            relayed=handles_of(slots, self.relay_rows),
             sample_rows=self.sample_rows,
-            sampled_slots=handles_of(slots, self.sample_rows),
             extras=DerivedArrays(arrays, origin),
             origin=origin,
             pages=pages,

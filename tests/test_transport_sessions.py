@@ -343,9 +343,10 @@ def test_a_receiver_whose_regions_have_other_names_is_refused() -> None:
         prefill.session.accept(receiver.introduce())
     with pytest.raises(ArgumentError, match="regions"):
         Receiver(engine, Description("decode", engine.instance, layout(), endpoint), regions[:1])
+    other = InProcessEngine(network)
+    elsewhere = Description("decode", other.instance, layout(), other.endpoint())
     with pytest.raises(ArgumentError, match="instance"):
-        other = InProcessEngine(network)
-        Receiver(engine, Description("decode", other.instance, layout(), other.endpoint()), regions)
+        Receiver(engine, elsewhere, regions)
 
 
 def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
@@ -560,10 +561,10 @@ def test_malformed_messages_are_refused_and_change_nothing() -> None:
         with pytest.raises(ArgumentError):
             pair.sender.on_message(message, "decode")  # type: ignore[arg-type]
     assert not pair.sender.poll()
-    with pytest.raises(ArgumentError, match="Grant.* is not what the other side says"):
+    with pytest.raises(ArgumentError, match=r"Grant.* is not what the other side says"):
         pair.receiver.on_message(grant, "prefill-0")
     for kind in (Kind.FAILED, Kind.DRAINED):
-        with pytest.raises(ArgumentError, match="Notice.* is not what the other side says"):
+        with pytest.raises(ArgumentError, match=r"Notice.* is not what the other side says"):
             pair.sender.on_message(packed(Notice(kind, "a", "b", 1)), "decode")
     with pytest.raises(HandshakeError, match="unknown"):
         pair.sender.on_message(grant, "nobody")

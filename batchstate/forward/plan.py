@@ -13,6 +13,10 @@ KV of each token has a location: an offset into a page of its request. `slot_map
 that a forward writes (SGLang: `out_cache_loc`); everywhere else a slot is the row of a request.
 """
 
+import json
+import math
+import struct
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex, cast, final
 
@@ -27,7 +31,6 @@ from batchstate._guidance import methods_show_signature, shown
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._upload import Extras, check_writes, named_arrays, packed_step
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, one_of
-from batchstate.forward._plan_bytes import packed, unpacked
 from batchstate.forward.token_array import TokenArray, checked_arrays
 from batchstate.indices import Slots
 from batchstate.invariants import times_checked
@@ -36,7 +39,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
-from batchstate.runtime import Runtime
+from batchstate.runtime import NUMPY_DTYPES, Runtime
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
@@ -56,6 +59,32 @@ _INDICES = ("input_ids", "positions", "slot_mapping", "last_token_indices")
 
 STAND_IN = -1
 """Where no id is known yet while the host lays them out. The check of SENTINEL_ESCAPED lets none be uploaded."""
+
+
+_MAGIC = b"batchstate plan 1\n"
+_SIZES = struct.Struct("<III")  # bytes of the header, checksum of the header, checksum of the arrays
+_DTYPES = {str(dtype): dtype for dtype in NUMPY_DTYPES.values()}
+_FIELDS = {
+    "num_tokens": int,
+    "num_padded_tokens": int,
+    "bounded": bool,
+    "exact": bool,
+    "reach": int,
+    "has_ids": bool,
+    "deferred": bool,
+    "int32": list,
+}
+_REQUIRED: tuple[str, ...] = (
+    "slots",
+    "generations",
+    "query_lens",
+    "seq_lens",
+    "relay_rows",
+    "sample_rows",
+    "extra positions",
+)
+_REQUIRED += ("extra query_start_loc", "extra kv_lens", "extra last_token_indices")
+_REMEDY = "pass what `ForwardPlan.to_bytes` returned, whole, from a rank with the same version of the library"
 
 
 def flash_attention(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_rows: int) -> Arrays:
@@ -155,18 +184,15 @@ class ForwardPlan:
     """
 
     slots: Slots
-    num_reqs: int
     num_tokens: int
     num_padded_tokens: int
     query_lens: Ints
     seq_lens: Ints
     bounds: MirroredTensor | None
     relay_rows: Ints
-    relayed: Slots
     sample_rows: Ints
-    sampled_slots: Slots
-    extras: dict[str, npt.NDArray[Any]]
     origin: Origin
+    extras: dict[str, npt.NDArray[Any]] = attrs.field(factory=dict)
     pages: PagePool | None = None
     kv_offset: Ints | None = None
     kv_window: Ints | None = None
@@ -179,6 +205,15 @@ class ForwardPlan:
     _reach: int | None = None
     _shares: int = 0
     _used: bool = False
+    num_reqs: int = attrs.field(init=False)
+    relayed: Slots = attrs.field(init=False)
+    sampled_slots: Slots = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        slots, self.num_reqs = self.slots, len(self.query_lens)
+        self.relayed = handles_of(slots, self.relay_rows)
+        everyone = len(self.sample_rows) == self.num_reqs
+        self.sampled_slots = slots if everyone else handles_of(slots, self.sample_rows)
 
     def __repr__(self) -> str:
         return f"ForwardPlan({self.num_reqs} requests, {self.num_tokens} tokens, {len(self.relay_rows)} by the relay)"
@@ -317,10 +352,8 @@ class ForwardPlan:
                     value=tier,
                     remedy="pass pages; attention of the host tier reads `hot_from` and its tables",
                 )
-        epochs = None if pages is None else pages.epochs
         plan = cls(
             slots=slots,
-            num_reqs=num_reqs,
             num_tokens=num_tokens,
             num_padded_tokens=padded_tokens,
             query_lens=queries,
@@ -330,18 +363,13 @@ class ForwardPlan:
             exact=bounds is None,
             reach=reach,
             relay_rows=relay_rows,
-            relayed=handles_of(slots, relay_rows),
             sample_rows=sample_rows,
-            sampled_slots=slots if len(sample_rows) == num_reqs else handles_of(slots, sample_rows),
-            extras={},
             has_ids=has_ids,
             int32=int32,
             deferred=deferred,
-            origin=Origin("plan", slots.runtime.step, row_set, epochs, 0 if epochs is None else epochs.last),
-            pages=pages,
             kv_offset=offset,
             kv_window=window,
-            shares=0 if pages is None else pages.shares.last,
+            **_origin_of(slots, pages),
         )
         if pages is not None:
             plan._check_lengths(pages)
@@ -428,21 +456,13 @@ class ForwardPlan:
 
     def to_bytes(self) -> bytes:
         """The plan for other ranks of its group, which have the same slots and pages: see `from_bytes`."""
-        header = {
-            "num_tokens": self.num_tokens,
-            "num_padded_tokens": self.num_padded_tokens,
-            "bounded": self.bounded,
-            "exact": self._exact,
-            "reach": self._reach or 0,
-            "has_ids": self.has_ids,
-            "deferred": self.deferred,
-            "int32": sorted(self.int32),
-        }
+        header = {name: getattr(self, name) for name in _FIELDS if name not in ("exact", "reach")}
+        header |= {"exact": self._exact, "reach": self._reach or 0, "int32": sorted(self.int32)}
         numbers: dict[str, Array] = {"slots": self.slots.np, "generations": self.slots.generations}
         numbers |= {name: getattr(self, name) for name in _SENT if getattr(self, name) is not None}
         values = {f"token {name}": array for name, array in self.token_arrays.items()}
         extras = {f"extra {name}": array for name, array in self.extras.items()}
-        return packed(header, numbers | values | extras)
+        return _packed(header, numbers | values | extras)
 
     @classmethod
     def from_bytes(cls, data: bytes, owner: SlotPool | Runtime, *, pages: PagePool | None = None) -> "ForwardPlan":
@@ -469,39 +489,18 @@ class ForwardPlan:
             raise ArgumentError(f"{what}: owner is {type(owner).__name__}", value=owner, remedy="pass a SlotPool")
         if pages is not None and getattr(pages, "slots", None) is not pool:
             raise ArgumentError(f"{what}: pages {pages!r} of {owner!r}", value=pages, remedy="pass pages of its slots")
-        header, arrays = unpacked(data, what)
+        header, arrays = _unpacked(data, what)
         runtime = owner.runtime if isinstance(owner, SlotPool) else owner
         numbers, generations = arrays.pop("slots"), arrays.pop("generations")
         sent: dict[str, Any] = {name: arrays.pop(name, None) for name in _SENT}
-        relay_rows, sample_rows, num_reqs = sent["relay_rows"], sent["sample_rows"], len(sent["query_lens"])
         pool_id = 0 if pool is None else pool.pool_id
         slots = Slots.of_pool(runtime, numbers, generations, pool_id=pool_id, name="slots")
         if pool is not None:
             pool.rows_of(slots, "from_bytes", padded=True)
-        row_set, epochs = slots.row_set, None if pages is None else pages.epochs
         values = {name[len("token ") :]: one for name, one in arrays.items() if name.startswith("token ")}
         extras = {name[len("extra ") :]: one for name, one in arrays.items() if name.startswith("extra ")}
-        plan = cls(
-            slots=slots,
-            num_reqs=num_reqs,
-            num_tokens=header["num_tokens"],
-            num_padded_tokens=header["num_padded_tokens"],
-            bounds=None,
-            relayed=handles_of(slots, relay_rows),
-            sampled_slots=slots if len(sample_rows) == num_reqs else handles_of(slots, sample_rows),
-            extras={},
-            origin=Origin("plan", runtime.step, row_set, epochs, 0 if epochs is None else epochs.last),
-            pages=pages,
-            has_ids=header["has_ids"],
-            int32=frozenset(header["int32"]),
-            token_arrays=values,
-            deferred=header["deferred"],
-            bounded=header["bounded"],
-            exact=header["exact"],
-            reach=header["reach"] or None,
-            shares=0 if pages is None else pages.shares.last,
-            **sent,
-        )
+        header |= {"int32": frozenset(header["int32"]), "reach": header["reach"] or None}
+        plan = cls(slots=slots, bounds=None, token_arrays=values, **header, **sent, **_origin_of(slots, pages))
         if not plan.deferred:
             extras |= values  # the same arrays, by which the upload is known
         plan.extras = DerivedArrays(extras, plan.origin)
@@ -687,6 +686,13 @@ class ForwardPlan:
             pages.check_committed(live.np[outside], ends[outside], "plan")
 
 
+def _origin_of(slots: Slots, pages: PagePool | None) -> dict[str, Any]:
+    """What a plan made now is derived from."""
+    read, last, shares = (None, 0, 0) if pages is None else (pages.epochs, pages.epochs.last, pages.shares.last)
+    origin = Origin("plan", slots.runtime.step, slots.row_set, read, last)
+    return {"origin": origin, "pages": pages, "shares": shares}
+
+
 # Arguments
 
 
@@ -808,3 +814,80 @@ def _locations(pages: npt.NDArray[np.int32], rows: Ints, positions: Ints, page_s
     columns = positions // page_size  # a remainder would cost as much as all that follows
     found: Ints = (pages[rows, columns] - columns) * page_size + positions
     return found
+
+
+# Plans as bytes, for other ranks
+
+
+def _packed(header: Mapping[str, object], arrays: Mapping[str, Array]) -> bytes:
+    """The header with a checksum, then the arrays, each with its name, dtype and shape."""
+    listed = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
+    text = json.dumps({**header, "arrays": listed}).encode()
+    body = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
+    return _MAGIC + _SIZES.pack(len(text), zlib.crc32(text), zlib.crc32(body)) + text + body
+
+
+def _unpacked(data: object, what: str) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The header and the arrays, each in memory of its own.
+
+    Raises:
+        DtypeError: no bytes. ArgumentError: bytes that `_packed` did not make.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise DtypeError(f"{what}: expected bytes, got {type(data).__name__}", value=data, remedy=_REMEDY)
+    raw, start = bytes(data), len(_MAGIC) + _SIZES.size
+    if len(raw) < start or not raw.startswith(_MAGIC):
+        raise _damaged(what, "no plan of this version")
+    size, of_text, of_body = _SIZES.unpack_from(raw, len(_MAGIC))
+    text, body = raw[start : start + size], raw[start + size :]
+    if len(text) < size or zlib.crc32(text) != of_text or zlib.crc32(body) != of_body:
+        raise _damaged(what, "a plan that was cut or changed on the way")
+    try:
+        header, arrays = _parsed(text, body)
+        _check(header, arrays)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(what, f"a plan that does not agree with itself ({error})") from None
+    return header, arrays
+
+
+def _parsed(text: bytes, body: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
+    header: dict[str, Any] = json.loads(text)
+    arrays: dict[str, Array] = {}
+    at = 0
+    for name, dtype, shape in header.pop("arrays"):
+        kind = _DTYPES[dtype]
+        nbytes = math.prod(shape) * kind.itemsize
+        arrays[name] = np.frombuffer(body[at : at + nbytes], dtype=kind).reshape(shape).copy()
+        at += nbytes
+    return header, arrays
+
+
+def _check(header: dict[str, Any], arrays: dict[str, Array]) -> None:
+    """Refuses a header with other fields, and arrays of other lengths than the header says.
+
+    Raises:
+        ValueError, KeyError, TypeError: they do not go together.
+    """
+    if {name: type(one) for name, one in header.items()} != _FIELDS:
+        raise ValueError(f"a header of {header!r:.200}")
+    missing = [name for name in _REQUIRED if name not in arrays]
+    if missing:
+        raise ValueError(f"no {missing}")
+    rows, requests, tokens = len(arrays["slots"]), len(arrays["query_lens"]), header["num_padded_tokens"]
+    lengths = {"slots": rows, "generations": rows, "extra kv_lens": rows, "extra query_start_loc": rows + 1}
+    lengths |= dict.fromkeys(("query_lens", "seq_lens", "kv_offset", "kv_window"), requests)
+    lengths |= dict.fromkeys(("extra positions", "extra slot_mapping", "extra input_ids"), tokens)
+    lengths |= dict.fromkeys((name for name in arrays if name.startswith("token ")), tokens)
+    for name, array in arrays.items():
+        if array.ndim == 0 or len(array) != lengths.get(name, len(array)):
+            raise ValueError(f"{name} has shape {list(array.shape)}")
+    for name in ("relay_rows", "sample_rows"):
+        if arrays[name].size and not 0 <= arrays[name].min() <= arrays[name].max() < requests:
+            raise ValueError(f"{name} beyond {requests} requests")
+    if not requests <= rows or not int(arrays["query_lens"].sum()) == header["num_tokens"] <= tokens:
+        raise ValueError(f"{header['num_tokens']} tokens")
+
+
+def _damaged(what: str, problem: str) -> ArgumentError:
+    """The error of bytes that are not a plan."""
+    return ArgumentError(f"{what}: {problem}", value=problem, remedy=_REMEDY)
