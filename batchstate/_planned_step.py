@@ -24,7 +24,7 @@ from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import ReadyTensor
 from batchstate.nvtx import ranges
-from batchstate.runtime import PackedUpload
+from batchstate.runtime import PackedUpload, Stream
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class StepsInOnePiece:
     Attributes:
         requests: those of the last decode step, or None.
         starts, last: where the one token of each request begins, and is; on the device, int32[most + 1], int64[most].
-        stream: that made these.
+        stream: that may read these: the one that made them, and then the one that has asked last.
         writes: torch's count of writes into them when they were made.
     """
 
@@ -223,7 +223,7 @@ class StepsInOnePiece:
             layout = self._layouts[n] = StepLayout(n, columns, self.starts[: n + 1], self.last[:n])
         return layout
 
-    def constants_on(self, stream: object) -> None:
+    def constants_on(self, stream: Stream) -> None:
         """Makes what all steps read safe on the current `stream`.
 
         Raises:
@@ -232,6 +232,8 @@ class StepsInOnePiece:
         if stream is not self.stream:
             for one in self._constants:
                 one.on_current_stream(self._runtime)
+            if not self._runtime.capturing:  # under which nothing is waited for
+                self.stream = stream
         if levels.cheap and self.starts._version + self.last._version != self.writes:
             before, now = self.writes, self.starts._version + self.last._version
             self._make_constants()
@@ -464,8 +466,8 @@ class DecodeStep(PlannedStep):
         if known is None or relay is None:
             slots = requests.slots.device
         else:
-            if levels.cheap and (read := known.read_on) is not None and read[2]._version:
-                steps.slots_were_written(read[2], "inputs")
+            if levels.cheap and known.counted is not None and known.counted._version:
+                steps.slots_were_written(known.counted, "inputs")
             ids, slots = relay.gather_again(known, self._declared.ids[0], stream)
         self._used = True
         if self._plan is not None:
@@ -486,12 +488,12 @@ class DecodeStep(PlannedStep):
         if levels.full:
             inputs.check(runtime)
         begin = None if requests.launched is self._before else lens - ONE
-        requests.launched = self.batch._state if pages.writes.launched(requests.rows, lens, begin) else None
+        requests.launched = self.batch._state if pages.writes.launched(requests.rows, lens, begin, stream) else None
         return inputs
 
     def publish(self, **values: object) -> None:
         """As of any step."""
         known = self._requests.known
-        if levels.cheap and known is not None and (read := known.read_on) is not None and read[2]._version:
-            self._steps.slots_were_written(read[2], "publish")
+        if levels.cheap and known is not None and known.counted is not None and known.counted._version:
+            self._steps.slots_were_written(known.counted, "publish")
         self._results = self._declared.publish(self._sampled, values, known)

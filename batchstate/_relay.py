@@ -186,12 +186,24 @@ class PublishedRows:
         rows: their slots, int64[n].
         generations: theirs, int64[n].
         read_on: the stream of the last gather, and the field's memory and the slots on the device, safe to use there.
+        counted: these slots, where torch counts the writes into them; None before, and in inference mode.
         publications: the publishes that the entries come from, which nothing has written since.
         taken: bits of the readers that have taken all of them.
         kinds: dtype, shape and bytes of their values, for the copy to the host.
     """
 
-    __slots__ = ("_changes", "entries", "generations", "kinds", "live", "publications", "read_on", "rows", "taken")
+    __slots__ = (
+        "_changes",
+        "counted",
+        "entries",
+        "generations",
+        "kinds",
+        "live",
+        "publications",
+        "read_on",
+        "rows",
+        "taken",
+    )
 
     live: Slots
 
@@ -199,6 +211,7 @@ class PublishedRows:
         self.rows, self.generations = rows, generations
         self.kinds = [(dtype, rows.shape, rows.size * dtype.itemsize)]
         self.read_on: tuple[Stream, torch.Tensor, torch.Tensor] | None = None
+        self.counted: torch.Tensor | None = None
         self.publications: list[Publication] = []
         self.entries = entries
         self.taken = 0

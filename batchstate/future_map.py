@@ -636,6 +636,7 @@ class FutureMap(Guided):
         if known.read_on is None or known.read_on[0] is not stream:
             index = known.live.device.data  # with a count of its own writes
             known.read_on = stream, self._memory_of(field), index
+            known.counted = None if index.is_inference() else index
         _, memory, index = known.read_on
         gathered: torch.Tensor = self.runtime.launch(
             torch.index_select, memory, 0, index, reads=(memory, index), name=self._gather_names[field]

@@ -11,11 +11,12 @@ import numpy.typing as npt
 import torch
 
 from batchstate.columns import TensorColumn
+from batchstate.forward.inputs import ForwardInputs
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
 from batchstate.pools import SlotPool
-from batchstate.runtime import Runtime
+from batchstate.runtime import Runtime, Stream
 from batchstate.step import PlannedStep, StepPlanner
 from benchmarks.baselines.request_loops import (
     LONGEST,
@@ -91,12 +92,21 @@ class Steady:
             return plan(self._batch, writes=[self._pages.entry(self._batch.slots)])
         return plan(self._batch)
 
-    def step(self) -> Inputs:
-        """The step. The tokens of the one before come to the host in it."""
-        self._runtime.next_step()
-        step = self._plan()
+    @staticmethod
+    def _launched(step: PlannedStep) -> ForwardInputs:
         inputs = step.inputs()
         step.publish(last=inputs.input_ids + 1)
+        return inputs
+
+    def step(self, forward: Stream | None = None) -> Inputs:
+        """The step, whose forward may have a stream of its own. The tokens of the one before come to the host in it."""
+        self._runtime.next_step()
+        step = self._plan()
+        if forward is None:
+            inputs = self._launched(step)
+        else:
+            with self._runtime.use(forward):
+                inputs = self._launched(step)
         if self._before is not None:
             self._before.results.resolve()
         self._batch, self._before = cast(Decode, step.batch), step

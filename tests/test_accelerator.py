@@ -103,6 +103,22 @@ def test_fences_are_events(runtime: AcceleratorRuntime) -> None:
         runtime.wait(Foreign())
 
 
+def test_the_event_of_a_fence_that_is_gone_is_recorded_anew(runtime: AcceleratorRuntime) -> None:
+    """Unless somebody else still has the event: then it stays as it was recorded."""
+    fence = runtime.record()
+    assert isinstance(fence, EventFence)
+    number = id(fence.event)
+    del fence
+    fence = runtime.record()
+    assert isinstance(fence, EventFence)
+    assert id(fence.event) == number
+    held = fence.event
+    del fence
+    again = runtime.record()
+    assert isinstance(again, EventFence)
+    assert again.event is not held
+
+
 def test_nothing_happens_under_capture(
     runtime: AcceleratorRuntime, module: FakeModule, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -693,13 +693,13 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Lanes:
     )
     rt, module = fake_accelerator(monkeypatch)
     fences: list[Any] = []
-    record = rt.record
+    record = rt._fence_behind
 
-    def recorded(stream: Any = None) -> Fence:
+    def recorded(stream: Any) -> Fence:
         fences.append(record(stream))
         return fences[-1]
 
-    monkeypatch.setattr(rt, "record", recorded)
+    monkeypatch.setattr(rt, "_fence_behind", recorded)
     pool = SlotPool(rt, 4)
     return Lanes(rt, module, pool, FutureMap(pool, FIELDS), fences, kept)
 

@@ -45,6 +45,7 @@ from batchstate.selfcheck.machines.failures import PlantedError, failing
 from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.step import PlannedStep
 from batchstate.testing.fences import LateRuntime
+from benchmarks.steady_steps import Steady
 from benchmarks.timing import no_collector
 from tests.doubles import fake_accelerator, refused
 
@@ -379,13 +380,13 @@ def test_what_a_step_publishes_on_another_stream_comes_behind_reads_and_publishe
     world.join([3, 4])
     one, two = rt.stream("one"), rt.stream("two")
     fences: list[Any] = []
-    record = rt.record
+    record = rt._fence_behind
 
-    def recorded(stream: Any = None) -> Any:
+    def recorded(stream: Any) -> Any:
         fences.append(record(stream))
         return fences[-1]
 
-    monkeypatch.setattr(rt, "record", recorded)
+    monkeypatch.setattr(rt, "_fence_behind", recorded)
 
     def run(stream: Any, act: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
         """The events that the stream waits for, and those that are recorded."""
@@ -1164,6 +1165,19 @@ def test_what_later_steps_use_cannot_be_written() -> None:
         for shared in (plan.query_lens, plan.relay_rows, plan.sample_rows, mapping):
             with pytest.raises(ValueError, match="read-only"):
                 shared[0] = 5
+
+
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_whole_steps_in_inference_mode(rt: Runtime, every: int, level: str) -> None:
+    """As engines run them: all of each step in torch's inference mode, or of some, with requests that stay or not."""
+    for churn in (0, 2):
+        with checks(level):
+            steady = Steady(rt, 8, churn)
+            for step in range(11):
+                with torch.inference_mode(step % every == 0):
+                    steady.step()
+            assert max(steady.step().ids.tolist()) == (4 if churn else 12)
 
 
 @pytest.mark.parametrize("at", [1, 2])

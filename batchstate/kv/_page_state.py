@@ -238,23 +238,22 @@ class KVWrites:
         """Makes the current stream wait for all writes of these slots."""
         self.wait(self._writer[rows[self.tokens[rows] > 0]])
 
-    def launched(self, rows: Ints, stops: Ints, starts: Ints | None = None) -> bool:
-        """The current stream writes the tokens of `rows` up to `stops`. Arrays int64[n].
+    def launched(self, rows: Ints, stops: Ints, starts: Ints | None = None, stream: Stream | None = None) -> bool:
+        """The current `stream` writes the tokens of `rows` up to `stops`. Arrays int64[n].
 
         It waits for what other streams have written of them. A forward names the `starts` of what it writes: a slot
         whose tokens before are not written then stays as it is, and the result is whether there is none.
         """
-        if self._streams != [self.runtime.current_stream]:  # nothing looks at single slots while there is one stream
-            self._change_writer(rows)
+        if self._streams != [stream or self.runtime.current_stream]:  # with one stream nothing looks at single slots
+            writer = self.writer()
+            if 1 in (self._writer[rows] != writer).tobytes():
+                self.wait_for_slots(rows)
+                self._writer[rows] = writer
         behind = starts is None or 1 not in (gaps := self.tokens[rows] < starts).tobytes()
         if not behind:
             rows, stops = rows[~gaps], stops[~gaps]
         self.tokens[rows] = stops
         return behind
-
-    def _change_writer(self, rows: Ints) -> None:
-        self.wait_for_slots(rows)
-        self._writer[rows] = self.writer()
 
     def writer(self) -> int:
         """The current stream, as a writer."""

@@ -345,6 +345,10 @@ class Runtime(Guided, abc.ABC):
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence behind everything enqueued on `stream` (the current one by default) so far."""
 
+    def _fence_behind(self, stream: Stream) -> Fence:
+        """`record` in a call that has asked before whether the current stream is captured."""
+        return self.record(stream)
+
     @abc.abstractmethod
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         """Makes `stream` wait for `fence`, on the device."""
@@ -549,7 +553,7 @@ class Runtime(Guided, abc.ABC):
             raise
         if into is None:
             self._allocated(buffer)
-        ready = self.record(stream)
+        ready = self._fence_behind(stream)
         self._staging.release(block, ready, self.step, stream.key)
         counters = self.counters
         counters.host_to_device_copies += 1
@@ -611,7 +615,7 @@ class Runtime(Guided, abc.ABC):
         try:
             if packed is not None:
                 self._copied_to_host(block, packed)
-            done = self.record(stream)
+            done = self._fence_behind(stream)
         except BaseException:
             self._give_back(block, self._landing, stream)
             raise

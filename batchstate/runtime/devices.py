@@ -2,10 +2,10 @@
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
-import attrs
 import numpy as np
 import torch
 
@@ -80,6 +80,9 @@ class CpuRuntime(Runtime):
 
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence that is complete: everything has run."""
+        return self._fence_behind(stream or self._current)
+
+    def _fence_behind(self, stream: Stream) -> Fence:
         return _DONE
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
@@ -94,12 +97,18 @@ class CpuRuntime(Runtime):
         return False
 
 
-@attrs.frozen(eq=False)
+@final
 class EventFence:
-    """A recorded event."""
+    """A recorded event. One that is gone gives its event back: to record an event anew takes a third of making one."""
 
-    event: Any
-    _counters: Counters = attrs.field(repr=False)
+    event: Any = None  # until it is made
+
+    def __init__(self, event: Any, counters: Counters, events: list[Any]) -> None:
+        self.event, self._counters, self._events = event, counters, events
+
+    def __del__(self) -> None:
+        if self.event is not None and sys.getrefcount(self.event) == 2:  # else somebody may still ask or await it
+            self._events.append(self.event)
 
     def query(self) -> bool:
         """Whether the event has happened. Never waits."""
@@ -138,6 +147,7 @@ class AcceleratorRuntime(Runtime):
             index = module.current_device()
         super().__init__(torch.device(device.type, index), steps_in_flight=steps_in_flight)
         self._known: dict[object, Stream] = {}
+        self._events: list[Any] = []  # of fences that are gone
         self._current_ids = _stream_ids(module, self.device)
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
@@ -153,13 +163,13 @@ class AcceleratorRuntime(Runtime):
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
         if into is None:
-            into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        elif into.numel() != nbytes:
+            return block.front(nbytes).to(self.device, non_blocking=True, copy=True)
+        if into.numel() != nbytes:
             into = into[:nbytes]
         return into.copy_(block.front(nbytes), non_blocking=True)
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        block.front(source.nbytes).copy_(source.view(torch.uint8), non_blocking=True)
+        block.front(source.nbytes, source.dtype).copy_(source, non_blocking=True)
 
     def _read_back(self, source: torch.Tensor) -> Array:
         with self._synchronisation_allowed():
@@ -212,11 +222,15 @@ class AcceleratorRuntime(Runtime):
 
     def record(self, stream: Stream | None = None) -> Fence:
         """An event recorded on `stream`."""
-        if self._module.is_current_stream_capturing():  # the event would belong to the graph, and could not be asked
+        if self.capturing:  # the event would belong to the graph, and could not be asked
             self.refuse_capture("recording a fence")
-        event = self._module.Event()
-        event.record((stream or self.current_stream).native)
-        return EventFence(event, self.counters)
+        return self._fence_behind(stream or self.current_stream)
+
+    def _fence_behind(self, stream: Stream) -> Fence:
+        events = self._events
+        event = events.pop() if events else self._module.Event()
+        event.record(stream.native)
+        return EventFence(event, self.counters, events)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         if isinstance(fence, EventFence):

@@ -45,10 +45,10 @@ class StagingBlock:
         self._memory = self.bytes.data
         self._front = self.tensor
 
-    def front(self, nbytes: int) -> torch.Tensor:
-        """The first bytes, uint8[nbytes]. Steps are of one size for long, so the last answer is kept."""
-        if self._front.numel() != nbytes:
-            self._front = self.tensor[:nbytes]
+    def front(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """The first bytes as a vector. Steps are of one size for long, so the last answer is kept."""
+        if self._front.nbytes != nbytes or self._front.dtype is not dtype:
+            self._front = self.tensor[:nbytes].view(dtype)
         return self._front
 
     def write(self, array: npt.NDArray[Any], start: int) -> None:

@@ -223,6 +223,7 @@ class LateRuntime(CpuRuntime):
             fence._stream.pending.popleft()
 
     def _record(self, stream: Stream) -> LateFence:
+        """A fence that is not complete, after all that `stream` has recorded and waited for."""
         late = self._late(stream)
         number = self._clocks.happens(late.clock)
         fence = LateFence(number, self, late, list(late.clock.seen), tuple(late.foreign))
@@ -232,9 +233,8 @@ class LateRuntime(CpuRuntime):
 
     # What a device implements
 
-    def record(self, stream: Stream | None = None) -> Fence:
-        """A fence that is not complete, after all that `stream` has recorded and waited for."""
-        return self._record(stream or self.current_stream)
+    def _fence_behind(self, stream: Stream) -> Fence:
+        return self._record(stream)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         late = self._late(stream)
