@@ -20,7 +20,7 @@ class GatedRuntime(CpuRuntime):
         self.gates: list[Gate] = []
         super().__init__(steps_in_flight=steps_in_flight)
 
-    def record(self, stream: object = None) -> Gate:
+    def _fence_behind(self, stream: object) -> Gate:
         self.gates.append(Gate())
         return self.gates[-1]
 
