@@ -12,7 +12,7 @@ import torch
 from batchstate import levels
 from batchstate.cli import main
 from batchstate.testing.cuda import CudaRuntime
-from batchstate.testing.race.findings import FORMAT
+from batchstate.testing.race.report import FINDINGS
 from batchstate.testing.render import race_text
 
 pytest_plugins = "pytester"
@@ -55,7 +55,7 @@ def test_a_script_that_races(script: Script, tmp_path: Path, capsys: pytest.Capt
     assert "['--steps', '3', '--json', 'its own']" in printed
     assert "1 finding; 3 accesses checked, 0 waits inside of torch" in printed
     found = json.loads(out.read_text())
-    assert (found["format"], found["new"], found["error"]) == (FORMAT, 1, None)
+    assert (found["format"], found["new"], found["error"]) == (FINDINGS, 1, None)
     (one,) = found["findings"]
     assert one["kind"] == "read after write"
     assert [one[side]["stream"] for side in ("first", "second")] == ["default", "side"]

@@ -70,7 +70,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script: 0 without findings that are new, 1 with some, 2 where it could not be run to its end."""
     from batchstate.testing.cuda import CudaSimRuntime, cuda_on_cpu, watch_cuda
-    from batchstate.testing.race.findings import FORMAT, accepted_in, findings, identity
+    from batchstate.testing.race.report import FINDINGS, accepted_in, findings, identity
 
     arguments = _of_script(args)
     device, seed = args.device or "race", args.seed or 0
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         error = "nothing was done on a device of cuda, so that nothing was checked"
     waits = [(name, *at.words(), count) for (name, at), count in rt.waited_at.most_common()]
     figures: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FINDINGS,
         "script": str(args.script),
         "findings": findings(rt.races, accepted),
         "new": len(new),

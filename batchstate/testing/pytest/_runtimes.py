@@ -63,7 +63,7 @@ class Opened:
             return
         self._races = tuple(getattr(self.runtime, "races", ()))
         if self.accepted:
-            from batchstate.testing.race.findings import identity
+            from batchstate.testing.race.report import identity
 
             self._races = tuple(race for race in self._races if identity(race) not in self.accepted)
         self._depths = getattr(self.runtime, "in_flight_depths", None)
@@ -106,7 +106,7 @@ class Openings:
         from pathlib import Path
 
         from batchstate.testing.cuda import cuda_on_cpu
-        from batchstate.testing.race.findings import accepted_in
+        from batchstate.testing.race.report import accepted_in
 
         accepted = frozenset() if baseline is None else accepted_in(Path(baseline))
         with cuda_on_cpu(device, on_race="collect", seed=seed) as runtime:

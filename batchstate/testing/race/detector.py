@@ -13,6 +13,8 @@ not come behind it, but behind whatever used memory that this stream had got bac
 from collections.abc import Callable, Sequence
 from typing import Literal, final
 
+import attrs
+
 from batchstate import invariants
 from batchstate._source_lines import SourceLine, source_line
 from batchstate.testing.race.hints import HintFor, hint_for
@@ -27,7 +29,7 @@ from batchstate.violations import Breach, Violation
 _RECENT = 32
 
 _LARGE = 512
-"""Intervals of a region that is not allocation longer than it must."""
+"""Intervals of a region that is not kept longer than it must."""
 
 
 @final
@@ -55,9 +57,9 @@ class _Block:
     def behind(self, older: "_Block") -> "_Block":
         """Both in one, without those older accesses that a newer one covers: they are found through that."""
         exact = not any(region.late for region in self.regions)
-        allocation = [at for at, region in enumerate(older.regions) if not (exact and self.union.covers(region))]
-        events = [older.events[at] for at in allocation] + self.events
-        return _Block(events, [older.regions[at] for at in allocation] + self.regions)
+        kept = [at for at, region in enumerate(older.regions) if not (exact and self.union.covers(region))]
+        events = [older.events[at] for at in kept] + self.events
+        return _Block(events, [older.regions[at] for at in kept] + self.regions)
 
 
 @final
@@ -159,6 +161,7 @@ class Race(Violation):
 
 
 @final
+@attrs.define(eq=False, repr=False)
 class RaceAllocation(Allocation):
     """A piece of memory, with every access to it that may still matter.
 
@@ -175,36 +178,17 @@ class RaceAllocation(Allocation):
         written: what was written of it since then.
     """
 
-    __slots__ = (
-        "allocated_at",
-        "allocated_on",
-        "dropped",
-        "first_write",
-        "fresh",
-        "kept_for",
-        "name",
-        "reads",
-        "reused",
-        "writes",
-        "written",
-    )
-
-    def __init__(
-        self, name: Name, kind: MemoryKind, allocated_on: StreamClock | None, allocated_at: SourceLine | None
-    ) -> None:
-        self.kind = kind
-        self.nbytes = 0
-        self.name = name
-        self.allocated_on = allocated_on
-        self.allocated_at = allocated_at
-        self.reads: dict[int, Log] = {}
-        self.writes: dict[int, Log] = {}
-        self.kept_for: set[int] = set()
-        self.first_write: Entry | None = None
-        self.dropped: SourceLine | None = None
-        self.fresh: Entry | None = None
-        self.reused: dict[int, int] | None = None
-        self.written: ByteRegion | None = None
+    name: Name
+    allocated_on: StreamClock | None
+    allocated_at: SourceLine | None
+    reads: dict[int, Log] = attrs.field(factory=dict)
+    writes: dict[int, Log] = attrs.field(factory=dict)
+    kept_for: set[int] = attrs.field(factory=set)
+    first_write: Entry | None = None
+    dropped: SourceLine | None = None
+    fresh: Entry | None = None
+    reused: dict[int, int] | None = None
+    written: ByteRegion | None = None
 
     def __str__(self) -> str:
         where = "" if self.allocated_at is None or self.allocated_at.line is None else f" at {self.allocated_at.line}"
@@ -348,7 +332,7 @@ class Detector:
     def unordered(self, allocation: RaceAllocation, stream: StreamClock) -> tuple[int, tuple[int, ByteRegion]] | None:
         """A stream that uses the memory unknown to `stream`, with its newest such use; None if there is none.
 
-        Streams that the memory was allocation alive for do not count.
+        Streams that the memory was kept alive for do not count.
         """
         for logs in (allocation.writes, allocation.reads):
             for other, log in logs.items():

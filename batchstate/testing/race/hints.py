@@ -1,18 +1,11 @@
 """What a report tells the author: the edge that is missing, and how to add it, in the words of what was written to."""
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from batchstate._source_lines import SourceLine
 from batchstate.testing.race.history import Entry, History
 from batchstate.testing.race.report import Access, RaceKind
 from batchstate.testing.tracing.clocks import HOST, StreamClock
-
-
-class Hint(NamedTuple):
-    """The edge that is not there, and how to add it."""
-
-    missing: str
-    suggestion: str
 
 
 class HintFor:
@@ -32,32 +25,31 @@ class HintFor:
         first: Access,
         second: Access,
         dropped: SourceLine | None = None,
-    ) -> Hint:
-        """The hint.
+    ) -> tuple[str, str]:
+        """The edge that is not there, and how to add it.
 
         `stream` is that of the first access; `dropped` is where the last tensor of freed memory was dropped.
         """
         if kind is RaceKind.UNWRITTEN_READ:
-            return Hint(
+            return (
                 f"nothing writes any of it between {first.operation} and {second.operation}",
                 "write it first, allocate it with zeros, or read only what was written",
             )
         behind = history.fence_behind(stream, first.event, first.step, named=self.FENCES)
         if kind is RaceKind.FREED_IN_USE and first.does != "allocates":
             where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"
-            return Hint(
-                f"nothing keeps the memory{where} until stream {first.lane!r} is done with it", self.keep(first, behind)
+            return (
+                f"nothing keeps the memory{where} until stream {first.lane!r} is done with it",
+                self.keep(first, behind),
             )
         who = "the host" if second.lane == HOST else f"stream {second.lane!r}"
         early = history.waited_too_early(stream, first, second)
         if early is not None:
-            return Hint(
+            return (
                 f"{who} waits for {early.name}, which was recorded before {first.operation} on stream {first.lane!r}",
                 self.record_behind(first, early),
             )
-        return Hint(
-            f"{who} never waits for {first.operation} on stream {first.lane!r}", self.wait(first, second, behind)
-        )
+        return (f"{who} never waits for {first.operation} on stream {first.lane!r}", self.wait(first, second, behind))
 
     def keep(self, first: Access, behind: Entry | None) -> str:
         """How memory is kept until an access is over, perhaps with the fence behind it."""

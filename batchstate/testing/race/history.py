@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import final
 
+import attrs
 import torch
 
 from batchstate._source_lines import SourceLine
@@ -24,8 +25,9 @@ _MOST_ROWS = 8
 
 
 @final
+@attrs.define(eq=False, repr=False)
 class Entry:
-    """One event, as it is allocation.
+    """One event, as it is kept.
 
     Attributes:
         number, stream, kind, name, step, source_line: as in `report.Event`.
@@ -34,31 +36,16 @@ class Entry:
         hidden: not shown, because it may have been an operation of the host.
     """
 
-    __slots__ = ("hidden", "kind", "name", "number", "reads", "source_line", "step", "stream", "waits_for", "writes")
-
-    def __init__(
-        self,
-        number: int,
-        stream: StreamClock,
-        kind: EventKind,
-        name: str,
-        step: int,
-        source_line: SourceLine,
-        reads: Used = (),
-        writes: Used = (),
-        waits_for: int | None = None,
-        hidden: bool = False,
-    ) -> None:
-        self.number = number
-        self.stream = stream
-        self.kind = kind
-        self.name = name
-        self.step = step
-        self.source_line = source_line
-        self.reads = reads
-        self.writes = writes
-        self.waits_for = waits_for
-        self.hidden = hidden
+    number: int
+    stream: StreamClock
+    kind: EventKind
+    name: str
+    step: int
+    source_line: SourceLine
+    reads: Used = ()
+    writes: Used = ()
+    waits_for: int | None = None
+    hidden: bool = False
 
     def shown(self, oldest: int) -> Event:
         """The event in words; a fence before event `oldest` is not in the report."""
@@ -134,9 +121,8 @@ class History:
     def shown(self, first: int, second: int) -> list[Event]:
         """The events of a report on two accesses: some before the first, all between, none behind the second."""
         oldest = max(min(first, second) - 12, second - SHOWN)
-        allocation = [one for one in self._entries if one.number == first or oldest <= one.number <= second]
-        allocation = [one for one in allocation if not one.hidden or one.number in (first, second)]
-        return [one.shown(oldest) for one in allocation]
+        kept = [one for one in self._entries if one.number == first or oldest <= one.number <= second]
+        return [one.shown(oldest) for one in kept if not one.hidden or one.number in (first, second)]
 
 
 def described(name: Name, region: ByteRegion) -> str:

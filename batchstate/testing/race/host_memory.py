@@ -23,25 +23,18 @@ POISON = 0xA5
 
 
 @final
-@attrs.frozen(eq=False)
-class _Source:
-    entry: Entry
-    allocation: RaceAllocation
-    region: ByteRegion
-    tensor: torch.Tensor
-    checksum: int
-
-
-@final
 @attrs.define(eq=False)
-class _Landing:
+class _Copy:
     entry: Entry
     allocation: RaceAllocation
     region: ByteRegion
-    tensor: torch.Tensor
-    values: torch.Tensor | None
-    checksum: int
-    disturbed: bool = False
+    tensor: torch.Tensor  # of host memory
+    checksum: int  # of it, when the copy was enqueued
+    values: torch.Tensor | None = None  # what lands there
+    disturbed: bool = False  # something that was seen has written it since
+
+    def touches(self, allocation: RaceAllocation, region: ByteRegion) -> bool:
+        return self.allocation is allocation and self.region.overlaps(region)
 
 
 @final
@@ -54,20 +47,19 @@ class HostMemory:
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
-        self._sources: deque[_Source] = deque()
-        self._landings: deque[_Landing] = deque()
+        self._sources: deque[_Copy] = deque()
+        self._landings: deque[_Copy] = deque()
 
     def reads(self, entry: Entry, allocation: RaceAllocation, region: ByteRegion, tensor: torch.Tensor) -> None:
         """A copy to the device reads `tensor` when it runs: what lands there before it is there by then."""
         self.ordered(entry.stream, allocation, region)
-        by_device = [one for one in self._landings if one.allocation is allocation and one.values is None]
-        if any(one.region.overlaps(region) for one in by_device):
-            return  # what a device brings at a time of its own has no checksum
-        self._sources.append(_Source(entry, allocation, region, tensor, _checksum(tensor)))
+        if not any(one.values is None and one.touches(allocation, region) for one in self._landings):
+            self._sources.append(_Copy(entry, allocation, region, tensor, _checksum(tensor)))
+        # else a device brings it at a time of its own, and it has no checksum
 
     def ordered(self, stream: StreamClock, allocation: RaceAllocation, region: ByteRegion) -> None:
         """A stream is about to access host memory: what lands there before it, and is ordered so, is there by then."""
-        for landing in [one for one in self._landings if one.allocation is allocation and one.region.overlaps(region)]:
+        for landing in [one for one in self._landings if one.touches(allocation, region)]:
             if landing.values is not None and stream.knows(landing.entry.stream.number, landing.entry.number):
                 self._landings.remove(landing)
                 self._land(landing)
@@ -84,9 +76,8 @@ class HostMemory:
         self.overwritten(allocation, region)
         if values is not None:
             _poison(tensor)
-        self._landings.append(
-            _Landing(entry, allocation, region, tensor, values, 0 if values is None else _checksum(tensor))
-        )
+        checksum = 0 if values is None else _checksum(tensor)
+        self._landings.append(_Copy(entry, allocation, region, tensor, checksum, values))
 
     def overwritten(self, allocation: RaceAllocation, region: ByteRegion) -> None:
         """A write that the detector sees: what came unseen before is checked now, and this write is not blamed for it.
@@ -94,12 +85,11 @@ class HostMemory:
         Raises:
             Race: a source has changed before.
         """
-        for source in [one for one in self._sources if one.allocation is allocation and one.region.overlaps(region)]:
+        for source in [one for one in self._sources if one.touches(allocation, region)]:
             self._sources.remove(source)
             self._check(source)
         for landing in self._landings:
-            if landing.allocation is allocation and landing.region.overlaps(region):
-                landing.disturbed = True
+            landing.disturbed |= landing.touches(allocation, region)
 
     @property
     def idle(self) -> bool:
@@ -127,27 +117,23 @@ class HostMemory:
         while self._sources:
             self._check(self._sources.popleft())
 
-    def _check(self, source: _Source) -> None:
+    def _check(self, source: _Copy) -> None:
         if _checksum(source.tensor) != source.checksum:
             self._unseen(source, RaceKind.STAGING_REFILLED, "reads")
 
-    def _land(self, landing: _Landing) -> None:
+    def _land(self, landing: _Copy) -> None:
         if landing.values is None:
             return
         changed = not landing.disturbed and _checksum(landing.tensor) != landing.checksum
         landing.tensor.copy_(landing.values)
-        self._sources = deque(
-            one
-            for one in self._sources
-            if one.allocation is not landing.allocation or not one.region.overlaps(landing.region)
-        )
+        where = landing.allocation, landing.region
+        self._sources = deque(one for one in self._sources if not one.touches(*where))
         for other in self._landings:
-            if other.allocation is landing.allocation and other.region.overlaps(landing.region):
-                other.disturbed = True
+            other.disturbed |= other.touches(*where)
         if changed:
             self._unseen(landing, RaceKind.HOST_MEMORY_REUSED, "writes")
 
-    def _unseen(self, copy: _Source | _Landing, kind: RaceKind, does: str) -> None:
+    def _unseen(self, copy: _Copy, kind: RaceKind, does: str) -> None:
         detector = self._detector
         event = detector.event(detector.clocks.host, EventKind.HOST_ACCESS, "a write that torch did not see")
         second = detector.access(event.number, 0, "writes", copy.allocation, copy.region)

@@ -83,7 +83,7 @@ class RaceTracer(Tracer[RaceAllocation]):
     def allocate(self, tensor: torch.Tensor, kind: MemoryKind) -> RaceAllocation:
         """Notes whose memory a new tensor is, and where it was made."""
         stream = None if kind in HOST_KINDS else self.current()
-        return self.allocations.add(tensor, RaceAllocation(self._name(tensor), kind, stream, source_line(2)))
+        return self.allocations.add(tensor, RaceAllocation(kind, self._name(tensor), stream, source_line(2)))
 
     def allocate_on_device(self, tensor: torch.Tensor, entry: Entry) -> RaceAllocation:
         """New device memory, written by an event.
@@ -92,7 +92,7 @@ class RaceTracer(Tracer[RaceAllocation]):
             Race: it may be memory that another stream still uses.
         """
         __tracebackhide__ = True
-        allocation = RaceAllocation(self._name(tensor), MemoryKind.DEVICE, entry.stream, entry.source_line)
+        allocation = RaceAllocation(MemoryKind.DEVICE, self._name(tensor), entry.stream, entry.source_line)
         self.allocations.add(tensor, allocation)
         region = of_tensor(tensor)
         if region is not None:
@@ -109,7 +109,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         self.keep_for(tensor, self._clock_of(stream))
 
     def _existing(self, tensor: torch.Tensor) -> RaceAllocation:
-        return RaceAllocation(self._name(tensor), MemoryKind.DEVICE, None, None)
+        return RaceAllocation(MemoryKind.DEVICE, self._name(tensor), None, None)
 
     def _decided(self, allocation: RaceAllocation) -> None:
         write = allocation.first_write

@@ -53,6 +53,7 @@ class Fill:
 
 
 @final
+@attrs.define(eq=False, repr=False)
 class SimAllocation(Allocation):
     """A piece of memory of a program.
 
@@ -62,12 +63,8 @@ class SimAllocation(Allocation):
         fill: what was put there while it was not known whose it is.
     """
 
-    __slots__ = ("block", "fill")
-
-    def __init__(self, kind: MemoryKind, block: Block | None = None) -> None:
-        super().__init__(kind)
-        self.block = block
-        self.fill: Fill | None = None
+    block: Block | None = None
+    fill: Fill | None = None
 
 
 _LEAVE_EMPTY = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))

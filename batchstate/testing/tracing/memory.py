@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, final
 
+import attrs
 import torch
 
 
@@ -48,6 +49,7 @@ class Name:
         return f"{self.label or f'tensor {self.number}'} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+@attrs.define(eq=False, repr=False)
 class Allocation:
     """A piece of memory, as a tool knows it.
 
@@ -56,11 +58,8 @@ class Allocation:
         nbytes: of it; 0 where it is not the device's.
     """
 
-    __slots__ = ("kind", "nbytes")
-
-    def __init__(self, kind: MemoryKind) -> None:
-        self.kind = kind
-        self.nbytes = 0
+    kind: MemoryKind
+    nbytes: int = attrs.field(default=0, init=False)
 
 
 A = TypeVar("A", bound=Allocation)

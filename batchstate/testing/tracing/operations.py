@@ -78,21 +78,6 @@ class Operation:
 
     _known: dict[Any, "Operation"] = {}  # noqa: RUF012 - one for the process: schemas do not change
 
-    __slots__ = (
-        "_by_mask",
-        "_draws",
-        "_dropout",
-        "_only_shapes",
-        "_precise",
-        "_reads_whole",
-        "_waits",
-        "is_metadata",
-        "name",
-        "returned",
-        "takes_host_index",
-        "written",
-    )
-
     def __init__(self, func: Any) -> None:
         schema = func._schema
         arguments, returns = schema.arguments, [one.alias_info for one in schema.returns]
