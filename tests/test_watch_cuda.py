@@ -17,7 +17,7 @@ from torch.cuda import Event, Stream, current_stream, synchronize
 
 from batchstate.cli import main
 from batchstate.errors import ArgumentError
-from batchstate.selfcheck._stand_in_gpu import watched_over
+from batchstate.selfcheck.machines.plain_torch import watched_over
 from batchstate.testing.cuda import CudaRuntime, WatchedCuda, cuda_on_cpu, declared_kernel, watch_cuda
 from batchstate.testing.race import Race, RaceReport
 from tests import idiom_verdicts
@@ -106,6 +106,23 @@ def test_eager_fences_answer_as_the_gpu_does() -> None:
     for fences, answers in (("lazy", (True, False, False)), ("eager", (True, True, True))):
         with watched("race:prompt", fences=fences):
             assert asked() == answers
+
+
+def test_an_idle_stream_is_idle_behind_all_of_its_work() -> None:
+    """A stream of which the host asks while work comes behind it is idle only when that work is over too."""
+    with watched() as (rt, _):
+        source, side = torch.zeros(4).pin_memory(), Stream()
+        for _ in range(3):
+            source.fill_(1)
+            with torch.cuda.stream(side):
+                source.to("cuda", non_blocking=True)
+            side.query()
+            with torch.cuda.stream(side):
+                source.to("cuda", non_blocking=True)
+            while not side.query():
+                pass
+            source.fill_(-1)
+    assert not rt.races
 
 
 def test_watching_adds_no_wait() -> None:

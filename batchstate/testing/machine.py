@@ -312,3 +312,14 @@ class Misuse(Generic[T]):
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # Hypothesis would list the fields
+
+
+def misuses(*rows: tuple[Any, ...]) -> tuple[Misuse[Any], ...]:
+    """A table of misuses.
+
+    Args:
+        *rows: name, expected error or a tuple of those, call, and where it is one, as in `Misuse`.
+    """
+    return tuple(
+        Misuse(name, expected if isinstance(expected, tuple) else (expected,), *how) for name, expected, *how in rows
+    )

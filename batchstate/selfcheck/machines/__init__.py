@@ -8,9 +8,11 @@ from batchstate.selfcheck.machines.host_tier import HostTierMachine
 from batchstate.selfcheck.machines.mirrored_tensor import MirroredTensorMachine
 from batchstate.selfcheck.machines.overlap import OverlapMachine
 from batchstate.selfcheck.machines.page_pool import PagePoolMachine
-from batchstate.selfcheck.machines.plain_torch import PlainTorchMachine
-from batchstate.selfcheck.machines.plain_torch_on_sim import PlainTorchOnSimMachine
-from batchstate.selfcheck.machines.plain_torch_watched import PlainTorchWatchedMachine
+from batchstate.selfcheck.machines.plain_torch import (
+    PlainTorchMachine,
+    PlainTorchOnSimMachine,
+    PlainTorchWatchedMachine,
+)
 from batchstate.selfcheck.machines.pools import HybridMachine, SlotPoolMachine
 from batchstate.selfcheck.machines.prefix_cache import PrefixCacheMachine
 from batchstate.selfcheck.machines.ranks import RanksMachine

@@ -32,7 +32,7 @@ from batchstate.runtime.memory import ALIGNMENT
 from batchstate.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
 from batchstate.static import StaticBuffers
 from batchstate.tables import TableWrite
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask
+from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask, misuses
 from batchstate.testing.strategies import amounts, fits, keep_lists, plus, split_sizes
 from batchstate.violations import Code
 
@@ -235,122 +235,98 @@ def _has_two(batch: Decode) -> bool:
     return len(batch) > 1
 
 
-MISUSES: tuple[Misuse[Decode], ...] = (
-    Misuse("a mask too long", (ShapeError,), lambda one: one.filter(np.ones(len(one) + 1, np.bool_))),
-    Misuse("a row kept twice", (ArgumentError,), lambda one: one.filter([0, 0]), _has_rows),
-    Misuse("a negative row kept", (RowIndexError,), lambda one: one.filter([-1])),
-    Misuse("half a row kept", (DtypeError,), lambda one: one.filter([0.5])),  # type: ignore[list-item]
-    Misuse("a merge with itself", (Code.SLOT_SHARED,), lambda one: one.merge(one), _has_rows),
-    Misuse(
+MISUSES = misuses(
+    ("a mask too long", ShapeError, lambda one: one.filter(np.ones(len(one) + 1, np.bool_))),
+    ("a row kept twice", ArgumentError, lambda one: one.filter([0, 0]), _has_rows),
+    ("a negative row kept", RowIndexError, lambda one: one.filter([-1])),
+    ("half a row kept", DtypeError, lambda one: one.filter([0.5])),
+    ("a merge with itself", Code.SLOT_SHARED, lambda one: one.merge(one), _has_rows),
+    (
         "a merge with another declaration",
-        (DeclarationError,),
-        lambda one: one.merge(Another.build(one.runtime, seq_lens=[1])),  # type: ignore[arg-type]
+        DeclarationError,
+        lambda one: one.merge(Another.build(one.runtime, seq_lens=[1])),
     ),
-    Misuse(
-        "a merge of two pools",
-        (ArgumentError,),
-        lambda one: one.merge(_alone(one, _slots(one, [9], 8))),
-        _has_rows,
-    ),
-    Misuse("split into too much", (ArgumentError,), lambda one: one.split([len(one), 1])),
-    Misuse("pad to fewer rows", (ArgumentError,), lambda one: one.pad(len(one) - 1)),
-    Misuse("pad to True", (DtypeError,), lambda one: one.pad(True)),
-    Misuse("advance a float column", (DtypeError,), lambda one: one.advance("temperature", 1)),
-    Misuse("advance slots", (DtypeError,), lambda one: one.advance("slots", 1)),
-    Misuse("advance the requests", (DeclarationError,), lambda one: one.advance("requests", 1)),
-    Misuse("advance one column twice", (ArgumentError,), lambda one: one.advance(["accepted", "accepted"], 1)),
-    Misuse("advance by a half", (DtypeError,), lambda one: one.advance("seq_lens", 0.5)),  # type: ignore[arg-type]
-    Misuse("advance beyond uint8", (ValueOverflowError,), lambda one: one.advance("small", 256), _has_rows),
-    Misuse("one amount too many", (ShapeError,), lambda one: one.advance("seq_lens", np.ones(len(one) + 1, np.int64))),
-    Misuse("update the slots", (ArgumentError,), lambda one: one.update("slots", [], [])),
-    Misuse("update the device alone", (ArgumentError,), lambda one: one.update("last_token", [], [])),
-    Misuse("update beyond the last row", (RowIndexError,), lambda one: one.update("seq_lens", [len(one)], 1)),
-    Misuse("update one row with two", (ShapeError,), lambda one: one.update("seq_lens", [0], [1, 2]), _has_rows),
-    Misuse(
+    ("a merge of two pools", ArgumentError, lambda one: one.merge(_alone(one, _slots(one, [9], 8))), _has_rows),
+    ("split into too much", ArgumentError, lambda one: one.split([len(one), 1])),
+    ("pad to fewer rows", ArgumentError, lambda one: one.pad(len(one) - 1)),
+    ("pad to True", DtypeError, lambda one: one.pad(True)),
+    ("advance a float column", DtypeError, lambda one: one.advance("temperature", 1)),
+    ("advance slots", DtypeError, lambda one: one.advance("slots", 1)),
+    ("advance the requests", DeclarationError, lambda one: one.advance("requests", 1)),
+    ("advance one column twice", ArgumentError, lambda one: one.advance(["accepted", "accepted"], 1)),
+    ("advance by a half", DtypeError, lambda one: one.advance("seq_lens", 0.5)),
+    ("advance beyond uint8", ValueOverflowError, lambda one: one.advance("small", 256), _has_rows),
+    ("one amount too many", ShapeError, lambda one: one.advance("seq_lens", np.ones(len(one) + 1, np.int64))),
+    ("update the slots", ArgumentError, lambda one: one.update("slots", [], [])),
+    ("update the device alone", ArgumentError, lambda one: one.update("last_token", [], [])),
+    ("update beyond the last row", RowIndexError, lambda one: one.update("seq_lens", [len(one)], 1)),
+    ("update one row with two", ShapeError, lambda one: one.update("seq_lens", [0], [1, 2]), _has_rows),
+    (
         "verified rows of an exact column",
-        (ContractError,),
+        ContractError,
         lambda one: one.update_device("seq_lens", [], _found(one, "seq_lens", 0), 0),
     ),
-    Misuse(
+    (
         "verified rows without a bound",
-        (ArgumentError,),
+        ArgumentError,
         lambda one: one.update_device("accepted", [], _found(one, "accepted", 0)),
     ),
-    Misuse(
+    (
         "a bound of a column without a host side",
-        (ArgumentError,),
+        ArgumentError,
         lambda one: one.update_device("last_token", [], _found(one, "last_token", 0), 9),
     ),
-    Misuse("verified rows from the host", (DeviceError,), lambda one: one.update_device("last_token", [], [])),
-    Misuse(
+    ("verified rows from the host", DeviceError, lambda one: one.update_device("last_token", [], [])),
+    (
         "verified rows of another dtype",
-        (DtypeError,),
+        DtypeError,
         lambda one: one.update_device("last_token", [], _found(one, "hidden", 0)),
     ),
-    Misuse(
-        "one verified row too many",
-        (ShapeError,),
-        lambda one: one.update_device("drafts", [], _found(one, "drafts", 1), 9),
-    ),
-    Misuse(
+    ("one verified row too many", ShapeError, lambda one: one.update_device("drafts", [], _found(one, "drafts", 1), 9)),
+    (
         "bounds of too many rows",
-        (ShapeError,),
+        ShapeError,
         lambda one: one.update_device("accepted", [], _found(one, "accepted", 0), [1, 2]),
     ),
-    Misuse(
+    (
         "a bound beyond the dtype",
-        (ValueOverflowError,),
+        ValueOverflowError,
         lambda one: one.update_device("drafts", [], _found(one, "drafts", 0), 2**40),
     ),
-    Misuse(
+    (
         "a verified row beyond the last",
-        (RowIndexError,),
+        RowIndexError,
         lambda one: one.update_device("last_token", [len(one)], _found(one, "last_token", 1)),
     ),
-    Misuse(
+    (
         "verified rows of other requests",
-        (Code.DERIVED_STALE,),
+        Code.DERIVED_STALE,
         lambda one: one.update_device("last_token", [0], one.filter([1])["last_token"]),
         _has_two,
     ),
-    Misuse("hidden states as numbers", (DtypeError,), lambda one: one.replace(states=[[0.5, 1]] * len(one)), _has_rows),
-    Misuse("replace something undeclared", (DeclarationError,), lambda one: one.replace(seqlens=[1] * len(one))),
-    Misuse("replace too many rows", (ShapeError,), lambda one: one.replace(seq_lens=[1] * (len(one) + 1))),
-    Misuse("replace an exact column to a bound", (ContractError,), lambda one: one.replace(seq_lens=_bound(one))),
-    Misuse(
+    ("hidden states as numbers", DtypeError, lambda one: one.replace(states=[[0.5, 1]] * len(one)), _has_rows),
+    ("replace something undeclared", DeclarationError, lambda one: one.replace(seqlens=[1] * len(one))),
+    ("replace too many rows", ShapeError, lambda one: one.replace(seq_lens=[1] * (len(one) + 1))),
+    ("replace an exact column to a bound", ContractError, lambda one: one.replace(seq_lens=_bound(one))),
+    (
         "replace a column of another dtype",
-        (DtypeError,),
+        DtypeError,
         lambda one: one.replace(seq_lens=np.zeros(len(one), np.float32)),
         _has_rows,
     ),
-    Misuse(
+    (
         "replace slots to pages",
-        (Code.UNIT_MISMATCH,),
+        Code.UNIT_MISMATCH,
         lambda one: one.replace(slots=Pages.from_host(one.runtime, [1] * len(one), dtype=torch.int64)),
     ),
-    Misuse("slots that are mere numbers", (DtypeError,), lambda one: one.replace(slots=[1] * len(one)), _has_rows),
-    Misuse(
-        "two requests in one slot",
-        (Code.SLOT_SHARED,),
-        _every_slot(1),
-        _has_two,
-    ),
-    Misuse(
-        "a request in slot 0",
-        (Code.SLOT_ZERO_ALLOCATED,),
-        _every_slot(0),
-        _has_rows,
-    ),
-    Misuse(
-        "a request in slot -1",
-        (Code.SENTINEL_ESCAPED,),
-        _every_slot(-1),
-        _has_rows,
-    ),
-    Misuse("build without columns", (DeclarationError,), lambda one: Decode.build(one.runtime)),
-    Misuse("assign to a column", (DeclarationError,), lambda one: setattr(one, "seq_lens", [1])),
-    Misuse("a column that is not there", (DeclarationError,), lambda one: one["seqlens"]),
-    Misuse("objects of a tensor column", (DeclarationError,), lambda one: one.objects("seq_lens")),
+    ("slots that are mere numbers", DtypeError, lambda one: one.replace(slots=[1] * len(one)), _has_rows),
+    ("two requests in one slot", Code.SLOT_SHARED, _every_slot(1), _has_two),
+    ("a request in slot 0", Code.SLOT_ZERO_ALLOCATED, _every_slot(0), _has_rows),
+    ("a request in slot -1", Code.SENTINEL_ESCAPED, _every_slot(-1), _has_rows),
+    ("build without columns", DeclarationError, lambda one: Decode.build(one.runtime)),
+    ("assign to a column", DeclarationError, lambda one: setattr(one, "seq_lens", [1])),
+    ("a column that is not there", DeclarationError, lambda one: one["seqlens"]),
+    ("objects of a tensor column", DeclarationError, lambda one: one.objects("seq_lens")),
 )
 
 OPERATIONS: Operations = (

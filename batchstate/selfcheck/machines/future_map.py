@@ -27,7 +27,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, Stream, open_runtime
 from batchstate.testing.fences import LateRuntime, is_behind
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask
+from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask, misuses
 from batchstate.testing.models import snapshot_pages, snapshot_slots
 from batchstate.violations import Code
 
@@ -309,118 +309,98 @@ def _field(*arguments: Any, **named: Any) -> Callable[[RelayCase], object]:
     return lambda case: relay_field(*arguments, **named)
 
 
-def _refused(name: str, expected: type[Exception] | Code, call: Callable[[Any], object]) -> Misuse[RelayCase]:
-    return Misuse(name, (expected,), call)  # type: ignore[arg-type]
-
-
-MISUSES: tuple[Misuse[RelayCase], ...] = (
-    _refused("publish an undeclared field", DeclarationError, _publish(tokens=RelayCase.column)),
-    _refused("publish nothing", DeclarationError, _publish()),
-    _refused("publish None", DtypeError, _publish(token=lambda case: None)),
-    _refused("publish int32", DtypeError, _publish(token=lambda case: case.column(dtype=torch.int32))),
-    _refused("publish a mirrored int32", DtypeError, _publish(token=lambda case: case.mirrored(case.n, np.int32))),
-    _refused("publish a row too many", ShapeError, _publish(token=lambda case: case.zeros(case.n + 1))),
-    _refused("publish a mirrored row too many", ShapeError, _publish(token=lambda case: case.mirrored(case.n + 1))),
-    _refused("publish rows for numbers", ShapeError, _publish(token=lambda case: case.column(1))),
-    _refused("publish drafts without a shape", ShapeError, _publish(drafts=RelayCase.column)),
-    _refused("publish drafts of another shape", ShapeError, _publish(drafts=lambda case: case.column(3))),
-    _refused("publish a scalar", ShapeError, _publish(token=RelayCase.zeros)),
-    _refused(
-        "publish from another device", DeviceError, _publish(token=lambda case: torch.zeros(case.n, device="meta"))
-    ),
-    _refused(
+MISUSES = misuses(
+    ("publish an undeclared field", DeclarationError, _publish(tokens=RelayCase.column)),
+    ("publish nothing", DeclarationError, _publish()),
+    ("publish None", DtypeError, _publish(token=lambda case: None)),
+    ("publish int32", DtypeError, _publish(token=lambda case: case.column(dtype=torch.int32))),
+    ("publish a mirrored int32", DtypeError, _publish(token=lambda case: case.mirrored(case.n, np.int32))),
+    ("publish a row too many", ShapeError, _publish(token=lambda case: case.zeros(case.n + 1))),
+    ("publish a mirrored row too many", ShapeError, _publish(token=lambda case: case.mirrored(case.n + 1))),
+    ("publish rows for numbers", ShapeError, _publish(token=lambda case: case.column(1))),
+    ("publish drafts without a shape", ShapeError, _publish(drafts=RelayCase.column)),
+    ("publish drafts of another shape", ShapeError, _publish(drafts=lambda case: case.column(3))),
+    ("publish a scalar", ShapeError, _publish(token=RelayCase.zeros)),
+    ("publish from another device", DeviceError, _publish(token=lambda case: torch.zeros(case.n, device="meta"))),
+    (
         "publish a value of another runtime",
         DeviceError,
         _publish(token=lambda case: case.mirrored(case.n, runtime=open_runtime(case.relay.runtime.device))),
     ),
-    _refused("publish a sparse tensor", DtypeError, _publish(token=lambda case: case.column().to_sparse())),
-    _refused(
-        "publish a good field and a bad one", DtypeError, _publish(token=RelayCase.column, lengths=lambda case: None)
-    ),
-    _refused(
+    ("publish a sparse tensor", DtypeError, _publish(token=lambda case: case.column().to_sparse())),
+    ("publish a good field and a bad one", DtypeError, _publish(token=RelayCase.column, lengths=lambda case: None)),
+    (
         "publish for a slot twice",
         Code.SLOT_SHARED,
         lambda case: case.relay.publish(case.slots.take([0, 0]), token=case.zeros(2)),
     ),
-    _refused(
+    (
         "publish behind a padded row",
         Code.SLOT_ZERO_ALLOCATED,
         lambda case: case.relay.publish(_behind_padding(case), token=case.zeros(case.n + 1)),
     ),
-    _refused(
-        "publish for another pool", ArgumentError, lambda case: case.relay.publish(case.foreign, token=case.zeros(1))
-    ),
-    _refused(
+    ("publish for another pool", ArgumentError, lambda case: case.relay.publish(case.foreign, token=case.zeros(1))),
+    (
         "publish for pages",
         Code.UNIT_MISMATCH,
         lambda case: case.relay.publish(Pages.from_host(case.relay.runtime, [1]), token=case.zeros(1)),
     ),
-    _refused("publish a list of a row too few", ShapeError, _publish(token=lambda case: [0] * (case.n - 1))),
-    _refused("publish a host number", ShapeError, _publish(token=lambda case: 5)),
-    _refused(
+    ("publish a list of a row too few", ShapeError, _publish(token=lambda case: [0] * (case.n - 1))),
+    ("publish a host number", ShapeError, _publish(token=lambda case: 5)),
+    (
         "publish an array of drafts without a shape",
         ShapeError,
         _publish(drafts=lambda case: np.zeros(case.n, np.int64)),
     ),
-    _refused("publish half a token", DtypeError, _publish(token=lambda case: [0.5] * case.n)),
-    _refused("publish None in a list", DtypeError, _publish(token=lambda case: [None] * case.n)),
-    _refused("publish more than int64", ValueOverflowError, _publish(token=lambda case: [2**63] * case.n)),
-    _refused("publish a stand-in", Code.SENTINEL_ESCAPED, _publish(token=lambda case: [0] * (case.n - 1) + [-1])),
-    Misuse(
+    ("publish half a token", DtypeError, _publish(token=lambda case: [0.5] * case.n)),
+    ("publish None in a list", DtypeError, _publish(token=lambda case: [None] * case.n)),
+    ("publish more than int64", ValueOverflowError, _publish(token=lambda case: [2**63] * case.n)),
+    ("publish a stand-in", Code.SENTINEL_ESCAPED, _publish(token=lambda case: [0] * (case.n - 1) + [-1])),
+    (
         "publish a stand-in among drafts",
-        (Code.SENTINEL_ESCAPED,),
+        Code.SENTINEL_ESCAPED,
         _publish(drafts=lambda case: [[0, -1]] * case.n),
         lambda case: not case.relay.fields["drafts"].ragged,
     ),
-    _refused(
+    (
         "publish a device field and a bad host field",
         ShapeError,
         _publish(token=RelayCase.column, lengths=lambda case: [0] * (case.n + 1)),
     ),
-    _refused(
-        "gather what only the host reads", DeclarationError, lambda case: case.relay.gather(case.slots, "accepted")
-    ),
-    _refused("gather an undeclared field", DeclarationError, lambda case: case.relay.gather(case.slots, "tokens")),
-    _refused("gather by a list of names", DeclarationError, lambda case: case.relay.gather(case.slots, ["token"])),
-    _refused("gather by numbers", DtypeError, lambda case: case.relay.gather(case.slots.np, "token")),
-    _refused(
-        "gather for a slot twice", Code.SLOT_SHARED, lambda case: case.relay.gather(case.slots.take([0, 0]), "token")
-    ),
-    _refused("prefetch nothing", DeclarationError, lambda case: case.relay.prefetch(case.slots)),
-    _refused("prefetch None", DeclarationError, lambda case: case.relay.prefetch(case.slots, None)),
-    _refused("prefetch a list of names", DeclarationError, lambda case: case.relay.prefetch(case.slots, ["token"])),
-    _refused(
-        "prefetch a field twice", DeclarationError, lambda case: case.relay.prefetch(case.slots, "token", "token")
-    ),
-    _refused(
+    ("gather what only the host reads", DeclarationError, lambda case: case.relay.gather(case.slots, "accepted")),
+    ("gather an undeclared field", DeclarationError, lambda case: case.relay.gather(case.slots, "tokens")),
+    ("gather by a list of names", DeclarationError, lambda case: case.relay.gather(case.slots, ["token"])),
+    ("gather by numbers", DtypeError, lambda case: case.relay.gather(case.slots.np, "token")),
+    ("gather for a slot twice", Code.SLOT_SHARED, lambda case: case.relay.gather(case.slots.take([0, 0]), "token")),
+    ("prefetch nothing", DeclarationError, lambda case: case.relay.prefetch(case.slots)),
+    ("prefetch None", DeclarationError, lambda case: case.relay.prefetch(case.slots, None)),
+    ("prefetch a list of names", DeclarationError, lambda case: case.relay.prefetch(case.slots, ["token"])),
+    ("prefetch a field twice", DeclarationError, lambda case: case.relay.prefetch(case.slots, "token", "token")),
+    (
         "prefetch what only the next forward reads",
         DeclarationError,
         lambda case: case.relay.prefetch(case.slots, "drafts", "token"),
     ),
-    _refused("resolve an undeclared field", DeclarationError, lambda case: case.relay.resolve(case.slots, "tokens")),
-    _refused(
-        "discard an undeclared field", DeclarationError, lambda case: case.relay.discard(case.slots, "token", "no")
-    ),
-    _refused("states of an undeclared field", DeclarationError, lambda case: case.relay.states(case.slots, "tokens")),
-    _refused(
-        "inputs without a plan", ArgumentError, lambda case: case.relay.resolve_forward_inputs(None, None, ids="token")
-    ),
-    _refused("a relay without fields", DeclarationError, _relay_of({})),
-    _refused("a relay of None", DeclarationError, _relay_of(None)),
-    _refused("a relay of a dtype", DeclarationError, _relay_of({"token": torch.int64})),
-    _refused("a field with a space in its name", DeclarationError, _relay_of({"a b": relay_field(torch.int64)})),
-    _refused("a field with a number for a name", DeclarationError, _relay_of({1: relay_field(torch.int64)})),
-    _refused("a field called slots", DeclarationError, _relay_of({"slots": relay_field(torch.int64)})),
-    _refused("a relay over a runtime", ArgumentError, lambda case: FutureMap(case.relay.runtime, {})),
-    _refused("a field for an unknown reader", DeclarationError, _field(torch.int64, read_by="nobody")),
-    _refused("a field for a list of readers", DeclarationError, _field(torch.int64, read_by=["host"])),
-    _refused("a field of a numpy dtype", DtypeError, _field(np.int64)),
-    _refused("a field that torch cannot index", DtypeError, _field(torch.float8_e4m3fn)),
-    _refused("a field for the host that numpy lacks", DtypeError, _field(torch.bfloat16, read_by="host")),
-    _refused("a field of ids that numpy lacks", DtypeError, _field(torch.bfloat16, non_negative=True)),
-    _refused("a field with a number for a shape", ShapeError, _field(torch.int64, 5)),
-    _refused("a field of a negative size", ArgumentError, _field(torch.int64, (-1,))),
-    _refused("a field of half a size", DtypeError, _field(torch.int64, (1.5,))),
+    ("resolve an undeclared field", DeclarationError, lambda case: case.relay.resolve(case.slots, "tokens")),
+    ("discard an undeclared field", DeclarationError, lambda case: case.relay.discard(case.slots, "token", "no")),
+    ("states of an undeclared field", DeclarationError, lambda case: case.relay.states(case.slots, "tokens")),
+    ("inputs without a plan", ArgumentError, lambda case: case.relay.resolve_forward_inputs(None, None, ids="token")),
+    ("a relay without fields", DeclarationError, _relay_of({})),
+    ("a relay of None", DeclarationError, _relay_of(None)),
+    ("a relay of a dtype", DeclarationError, _relay_of({"token": torch.int64})),
+    ("a field with a space in its name", DeclarationError, _relay_of({"a b": relay_field(torch.int64)})),
+    ("a field with a number for a name", DeclarationError, _relay_of({1: relay_field(torch.int64)})),
+    ("a field called slots", DeclarationError, _relay_of({"slots": relay_field(torch.int64)})),
+    ("a relay over a runtime", ArgumentError, lambda case: FutureMap(case.relay.runtime, {})),
+    ("a field for an unknown reader", DeclarationError, _field(torch.int64, read_by="nobody")),
+    ("a field for a list of readers", DeclarationError, _field(torch.int64, read_by=["host"])),
+    ("a field of a numpy dtype", DtypeError, _field(np.int64)),
+    ("a field that torch cannot index", DtypeError, _field(torch.float8_e4m3fn)),
+    ("a field for the host that numpy lacks", DtypeError, _field(torch.bfloat16, read_by="host")),
+    ("a field of ids that numpy lacks", DtypeError, _field(torch.bfloat16, non_negative=True)),
+    ("a field with a number for a shape", ShapeError, _field(torch.int64, 5)),
+    ("a field of a negative size", ArgumentError, _field(torch.int64, (-1,))),
+    ("a field of half a size", DtypeError, _field(torch.int64, (1.5,))),
 )
 
 

@@ -32,7 +32,7 @@ from batchstate.runtime import Fence, Runtime
 from batchstate.runtime.base import Download
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualStream
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask, disagree
+from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask, disagree, misuses
 from batchstate.violations import Code
 
 Ints = npt.NDArray[np.int64]
@@ -237,92 +237,77 @@ def _backed(it: It) -> Ints:
     return it[0]._requests.backed[it[1].np]
 
 
-MISUSES: tuple[Misuse[It], ...] = (
-    Misuse("reserve what is in the tier", _TIER, lambda it: it[0].reserve(it[1], 1, 1), _inside),
-    Misuse("reserve what is on the device", (ArgumentError,), lambda it: it[0].reserve(it[1], 1, 1), _hot),
-    Misuse("reserve behind a number", (ArgumentError,), lambda it: it[0].reserve(it[1], 1, 1, writer=3), _cold),  # type: ignore[arg-type]
-    Misuse("reserve less than comes", (Code.LENGTH_ORDER,), lambda it: it[0].reserve(it[1], 2, 1), _cold),
-    Misuse("reserve nothing", (ArgumentError,), lambda it: it[0].reserve(it[1], 0, 1), _cold),
-    Misuse("reserve -1", (ArgumentError,), lambda it: it[0].reserve(it[1], -1, 1), _cold),
-    Misuse("reserve half a token", (DtypeError,), lambda it: it[0].reserve(it[1], 0.5, 1), _cold),
-    Misuse(
+MISUSES = misuses(
+    ("reserve what is in the tier", _TIER, lambda it: it[0].reserve(it[1], 1, 1), _inside),
+    ("reserve what is on the device", ArgumentError, lambda it: it[0].reserve(it[1], 1, 1), _hot),
+    ("reserve behind a number", ArgumentError, lambda it: it[0].reserve(it[1], 1, 1, writer=3), _cold),
+    ("reserve less than comes", Code.LENGTH_ORDER, lambda it: it[0].reserve(it[1], 2, 1), _cold),
+    ("reserve nothing", ArgumentError, lambda it: it[0].reserve(it[1], 0, 1), _cold),
+    ("reserve -1", ArgumentError, lambda it: it[0].reserve(it[1], -1, 1), _cold),
+    ("reserve half a token", DtypeError, lambda it: it[0].reserve(it[1], 0.5, 1), _cold),
+    (
         "reserve more than there is",
-        (Code.LENGTH_ORDER,),
+        Code.LENGTH_ORDER,
         lambda it: it[0].reserve(it[1], 1, it[0].host.num_tokens + 1),
         _cold,
     ),
-    Misuse("admit what has not been reserved", _TIER, lambda it: it[0].admit_direct(it[1]), _not_direct),
-    Misuse("stage what is in the tier", _TIER, lambda it: it[0].admit_staged(it[1], 99), _inside),
-    Misuse(
+    ("admit what has not been reserved", _TIER, lambda it: it[0].admit_direct(it[1]), _not_direct),
+    ("stage what is in the tier", _TIER, lambda it: it[0].admit_staged(it[1], 99), _inside),
+    (
         "stage into too little",
-        (Code.LENGTH_ORDER,),
+        Code.LENGTH_ORDER,
         lambda it: it[0].admit_staged(it[1], it[0].pages.committed(it[1]) - 1),
         _hot,
     ),
-    Misuse("decode what is not ready", _TIER, lambda it: it[0].map_last_location(it[1], 9), _not_ready),
-    Misuse("finish what is not ready", _TIER, lambda it: it[0].finish(it[1]), _not_ready),
-    Misuse("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
-    Misuse("abort behind a number", (ArgumentError,), lambda it: it[0].abort(it[1], after=3), _inside),  # type: ignore[arg-type]
-    Misuse("abort one twice", (Code.SLOT_SHARED,), lambda it: it[0].abort(it[1].take([0, 0])), _inside),
-    Misuse("decode no new token", _LENGTHS, lambda it: it[0].map_last_location(it[1], _backed(it)), _ready),
-    Misuse("decode two tokens", _LENGTHS, lambda it: it[0].map_last_location(it[1], _next(it) + 1), _ready),
-    Misuse("decode none", (ArgumentError,), lambda it: it[0].map_last_location(it[1], _next(it) - 1, 0), _ready),
-    Misuse(
+    ("decode what is not ready", _TIER, lambda it: it[0].map_last_location(it[1], 9), _not_ready),
+    ("finish what is not ready", _TIER, lambda it: it[0].finish(it[1]), _not_ready),
+    ("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
+    ("abort behind a number", ArgumentError, lambda it: it[0].abort(it[1], after=3), _inside),
+    ("abort one twice", Code.SLOT_SHARED, lambda it: it[0].abort(it[1].take([0, 0])), _inside),
+    ("decode no new token", _LENGTHS, lambda it: it[0].map_last_location(it[1], _backed(it)), _ready),
+    ("decode two tokens", _LENGTHS, lambda it: it[0].map_last_location(it[1], _next(it) + 1), _ready),
+    ("decode none", ArgumentError, lambda it: it[0].map_last_location(it[1], _next(it) - 1, 0), _ready),
+    (
         "decode behind tokens that were never mapped",
         _LENGTHS,
         lambda it: it[0].map_last_location(it[1], _next(it) + 3, 3, confirmed=_next(it)),
         _ready,
     ),
-    Misuse(
+    (
         "confirm what is not there",
         _LENGTHS,
         lambda it: it[0].map_last_location(it[1], _next(it), confirmed=_next(it)),
         _ready,
     ),
-    Misuse(
+    (
         "decode bounds without what is confirmed",
-        (ArgumentError,),
+        ArgumentError,
         lambda it: it[0].map_last_location(it[1], _bound(it[0].runtime, _next(it))),
         _ready,
     ),
-    Misuse(
-        "back up into less than no room", _LENGTHS, lambda it: it[0].map_last_location(it[1], 99, backups=-1), _ready
-    ),
-    Misuse(
+    ("back up into less than no room", _LENGTHS, lambda it: it[0].map_last_location(it[1], 99, backups=-1), _ready),
+    (
         "decode with one length too many",
-        (ShapeError,),
+        ShapeError,
         lambda it: it[0].map_last_location(it[1], np.concatenate([_next(it), [1]])),
         _ready,
     ),
-    Misuse("decode half a token", (DtypeError,), lambda it: it[0].map_last_location(it[1], _next(it) - 0.5), _ready),
-    Misuse(
-        "decode one twice",
-        (Code.SLOT_SHARED,),
-        lambda it: it[0].map_last_location(it[1].take([0, 0]), _next(it)),
-        _ready,
-    ),
-    Misuse(
+    ("decode half a token", DtypeError, lambda it: it[0].map_last_location(it[1], _next(it) - 0.5), _ready),
+    ("decode one twice", Code.SLOT_SHARED, lambda it: it[0].map_last_location(it[1].take([0, 0]), _next(it)), _ready),
+    (
         "decode padding",
-        (Code.SLOT_ZERO_ALLOCATED,),
+        Code.SLOT_ZERO_ALLOCATED,
         lambda it: it[0].map_last_location(it[1].pad(2).take([1, 0]), _next(it)),
         _ready,
     ),
-    Misuse("free a request with device pages", (Code.SLOT_CONSERVATION,), lambda it: it[0].slots.free(it[1]), _ready),
-    Misuse("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1), _paged),
-    Misuse("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1]), _paged),
-    Misuse("free the ranges of a request", (ArgumentError,), lambda it: it[0].host.free(_ranges(it)), _inside),
-    Misuse("locations beyond the ranges", (ArgumentError,), lambda it: it[0].host_locations(it[1], 10_000), _inside),
-    Misuse("locations outside of the tier", _TIER, lambda it: it[0].host_locations(it[1], 1), _outside),
-    Misuse(
-        "finish slots of another pool",
-        (ArgumentError,),
-        lambda it: it[0].finish(SlotPool(it[0].runtime, 1).take(1)),
-    ),
-    Misuse(
-        "abort pages",
-        (Code.UNIT_MISMATCH,),
-        lambda it: it[0].abort(Pages.from_host(it[0].runtime, [1])),  # type: ignore[arg-type]
-    ),
+    ("free a request with device pages", Code.SLOT_CONSERVATION, lambda it: it[0].slots.free(it[1]), _ready),
+    ("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1), _paged),
+    ("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1]), _paged),
+    ("free the ranges of a request", ArgumentError, lambda it: it[0].host.free(_ranges(it)), _inside),
+    ("locations beyond the ranges", ArgumentError, lambda it: it[0].host_locations(it[1], 10_000), _inside),
+    ("locations outside of the tier", _TIER, lambda it: it[0].host_locations(it[1], 1), _outside),
+    ("finish slots of another pool", ArgumentError, lambda it: it[0].finish(SlotPool(it[0].runtime, 1).take(1))),
+    ("abort pages", Code.UNIT_MISMATCH, lambda it: it[0].abort(Pages.from_host(it[0].runtime, [1]))),
 )
 
 _READY = precondition(lambda self: bool(self.of(READY)))

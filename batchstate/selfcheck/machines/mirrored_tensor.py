@@ -28,7 +28,7 @@ from batchstate.errors import (
 from batchstate.indices import Handles, HostLocations, Locations, Pages, Slots
 from batchstate.mirror import Contract, MirroredTensor, weaker_contract
 from batchstate.runtime import numpy_dtype
-from batchstate.testing.machine import Machine, Misuse, agree, ask, disagree
+from batchstate.testing.machine import Machine, Misuse, agree, ask, disagree, misuses
 from batchstate.testing.models import Modelled, value_of
 from batchstate.testing.strategies import (
     MOST_ROWS,
@@ -68,74 +68,72 @@ def _other_runtime(value: MirroredTensor) -> MirroredTensor:
     return type(value).from_host(fresh, np.zeros(value.shape, numpy_dtype(value.dtype)))
 
 
-MISUSES: tuple[Misuse[MirroredTensor], ...] = (
-    Misuse("a mask too long", (ShapeError,), lambda one: one.filter(np.ones(len(one) + 1, np.bool_))),
-    Misuse("a row kept twice", (ArgumentError,), lambda one: one.filter([0, 0]), _has_rows),
-    Misuse("more rows kept than there are", (ArgumentError,), lambda one: one.filter([0] * (len(one) + 1)), _has_rows),
-    Misuse("a negative row kept", (RowIndexError,), lambda one: one.filter([-1])),
-    Misuse("a row beyond the last taken", (RowIndexError,), lambda one: one.take([len(one)])),
-    Misuse("half a row taken", (DtypeError,), lambda one: one.take([0.5])),  # type: ignore[list-item]
-    Misuse("rows by name", (DtypeError,), lambda one: one.filter(["first"])),  # type: ignore[list-item]
-    Misuse("a rectangle of rows", (ShapeError,), lambda one: one.filter(np.zeros((1, 1), np.int64))),
-    Misuse("merge with a list", (DeclarationError,), lambda one: one.merge([1])),  # type: ignore[arg-type]
-    Misuse("merge of two runtimes", (DeviceError,), lambda one: one.merge(_other_runtime(one))),
-    Misuse("cat of nothing", (ArgumentError,), lambda one: type(one).cat([])),
-    Misuse("split into too much", (ArgumentError,), lambda one: one.split([len(one), 1])),
-    Misuse("split into a negative piece", (ArgumentError,), lambda one: one.split([-1, len(one) + 1])),
-    Misuse("pad to fewer rows", (ArgumentError,), lambda one: one.pad(len(one) - 1)),
-    Misuse("pad to half a row", (DtypeError,), lambda one: one.pad(0.5)),  # type: ignore[arg-type]
-    Misuse("pad indices with 1", (ArgumentError,), lambda one: one.pad(len(one), 1), lambda one: one.unit is not None),
-    Misuse("update beyond the last row", (RowIndexError,), lambda one: one.update([len(one)], 0)),
-    Misuse(
+MISUSES = misuses(
+    ("a mask too long", ShapeError, lambda one: one.filter(np.ones(len(one) + 1, np.bool_))),
+    ("a row kept twice", ArgumentError, lambda one: one.filter([0, 0]), _has_rows),
+    ("more rows kept than there are", ArgumentError, lambda one: one.filter([0] * (len(one) + 1)), _has_rows),
+    ("a negative row kept", RowIndexError, lambda one: one.filter([-1])),
+    ("a row beyond the last taken", RowIndexError, lambda one: one.take([len(one)])),
+    ("half a row taken", DtypeError, lambda one: one.take([0.5])),
+    ("rows by name", DtypeError, lambda one: one.filter(["first"])),
+    ("a rectangle of rows", ShapeError, lambda one: one.filter(np.zeros((1, 1), np.int64))),
+    ("merge with a list", DeclarationError, lambda one: one.merge([1])),
+    ("merge of two runtimes", DeviceError, lambda one: one.merge(_other_runtime(one))),
+    ("cat of nothing", ArgumentError, lambda one: type(one).cat([])),
+    ("split into too much", ArgumentError, lambda one: one.split([len(one), 1])),
+    ("split into a negative piece", ArgumentError, lambda one: one.split([-1, len(one) + 1])),
+    ("pad to fewer rows", ArgumentError, lambda one: one.pad(len(one) - 1)),
+    ("pad to half a row", DtypeError, lambda one: one.pad(0.5)),
+    ("pad indices with 1", ArgumentError, lambda one: one.pad(len(one), 1), lambda one: one.unit is not None),
+    ("update beyond the last row", RowIndexError, lambda one: one.update([len(one)], 0)),
+    (
         "update with too many values",
-        (ShapeError,),
+        ShapeError,
         lambda one: one.update([0], [0, 0]),
         lambda one: _has_rows(one) and one.unit != "slot" and one.dtype is not torch.bool,
     ),
-    Misuse("update with half a number", (DtypeError,), lambda one: one.update([], 0.5), _computes),
-    Misuse(
+    ("update with half a number", DtypeError, lambda one: one.update([], 0.5), _computes),
+    (
         "update beyond the dtype",
-        (ValueOverflowError,),
+        ValueOverflowError,
         lambda one: one.update([], 2**63),
         lambda one: one.dtype is torch.int64,
     ),
-    Misuse("add a float", (DtypeError,), lambda one: operator.add(one, 0.5)),
-    Misuse("add True", (DtypeError,), lambda one: operator.add(one, True)),
-    Misuse("add too many amounts", (ShapeError, DtypeError), lambda one: one + np.ones(len(one) + 1, np.int64)),
-    Misuse("add 2**63", (ValueOverflowError, DtypeError), lambda one: one + 2**63),
-    Misuse(
+    ("add a float", DtypeError, lambda one: operator.add(one, 0.5)),
+    ("add True", DtypeError, lambda one: operator.add(one, True)),
+    ("add too many amounts", (ShapeError, DtypeError), lambda one: one + np.ones(len(one) + 1, np.int64)),
+    ("add 2**63", (ValueOverflowError, DtypeError), lambda one: one + 2**63),
+    (
         "read the host side of device_only",
-        (SideMissingError,),
+        SideMissingError,
         lambda one: one.np,
         lambda one: one.contract is Contract.DEVICE_ONLY,
     ),
-    Misuse("the truth of a vector", (ArgumentError, SideMissingError), bool),
-    Misuse(
-        "the largest of nothing", (ArgumentError, SideMissingError), lambda one: one.max(), lambda one: not one.shape[0]
-    ),
-    Misuse("weaken to something unknown", (ArgumentError,), lambda one: one.weaken("roughly")),
-    Misuse(
+    ("the truth of a vector", (ArgumentError, SideMissingError), bool),
+    ("the largest of nothing", (ArgumentError, SideMissingError), lambda one: one.max(), lambda one: not one.shape[0]),
+    ("weaken to something unknown", ArgumentError, lambda one: one.weaken("roughly")),
+    (
         "strengthen a bound",
-        (ContractError,),
+        ContractError,
         lambda one: one.weaken("exact"),
         lambda one: one.contract is Contract.UPPER_BOUND,
     ),
-    Misuse(
+    (
         "a pair of two shapes",
-        (ShapeError,),
+        ShapeError,
         lambda one: MirroredTensor.from_pair(one.runtime, [1], one.runtime.device_zeros((2,), torch.int64)),
     ),
-    Misuse("a scalar", (ShapeError,), lambda one: type(one).from_host(one.runtime, 1)),
-    Misuse(
+    ("a scalar", ShapeError, lambda one: type(one).from_host(one.runtime, 1)),
+    (
         "a bound without a device side",
-        (ContractError,),
+        ContractError,
         lambda one: MirroredTensor.from_host(one.runtime, [1], contract="upper_bound"),
     ),
-    Misuse("text as numbers", (DtypeError,), lambda one: MirroredTensor.from_host(one.runtime, ["1"])),
-    Misuse("rows of unequal lengths", (ShapeError,), lambda one: MirroredTensor.from_host(one.runtime, [[1], [1, 2]])),
-    Misuse(
+    ("text as numbers", DtypeError, lambda one: MirroredTensor.from_host(one.runtime, ["1"])),
+    ("rows of unequal lengths", ShapeError, lambda one: MirroredTensor.from_host(one.runtime, [[1], [1, 2]])),
+    (
         "a number too large",
-        (ValueOverflowError,),
+        ValueOverflowError,
         lambda one: MirroredTensor.from_host(one.runtime, [300], dtype=torch.int8),
     ),
 )

@@ -17,7 +17,7 @@ from batchstate.pools import SlotPool
 from batchstate.selfcheck.machines.pools import PagesMachine
 from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import Misuse, agree, agree_on, disagree
+from batchstate.testing.machine import agree, agree_on, disagree, misuses
 from batchstate.testing.models import AllocatorModel
 from batchstate.violations import Code
 
@@ -233,62 +233,46 @@ def _made(it: It, **options: Any) -> PagePool:
     return PagePool(it[0].runtime, **{**arguments, **options})
 
 
-_MISUSES: tuple[Misuse[It], ...] = (
-    Misuse("grow to -1", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], -1)),
-    Misuse("grow beyond a row", (Code.LENGTH_ORDER,), lambda it: it[0].grow(it[1], it[0].max_tokens_per_request + 1)),
-    Misuse("grow to half a token", (DtypeError,), lambda it: it[0].grow(it[1], 0.5)),  # type: ignore[arg-type]
-    Misuse("one length too many", (ShapeError,), lambda it: it[0].grow(it[1], np.array([1, 1]))),
-    Misuse("advance by -1", (ArgumentError,), lambda it: it[0].advance(it[1], -1)),
-    Misuse("advance beyond int64", (Code.LENGTH_ORDER,), lambda it: it[0].advance(it[1], 2**63 - 1)),
-    Misuse("truncate to more", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], it[0].committed(it[1]) + 1)),
-    Misuse(
+_MISUSES = misuses(
+    ("grow to -1", Code.LENGTH_ORDER, lambda it: it[0].grow(it[1], -1)),
+    ("grow beyond a row", Code.LENGTH_ORDER, lambda it: it[0].grow(it[1], it[0].max_tokens_per_request + 1)),
+    ("grow to half a token", DtypeError, lambda it: it[0].grow(it[1], 0.5)),
+    ("one length too many", ShapeError, lambda it: it[0].grow(it[1], np.array([1, 1]))),
+    ("advance by -1", ArgumentError, lambda it: it[0].advance(it[1], -1)),
+    ("advance beyond int64", Code.LENGTH_ORDER, lambda it: it[0].advance(it[1], 2**63 - 1)),
+    ("truncate to more", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], it[0].committed(it[1]) + 1)),
+    (
         "give back more than is committed",
-        (Code.LENGTH_ORDER,),
+        Code.LENGTH_ORDER,
         lambda it: it[0].truncate(it[1], first=it[0].committed(it[1]) + 1),
     ),
-    Misuse("give back before -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], first=-1)),
-    Misuse("give back half a token", (DtypeError,), lambda it: it[0].truncate(it[1], first=0.5)),  # type: ignore[arg-type]
-    Misuse("give back for too many", (ShapeError,), lambda it: it[0].truncate(it[1], first=np.array([0, 0]))),
-    Misuse("truncate to -1", (Code.LENGTH_ORDER,), lambda it: it[0].truncate(it[1], -1)),
-    Misuse("take -1 pages", (ArgumentError,), lambda it: it[0].take(-1)),
-    Misuse("take half a page", (DtypeError,), lambda it: it[0].take(0.5)),  # type: ignore[arg-type]
-    Misuse("hold half a page", (Code.PAGE_ALIGNMENT,), lambda it: it[0].hold(it[1], 1), _pages_of_two),
-    Misuse(
-        "hold what is not committed",
-        (Code.LENGTH_ORDER,),
-        lambda it: it[0].hold(it[1], 8 * it[0].page_size),
-    ),
-    Misuse("share half a page", (Code.PAGE_ALIGNMENT,), lambda it: it[0].share(it[1], _none(it), 1), _pages_of_two),
-    Misuse(
-        "share what is not committed",
-        (Code.LENGTH_ORDER,),
-        lambda it: it[0].share(it[1], _none(it), 8 * it[0].page_size),
-    ),
-    Misuse("share True tokens", (DtypeError,), lambda it: it[0].share(it[1], _none(it), True)),
-    Misuse("share beyond int64", (ArgumentError,), lambda it: it[0].share(it[1], _none(it), 2**63)),
-    Misuse("share from no request", (ArgumentError,), lambda it: it[0].share(_none(it), _none(it), 0)),
-    Misuse("grow requests of another pool", (ArgumentError,), lambda it: it[0].grow(_foreign(it), 1)),
-    Misuse("hold two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].hold(it[1].take([0, 0]), 0)),
-    Misuse("share into a request with pages", (ArgumentError,), lambda it: it[0].share(it[1], it[1], 0), _has_pages),
-    Misuse("one request twice", (Code.SLOT_SHARED,), lambda it: it[0].advance(it[1].take([0, 0]))),
-    Misuse(
-        "leave twice in one call",
-        (Code.SLOT_DOUBLE_FREE,),
-        lambda it: it[0].release_requests(it[1].take([0, 0])),
-    ),
-    Misuse("release padding", (Code.SLOT_ZERO_ALLOCATED,), lambda it: it[0].release(it[1].pad(2))),
-    Misuse("release behind a number", (ArgumentError,), lambda it: it[0].release(it[1], after=3)),  # type: ignore[arg-type]
-    Misuse("release numbers", (DtypeError,), lambda it: it[0].release([1])),  # type: ignore[arg-type]
-    Misuse(
-        "release pages as slots",
-        (Code.UNIT_MISMATCH,),
-        lambda it: it[0].release(Pages.from_host(it[0].runtime, [1])),  # type: ignore[arg-type]
-    ),
-    Misuse("a lease made by hand", (ArgumentError, DtypeError), lambda it: it[0].share(7, it[1], 0)),  # type: ignore[arg-type]
-    Misuse("a page size beyond int64", (ArgumentError,), lambda it: _made(it, page_size=2**62)),
-    Misuse("requests beyond int64", (ArgumentError,), lambda it: _made(it, max_tokens_per_request=2**63)),
-    Misuse("pages of no slot pool", (ArgumentError,), lambda it: _made(it, slots=it[0])),
-    Misuse("pages of no tokens", (ArgumentError,), lambda it: _made(it, page_size=0)),
+    ("give back before -1", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], first=-1)),
+    ("give back half a token", DtypeError, lambda it: it[0].truncate(it[1], first=0.5)),
+    ("give back for too many", ShapeError, lambda it: it[0].truncate(it[1], first=np.array([0, 0]))),
+    ("truncate to -1", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], -1)),
+    ("take -1 pages", ArgumentError, lambda it: it[0].take(-1)),
+    ("take half a page", DtypeError, lambda it: it[0].take(0.5)),
+    ("hold half a page", Code.PAGE_ALIGNMENT, lambda it: it[0].hold(it[1], 1), _pages_of_two),
+    ("hold what is not committed", Code.LENGTH_ORDER, lambda it: it[0].hold(it[1], 8 * it[0].page_size)),
+    ("share half a page", Code.PAGE_ALIGNMENT, lambda it: it[0].share(it[1], _none(it), 1), _pages_of_two),
+    ("share what is not committed", Code.LENGTH_ORDER, lambda it: it[0].share(it[1], _none(it), 8 * it[0].page_size)),
+    ("share True tokens", DtypeError, lambda it: it[0].share(it[1], _none(it), True)),
+    ("share beyond int64", ArgumentError, lambda it: it[0].share(it[1], _none(it), 2**63)),
+    ("share from no request", ArgumentError, lambda it: it[0].share(_none(it), _none(it), 0)),
+    ("grow requests of another pool", ArgumentError, lambda it: it[0].grow(_foreign(it), 1)),
+    ("hold two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].hold(it[1].take([0, 0]), 0)),
+    ("share into a request with pages", ArgumentError, lambda it: it[0].share(it[1], it[1], 0), _has_pages),
+    ("one request twice", Code.SLOT_SHARED, lambda it: it[0].advance(it[1].take([0, 0]))),
+    ("leave twice in one call", Code.SLOT_DOUBLE_FREE, lambda it: it[0].release_requests(it[1].take([0, 0]))),
+    ("release padding", Code.SLOT_ZERO_ALLOCATED, lambda it: it[0].release(it[1].pad(2))),
+    ("release behind a number", ArgumentError, lambda it: it[0].release(it[1], after=3)),
+    ("release numbers", DtypeError, lambda it: it[0].release([1])),
+    ("release pages as slots", Code.UNIT_MISMATCH, lambda it: it[0].release(Pages.from_host(it[0].runtime, [1]))),
+    ("a lease made by hand", (ArgumentError, DtypeError), lambda it: it[0].share(7, it[1], 0)),
+    ("a page size beyond int64", ArgumentError, lambda it: _made(it, page_size=2**62)),
+    ("requests beyond int64", ArgumentError, lambda it: _made(it, max_tokens_per_request=2**63)),
+    ("pages of no slot pool", ArgumentError, lambda it: _made(it, slots=it[0])),
+    ("pages of no tokens", ArgumentError, lambda it: _made(it, page_size=0)),
 )
 
 

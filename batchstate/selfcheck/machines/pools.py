@@ -19,7 +19,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool, SlotStats
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on
+from batchstate.testing.machine import Machine, Misuse, agree, agree_on, misuses
 from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
 from batchstate.violations import Code
 
@@ -148,53 +148,47 @@ class SlotMachine(PoolMachine):
         "cleared while slots are live",
         "clearing behind a step in flight refused",
     )
-    MISUSES: ClassVar[tuple[Misuse[Any], ...]] = (
-        Misuse("take -1", (ArgumentError,), lambda pool: pool.take(-1)),
-        Misuse("take True", (DtypeError,), lambda pool: pool.take(True)),
-        Misuse("take half a slot", (DtypeError,), lambda pool: pool.take(0.5)),
-        Misuse("free numbers", (DtypeError,), lambda pool: pool.free(np.array([1]))),
-        Misuse("free pages", (Code.UNIT_MISMATCH,), lambda pool: pool.free(Pages.from_host(pool.runtime, [1]))),
-        Misuse("free behind a number", (ArgumentError,), lambda pool: pool.free(pool.take(0), after=5)),
-        Misuse("free behind a class", (ArgumentError,), lambda pool: pool.free(pool.take(0), after=ManualFence)),
-        Misuse("free a slot of no pool", (ArgumentError,), lambda pool: pool.free(Slots.from_host(pool.runtime, [1]))),
-        Misuse("free slot 0", (Code.SLOT_ZERO_ALLOCATED,), lambda pool: pool.free(_forged(pool, 0))),
-        Misuse("free slot -1", (Code.SLOT_OUT_OF_RANGE,), lambda pool: pool.free(_forged(pool, -1))),
-        Misuse("free beyond the last", (Code.SLOT_OUT_OF_RANGE,), lambda pool: pool.free(_forged(pool, pool.capacity))),
-        Misuse("query a slot out of range", (Code.SLOT_OUT_OF_RANGE,), lambda pool: pool.is_live([pool.capacity])),
-        Misuse("query half a slot", (DtypeError,), lambda pool: pool.is_live([0.5])),
-        Misuse(
+    MISUSES: ClassVar[tuple[Misuse[Any], ...]] = misuses(
+        ("take -1", ArgumentError, lambda pool: pool.take(-1)),
+        ("take True", DtypeError, lambda pool: pool.take(True)),
+        ("take half a slot", DtypeError, lambda pool: pool.take(0.5)),
+        ("free numbers", DtypeError, lambda pool: pool.free(np.array([1]))),
+        ("free pages", Code.UNIT_MISMATCH, lambda pool: pool.free(Pages.from_host(pool.runtime, [1]))),
+        ("free behind a number", ArgumentError, lambda pool: pool.free(pool.take(0), after=5)),
+        ("free behind a class", ArgumentError, lambda pool: pool.free(pool.take(0), after=ManualFence)),
+        ("free a slot of no pool", ArgumentError, lambda pool: pool.free(Slots.from_host(pool.runtime, [1]))),
+        ("free slot 0", Code.SLOT_ZERO_ALLOCATED, lambda pool: pool.free(_forged(pool, 0))),
+        ("free slot -1", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.free(_forged(pool, -1))),
+        ("free beyond the last", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.free(_forged(pool, pool.capacity))),
+        ("query a slot out of range", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.is_live([pool.capacity])),
+        ("query half a slot", DtypeError, lambda pool: pool.is_live([0.5])),
+        (
             "adopt a table sized by size",
-            (Code.TABLE_CAPACITY,),
+            Code.TABLE_CAPACITY,
             lambda pool: pool.adopt(pool.runtime.device_zeros((pool.size,), torch.int32), "small"),
         ),
-        Misuse(
-            "adopt a scalar",
-            (ShapeError,),
-            lambda pool: pool.adopt(pool.runtime.device_zeros((), torch.int32), "scalar"),
-        ),
-        Misuse("adopt a number", (ArgumentError,), lambda pool: pool.adopt(5, "number")),
-        Misuse("a table of a negative width", (ArgumentError,), lambda pool: pool.table("t", (-1,))),
-        Misuse("a table of a shape that is a number", (ShapeError,), lambda pool: pool.table("t", 5)),
-        Misuse("a pool of no slots", (ArgumentError,), lambda pool: SlotPool(pool.runtime, 0)),
-        Misuse("a pool of half a slot", (DtypeError,), lambda pool: SlotPool(pool.runtime, 0.5)),  # type: ignore[arg-type]
-        Misuse("a pool beyond int32", (ArgumentError,), lambda pool: SlotPool(pool.runtime, 2**31 - 2, reserve=1)),
-        Misuse("a pool without a runtime", (ArgumentError,), lambda pool: SlotPool(None, 3)),  # type: ignore[arg-type]
-        Misuse("a negative reserve", (ArgumentError,), lambda pool: SlotPool(pool.runtime, 1, reserve=-1)),
-        Misuse(
+        ("adopt a scalar", ShapeError, lambda pool: pool.adopt(pool.runtime.device_zeros((), torch.int32), "scalar")),
+        ("adopt a number", ArgumentError, lambda pool: pool.adopt(5, "number")),
+        ("a table of a negative width", ArgumentError, lambda pool: pool.table("t", (-1,))),
+        ("a table of a shape that is a number", ShapeError, lambda pool: pool.table("t", 5)),
+        ("a pool of no slots", ArgumentError, lambda pool: SlotPool(pool.runtime, 0)),
+        ("a pool of half a slot", DtypeError, lambda pool: SlotPool(pool.runtime, 0.5)),  # type: ignore[arg-type]
+        ("a pool beyond int32", ArgumentError, lambda pool: SlotPool(pool.runtime, 2**31 - 2, reserve=1)),
+        ("a pool without a runtime", ArgumentError, lambda pool: SlotPool(None, 3)),  # type: ignore[arg-type]
+        ("a negative reserve", ArgumentError, lambda pool: SlotPool(pool.runtime, 1, reserve=-1)),
+        (
             "states that do not suffice for one slot",
-            (ArgumentError,),
+            ArgumentError,
             lambda pool: HybridSlotPool(pool.runtime, 1, states=1, states_per_slot=2),
         ),
-        Misuse("states of no kind", (ArgumentError,), lambda pool: HybridSlotPool(pool.runtime, 1, states={})),
-        Misuse("states called slots", (ArgumentError,), lambda p: HybridSlotPool(p.runtime, 1, states={"slot": 1})),
-        Misuse(
+        ("states of no kind", ArgumentError, lambda pool: HybridSlotPool(pool.runtime, 1, states={})),
+        ("states called slots", ArgumentError, lambda p: HybridSlotPool(p.runtime, 1, states={"slot": 1})),
+        (
             "states per slot of a kind that is not there",
-            (ArgumentError,),
+            ArgumentError,
             lambda pool: HybridSlotPool(pool.runtime, 1, states={"mamba": 2}, states_per_slot={"swa": 1}),
         ),
-        Misuse(
-            "no states per slot", (ArgumentError,), lambda p: HybridSlotPool(p.runtime, 1, states=1, states_per_slot=0)
-        ),
+        ("no states per slot", ArgumentError, lambda p: HybridSlotPool(p.runtime, 1, states=1, states_per_slot=0)),
     )
 
     handles = Bundle("handles")
@@ -622,12 +616,14 @@ class HybridMachine(SlotMachine):
     )
     MISUSES: ClassVar[tuple[Misuse[Any], ...]] = (
         *SlotMachine.MISUSES,
-        Misuse("a kind that is not there", (ArgumentError,), lambda pool: pool.take(0, states={"swa": 1})),
-        Misuse("states of no slot", (ShapeError,), lambda pool: pool.take(0, states={"window": [1]})),
-        Misuse("-1 states", (ArgumentError,), lambda pool: pool.take(1, states={"window": -1})),
-        Misuse("more states than a slot has", (ArgumentError,), lambda pool: pool.take(1, states={"window": [3]})),
-        Misuse("half a state", (DtypeError,), lambda pool: pool.take(1, states={"window": 0.5})),
-        Misuse("a table of one of two kinds", (ArgumentError,), lambda pool: pool.state_table()),
+        *misuses(
+            ("a kind that is not there", ArgumentError, lambda pool: pool.take(0, states={"swa": 1})),
+            ("states of no slot", ShapeError, lambda pool: pool.take(0, states={"window": [1]})),
+            ("-1 states", ArgumentError, lambda pool: pool.take(1, states={"window": -1})),
+            ("more states than a slot has", ArgumentError, lambda pool: pool.take(1, states={"window": [3]})),
+            ("half a state", DtypeError, lambda pool: pool.take(1, states={"window": 0.5})),
+            ("a table of one of two kinds", ArgumentError, lambda pool: pool.state_table()),
+        ),
     )
 
     pool: HybridSlotPool

@@ -13,7 +13,7 @@ from batchstate.kv.pages import PageLease
 from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.selfcheck.machines.pools import PagesMachine
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import Misuse, agree
+from batchstate.testing.machine import agree, misuses
 from batchstate.violations import Code
 
 Key = tuple[int, ...]
@@ -38,36 +38,36 @@ class Held:
 
 It = tuple[PrefixCache, Slots]
 
-_MISUSES: tuple[Misuse[It], ...] = (
-    Misuse("a second cache", (ArgumentError,), lambda it: PrefixCache(it[0].pages)),
-    Misuse("a cache of no pages", (ArgumentError,), lambda it: PrefixCache(it[1])),  # type: ignore[arg-type]
-    Misuse(
+_MISUSES = misuses(
+    ("a second cache", ArgumentError, lambda it: PrefixCache(it[0].pages)),
+    ("a cache of no pages", ArgumentError, lambda it: PrefixCache(it[1])),
+    (
         "match one key twice",
-        (ArgumentError,),
+        ArgumentError,
         lambda it: it[0].match([*it[0]._cached.pages][:1] * 2),
         lambda it: len(it[0]) > 0,
     ),
-    Misuse("match lists", (ArgumentError,), lambda it: it[0].match([[1], [2]])),  # type: ignore[list-item]
-    Misuse("match text", (ArgumentError,), lambda it: it[0].match("hash")),
-    Misuse("insert lists", (ArgumentError,), lambda it: it[0].insert(it[1], [[1]])),  # type: ignore[list-item]
-    Misuse("insert before -1", (ArgumentError,), lambda it: it[0].insert(it[1], [], first=-1)),
-    Misuse("insert what is not committed", (Code.LENGTH_ORDER,), lambda it: it[0].insert(it[1], list(range(99)))),
-    Misuse("insert two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].insert(it[1].take([0, 0]), [])),
-    Misuse("fit -1 pages", (ArgumentError,), lambda it: it[0].fit(-1)),
-    Misuse("fit more keys than pages", (ArgumentError,), lambda it: it[0].fit(1, [(1,), (1, 2)])),
-    Misuse("evict half a page", (DtypeError,), lambda it: it[0].evict(0.5)),  # type: ignore[arg-type]
-    Misuse("remove text", (ArgumentError,), lambda it: it[0].remove("hash")),
-    Misuse("rebase onto a number", (ArgumentError, DtypeError), lambda it: it[0].pages.rebase(it[1], 7, 0)),  # type: ignore[arg-type]
-    Misuse("rebase behind a number", (ArgumentError,), lambda it: it[0].pages.rebase(it[1], it[1], 0, after=3)),  # type: ignore[arg-type]
-    Misuse(
+    ("match lists", ArgumentError, lambda it: it[0].match([[1], [2]])),
+    ("match text", ArgumentError, lambda it: it[0].match("hash")),
+    ("insert lists", ArgumentError, lambda it: it[0].insert(it[1], [[1]])),
+    ("insert before -1", ArgumentError, lambda it: it[0].insert(it[1], [], first=-1)),
+    ("insert what is not committed", Code.LENGTH_ORDER, lambda it: it[0].insert(it[1], list(range(99)))),
+    ("insert two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].insert(it[1].take([0, 0]), [])),
+    ("fit -1 pages", ArgumentError, lambda it: it[0].fit(-1)),
+    ("fit more keys than pages", ArgumentError, lambda it: it[0].fit(1, [(1,), (1, 2)])),
+    ("evict half a page", DtypeError, lambda it: it[0].evict(0.5)),
+    ("remove text", ArgumentError, lambda it: it[0].remove("hash")),
+    ("rebase onto a number", (ArgumentError, DtypeError), lambda it: it[0].pages.rebase(it[1], 7, 0)),
+    ("rebase behind a number", ArgumentError, lambda it: it[0].pages.rebase(it[1], it[1], 0, after=3)),
+    (
         "rebase two requests",
         (ArgumentError, Code.SLOT_SHARED),
         lambda it: it[0].pages.rebase(it[1].take([0, 0]), it[1], 0),
     ),
-    Misuse("rebase beyond int64", (ArgumentError,), lambda it: it[0].pages.rebase(it[1], it[1], 2**63)),
-    Misuse(
+    ("rebase beyond int64", ArgumentError, lambda it: it[0].pages.rebase(it[1], it[1], 2**63)),
+    (
         "hold what ends before it begins",
-        (Code.LENGTH_ORDER,),
+        Code.LENGTH_ORDER,
         lambda it: it[0].pages.hold(it[1], 0, first=it[0].pages.page_size),
     ),
 )

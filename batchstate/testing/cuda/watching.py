@@ -363,8 +363,9 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
             if self._detector.clocks.host.knows(clock.number, clock.work):
                 return query()
             asked = self._polled.get(clock.number)
-            if asked is None or self._asked(asked, query):  # what came behind it may not have run
-                asked = self._polled[clock.number] = self._fence(clock, "all of the stream")
+            if asked is not None and not self._asked(asked, query):
+                return False
+            asked = self._polled[clock.number] = self._fence(clock, "all of the stream")  # more may have come behind
             return self._asked(asked, query)
 
     def _asked(self, fence: RaceFence, query: Callable[[], bool]) -> bool:
