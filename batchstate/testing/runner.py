@@ -6,7 +6,6 @@ loads one that tries the same examples every time. Here the seed alone decides.
 
 import contextlib
 import time
-import unittest
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, final
@@ -195,27 +194,15 @@ def _named(machine: type[Machine], number: int, derandomize: bool) -> Any:
     return begin if derandomize else seed(number)(begin)
 
 
-class _Outcome(unittest.TestResult):
-    """Keeps the exception that ended a test, of any type."""
-
-    error: BaseException | None = None
-
-    def addError(self, test: Any, err: Any) -> None:  # noqa: N802 - the name is unittest's
-        self.error = err[1]
-
-    def addFailure(self, test: Any, err: Any) -> None:  # noqa: N802
-        self.error = err[1]
-
-
 def error_of(body: Callable[[], object]) -> BaseException | None:
-    """The exception that `body` raises, of any type; None if it returns."""
-    outcome = _Outcome()
-
-    def run() -> object:  # unittest wants a function with a name
-        return body()
-
-    unittest.FunctionTestCase(run).run(outcome)
-    return outcome.error
+    """The exception that `body` raises, of any type but KeyboardInterrupt; None if it returns."""
+    try:
+        body()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return error
+    return None
 
 
 def _code(error: BaseException) -> str:

@@ -13,8 +13,7 @@ import pytest
 
 from batchstate import levels
 from batchstate.errors import ArgumentError
-from batchstate.testing.pytest._runtimes import Opened
-from batchstate.testing.pytest._settings import settings_of
+from batchstate.testing.pytest._runtimes import Opened, settings_of
 from batchstate.violations import Code, Violation
 
 if TYPE_CHECKING:

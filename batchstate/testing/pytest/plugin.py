@@ -14,8 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from batchstate.runtime import Runtime
-    from batchstate.testing.pytest._runtimes import Openings
-    from batchstate.testing.pytest._settings import Settings
+    from batchstate.testing.pytest._runtimes import Openings, Settings
     from batchstate.testing.race import RaceReport
 
 MARK = "batchstate"
@@ -104,7 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from batchstate.errors import ArgumentError
 
         try:
-            from batchstate.testing.pytest._settings import chosen_level, level_in_force
+            from batchstate.testing.pytest._runtimes import chosen_level, level_in_force
 
             level = chosen_level(config)
         except ArgumentError as error:
@@ -166,7 +165,7 @@ def batchstate_runtime(
 
 
 def _settings_under_way(under_way: _UnderWay) -> "Settings":
-    from batchstate.testing.pytest._settings import Settings, settings_of
+    from batchstate.testing.pytest._runtimes import Settings, settings_of
 
     return Settings() if under_way.item is None else settings_of(under_way.item)
 
@@ -197,7 +196,7 @@ def _cuda_of(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
 def _level_of(item: pytest.Item) -> contextlib.AbstractContextManager[None]:
     if item.get_closest_marker(MARK) is not None:
         from batchstate.errors import ArgumentError
-        from batchstate.testing.pytest._settings import level_in_force, settings_of
+        from batchstate.testing.pytest._runtimes import level_in_force, settings_of
 
         with contextlib.suppress(ArgumentError):  # what is wrong with a mark is said when the test is set up
             checks = settings_of(item).checks
@@ -213,7 +212,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker(MARK) is None:
         return
     from batchstate.errors import ArgumentError
-    from batchstate.testing.pytest._settings import settings_of
+    from batchstate.testing.pytest._runtimes import settings_of
 
     try:
         settings = settings_of(item)
@@ -234,8 +233,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     if openings is not None:
         openings.end_test()
     if item.get_closest_marker(MARK) is not None or (openings is not None and openings.of_test):
-        from batchstate.testing.pytest._runtimes import check_passed
-        from batchstate.testing.pytest._settings import settings_of
+        from batchstate.testing.pytest._runtimes import check_passed, settings_of
 
         check_passed(settings_of(item), [] if openings is None else openings.of_test)
 

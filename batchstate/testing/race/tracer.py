@@ -15,14 +15,11 @@ from batchstate.testing.race.report import EventKind
 from batchstate.testing.tracing.clocks import StreamClock
 from batchstate.testing.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.testing.tracing.memory import HOST_KINDS, MemoryKind, Name
-from batchstate.testing.tracing.operations import MemoryAccess, tensors_in
+from batchstate.testing.tracing.operations import MemoryAccess, Operation, tensors_in
 from batchstate.testing.tracing.regions import ByteRegion, of_tensor
 
 Checked = list[tuple[RaceAllocation, ByteRegion, bool]]
 """Memory, the bytes of it, and whether they are written."""
-
-_EMPTY = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
-"""Operations whose results nothing has written."""
 
 _REMEDY = "say `reads=` and `writes=`: what a kernel or the replay of a graph touches, nothing else can know"
 
@@ -187,12 +184,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         Raises:
             Race: one of them is not ordered.
         """
-        found = [
-            MemoryAccess(one, region, writing)
-            for tensors, writing in ((reads, False), (writes, True))
-            for one in tensors
-            if (region := of_tensor(one)) is not None
-        ]
+        found = _whole(reads, writes)
         if found:
             seen, self.seen = self.seen, None  # a launch inside of another declares for itself
             try:
@@ -216,7 +208,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         for one in tensors_in(result):
             if self.allocations.of(one) is None and (self.on_cpu or self.kind_of(one) is MemoryKind.DEVICE):
                 allocation = self.allocate_on_device(one, entry)
-                if operation.name in _EMPTY:
+                if operation.leaves_empty:
                     self.detector.unwritten(allocation, entry)
         if waits:
             self._synchronise(operation.name, entry.stream.seen)
@@ -299,12 +291,12 @@ class RaceTracer(Tracer[RaceAllocation]):
                     if known is None:
                         self.allocate_on_device(one, entry)
             elif not from_host:
-                self._undecided(known or self.allocate(one, MemoryKind.UNDECIDED), one, operation.name)
+                self._undecided(known or self.allocate(one, MemoryKind.UNDECIDED), one, operation)
             elif known is None:
                 self.keep(one, MemoryKind.HOST)
         return result
 
-    def _undecided(self, allocation: RaceAllocation, tensor: torch.Tensor, name: str) -> None:
+    def _undecided(self, allocation: RaceAllocation, tensor: torch.Tensor, operation: Operation) -> None:
         """An operation of which nothing says where it ran has written a tensor.
 
         Should the tensor turn out to be the device's, it was written on the stream that is current now. Until then it
@@ -316,14 +308,14 @@ class RaceTracer(Tracer[RaceAllocation]):
             allocation.first_write = self.detector.event(
                 self.current(),
                 EventKind.OPERATION,
-                name,
+                operation.name,
                 writes=[(allocation.name, region)],
                 at=source_line(2),
                 hidden=first is None or first.hidden,
             )
             self.detector.note(allocation.first_write, [(allocation, region, True)])
             allocation.fresh = None
-            if name in _EMPTY:
+            if operation.leaves_empty:
                 self.detector.unwritten(allocation, allocation.first_write)
 
     # Copies between host and device
@@ -373,9 +365,7 @@ class RaceTracer(Tracer[RaceAllocation]):
 
     def _brought_to_host(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if name == "tolist":  # into numbers, which are not memory
-            region = of_tensor(tensor)
-            read = [] if region is None else [MemoryAccess(tensor, region, False)]
-            entry, values = self.access(EventKind.COPY_TO_HOST, str(EventKind.COPY_TO_HOST), read), tensor
+            entry, values = self.access(EventKind.COPY_TO_HOST, "copy to host", _whole([tensor])), tensor
         else:
             values = self.keep(tensor.detach().to(dtype, copy=True), MemoryKind.HOST)
             entry = self._transfer(EventKind.COPY_TO_HOST, tensor, values)
@@ -404,10 +394,9 @@ class RaceTracer(Tracer[RaceAllocation]):
         to_device, non_blocking = kwargs["device"].type != "cpu", bool(kwargs.get("non_blocking", False))
         pinned = non_blocking and (not to_device or self._is_pinned(source))
         made = self.access(EventKind.ALLOCATION, "empty", ()) if to_device else None
-        before, region = list(self.current().seen), of_tensor(source)
+        before = list(self.current().seen)
         kind = EventKind.COPY_TO_DEVICE if to_device else EventKind.COPY_TO_HOST
-        accesses = [MemoryAccess(source, region, False)] if region is not None else []
-        entry, checked = self.begin(kind, str(kind), accesses)
+        entry, checked = self.begin(kind, str(kind), _whole([source]))
         result: torch.Tensor = torch.ops.aten._to_copy.default(source, **kwargs)
         region = of_tensor(result)
         if region is not None and (to_device or pinned):
@@ -430,12 +419,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         return result.clone()
 
     def _transfer(self, kind: EventKind, source: torch.Tensor, target: torch.Tensor) -> Entry:
-        accesses = []
-        for one, writes in ((source, False), (target, True)):
-            region = of_tensor(one)
-            if region is not None:
-                accesses.append(MemoryAccess(one, region, writes))
-        return self.access(kind, str(kind), accesses)
+        return self.access(kind, str(kind), _whole([source], [target]))
 
     # What a launch declares, against what torch shows of it
 
@@ -500,3 +484,14 @@ class RaceTracer(Tracer[RaceAllocation]):
         if isinstance(value, Mapping):
             value = list(value.values())
         return isinstance(value, list | tuple) and any(self._is_traced(one) for one in value)
+
+
+def _whole(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor] = ()) -> list[MemoryAccess]:
+    """Accesses to all elements of some tensors."""
+    found: list[MemoryAccess] = []
+    for tensors, writing in ((reads, False), (writes, True)):
+        for one in tensors:
+            region = of_tensor(one)
+            if region is not None:
+                found.append(MemoryAccess(one, region, writing))
+    return found

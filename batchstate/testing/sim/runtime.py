@@ -206,13 +206,13 @@ class SimRuntime(TracedRuntime[DeviceStream]):
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
         with untraced():
             buffer = self._tracer.new(NewTensor(torch.uint8, (nbytes,), (1,))) if into is None else into[:nbytes]
-            self._tracer.copy_to_device(block.tensor[:nbytes], buffer, "upload")
+            self._tracer._copy_to_device(buffer, block.tensor[:nbytes], "upload")
             return buffer
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
         with untraced():
             source = source.view(torch.uint8)
-            self._tracer.copy_to_host(source, block.tensor[: source.numel()], "download")
+            self._tracer._copy_to_host(block.tensor[: source.numel()], source, "download")
 
     def _read_back(self, source: torch.Tensor) -> Array:
         self._device.drain(self._known_current())

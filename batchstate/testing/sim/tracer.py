@@ -67,10 +67,6 @@ class SimAllocation(Allocation):
     fill: Fill | None = None
 
 
-_LEAVE_EMPTY = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
-"""Operations that allocate, and do nothing on the device."""
-
-
 class SimTracer(Tracer[SimAllocation]):
     """Gives the device what is the device's.
 
@@ -209,7 +205,7 @@ class SimTracer(Tracer[SimAllocation]):
         call_args = [packed(one, self.pack) for one in args]
         call_kwargs = {key: packed(one, self.pack) for key, one in kwargs.items()}
         fresh = [self._allocated(one) for one in new]
-        if name not in _LEAVE_EMPTY:
+        if not operation.leaves_empty:
             targets = [packed(one, self.pack) for one in fresh] if any(new) else []
             seed = new_seed(kwargs.get("generator")) if operation.draws(args, kwargs) else None
             self.enqueue(name, Call(func, call_args, call_kwargs, targets, seed), lambda: written([*changed, *targets]))
@@ -250,7 +246,7 @@ class SimTracer(Tracer[SimAllocation]):
             if host:
                 return self.keep(one, MemoryKind.HOST)
             tensor = self._undecided(one)
-            if operation.name in _LEAVE_EMPTY:
+            if operation.leaves_empty:
                 return tensor
             tensor.copy_(one.detach())
             allocation = self.allocations.of(tensor)
@@ -271,11 +267,11 @@ class SimTracer(Tracer[SimAllocation]):
 
     # Copies
 
-    def copy_to_device(self, source: torch.Tensor, target: torch.Tensor, name: str = "copy to device") -> None:
+    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor, name: str = "copy to device") -> None:
         """Enqueues a copy of pinned memory, which it reads when it runs."""
         self._enqueue_copy(name, self.pack(target), source.data, self.allocations.of(source))
 
-    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor, name: str = "copy to host") -> None:
+    def _copy_to_host(self, target: torch.Tensor, source: torch.Tensor, name: str = "copy to host") -> None:
         """Enqueues a copy to pinned memory, which holds poison until it has run.
 
         Not where an earlier copy still has to read it: that reader is not early, and must not be misled.
@@ -291,12 +287,6 @@ class SimTracer(Tracer[SimAllocation]):
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         self.operations += 1
         return super()._copy(target, source, non_blocking)
-
-    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.copy_to_device(source, target)
-
-    def _copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.copy_to_host(source, target)
 
     def _copy_blocking(self, target: torch.Tensor, source: torch.Tensor, to_device: bool, non_blocking: bool) -> None:
         self._synchronise("copy_")

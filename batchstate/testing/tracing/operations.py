@@ -58,6 +58,8 @@ _NO_ACCESS = frozenset(
 )
 """Operations that read and write no element, though their schemas do not say so."""
 
+_EMPTY = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
+
 _STRIDED = torch.strided
 _LISTS = (list, tuple)
 
@@ -71,6 +73,7 @@ class Operation:
     Attributes:
         name: without namespace and overload.
         is_metadata: whether no element is read or written: views, and questions about shapes.
+        leaves_empty: whether it allocates, and writes nothing.
         takes_host_index: whether torch accepts a host tensor as index of a device tensor.
         written: arguments that it writes, by position, or by name where they are given by name alone.
         returned: for each result the argument that it is, by position or name, or None where it is a new tensor.
@@ -95,6 +98,7 @@ class Operation:
         aliases = [alias for alias in returns if alias is not None]
         is_view = torch.Tag.inplace_view in func.tags or (bool(aliases) and not any(one.is_write for one in aliases))
         self.is_metadata = is_view or self.name in _NO_ACCESS
+        self.leaves_empty = self.name in _EMPTY
         self.takes_host_index = self.name in _BY_MASK
         self._by_mask = self.name in _BY_MASK
         self._waits = self.name in WAITS
