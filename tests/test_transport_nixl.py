@@ -107,6 +107,29 @@ def test_strangers_wake_nobody() -> None:
         assert [one.tag for one in there.call("completions")] == [b"a peer"]
 
 
+def test_a_write_that_was_interrupted_before_its_rows_left_sends_no_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is under way, so it drains; but its tag, which says that its rows are there, never arrives."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with spawn_peer(EngineSide, NixlEngine) as there, contextlib.closing(EngineSide(NixlEngine)) as side:
+        there.call("register", MIB, SENTINEL)
+        side.register(MIB, seed=1)
+        name = side.connect(there.call("endpoint"))
+        monkeypatch.setattr(side.engine, "_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            side.write(name, Copies([0], [0], [0], [0], [4096]), b"interrupted")
+        monkeypatch.undo()
+        handle = side.engine.begun(b"interrupted")
+        assert handle is not None
+        assert side.engine.drain(handle)
+        side.write(name, Copies([0], [0], [0], [0], [64]), b"next")
+        assert side.ended(b"next") is Status.DONE
+        there.call("received", b"next")
+        assert [one.tag for one in there.call("completions")] == [b"next"]
+
+
 def test_shared_memory_reaches_this_machine_alone() -> None:
     """A peer elsewhere, whose end would not be seen, is refused before it is loaded, and so is one with a port."""
     with contextlib.closing(EngineSide(NixlEngine)) as side, contextlib.closing(EngineSide(make_nixl, "tcp")) as other:

@@ -1,65 +1,49 @@
-"""What an operation says where token lengths are out of order: the problem and the remedy.
-
-Each takes the two lengths that LENGTH_ORDER compares, the shorter first, and the most a request may have.
-"""
+"""What an operation says where token lengths are out of order: the problem and the remedy."""
 
 from collections.abc import Callable
 
 Explain = Callable[[int, int, int], tuple[str, str]]
+"""Problem and remedy of the two lengths that LENGTH_ORDER compares, the shorter first, and the most there may be."""
 
 
-def further(committed: int, asked: int, most: int) -> tuple[str, str]:
-    return (
-        f"{asked} tokens asked for, a request may have {most} (max_tokens_per_request)",
-        "finish the request, or make the PagePool with a larger max_tokens_per_request",
-    )
+def explained(problem: str, remedy: str) -> Explain:
+    """Both, with the three numbers put into the problem as {0}, {1} and {2}."""
+    return lambda shorter, longer, most: (problem.format(shorter, longer, most), remedy)
 
 
-def totals(committed: int, asked: int, most: int) -> tuple[str, str]:
-    if asked > most:
-        return further(committed, asked, most)
-    if asked < 0:
-        return f"{asked} tokens asked for", "pass 0 or more"
-    return (
-        f"{asked} tokens asked for in all, and {committed} are committed",
-        "lengths are totals and cannot shrink here; `truncate` takes tokens back, `advance` adds",
-    )
+FURTHER = explained(
+    "{1} tokens asked for, a request may have {2} (max_tokens_per_request)",
+    "finish the request, or make the PagePool with a larger max_tokens_per_request",
+)
+UNCOMMITTED = explained(
+    "{0} tokens are to be committed, {1} are allocated", "`grow` first, or `extend`, which does both"
+)
+TRUNCATED = explained(
+    "truncation to {0} tokens, of {1} that are committed",
+    "pass a total from 0 to what is committed; `extend` and `advance` add tokens",
+)
+BEYOND = explained(
+    "position {0} is to be the first, of {1} tokens",
+    "pass 0 to as many as stay committed; to give everything back, `release` the pages",
+)
+BEHIND_THE_FRONT = explained(
+    "truncation to {1} tokens, and the pages of the first {0} were given back",
+    "`release` the pages of the request, and let it begin anew",
+)
+OVERWRITTEN = explained(
+    "{0} tokens count as written, of {1} that are committed", "report it: what is given back is to be written anew"
+)
+SHORT_PREFIX = explained(
+    "a prefix of {0} tokens asked for, {1} are committed", "commit the tokens first, or ask for fewer"
+)
+_NEGATIVE = explained("{1} tokens asked for", "pass 0 or more")
+_SHRUNK = explained(
+    "{1} tokens asked for in all, and {0} are committed",
+    "lengths are totals and cannot shrink here; `truncate` takes tokens back, `advance` adds",
+)
 
 
-def uncommitted(asked: int, allocated: int, most: int) -> tuple[str, str]:
-    return (
-        f"{asked} tokens are to be committed, {allocated} are allocated",
-        "`grow` first, or `extend`, which does both",
-    )
-
-
-def truncated(asked: int, committed: int, most: int) -> tuple[str, str]:
-    return (
-        f"truncation to {asked} tokens, of {committed} that are committed",
-        "pass a total from 0 to what is committed; `extend` and `advance` add tokens",
-    )
-
-
-def beyond(asked: int, there: int, most: int) -> tuple[str, str]:
-    return (
-        f"position {asked} is to be the first, of {there} tokens",
-        "pass 0 to as many as stay committed; to give everything back, `release` the pages",
-    )
-
-
-def behind_the_front(first: int, asked: int, most: int) -> tuple[str, str]:
-    return (
-        f"truncation to {asked} tokens, and the pages of the first {first} were given back",
-        "`release` the pages of the request, and let it begin anew",
-    )
-
-
-def overwritten(written: int, committed: int, most: int) -> tuple[str, str]:
-    return (
-        f"{written} tokens count as written, of {committed} that are committed",
-        "report it: what is given back is to be written anew",
-    )
-
-
-def short_prefix(asked: int, there: int, most: int) -> tuple[str, str]:
-    return f"a prefix of {asked} tokens asked for, {there} are committed", "commit the tokens first, or ask for fewer"
+def explain_total(committed: int, asked: int, most: int) -> tuple[str, str]:
+    """Of a length that is a total."""
+    explain = FURTHER if asked > most else _NEGATIVE if asked < 0 else _SHRUNK
+    return explain(committed, asked, most)

@@ -13,7 +13,7 @@ from batchstate import invariants, levels
 from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations, SlotListener, Transaction
 from batchstate._arrays import arange_per_row
 from batchstate.indices import Handles
-from batchstate.kv import _lengths
+from batchstate.kv._lengths import OVERWRITTEN
 from batchstate.mirror import Contract
 from batchstate.runtime import Fence, Runtime, Stream
 from batchstate.runtime.agreement import QueriedFence
@@ -639,19 +639,13 @@ class PageOwners(SlotListener):
         """Checks every invariant of the pages from scratch, and that each belongs to a live slot or a lease."""
         table, references = self._table, self._references
         num_pages = references.allocator.size
-        where: Where = {
-            "object": references.allocator.label,
-            "operation": "verify",
-            "step": references.runtime.step,
-        }
+        where = references._where("verify")
         held = [lease.pages for lease in self._leases.values()]
         leased = np.bincount(np.concatenate([np.empty(0, dtype=np.int64), *held]), minlength=num_pages + 1)
         references.verify(table.holders(num_pages) + leased)
         size = table.page_size
         invariants.length_order(table.committed, table.num_pages * size, table.width * size, **where)
-        invariants.length_order(
-            self._writes.tokens, table.committed, table.width * size, explain=_lengths.overwritten, **where
-        )
+        invariants.length_order(self._writes.tokens, table.committed, table.width * size, explain=OVERWRITTEN, **where)
         # Each row names pages exactly from the first that was not given back up to its last one.
         columns = np.arange(table.width)
         named = (table.pages != 0) & (columns < table.num_pages[:, None]) & (columns >= table.first[:, None])

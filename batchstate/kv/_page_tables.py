@@ -75,15 +75,10 @@ def check_page_zero(pool: "PagePool", buffers: tuple[torch.Tensor, ...], operati
 def check_req_to_token(pool: "PagePool", table: Table) -> None:
     """Refuses a table of other slots, with rows too short for a request, or with values that are not locations."""
     untyped: object = table
-    if not isinstance(untyped, Table):
+    if not isinstance(untyped, Table) or table.space is not pool.slots:
+        other = f", of another pool, {table.space.name!r}" if isinstance(untyped, Table) else ""
         raise ArgumentError(
-            f"{pool.name}: req_to_token is {table!r}",
-            value=table,
-            remedy=f"make it with `table(...)` of {pool.slots!r}",
-        )
-    if table.space is not pool.slots:
-        raise ArgumentError(
-            f"{pool.name}: req_to_token {table!r} is indexed by another pool, {table.space.name!r}",
+            f"{pool.name}: req_to_token is {table!r}{other}",
             value=table,
             remedy=f"make it with `table(...)` of {pool.slots!r}",
         )

@@ -12,7 +12,7 @@ from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import amounts, count, read_only
 from batchstate.errors import ArgumentError
 from batchstate.indices import Slots
-from batchstate.kv import _lengths
+from batchstate.kv._lengths import SHORT_PREFIX, UNCOMMITTED, explain_total
 from batchstate.runtime import Fence, check_fence
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ class PageSharing:
         there = np.array([self.held(lease, "commit").tokens])
         where, before = self._pool._where("commit"), np.array([lease._written])
         most = max(lease.tokens, int(tokens[0]))  # a lease may be longer than a request
-        invariants.length_order(before, tokens, most, explain=_lengths.totals, **where)
-        invariants.length_order(tokens, there, lease.tokens, explain=_lengths.uncommitted, **where)
+        invariants.length_order(before, tokens, most, explain=explain_total, **where)
+        invariants.length_order(tokens, there, lease.tokens, explain=UNCOMMITTED, **where)
         if lease._written:
             self._writes.wait(np.array([lease._writer]))
         self._transaction.operation = "commit"
@@ -219,7 +219,7 @@ class PageSharing:
         rows = pool._begin(self._one(slots, operation), operation)
         pages, writer = self.prefix(source, tokens, operation)
         length = np.array([tokens])
-        pool._check_lengths(length, table.committed[rows], operation, _lengths.short_prefix)
+        pool._check_lengths(length, table.committed[rows], operation, SHORT_PREFIX)
         if tokens:
             pool.check_readable(rows, length, operation)
         pool._check_release(rows, operation)
@@ -284,7 +284,7 @@ class PageSharing:
         """How many pages `tokens` tokens are, which have to be whole pages and at most `available`."""
         length, there, where = np.array([tokens]), np.array([available]), self._pool._where(operation)
         invariants.page_alignment(length, self._pool.page_size, **where)
-        invariants.length_order(length, there, available, explain=_lengths.short_prefix, **where)
+        invariants.length_order(length, there, available, explain=SHORT_PREFIX, **where)
         return tokens // self._pool.page_size
 
     def _check_distinct(self, pages: Ints, source: Source, operation: str) -> None:

@@ -26,6 +26,7 @@ from batchstate._arrays import MOST_ROWS, amounts, arange_per_row, count
 from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
 from batchstate.errors import ArgumentError, CaptureError, DeviceError
 from batchstate.indices import HostLocations, Locations, Slots
+from batchstate.kv._lengths import explained
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
 from batchstate.kv.host_pool import HostKVPool, HostRanges, HostStats
 from batchstate.kv.last_location import LastLocation
@@ -590,7 +591,7 @@ class HiSparse(Guided):
             )
         requests = self._requests
         last, backed, most = requests.length[rows], requests.backed[rows], requests.max_tokens[rows]
-        invariants.length_order(length, most, int(most.max(initial=0)), explain=_outgrown, **where)
+        invariants.length_order(length, most, int(most.max(initial=0)), explain=_OUTGROWN, **where)
         # A step accepts one token at least. Where lengths are bounds, results say so later.
         least = np.where(settled == before, backed + (last > backed), backed)
         wrong = (settled < least) | (settled > before) | (before > last)
@@ -603,7 +604,7 @@ class HiSparse(Guided):
                 remedy="go on after tokens that were mapped, each request once a step; `tokens` says how many are new",
             )
         invariants.length_order(
-            length - settled, np.full_like(length, self.hot_tokens), self.hot_tokens, explain=_too_far, **where
+            length - settled, np.full_like(length, self.hot_tokens), self.hot_tokens, explain=_TOO_FAR, **where
         )
         if levels.cheap:
             invariants.mirror_equal(requests.held[rows], self.pages.committed(slots), **where)
@@ -755,13 +756,6 @@ class HiSparse(Guided):
         return {"object": self, "operation": operation, "step": self.runtime.step}
 
 
-def _too_far(asked: int, capacity: int, most: int) -> tuple[str, str]:
-    return (
-        f"{asked} tokens that are new or not confirmed, in hot buffers of {most}",
-        "confirm what results have shown before more is mapped, or make hot_tokens larger",
-    )
-
-
 def _padded(numbers: Ints, size: SupportsIndex) -> Ints:
     """`numbers` with zeros behind them, int64[size]. ArgumentError: there are more."""
     width = count(size, "backups", most=MOST_ROWS)
@@ -775,16 +769,15 @@ def _padded(numbers: Ints, size: SupportsIndex) -> Ints:
 
 
 def _not_reserved(asked: int, capacity: int, most: int) -> tuple[str, str]:
-    if capacity > most:
-        return (
-            f"room for {capacity} tokens asked for, the host tier has {most}",
-            "ask for less, or make the pool larger",
-        )
-    return f"{asked} tokens, and room for {capacity}", "reserve room for the tokens that come and all that follow"
+    return (_TOO_LARGE if capacity > most else _NOT_RESERVED)(asked, capacity, most)
 
 
-def _outgrown(asked: int, capacity: int, most: int) -> tuple[str, str]:
-    return (
-        f"{asked} tokens with the new one, {capacity} were reserved",
-        "finish the request, or reserve more at admission",
-    )
+_TOO_FAR = explained(
+    "{0} tokens that are new or not confirmed, in hot buffers of {2}",
+    "confirm what results have shown before more is mapped, or make hot_tokens larger",
+)
+_OUTGROWN = explained(
+    "{0} tokens with the new one, {1} were reserved", "finish the request, or reserve more at admission"
+)
+_TOO_LARGE = explained("room for {1} tokens asked for, the host tier has {2}", "ask for less, or make the pool larger")
+_NOT_RESERVED = explained("{0} tokens, and room for {1}", "reserve room for the tokens that come and all that follow")

@@ -22,7 +22,16 @@ from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, ShapeError
 from batchstate.indices import Locations, Pages, Slots
 from batchstate.invariants import times_checked
-from batchstate.kv import _lengths
+from batchstate.kv._lengths import (
+    BEHIND_THE_FRONT,
+    BEYOND,
+    FURTHER,
+    SHORT_PREFIX,
+    TRUNCATED,
+    UNCOMMITTED,
+    Explain,
+    explain_total,
+)
 from batchstate.kv._page_state import ONE, KVWrites, PageOwners, PageReferences, PageSpace, PageTable
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
 from batchstate.kv._sharing import PageLease, PageSharing, Source
@@ -337,7 +346,7 @@ class PagePool(Guided):
                 remedy="name one slot, and positions in ascending order",
             )
         lengths = np.array([end], dtype=np.int64)
-        self._check_lengths(lengths, self._table.committed[rows], operation, _lengths.short_prefix)
+        self._check_lengths(lengths, self._table.committed[rows], operation, SHORT_PREFIX)
         self._check_written(lengths, self.writes.tokens[rows], operation)
         self.check_readable(rows, np.array([begin]), operation, window=1)
         positions = np.arange(begin, end, dtype=np.int64)
@@ -631,7 +640,7 @@ class PagePool(Guided):
         start = table.committed[rows]
         self._check_lengths(start, totals, "commit")
         allocated, most = table.num_pages[rows] * self.page_size, table.width * self.page_size
-        invariants.length_order(totals, allocated, most, explain=_lengths.uncommitted, **self._where("commit"))
+        invariants.length_order(totals, allocated, most, explain=UNCOMMITTED, **self._where("commit"))
         self._check_writable(rows, start, totals - start, "commit")
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
@@ -660,7 +669,7 @@ class PagePool(Guided):
             As `grow` and `commit`. Nothing was changed.
         """
         rows, totals = self._begin_with(slots, total_lens, "extend")
-        return self._extend(slots, rows, self._table.committed[rows], totals, "extend", _lengths.totals)
+        return self._extend(slots, rows, self._table.committed[rows], totals, "extend", explain_total)
 
     def advance(self, slots: Slots, num_new_tokens: "Amount" = 1) -> Extension:
         """Grows and commits each slot by `num_new_tokens`: what a decode step does, O(requests).
@@ -690,7 +699,7 @@ class PagePool(Guided):
             )
         start = self._table.committed[rows]
         # A sum that wraps is less than `start`, so that the check of the lengths finds it.
-        return self._extend(slots, rows, start, start + counts, "advance", _lengths.further)
+        return self._extend(slots, rows, start, start + counts, "advance", FURTHER)
 
     def _extend_by_one(self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str) -> Extension:
         """The hot path of decoding: nothing is ragged. The lengths are checked."""
@@ -710,7 +719,7 @@ class PagePool(Guided):
         if longest is not None and longest <= self.max_tokens_per_request:
             times_checked[LENGTH_ORDER] += 1
         else:
-            self._check_lengths(totals, totals, operation, _lengths.further)
+            self._check_lengths(totals, totals, operation, FURTHER)
 
     def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
         """Where the KV of `counts` positions of each live slot from `start` on lies, int64[t]. For the library.
@@ -789,7 +798,7 @@ class PagePool(Guided):
         self._table.committed[rows] = totals
 
     def _extend(
-        self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str, explain: _lengths.Explain
+        self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str, explain: Explain
     ) -> Extension:
         """Allocates and commits each row from `start` to `totals`."""
         self._check_lengths(start, totals, operation, explain)
@@ -955,13 +964,13 @@ class PagePool(Guided):
         committed = table.committed[rows]
         totals = committed if ends is None else _each(ends, rows)
         self._check_release(rows, operation)
-        self._check_lengths(totals, committed, operation, _lengths.truncated)
+        self._check_lengths(totals, committed, operation, TRUNCATED)
         keep, front = table.pages_needed(totals), table.first[rows]
-        self._check_lengths(front * self.page_size, totals, operation, _lengths.behind_the_front)
+        self._check_lengths(front * self.page_size, totals, operation, BEHIND_THE_FRONT)
         loses = (totals < committed) | (keep < table.num_pages[rows])
         if begins is not None:
             starts = _each(begins, rows)
-            self._check_lengths(starts, totals, operation, _lengths.beyond)
+            self._check_lengths(starts, totals, operation, BEYOND)
             new_front = np.maximum(starts // self.page_size, front)
             loses |= new_front > front
             front = new_front
@@ -1058,9 +1067,7 @@ class PagePool(Guided):
             numbers = lined_up(numbers, slots.row_set, what)
         return amounts(numbers, len(slots), what)
 
-    def _check_lengths(
-        self, shorter: Ints, longer: Ints, operation: str, explain: _lengths.Explain = _lengths.totals
-    ) -> None:
+    def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = explain_total) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
         high = longer.view(np.uint64)  # in which negative numbers are the largest
         if 1 not in (high > self._most).tobytes() and (  # a fraction of what `np.count_nonzero` takes

@@ -17,7 +17,6 @@ import enum
 import importlib
 import secrets
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Self, Unpack, final
 
@@ -264,6 +263,17 @@ class Peer:
     native: Any = attrs.field(default=None, repr=False)
     lost: str | None = None
 
+    def check_lost(self) -> None:
+        """Refuses to write where the peer is gone.
+
+        Raises:
+            TransferError: it is.
+        """
+        if self.lost is not None:
+            raise TransferError(
+                f"peer {self.instance} is gone: {self.lost}", value=self.instance, remedy="connect to its next instance"
+            )
+
 
 @final
 @attrs.define(eq=False)
@@ -419,8 +429,7 @@ class Engine(abc.ABC):
         self._next_region = 0  # an index is never given twice
         self._peers: dict[str, Peer] = {}
         self._open: dict[bytes, Handle] = {}
-        self._recent: deque[bytes] = deque()
-        self._used: set[bytes] = set()
+        self._used: dict[bytes, None] = {}  # tags, the oldest first
         self._closed = False
 
     def __repr__(self) -> str:
@@ -604,10 +613,7 @@ class Engine(abc.ABC):
         known: object = peer
         if not isinstance(known, Peer) or self._peers.get(peer.instance) is not peer:
             raise ArgumentError(f"expected a peer of {self!r}, got {peer!r}", value=peer, remedy="connect to it first")
-        if peer.lost is not None:
-            raise TransferError(
-                f"peer {peer.instance} is gone: {peer.lost}", value=peer.instance, remedy="connect to its next instance"
-            )
+        peer.check_lost()
         self._check_tag(tag)
         sources, targets = _addresses(
             self._regions,
@@ -627,7 +633,9 @@ class Engine(abc.ABC):
                 handle.status, handle.reason = Status.UNKNOWN, f"interrupted while it began: {error!r}"
                 handle.interrupted = True
             raise
-        self._remember(tag)
+        self._used[tag] = None
+        if len(self._used) > REMEMBERED_TAGS:
+            del self._used[next(iter(self._used))]
         return handle
 
     def begun(self, tag: bytes) -> Handle | None:
@@ -688,12 +696,6 @@ class Engine(abc.ABC):
         if tag in self._used or tag in self._open:
             raise ArgumentError(f"tag {tag!r} was used before", value=tag, remedy="a retry has a tag of its own")
 
-    def _remember(self, tag: bytes) -> None:
-        self._used.add(tag)
-        self._recent.append(tag)
-        while len(self._recent) > REMEMBERED_TAGS:
-            self._used.discard(self._recent.popleft())
-
     def _end(self, handle: Handle) -> None:
         handle.drained = True
         self._open.pop(handle.tag, None)
@@ -730,29 +732,21 @@ def _addresses(
 def _inside(regions: _ByIndex, indices: Ints, offsets: Ints, copies: Copies, side: str, where: Where) -> Ints:
     if not len(copies):
         return np.empty(0, dtype=np.int64)
+    one_layer = bool((indices == indices[0]).all())
+    present = indices[:1] if one_layer else np.unique(indices)
+    for index in present.tolist():
+        if index not in regions:
+            raise ArgumentError(
+                f"{side} region {index} is not registered",
+                value=index,
+                remedy="register memory before the endpoint is made, and use the indices of `Region`",
+            )
+    places = np.array([(regions[index].address, regions[index].nbytes) for index in present.tolist()], dtype=np.int64)
+    begins, sizes = places[0].tolist() if one_layer else places[np.searchsorted(present, indices)].T
     there: Where = {**where, "operation": f"write ({side})"}
-    first = int(indices[0])
-    if (indices == first).all():  # one layer
-        region = _region(regions, first, side)
-        invariants.transfer_bounds(offsets, copies.lengths, 0, region.nbytes, **there)
-        return offsets + region.address
-    present = np.unique(indices)
-    found = [_region(regions, index, side) for index in present.tolist()]
-    which = np.searchsorted(present, indices)
-    sizes = np.array([region.nbytes for region in found], dtype=np.int64)[which]
     invariants.transfer_bounds(offsets, copies.lengths, 0, sizes, **there)
-    begins: Ints = np.array([region.address for region in found], dtype=np.int64)[which]
-    return begins + offsets
-
-
-def _region(regions: _ByIndex, index: int, side: str) -> Region | RemoteRegion:
-    if index not in regions:
-        raise ArgumentError(
-            f"{side} region {index} is not registered",
-            value=index,
-            remedy="register memory before the endpoint is made, and use the indices of `Region`",
-        )
-    return regions[index]
+    addresses: Ints = offsets + begins
+    return addresses
 
 
 def check_trusted(why: str, trusted_network: bool) -> None:

@@ -353,7 +353,8 @@ class NixlEngine(Engine):
     # Memory
 
     def _register(self, region: Region) -> None:
-        kind, device = _place(region)
+        on_device = region.device == "cuda" and isinstance(region.memory, torch.Tensor)
+        kind, device = ("VRAM", region.memory.get_device()) if on_device else ("DRAM", 0)  # type: ignore[union-attr]
         native = self._nixl.nixlRegDList(self._kind(kind), [(region.address, region.nbytes, device, "")])
         try:
             self._agent.registerMem(native, self._backends)
@@ -382,13 +383,9 @@ class NixlEngine(Engine):
         places = dict(fields["places"])
         if not peer.regions.keys() <= places.keys():
             raise _no_endpoint(peer, "it does not say where its regions lie")
-        link = _Link(peer.instance, places, Process(fields["process"]), fields["mailbox"])
-        if link.process.ended():
-            raise TransferError(
-                f"peer {peer.instance} is gone: its process has ended",
-                value=peer.instance,
-                remedy="connect to its next instance",
-            )
+        peer.native = link = _Link(peer.instance, places, Process(fields["process"]), fields["mailbox"])
+        self._look(peer)
+        peer.check_lost()
         if not (self.has_port or link.process.known):
             raise HandshakeError(
                 f"peer {peer.instance} runs on another machine, or in another PID namespace",
@@ -406,7 +403,6 @@ class NixlEngine(Engine):
             if name not in self._peers:
                 self._agent.invalidateRemoteMD(name)
             raise _no_endpoint(peer, f"it reaches {name}")
-        peer.native = link
 
     def _disconnect(self, peer: Peer) -> None:
         link: _Link = peer.native
@@ -419,57 +415,43 @@ class NixlEngine(Engine):
 
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
         peer, link = handle.peer, handle.peer.native
-        handle.native = _Request(None)
+        handle.native = request = _Request(None)
         self._look(peer)
-        if peer.lost is None:
-            try:
-                if self._mailbox is not None:
-                    handle.native.mail, tag = handle.tag, b""
-                else:
-                    tag = _tag_mac(peer.secret, self.instance, handle.tag) + handle.tag
-                if len(copies):
-                    rows = (
-                        self._rows(self._places, copies.source_regions, sources, copies.lengths),
-                        self._rows(link.places, copies.target_regions, targets, copies.lengths),
-                    )
-                elif self._mailbox is not None:
-                    return
-                elif self._regions and peer.regions:  # a row of no bytes: its end says that the tag has left
-                    ours, theirs = next(iter(self._regions.values())), next(iter(peer.regions.values()))
-                    rows = tuple(
-                        self._rows(places, np.array([one.index]), np.array([one.address]), np.zeros(1, dtype=np.int64))
-                        for places, one in ((self._places, ours), (link.places, theirs))
-                    )
-                else:
-                    self._agent.genNotif(link.name, tag)
-                    return
-                handle.native.number = self._agent.createXferReq(
-                    self._nixl.NIXL_WRITE,
-                    *rows,
-                    link.name,
-                    tag,
-                    self._backends,
-                )
-            except self._errors as error:
-                self._notice_loss(peer, error)
-                if peer.lost is None:
-                    raise TransferError(
-                        f"NIXL refuses a write of {len(copies)} rows to {peer.instance}: {error}",
-                        value=peer.instance,
-                        remedy="connect to an endpoint made after the memory was registered, still registered there",
-                    ) from error
-        if peer.lost is not None:
-            raise TransferError(
-                f"peer {peer.instance} is gone: {peer.lost}", value=peer.instance, remedy="connect to its next instance"
-            )
+        peer.check_lost()
+        mailed = self._mailbox is not None
+        tag = b"" if mailed else _tag_mac(peer.secret, self.instance, handle.tag) + handle.tag
+        here, there, lengths = copies.source_regions, copies.target_regions, copies.lengths
+        if not len(copies):
+            if mailed:
+                request.mail = handle.tag
+                return
+            if self._regions and peer.regions:  # a row of no bytes: its end says that the tag has left
+                ours, theirs = next(iter(self._regions.values())), next(iter(peer.regions.values()))
+                here, there, lengths = np.array([ours.index]), np.array([theirs.index]), np.zeros(1, dtype=np.int64)
+                sources, targets = np.array([ours.address]), np.array([theirs.address])
         try:
-            self._agent.postXferReq(handle.native.number, b"")
+            if not len(lengths):
+                self._agent.genNotif(link.name, tag)
+                return
+            rows = self._rows(self._places, here, sources, lengths), self._rows(link.places, there, targets, lengths)
+            request.number = self._agent.createXferReq(self._nixl.NIXL_WRITE, *rows, link.name, tag, self._backends)
         except self._errors as error:
             self._notice_loss(peer, error)
-            handle.native.error = str(error)
+            peer.check_lost()
+            raise TransferError(
+                f"NIXL refuses a write of {len(copies)} rows to {peer.instance}: {error}",
+                value=peer.instance,
+                remedy="connect to an endpoint made after the memory was registered, still registered there",
+            ) from error
+        try:
+            self._agent.postXferReq(request.number, b"")
+            request.mail = handle.tag if mailed else None  # not before: without its rows the tag must never go
+        except self._errors as error:
+            self._notice_loss(peer, error)
+            request.error = str(error)
 
     def _poll(self, handle: Handle) -> Status:
-        request: _Request = handle.native
+        request, peer = handle.native, handle.peer
         if not request.error:
             try:
                 state = self._nixl.NIXL_SUCCESS
@@ -477,28 +459,22 @@ class NixlEngine(Engine):
                     state = self._agent.getXferStatus(request.number)
                 if state == self._nixl.NIXL_SUCCESS:
                     self._release(request)
-                    if self._mailed(request, handle.peer):
+                    # What is mailed goes behind a write that has landed, and waits while the mailbox is full.
+                    box, mail = self._mailbox, request.mail
+                    if box is None or mail is None or box.send(peer.native.mailbox, peer.secret, mail):
                         return Status.DONE
                     state = self._nixl.NIXL_IN_PROG
-                self._look(handle.peer)
-                if state == self._nixl.NIXL_IN_PROG and handle.peer.lost is None:
+                self._look(peer)
+                if state == self._nixl.NIXL_IN_PROG and peer.lost is None:
                     return Status.PENDING
-                request.error = handle.peer.lost or str(state)
+                request.error = peer.lost or str(state)
             except self._errors as error:
-                self._notice_loss(handle.peer, error)
+                self._notice_loss(peer, error)
                 request.error = str(error)
             except OSError as error:
                 request.error = f"its mailbox is gone ({error})"
         handle.reason = request.error
         return Status.UNKNOWN
-
-    def _mailed(self, request: _Request, peer: Peer) -> bool:
-        """Sends what is to be mailed behind a write that has landed; False where it has to wait."""
-        if request.mail is not None and self._mailbox is not None:
-            if not self._mailbox.send(peer.native.mailbox, peer.secret, request.mail):
-                return False
-            request.mail = None
-        return True
 
     def _drained(self, handle: Handle) -> bool:
         if not handle.peer.native.process.ended():
@@ -543,14 +519,13 @@ class NixlEngine(Engine):
         rows = np.empty((len(regions), 3), dtype=np.uint64)
         rows[:, 0] = addresses
         rows[:, 1] = lengths
-        every = set(places.values())
-        if len(every) > 1:  # several devices, or both kinds
+        if len(set(places.values())) > 1:  # several devices, or both kinds
             present, which = np.unique(regions, return_inverse=True)
-            every = {places[index] for index in present.tolist()}
-            rows[:, 2] = np.array([places[index][1] for index in present.tolist()])[which]
+            places = {index: places[index] for index in present.tolist()}
+            rows[:, 2] = np.array([device for _, device in places.values()])[which]
         else:
-            rows[:, 2] = next(iter(every))[1]
-        kinds = {kind for kind, _ in every}
+            rows[:, 2] = next(iter(places.values()))[1]
+        kinds = {kind for kind, _ in places.values()}
         if len(kinds) > 1:
             raise ArgumentError(
                 "one write with rows of host memory and of device memory", value=kinds, remedy="write them apart"
@@ -607,12 +582,6 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-def _place(region: Region) -> _Place:
-    if region.device == "cuda" and isinstance(region.memory, torch.Tensor):
-        return "VRAM", region.memory.get_device()
-    return "DRAM", 0
 
 
 def _no_endpoint(peer: Peer, why: str) -> HandshakeError:
