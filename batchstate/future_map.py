@@ -639,7 +639,7 @@ class FutureMap(Guided):
             known.counted = None if index.is_inference() else index
         _, memory, index = known.read_on
         gathered: torch.Tensor = self.runtime.launch(
-            torch.index_select, memory, 0, index, reads=(memory, index), name=self._gather_names[field]
+            torch.gather, memory, 0, index, reads=(memory, index), name=self._gather_names[field]
         )
         entries.note_read(publications, stream)
         if levels.full:

@@ -87,24 +87,32 @@ class FakeModule(SimpleNamespace):
 
     Event = FakeEvent
     Stream = FakeStream
+    current: FakeStream
+    on: int
 
     def __init__(self) -> None:
-        super().__init__(default=FakeStream(), entered=[], capturing=False, sync_debug_mode=0, modes=[], available=True)
+        super().__init__(current=FakeStream(), on=0, capturing=False, sync_debug_mode=0, modes=[], available=True)
 
     def is_available(self) -> bool:
         return self.available
 
     def current_device(self) -> int:
-        return 0
+        return self.on
 
     def current_stream(self, device: torch.device) -> FakeStream:
-        return self.entered[-1] if self.entered else self.default
+        return self.current
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.entered.append(stream)
-        yield
-        self.entered.pop()
+        before, self.current, on = self.current, stream, self.on
+        self.on = 0
+        try:
+            yield
+        finally:
+            self.current, self.on = before, on
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.current, self.on = stream, 0
 
     def synchronize(self, device: torch.device) -> None:
         self.modes.append(self.sync_debug_mode)

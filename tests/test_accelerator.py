@@ -55,6 +55,21 @@ def test_values_cross_streams_in_order_and_alive(runtime: AcceleratorRuntime, mo
     assert runtime.counters.cross_stream_uses == 1
 
 
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_window_of_a_stream_leaves_stream_and_device_as_they_were(
+    runtime: AcceleratorRuntime, module: FakeModule, on: int
+) -> None:
+    """Also where an error ends it, and where another device is the current one."""
+    first, second, module.on = runtime.current_stream, runtime.stream("second"), on
+    with pytest.raises(ArgumentError), runtime.use(second):
+        assert (runtime.current_stream, module.on) == (second, 0)
+        with runtime.use(runtime.stream("third")):
+            assert runtime.current_stream.name == "third"
+        assert runtime.current_stream is second
+        raise ArgumentError("an error", value=None, remedy="none")
+    assert (runtime.current_stream, module.on) == (first, on)
+
+
 def test_columns_cross_streams_together(runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of a batch lie in one buffer: a stream that reads them all waits once and keeps it once."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)

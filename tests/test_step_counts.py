@@ -273,9 +273,9 @@ DEVICE_CALLS = {
         "record": 2,
         "query": 3,
         "is_current_stream_capturing": 5,
-        "current_stream": 5,
+        "current_stream": 6,
         "wait_event": 1,
-        "stream": 1,
+        "set_stream": 2,
     },
     # Besides one behind the table's scatter and that of the first ids, and the engine's own.
     "with churn": {"record": 4, "query": 5, "is_current_stream_capturing": 8, "current_stream": 13},
@@ -283,9 +283,9 @@ DEVICE_CALLS = {
         "record": 7,
         "query": 6,
         "is_current_stream_capturing": 14,
-        "current_stream": 18,
+        "current_stream": 19,
         "wait_event": 5,
-        "stream": 1,
+        "set_stream": 2,
     },
 }
 """What most decode steps ask of an accelerator beside copies and launches, at the most. Each takes up to 20 us there.
@@ -311,7 +311,7 @@ def test_device_calls_of_a_decode_step(kind: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(owner, name, counted)
 
     for owner, names in (
-        (FakeModule, ("current_stream", "is_current_stream_capturing", "stream")),
+        (FakeModule, ("current_stream", "is_current_stream_capturing", "set_stream", "stream")),
         (FakeEvent, ("__init__", "record", "query")),
         (FakeStream, ("wait_event",)),
     ):
