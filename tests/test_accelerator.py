@@ -1,5 +1,6 @@
 """The accelerator runtime against a stand-in for torch's device module, where no accelerator is needed."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,12 +62,12 @@ def test_a_window_of_a_stream_leaves_stream_and_device_as_they_were(
 ) -> None:
     """Also where an error ends it, and where another device is the current one."""
     first, second, module.on = runtime.current_stream, runtime.stream("second"), on
-    with pytest.raises(ArgumentError), runtime.use(second):
+    with contextlib.suppress(ZeroDivisionError), runtime.use(second):
         assert (runtime.current_stream, module.on) == (second, 0)
         with runtime.use(runtime.stream("third")):
             assert runtime.current_stream.name == "third"
         assert runtime.current_stream is second
-        raise ArgumentError("an error", value=None, remedy="none")
+        _ = 1 / 0
     assert (runtime.current_stream, module.on) == (first, on)
 
 
