@@ -107,6 +107,13 @@ class Refusal:
     error: BatchStateError | None = None
 
 
+class ShownByRepr:
+    """Hypothesis prints it by its `repr`; it would list the fields of an attrs class."""
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
 class DisagreementError(AssertionError):
     """The library and its model disagree, and no invariant of the library noticed."""
 
@@ -292,7 +299,7 @@ def _names(expected: tuple[Expected, ...]) -> str:
 
 @final
 @attrs.frozen(eq=False)
-class Misuse(Generic[T]):
+class Misuse(ShownByRepr, Generic[T]):
     """One way to misuse a `T`.
 
     Attributes:
@@ -309,9 +316,6 @@ class Misuse(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # Hypothesis would list the fields
 
 
 def misuses(*rows: tuple[Any, ...]) -> tuple[Misuse[Any], ...]:

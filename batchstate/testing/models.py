@@ -17,7 +17,7 @@ from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import agree, agree_on, ask, disagree
+from batchstate.testing.machine import ShownByRepr, agree, agree_on, ask, disagree
 
 
 @final
@@ -128,7 +128,7 @@ Operation = Callable[[Array], Array]
 
 @final
 @attrs.frozen(eq=False)
-class Modelled:
+class Modelled(ShownByRepr):
     """A value and its model.
 
     Attributes:
@@ -150,9 +150,6 @@ class Modelled:
         if self.generations is not None:
             sides.append(f"generations {self.generations.tolist()}")
         return f"<{self.value!r}: {', '.join(sides)}>"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # Hypothesis would list the fields
 
     def __len__(self) -> int:
         return len(self.device)

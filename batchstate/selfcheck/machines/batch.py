@@ -32,7 +32,7 @@ from batchstate.runtime.memory import ALIGNMENT
 from batchstate.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
 from batchstate.static import StaticBuffers
 from batchstate.tables import TableWrite
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask, misuses
+from batchstate.testing.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
 from batchstate.testing.strategies import amounts, fits, keep_lists, plus, split_sizes
 from batchstate.violations import Code
 
@@ -91,7 +91,7 @@ Row = dict[str, Any]
 
 @final
 @attrs.frozen(eq=False)
-class Rows:
+class Rows(ShownByRepr):
     """A batch and its model.
 
     Attributes:
@@ -110,30 +110,21 @@ class Rows:
         slots = [int(row["slots"].device) for row in self.rows]
         return f"<{self.batch!r}: slots {slots}, bounds {sorted(self.bounded)}>"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))
-
     def __len__(self) -> int:
         return len(self.rows)
 
     def side(self, name: str, side: str) -> Array:
-        """One side of a column, padding included."""
         column = COLUMNS[name]
         values = [getattr(row[name], side) for row in self.rows] + [column.pad] * self.padding
         return np.array(values, dtype=column.np_dtype).reshape(len(values), *column.shape)
 
     def contract(self, name: str) -> Contract:
-        """The contract of a column."""
         if not isinstance(COLUMNS[name], MirroredColumn):
             return Contract.DEVICE_ONLY
         return Contract.UPPER_BOUND if name in self.bounded else Contract.EXACT
 
     def check(self) -> None:
-        """Compares everything but the device sides, and checks every invariant of the batch.
-
-        Raises:
-            DisagreementError, Violation: they differ.
-        """
+        """Compares everything but the device sides, and checks every invariant of the batch."""
         batch = self.batch
         batch.check("check")  # first: a broken invariant says more than a difference
         agree((len(self), len(self) + self.padding), (len(batch), batch.num_rows), "requests and rows", batch)
@@ -146,11 +137,7 @@ class Rows:
                 agree_on(self.side(name, "host"), batch[name].np, f"host side of {name}", batch)
 
     def check_devices(self) -> None:
-        """Compares the device side of every column, which uploads the batch if that has not happened yet.
-
-        Raises:
-            Violation: MIRROR_EQUAL; the model stands for the host side.
-        """
+        """Compares the device side of every column, which uploads the batch if that has not happened yet."""
         devices = {name: self.batch[name].device for name in COLUMNS}
         ask(self.batch.check, "check")
         for name in COLUMNS:
@@ -183,7 +170,6 @@ class Graph:
 
     @classmethod
     def of(cls, runtime: Runtime, rows: int) -> "Graph":
-        """Buffers that hold no batch."""
         buffers = StaticBuffers(runtime, Decode, rows=rows, extras={"positions": np.zeros(3, np.int32)})
         captured = dict(buffers)
         return cls(buffers, buffers.bind(lambda: captured))
@@ -210,7 +196,6 @@ def _slots(batch: Decode, numbers: list[int], pool: int = 10**9) -> Slots:
 
 
 def _every_slot(number: int) -> Callable[[Decode], Decode]:
-    """Gives every request of a batch the same slot."""
     return lambda batch: batch.replace(slots=_slots(batch, [number] * len(batch)))
 
 
@@ -448,7 +433,6 @@ class BatchMachine(Machine):
         return one
 
     def look(self, one: Rows, *, side: bool = False) -> None:
-        """Compares all device sides."""
         with self.on(side):
             one.check_devices()
         self.seen.append(one)
@@ -469,7 +453,6 @@ class BatchMachine(Machine):
         return self.kept(self.built(slots, first, bounds=bounds), look=look)
 
     def built(self, slots: list[int], first: int, *, bounds: bool) -> Rows:
-        """A batch of new requests in these slots."""
         generations = np.arange(1, len(slots) + 1, dtype=np.int64)
         handles = Slots.from_host(self.rt, slots, generations=generations, pool_id=_POOL)
         requests = self._new_requests(len(slots))
@@ -762,7 +745,6 @@ class BatchMachine(Machine):
         return self.kept(both.changed(batch, "seq_lens", lambda _, cell: _shifted(cell, 1)), look=True)
 
     def joined(self, first: Rows, second: Rows) -> Rows:
-        """Two batches of different requests as one."""
         self.reached("merge of exact with bound", first.bounded != second.bounded and bool(len(first) and len(second)))
         merged = first.batch.merge(second.batch)
         return Rows(merged, [*first.rows, *second.rows], first.bounded | second.bounded)

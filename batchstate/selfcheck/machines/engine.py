@@ -72,7 +72,6 @@ class EngineRequest:
 
     @property
     def adapter(self) -> int:
-        """The adapter that it runs with; 0 is none."""
         return self.number % 3
 
     @property
@@ -125,7 +124,6 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self._real: deque[Fence] = deque()  # of the device itself, which may be slower than `steps`
 
     def step(self) -> int:
-        """Plans and launches one step; returns how many requests it runs."""
         self._next_step()
         plan = self.schedule()
         for request in self.waiting:
@@ -149,11 +147,9 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
 
     @property
     def last_step(self) -> Fence | None:
-        """The fence of the last launched step; None when none is in flight."""
         return self.steps.last
 
     def wait_for_step(self) -> bool:
-        """Completes the oldest step in flight; False when there is none."""
         completed = self.steps.complete() > 0
         self.waited += completed
         return completed

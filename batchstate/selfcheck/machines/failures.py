@@ -100,7 +100,6 @@ class _Breaking(SlotListener):
     broken = False
 
     def on_take(self, rows: Ints) -> None:
-        """Fails."""
         if self.broken:
             raise PlantedError("a listener is made to fail")
 
@@ -114,7 +113,6 @@ class _Calling:
     made: bool = False
 
     def query(self) -> bool:
-        """True."""
         if not self.made:
             self.made = True
             self.call()
@@ -146,7 +144,6 @@ class FailureMachine(Machine):
         self.make()
 
     def make(self) -> None:
-        """New pools."""
         self.slots = HybridSlotPool(self.rt, 5, states=10, states_per_slot=2)
         self.breaking = _Breaking()
         self.slots.add_listener(self.breaking)
@@ -159,17 +156,14 @@ class FailureMachine(Machine):
         self.published = 0
 
     def check(self) -> None:
-        """Who is live."""
         agree(sorted(int(one.np[0]) for one in self.live), self.slots.live_slots().tolist(), "live slots")
         ask(self.slots.verify)
         ask(self.pages.verify)
 
     def some(self, at: int) -> Slots:
-        """A live request, or none."""
         return self.live[at % len(self.live)] if self.live else self.slots.take(0)
 
     def give(self, slots: Slots) -> None:
-        """Slots were taken."""
         self.live += [slots.take([row]) for row in range(len(slots))]
 
     def forget(self, slots: Slots) -> None:

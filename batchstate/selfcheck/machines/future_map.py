@@ -27,7 +27,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, Stream, open_runtime
 from batchstate.testing.fences import LateRuntime, is_behind
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask, misuses
+from batchstate.testing.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
 from batchstate.testing.models import snapshot_pages, snapshot_slots
 from batchstate.violations import Code
 
@@ -65,7 +65,7 @@ class RelayBatch(Batch):
 
 @final
 @attrs.define(eq=False, repr=False)
-class RelayRequest:
+class RelayRequest(ShownByRepr):
     """One request.
 
     Attributes:
@@ -85,12 +85,8 @@ class RelayRequest:
     def __repr__(self) -> str:
         return f"<request in slot {self.slot}: {self.length} tokens, at most {self.bound}>"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # Hypothesis would list the fields
-
     @property
     def slot(self) -> int:
-        """The number of its slot."""
         return int(self.handle.np[0])
 
 
@@ -151,7 +147,6 @@ class RelayModel:
         return found
 
     def clear(self, requests: Iterable[RelayRequest], fields: Iterable[str]) -> None:
-        """The entries are unwritten."""
         names = list(fields)
         for one in requests:
             for name in names:
@@ -232,7 +227,6 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """The tokens of a decode."""
         return 1 + _NUM_DRAFTS if self.drafts else 1
 
 
@@ -275,11 +269,9 @@ class RelayCase:
 
     @property
     def n(self) -> int:
-        """The number of requests."""
         return len(self.slots)
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """A device tensor."""
         return torch.zeros(shape, dtype=dtype, device=self.relay.runtime.device)
 
     def column(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -292,7 +284,6 @@ class RelayCase:
 
 
 def _publish(**makes: Callable[[RelayCase], Any]) -> Callable[[RelayCase], object]:
-    """A publish for all requests."""
     return lambda case: case.relay.publish(case.slots, **{name: make(case) for name, make in makes.items()})
 
 
@@ -1002,7 +993,6 @@ class FutureMapMachine(Machine):
         self.pages.truncate(handles, held, after=self.rt.record())
 
     def _inputs(self, plan: ForwardPlan, uploaded: Extras, shape: Shape) -> ForwardInputs:
-        """At forward entry, on the stream of the forward."""
         if shape.alone and not plan.relay_rows.size:
             return ForwardInputs.of(plan, uploaded)
         return self.relay.resolve_forward_inputs(

@@ -77,19 +77,15 @@ class PrefillWorker:
         self.tokens = 0
 
     def query(self) -> bool:
-        """Whether it writes no more."""
         return self._ended.query()
 
     def wait(self) -> None:
-        """Waits until it writes no more."""
         self._ended.wait()
 
     def arrived(self) -> int:
-        """Positions that have arrived."""
         return self.tokens
 
     def write(self, first: int, stop: int) -> None:
-        """Writes some of its positions."""
         locations = self.ranges.locations(0, self._content.shape[1])[first:stop]
         for memory, content in zip(self._memory, self._content, strict=True):
             memory[locations] = content[first:stop]
@@ -100,7 +96,6 @@ class PrefillWorker:
         self.write(0, self._content.shape[1])
 
     def end(self) -> None:
-        """From now on it writes nothing."""
         self._stream.complete()
 
 
@@ -142,12 +137,10 @@ class TieredRequest:
 
     @property
     def number(self) -> int:
-        """Of its slot."""
         return int(self.slot.np[0])
 
     @property
     def length(self) -> int:
-        """Its tokens."""
         return int(self.content.shape[1])
 
     def host_locations(self, stop: int) -> Ints:
@@ -468,11 +461,9 @@ class HostTierMachine(Machine):
     # Parts of rules
 
     def handles(self, requests: Sequence[TieredRequest]) -> Slots:
-        """The handles of requests."""
         return Slots.cat([self.slots.take(0), *(request.slot for request in requests)])
 
     def of(self, *states: TierState) -> list[TieredRequest]:
-        """The requests in some states."""
         return [request for request in self.requests if request.state in states]
 
     def _some(self, data: st.DataObject, among: list[TieredRequest]) -> list[TieredRequest]:

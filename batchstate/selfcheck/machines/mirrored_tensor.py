@@ -173,12 +173,7 @@ def write_uncounted(value: MirroredTensor, side: str, row: int) -> None:
 
 
 def check_reported(operations: Operations, chosen: int, victim: Any, column: str, row: int) -> None:
-    """What was written into a row is reported by the next operation on the victim. By a later one it is too late.
-
-    Raises:
-        DisagreementError: no operation reports it, or the report names something else.
-        Violation: it was not reported by the next operation, but by a later one.
-    """
+    """What was written into a row is reported by the next operation on the victim. By a later one it is too late."""
     others = (one for one in operations if one[0] != operations[chosen][0])  # once: it may have side effects
     for operation, call in (operations[chosen], *others):
         try:

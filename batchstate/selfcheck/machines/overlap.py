@@ -37,7 +37,7 @@ from batchstate.runtime import Fence, PackedUpload, Runtime, Stream
 from batchstate.runtime.base import Download
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import LateRuntime
-from batchstate.testing.machine import Machine, agree, agree_on, disagree
+from batchstate.testing.machine import Machine, ShownByRepr, agree, agree_on, disagree
 from batchstate.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan, pages_for
 
 __all__ = ["OverlapMachine"]
@@ -95,7 +95,7 @@ class DeviceState:
 
 @final
 @attrs.define(eq=False, repr=False)
-class OverlapRequest:
+class OverlapRequest(ShownByRepr):
     """One request, of prompt ids `prompt` and `answer` tokens to sample."""
 
     number: int
@@ -113,9 +113,6 @@ class OverlapRequest:
 
     def __repr__(self) -> str:
         return f"<request {self.number}: {len(self.prompt)} ids, {self.num_generated} of {self.answer} tokens>"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # Hypothesis would list the fields
 
     @property
     def length(self) -> int:
@@ -170,7 +167,6 @@ class Outcome(NamedTuple):
 
 
 def kv_row(token: int, position: int) -> tuple[int, int]:
-    """The KV of one token."""
     return (token * 31 + position * 17 + 5) % PRIME, (token * 7 + position * 3 + 1) % PRIME
 
 
@@ -227,7 +223,7 @@ READINGS = ("salts", "columns", "ages", "tokens", "marks")
 
 @final
 @attrs.frozen(repr=False)
-class Choices:
+class Choices(ShownByRepr):
     """How a step is run."""
 
     first: int = 0  # which of `READINGS` the forward begins with: no earlier wait covers the first one
@@ -242,9 +238,6 @@ class Choices:
     def __repr__(self) -> str:
         changed = [one.name for one in attrs.fields(Choices) if getattr(self, one.name) != one.default]
         return f"Choices({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))
 
     @property
     def readings(self) -> tuple[str, ...]:
@@ -313,11 +306,7 @@ class Look:
     expected: Sequence[Array]
 
     def check(self) -> None:
-        """Reads it and compares.
-
-        Raises:
-            DisagreementError: the host finds something else.
-        """
+        """Reads it and compares."""
         for place, (expected, found) in enumerate(zip(self.expected, self.download.resolve(), strict=True)):
             agree_on(expected, found, f"{self.download.name}, array {place}")
 
@@ -446,18 +435,15 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
 
     @property
     def last_step(self) -> Fence | None:
-        """The fence of the last launched forward; None when it is over."""
         return self._running[-1].done if self._running else None
 
     def wait(self) -> None:
-        """Waits for the oldest forward that may run."""
         step = self._running.popleft()
         if not step.done.query():
             step.done.wait()
         self._over(step.number)
 
     def wait_for_step(self) -> bool:
-        """Waits for the oldest forward that may run; False when there is none."""
         if not self._running:
             return False
         self._reached("waited for a step that held what was needed", True)
@@ -470,11 +456,7 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
             self.read(0)
 
     def read(self, at: int) -> Step:
-        """Reads the results of one unread step, waits for that one if it must, and returns it.
-
-        Raises:
-            DisagreementError: the device has computed something else than the model.
-        """
+        """Reads the results of one unread step, waits for that one if it must, and returns it."""
         step = self.unread.pop(at)
         self._reached("results read out of order", at > 0)
         if step.results is not None:
@@ -514,14 +496,12 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
     # Leaving
 
     def leave(self) -> None:
-        """Requests leave that are over."""
         leaves = np.array([one.over for one in self.batch.requests], np.bool_)
         if leaves.any():
             self._reached("left while a step uses the row", self.depth > 0)
             self.give_back(leaves)
 
     def give_back(self, leaves: npt.NDArray[np.bool_]) -> Sequence[OverlapRequest]:
-        """Their marks are cleared, too."""
         leaving = self.batch.filter(leaves)
         marked = [row for row, one in enumerate(leaving.requests) if any(one.held.marks)]
         if marked:

@@ -67,7 +67,6 @@ class PageModel:
     written: int = 0
 
     def holders(self, page: int) -> int:
-        """Who holds a page."""
         everyone = (*self.requests.values(), *(holding for _, holding in self.leases))
         return sum(page in holding.pages for holding in everyone)
 
@@ -83,11 +82,7 @@ class PageModel:
         return not partial or self.holders(holding.pages[start // size]) == 1
 
     def grew(self, slot: int) -> None:
-        """Reads which pages a request got, and checks that they were free.
-
-        Raises:
-            DisagreementError: they were not, or older ones changed.
-        """
+        """Reads which pages a request got, and checks that they were free."""
         holding = self.requests[slot]
         row = [0] * holding.front + [page for page in self.pool.page_table[slot].tolist() if page]
         agree(holding.pages, row[: len(holding.pages)], f"older pages of slot {slot}")
@@ -95,22 +90,14 @@ class PageModel:
         holding.pages = row
 
     def take(self, lease: PageLease) -> None:
-        """Pages were taken without a request, and KV arrives on all of them.
-
-        Raises:
-            DisagreementError: one of them was not free.
-        """
+        """Pages were taken without a request, and KV arrives on all of them."""
         holding = Holding(lease.pages.tolist(), taken=True)
         self.allocator.take(holding.pages)
         self.write(holding, lease.tokens)
         self.leases.append((lease, holding))
 
     def extended(self, slots: list[int], lengths: list[int], extension: Extension) -> None:
-        """Stamps the tokens of an extension, and checks that each lies where the page table says.
-
-        Raises:
-            DisagreementError: it does not.
-        """
+        """Stamps the tokens of an extension, and checks that each lies where the page table says."""
         expected: list[tuple[int, int, int]] = []
         for slot, length in zip(slots, lengths, strict=True):
             self.grew(slot)
@@ -130,7 +117,6 @@ class PageModel:
         return positions
 
     def location(self, holding: Holding, position: int) -> int:
-        """Where a position lies."""
         size = self.pool.page_size
         return holding.pages[position // size] * size + position % size
 
@@ -153,7 +139,6 @@ class PageModel:
         self.drop(pages, after)
 
     def release(self, slot: int, after: ManualFence | None) -> None:
-        """The request leaves."""
         self.cut(slot, 0, after)
         del self.requests[slot]
 
@@ -172,11 +157,7 @@ class PageModel:
         self.requests[slot] = Holding(pages, source.stamps[:tokens], written=tokens, side=source.side)
 
     def check(self) -> None:
-        """Compares the pool with the model, and every request with its stamps.
-
-        Raises:
-            DisagreementError: they differ.
-        """
+        """Compares the pool with the model, and every request with its stamps."""
         pool, stats = self.pool, self.pool.stats
         self.allocator.reap()
         pages = {page for holding in self.requests.values() for page in holding.pages}
@@ -334,7 +315,6 @@ class PagePoolMachine(PagesMachine):
         self.extend_to(self.take(1), [page_size])
 
     def check(self) -> None:
-        """Pages, lengths, and every invariant of both pools."""
         super().check()
         self.model.check()
         for slot, handle in self.held.items():
@@ -351,15 +331,12 @@ class PagePoolMachine(PagesMachine):
         self.reached("a page held by three", any(self.model.holders(page) > 2 for page in self.model.allocator.live))
 
     def handles(self, slots: list[int]) -> Slots:
-        """The handles of live slots."""
         return Slots.cat([self.held[slot] for slot in slots]) if slots else self.slots.take(0)
 
     def some(self, data: st.DataObject, least: int = 1) -> list[int]:
-        """Some live slots."""
         return data.draw(st.lists(st.sampled_from(list(self.held)), min_size=least, unique=True), label="slots")
 
     def misused(self, data: st.DataObject) -> It | None:
-        """The pool and a live request, if there is one."""
         return (self.pages, self.held[self.some(data)[0]]) if self.held else None
 
     # Slots

@@ -71,7 +71,7 @@ class Counts:
         cuda.synchronize()
 
     def add(self, number: int, way: str) -> None:
-        """The side stream adds, and the default stream comes behind it."""
+        """The side stream adds behind the default stream, which then adds behind it."""
         come_behind(self.side, self.default, way, self.device)
         with cuda.stream(self.side):
             self.device.add_(number)
@@ -137,7 +137,6 @@ class PlainTorchMachine(Machine):
         self.expected = 0
 
     def _open(self, scheduler: str, seed: int) -> None:
-        """Opens the window of the tool."""
         self._windows.enter_context(cuda_on_cpu())
 
     @rule(number=st.integers(1, 9), way=st.sampled_from(WAYS))
@@ -169,7 +168,6 @@ class PlainTorchMachine(Machine):
         self.reached(source)
 
     def check(self) -> None:
-        """Both sides have what was added."""
         for side in (self.counts.host, self.counts.device):
             found = np.array(side.tolist())
             ask(invariants.mirror_equal, np.full(4, self.expected), found, object="counts", operation="check")

@@ -40,7 +40,6 @@ class PoolMachine(Machine):
     MISUSES: ClassVar[tuple[Misuse[Any], ...]] = ()
 
     def open(self) -> None:
-        """Opens the runtime, with no step in flight."""
         super().open()
         self.steps = ManualStream()
 
@@ -53,7 +52,6 @@ class PoolMachine(Machine):
         raise NotImplementedError
 
     def fence(self, data: st.DataObject) -> ManualFence | None:
-        """A step in flight, or None."""
         return data.draw(st.sampled_from([None, *self.steps.in_flight]), label="after")
 
     @rule(launched=st.integers(0, 2), ended=st.integers(0, 3))
@@ -82,12 +80,10 @@ class PagesMachine(PoolMachine):
         self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
 
     def check(self) -> None:
-        """Every invariant of both pools."""
         super().check()
         self.slots.verify()
 
     def snapshot(self) -> tuple[object, ...]:
-        """Both pools."""
         return snapshot_slots(self.slots), snapshot_pages(self.pages)
 
     def use_kv(self, location: int, value: int | None) -> None:
@@ -203,7 +199,6 @@ class SlotMachine(PoolMachine):
         self.generations = np.zeros(pool.capacity, np.int64)
 
     def check(self) -> None:
-        """Who is live and pending in every part, and every invariant."""
         super().check()
         self.pool.verify()
         for part in self.parts:
@@ -224,15 +219,12 @@ class SlotMachine(PoolMachine):
             self.pool.expect_idle()
 
     def snapshot(self) -> object:
-        """The numbers of each part, and the live slots."""
         return snapshot_slots(self.pool), [part.stats() for part in self.parts[1:]]
 
     def misused(self, data: st.DataObject) -> SlotPool:
-        """The pool."""
         return self.pool
 
     def live(self, n: int) -> Slots:
-        """Handles of the first live slots."""
         numbers = np.array(sorted(self.model.live)[:n], dtype=np.int64)
         return Slots.from_host(self.rt, numbers, generations=self.generations[numbers], pool_id=self.pool.pool_id)
 
@@ -474,7 +466,6 @@ class SlotPoolMachine(SlotMachine):
                 one.write(slots, None, new)
 
     def check(self) -> None:
-        """The tables too, and who has written."""
         super().check()
         live = self.live(len(self.model.live))
         for one in self.tables:
@@ -482,7 +473,6 @@ class SlotPoolMachine(SlotMachine):
             agree_on(one.written[live.np] == live.generations, one.table.written(live), "rows that are written")
 
     def snapshot(self) -> object:
-        """The tables too."""
         return super().snapshot(), [snapshot_table(one.table) for one in self.tables]
 
     def _one(self, data: st.DataObject) -> TableModel:
@@ -657,11 +647,9 @@ class HybridMachine(SlotMachine):
         return sum(self.pattern[:n]) if self.pattern and part.name == "window" else super().needs(part, n)
 
     def asking(self, n: int) -> dict[str, Any]:
-        """The pattern."""
         return {"states": {"window": self.pattern[:n]}} if self.pattern else {}
 
     def check(self) -> None:
-        """The mappings on both sides too."""
         super().check()
         live = self.live(len(self.model.live))
         for kind, states in self.states.items():
@@ -670,7 +658,6 @@ class HybridMachine(SlotMachine):
             agree_on(states.astype(np.int32), table, f"the table of {kind} states")
 
     def snapshot(self) -> object:
-        """The tables too."""
         return super().snapshot(), [snapshot_table(self.pool.state_table(kind)) for kind in self.states]
 
     @rule(target=SlotMachine.handles, n=st.integers(0, 3), reserved=st.booleans())

@@ -110,7 +110,6 @@ class PrefixCacheMachine(PagesMachine):
         self._admit((1, page_size + 1), False)
 
     def misused(self, data: st.DataObject) -> It | None:
-        """The cache and a request."""
         slot = self._some(data)
         return None if slot is None else (self.cache, self.requests[slot].owner)
 

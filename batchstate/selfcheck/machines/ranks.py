@@ -100,7 +100,6 @@ class Rank:
         return admitted + copied
 
     def leave(self, number: int) -> None:
-        """A request leaves, behind the newest work of this device."""
         self.tier.abort(self.requests.pop(number), after=self.runtime.record())
         self.staged.discard(number)
         self.ready.discard(number)

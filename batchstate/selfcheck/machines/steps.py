@@ -365,7 +365,6 @@ class StepMachine(Machine):
         return self.slots.stats, self.pages.stats, self.pages.committed_lengths.tolist()
 
     def check(self) -> None:
-        """Lengths, pages and handles."""
         for one, length in self._with_lengths():
             agree(0 if len(one.tokens) == one.prompt else len(one.tokens) - 1, length, "the length of", one)
         committed: npt.NDArray[np.int64] = self.pages.committed(self.batch.slots)

@@ -61,7 +61,6 @@ class Relay:
 
     @classmethod
     def opened(cls) -> "Relay":
-        """A fresh one."""
         (one, to_one), (other, to_other) = socket.socketpair(), socket.socketpair()
         keys = _keys(new_secret(), new_secret())
         return cls((Connection(one, keys), Connection(other, keys[::-1])), (to_one, to_other), ([], []), ([], []))
@@ -75,7 +74,6 @@ class Relay:
         return travelled
 
     def close(self) -> None:
-        """Lets go of it."""
         for one in (*self.ends, *self.wires):
             one.close()
 
@@ -113,7 +111,6 @@ class StrangersMachine(Machine):
         self.mailed: list[bytes] = []
 
     def teardown(self) -> None:
-        """Lets go of all sockets."""
         with contextlib.suppress(AttributeError):  # it never began
             self.listener.close()
             self.relay.close()

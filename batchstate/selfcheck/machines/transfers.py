@@ -76,7 +76,6 @@ class Attempt:
 
     @property
     def tokens(self) -> Ints:
-        """Its host locations, int64[n]."""
         return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, self.lease.num_tokens)
 
     def rows(self, name: str) -> Ints:
@@ -111,7 +110,6 @@ class PrefillInstance:
     stream: ManualStream = attrs.field(factory=ManualStream)
 
     def run_forwards(self) -> None:
-        """All forwards run."""
         held = self.layouts[0].held
         mine = slice(held.first * HEAD_BYTES, (held.first + held.heads) * HEAD_BYTES)
         for transfer, (_, rows, kv) in self.forwards.items():
@@ -211,7 +209,6 @@ class TransfersMachine(Machine):
 
     @property
     def names(self) -> list[str]:
-        """Of the writers."""
         return [f"prefill-{number}" for number in range(self.stages * self.degree)]
 
     # Checks

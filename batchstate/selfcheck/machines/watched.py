@@ -38,7 +38,6 @@ class HandBatch:
         return len(self.names)
 
     def filter(self, keep: list[int]) -> None:
-        """Requests leave."""
         self.names = [self.names[row] for row in keep]
         self.lengths_host = self.lengths_host[keep]
         self.lengths = self.lengths[keep]
@@ -49,7 +48,6 @@ class HandBatch:
         self.marked = [row for row, mark in enumerate(self.marks) if mark]
 
     def merge(self, other: "HandBatch") -> None:
-        """Requests join."""
         self.marked = self.marked + [row + len(self) for row in other.marked]
         self.names = self.names + other.names
         self.lengths_host = torch.cat([self.lengths_host, other.lengths_host])
@@ -61,7 +59,6 @@ class HandBatch:
         self.marks = self.marks + other.marks
 
     def step(self) -> None:
-        """Each request gets a token."""
         self.lengths_host = self.lengths_host + 1
         self.lengths = self.lengths + 1
         self.small = self.small + 1
@@ -90,7 +87,6 @@ class HandPages:
         self.held: dict[str, list[int]] = {}
 
     def allocate(self, name: str, number: int, prefix_of: str | None) -> None:
-        """A request joins."""
         shared = [] if prefix_of is None else self.held[prefix_of][:1]
         for page in shared:
             self.references[page] += 1
@@ -99,7 +95,6 @@ class HandPages:
         self.held[name] = shared + fresh
 
     def release(self, name: str) -> None:
-        """A request leaves."""
         for page in self.held.pop(name):
             self.references[page] -= 1
             if not self.references[page]:
@@ -116,11 +111,9 @@ class HandSlots:
         self.of: dict[str, int] = {}
 
     def take(self, name: str) -> None:
-        """A request joins."""
         self.of[name] = self.free.pop()
 
     def give_back(self, name: str) -> None:
-        """A request leaves."""
         self.free.append(self.of.pop(name))
 
 
@@ -134,7 +127,6 @@ class HandStaging:
         self.gpu = upload(self.cpu)
 
     def copy_to_gpu(self, num_rows: int) -> None:
-        """The rows in use travel."""
         self.gpu = self.upload(self.cpu[:num_rows])
 
 

@@ -194,25 +194,25 @@ def _register(lines: list[str], group: str, file: str) -> None:
     head = _HEAD.fullmatch(lines[0])
     if head is None or len(lines) < 4:
         raise _refused(f"{file}: malformed: {lines[0]!r}", lines[0])
-    unseen = lines.pop(2).removeprefix("? ") if lines[2].startswith("? ") else None
-    more = dict(part.split("=", 1) for part in (head["more"] or "").split())
-    mutant = Mutant(
-        name=head["name"],
-        origin=head["origin"],
-        mechanism=lines[1],
-        killed_by=tuple(Code(code) for code in head["codes"].split()),
-        machine=head["machine"],
-        level=Level(more.pop("level", "full")),
-        group=group,
-        only_on=more.pop("only_on", None),
-        tool=more.pop("tool", None),
-        seeded=more.pop("seeded", None),
-        unseen=unseen,
-        switch=Diff(tuple(_changes(lines[2:], file))),
+    more: dict[str, Any] = dict(part.split("=", 1) for part in (head["more"] or "").split())
+    if not more.keys() <= {"level", "only_on", "tool", "seeded"}:
+        raise _refused(f"{file}: {head['name']} has {sorted(more)}", sorted(more))
+    if "level" in more:
+        more["level"] = Level(more["level"])
+    if lines[2].startswith("? "):
+        more["unseen"] = lines.pop(2).removeprefix("? ")
+    register(
+        Mutant(
+            name=head["name"],
+            origin=head["origin"],
+            mechanism=lines[1],
+            killed_by=tuple(Code(code) for code in head["codes"].split()),
+            machine=head["machine"],
+            group=group,
+            switch=Diff(tuple(_changes(lines[2:], file))),
+            **more,
+        )
     )
-    if more:
-        raise _refused(f"{file}: {mutant.name} has {sorted(more)}", sorted(more))
-    register(mutant)
 
 
 def _changes(lines: list[str], file: str) -> Iterator[Change]:

@@ -74,13 +74,13 @@ class Mutant:
     mechanism: str
     killed_by: tuple[Code, ...]
     machine: str
-    level: Level
     group: str
-    only_on: str | None
-    tool: str | None
-    seeded: str | None
-    unseen: str | None
     _switch: Switch = attrs.field(repr=False)
+    level: Level = Level.FULL
+    only_on: str | None = None
+    tool: str | None = None
+    seeded: str | None = None
+    unseen: str | None = None
 
     @contextlib.contextmanager
     def switched_on(self) -> Iterator[None]:
@@ -107,48 +107,17 @@ GROUPS: dict[str, str] = {}
 """The kinds of bugs: name of the group -> what its mutants have in common."""
 
 
-def mutant(
-    *killed_by: Code,
-    machine: str,
-    origin: str,
-    group: str,
-    level: Level = Level.FULL,
-    only_on: str | None = None,
-    tool: str | None = None,
-    seeded: str | None = None,
-    unseen: str | None = None,
-) -> Callable[[Switch], Mutant]:
+def mutant(*killed_by: Code, **fields: Any) -> Callable[[Switch], Mutant]:
     """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism.
 
     Args:
         *killed_by: see `Mutant`.
-        machine: see `Mutant`.
-        origin: see `Mutant`.
-        group: see `Mutant`.
-        level: see `Mutant`.
-        only_on: see `Mutant`.
-        tool: see `Mutant`.
-        seeded: see `Mutant`.
-        unseen: see `Mutant`.
+        **fields: the others of `Mutant`, by name.
     """
 
     def found(switch: Switch) -> Mutant:
-        return register(
-            Mutant(
-                name=switch.__name__,
-                origin=origin,
-                mechanism=" ".join((switch.__doc__ or "").split()),
-                killed_by=killed_by,
-                machine=machine,
-                level=level,
-                group=group,
-                only_on=only_on,
-                tool=tool,
-                seeded=seeded,
-                unseen=unseen,
-                switch=switch,
-            )
-        )
+        mechanism = " ".join((switch.__doc__ or "").split())
+        return register(Mutant(name=switch.__name__, mechanism=mechanism, killed_by=killed_by, switch=switch, **fields))
 
     return found
 
