@@ -11,6 +11,9 @@ import torch
 from batchstate.runtime import Runtime
 from batchstate.testing.sim import SimRuntime
 
+SEEDED = ("random", "priority", "pct")
+"""Schedulers that draw."""
+
 STEPS = 6
 SIZE = 8
 
@@ -161,3 +164,13 @@ def run(name: str, scheduler: str, seed: int, racy: bool) -> tuple[list[int], Si
     with rt:
         seen: Any = PROGRAMS[name].run(rt, racy)
     return seen, rt
+
+
+def history(scheduler: str, seed: int) -> list[str]:
+    """What ran in all programs, racy ones too, and what the host saw."""
+    told = []
+    for name in PROGRAMS:
+        for racy in (False, True):
+            seen, rt = run(name, scheduler, seed, racy)
+            told += [f"{name} {racy}: {seen}", *rt.trace()]
+    return told

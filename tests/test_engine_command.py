@@ -189,12 +189,14 @@ def test_violations_return_1(
 
 
 def test_module_runs_as_a_program(tmp_path: Path, device: str) -> None:
-    """`python -m examples.engine` is the same, from the folder of the project, and warns of nothing."""
+    """`python -m examples.engine` is the same, and warns of nothing: without transformers it serves the plain model."""
     file = tmp_path / "figures.json"
-    command = [sys.executable, "-W", "error", "-m", "examples.engine", "--requests", "12", "--scale", "16"]
+    program = "import runpy, sys; sys.modules['transformers'] = None; runpy.run_module(sys.argv.pop(1), {}, '__main__')"
+    command = [sys.executable, "-W", "error", "-c", program, "examples.engine", "--requests", "12", "--scale", "16"]
     done = subprocess.run(
         [*command, "--device", device, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr
+    assert "12 requests of plain" in done.stdout
     assert json.loads(file.read_text())["mismatches"] == 0

@@ -1,8 +1,6 @@
 """The engine example's models: paged attention, random weights and the reference answers."""
 
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -248,15 +246,3 @@ def test_a_plain_model_sees_order_and_past(device: str) -> None:
     prompts = [[1, 2, 3, 4, 5, 6], [2, 1, 3, 4, 5, 6], [9, 2, 3, 4, 5, 6]]
     answers = generate(model, prompts, [8] * 3, eos_token_ids=())
     assert len({tuple(answer) for answer in answers}) == 3
-
-
-def test_the_engine_runs_without_transformers(device: str) -> None:
-    """Where they are not installed, the command serves the plain model, and every token is the reference's."""
-    program = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "from examples.engine.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-W", "error", "-c", program, "--requests", "6", "--scale", "16", "--device", device]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "6 requests of plain" in done.stdout

@@ -414,21 +414,18 @@ def test_a_page_names_the_build_of_torch() -> None:
 
 
 def test_the_command_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Machine, date, commit, and the stages that were asked for, each from a process of its own; and then a page."""
+    """Machine, date, commit, from a process of its own as each stage; and then a page."""
     file = tmp_path / "gpu.json"
-    assert command.main(["--device", "cpu", "--quick", "--only", "profiler", "--json", str(file)]) == 0
+    assert command.main(["--device", "cpu", "--quick", "--only", "machine", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    assert list(report["stages"]) == ["machine", "profiler"]
+    assert list(report["stages"]) == ["machine"]
     assert report["stages"]["machine"]["figures"]["torch"] == torch.__version__
-    assert report["stages"]["profiler"]["figures"]["40 columns, a table written"]["dispatched"] == 1.0
     assert report["date"].startswith("20")
     assert report["commit"]
-    printed = capsys.readouterr().out
-    assert "40 columns: 1 operation a step" in printed
+    capsys.readouterr()
     assert command.main(["--page", str(file)]) == 0
     markdown = capsys.readouterr().out
     assert f"| torch | {torch.__version__} |" in markdown
-    assert "| 40 columns, a table written | 1 |  |  |" in markdown
 
 
 def test_a_stage_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """NVTX ranges round the operations of a step."""
 
-import os
-import subprocess
-import sys
+import runpy
 from collections.abc import Iterator
 
 import pytest
@@ -71,16 +69,13 @@ def test_a_build_without_nvtx_says_so() -> None:
         set_nvtx("on")  # type: ignore[arg-type]
 
 
-def test_the_environment_is_read_once() -> None:
+def test_the_environment_is_read_once(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`BATCHSTATE_NVTX=1` switches on as classes are made; another value than 0 and 1 is a typed error."""
-    code = (
-        "import torch; torch.cuda.nvtx.range_push = print; torch.cuda.nvtx.range_pop = lambda: None\n"
-        "from batchstate import SlotPool, open_runtime; SlotPool(open_runtime(), 4).take(1)"
-    )
-    for value, status, shown in (("1", 0, "batchstate: SlotPool.take\n"), ("yes", 1, "expected 0 or 1, got")):
-        done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "BATCHSTATE_NVTX": value},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == status, done.stderr
-        assert shown in done.stdout + done.stderr
+    monkeypatch.setenv("BATCHSTATE_NVTX", "1")
+    decorator = runpy.run_path(nvtx.__file__)["ranges"]("take")
+    calls.clear()
+    decorator(type("Pool", (), {"take": lambda self: None}))().take()
+    assert calls == ["batchstate: Pool.take", "end"]
+    monkeypatch.setenv("BATCHSTATE_NVTX", "yes")
+    with pytest.raises(ArgumentError, match="expected 0 or 1, got 'yes'"):
+        runpy.run_path(nvtx.__file__)

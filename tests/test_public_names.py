@@ -14,9 +14,6 @@ import batchstate
 import batchstate.testing
 import batchstate.testing.race
 
-WITHOUT_HYPOTHESIS = "import sys; sys.modules['hypothesis'] = None\n"
-"""What a process does that begins so is what it would do where hypothesis is not installed."""
-
 
 def declared(package: ModuleType) -> list[str]:
     """The public names that a type checker sees: those that the package imports for it alone."""
@@ -50,19 +47,6 @@ def test_version_is_that_of_the_package() -> None:
     except metadata.PackageNotFoundError:
         installed = "unknown (a checkout that is not installed)"
     assert batchstate.__version__ == installed
-
-
-def test_only_what_needs_hypothesis_says_so() -> None:
-    """Where only the runtime dependencies are, the tools that need nothing else work; others name the extra."""
-    code = WITHOUT_HYPOTHESIS + (
-        "from batchstate.testing import LateRuntime, ManualFence, ManualStream, no_hidden_sync\n"
-        "LateRuntime()\n"
-        "print('these work')\n"
-        "from batchstate.testing import TwinSpec"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "these work\n"
-    assert done.stderr.endswith("batchstate.testing.TwinSpec needs hypothesis: pip install 'batchstate[testing]'\n")
 
 
 def test_import_alone_is_light() -> None:

@@ -21,6 +21,7 @@ from batchstate.testing.tracing.dispatch import raw_kernel
 from batchstate.violations import Code
 from tests.doubles import refused
 from tests.race_cases import CASES
+from tests.sim_programs import SEEDED, history
 
 
 @pytest.fixture
@@ -405,9 +406,12 @@ def test_numbers_come_as_they_were_asked_for(
 
 TRACED = """
 import sys
+from tests.sim_programs import SEEDED, history
 from tests.test_race_runtime import traced
 
 print(traced(sys.argv[1:]))
+for name in SEEDED:
+    print(*history(name, 5), sep="\\n")
 """
 
 
@@ -422,7 +426,7 @@ def traced(names: list[str]) -> str:
 
 
 def test_two_processes_see_the_same_events() -> None:
-    """Neither addresses nor the order of hashes decide anything: a replay is a replay."""
+    """Neither addresses nor the order of hashes nor the time decide anything, on the simulated device either."""
     names = ["many readers (racy)", "name bound to the next batch (racy)", "ring of pinned buffers (racy)"]
     another = subprocess.run(
         [sys.executable, "-c", TRACED, *names],
@@ -433,6 +437,8 @@ def test_two_processes_see_the_same_events() -> None:
         env={**os.environ, "PYTHONHASHSEED": "1"},
     )
     ours = traced(names)
-    assert another.stdout.rstrip("\n") == ours
+    simulated = [line for name in SEEDED for line in history(name, 5)]
+    assert another.stdout.splitlines() == [*ours.splitlines(), *simulated]
+    assert len(simulated) > 500
     assert "right: fill_, step 0" in ours
     assert ours.count("nothing orders") == 3

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -200,7 +201,7 @@ def test_rows_land_where_they_belong(here: EngineSide, there: There, name: str) 
         assert here.ended(tag) is Status.DONE
         assert here.drain(tag)
         there.call("received", tag)
-        np.testing.assert_array_equal(there.call("read"), target)
+        assert there.call("checksum", 0) == zlib.crc32(target.data), f"write {number}"
 
 
 def test_several_regions_of_any_dtype(here: EngineSide, there: There) -> None:
