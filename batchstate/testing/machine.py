@@ -224,9 +224,11 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Closes the example and notes whether it failed."""
         error = sys.exc_info()[1]
-        if error is None or (isinstance(error, Exception) and not isinstance(error, HypothesisException)):
-            self.session.end_example(self._steps, error)  # else Hypothesis gave the example up
-        self._windows.close()
+        try:
+            if error is None or (isinstance(error, Exception) and not isinstance(error, HypothesisException)):
+                self.session.end_example(self._steps, error)  # else Hypothesis gave the example up
+        finally:
+            self._windows.close()
 
     # For rules
 

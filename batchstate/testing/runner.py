@@ -23,7 +23,7 @@ from batchstate._guidance import shown, shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.levels import Level, parse_level
 from batchstate.testing.devices import is_tool, open_device
-from batchstate.testing.machine import DisagreementError, Machine, OpenRuntime, session
+from batchstate.testing.machine import DisagreementError, Machine, OpenRuntime, current_session, session
 from batchstate.testing.race import Race, RaceReport
 from batchstate.violations import Violation
 
@@ -149,8 +149,8 @@ def run_machine(
         error = error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
     seconds = time.perf_counter() - start
     flaky = None
-    if isinstance(error, Flaky) and found.first_error is not None:  # the machine's own failure is what counts
-        flaky, error = error, found.first_error
+    if isinstance(error, Flaky | _Stopped) and found.first_error is not None:  # the machine's own failure counts
+        flaky, error = error if isinstance(error, Flaky) else None, found.first_error
     return MachineResult(
         name=machine.NAME,
         device=device,
@@ -192,6 +192,16 @@ def _named(machine: type[Machine], number: int, derandomize: bool) -> Any:
 
     begin.__name__ = begin.__qualname__ = f"{machine.__module__}.{machine.__name__}"
     return begin if derandomize else seed(number)(begin)
+
+
+class _Stopped(BaseException):
+    """Ends a run."""
+
+
+def stop_at_failure(number: int) -> None:
+    """As `on_example`, ends a run at its first failure. Hypothesis would run the example once more, to print it."""
+    if current_session().first_failure is not None:
+        raise _Stopped
 
 
 def error_of(body: Callable[[], object]) -> BaseException | None:

@@ -11,7 +11,7 @@ from batchstate.errors import ArgumentError
 from batchstate.levels import Level
 from batchstate.selfcheck.machines import MACHINES
 from batchstate.selfcheck.mutants.registry import MUTANTS, Mutant
-from batchstate.testing.runner import MachineResult, run_machine
+from batchstate.testing.runner import MachineResult, run_machine, stop_at_failure
 
 EXAMPLES = 100
 """Examples after which a mutant has survived."""
@@ -189,6 +189,7 @@ def run_mutant(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES)
             examples=examples,
             derandomize=True,
             shrink=False,
+            on_example=stop_at_failure,
             level=mutant.level,
             automatic=mutant.unseen is None,
         )
@@ -206,6 +207,7 @@ def _simulated(mutant: Mutant) -> tuple[str, str, int] | None:
             examples=SIMULATED_EXAMPLES,
             derandomize=True,
             shrink=False,
+            on_example=stop_at_failure,
             level=Level.OFF,
         )
         if result.code is not None and result.first_failure is not None:
