@@ -191,6 +191,13 @@ def _found(batch: Decode, name: str, n: int) -> torch.Tensor:
     return of_dtype(batch.runtime.upload([zeros]).view(0).clone(), COLUMNS[name].dtype)
 
 
+def _verified(
+    name: str, rows: Sequence[int] = (), *, found: str | None = None, n: int = 0, bound: Any = None
+) -> Callable[[Decode], Decode]:
+    """Updates rows of a column by what a kernel found for `n` rows of it, or of another column."""
+    return lambda batch: batch.update_device(name, rows, _found(batch, found or name, n), bound)
+
+
 def _slots(batch: Decode, numbers: list[int], pool: int = 10**9) -> Slots:
     return Slots.from_host(batch.runtime, numbers, pool_id=pool)
 
@@ -226,11 +233,7 @@ MISUSES = misuses(
     ("a negative row kept", RowIndexError, lambda one: one.filter([-1])),
     ("half a row kept", DtypeError, lambda one: one.filter([0.5])),
     ("a merge with itself", Code.SLOT_SHARED, lambda one: one.merge(one), _has_rows),
-    (
-        "a merge with another declaration",
-        DeclarationError,
-        lambda one: one.merge(Another.build(one.runtime, seq_lens=[1])),
-    ),
+    ("merge another declaration", DeclarationError, lambda one: one.merge(Another.build(one.runtime, seq_lens=[1]))),
     ("a merge of two pools", ArgumentError, lambda one: one.merge(_alone(one, _slots(one, [9], 8))), _has_rows),
     ("split into too much", ArgumentError, lambda one: one.split([len(one), 1])),
     ("pad to fewer rows", ArgumentError, lambda one: one.pad(len(one) - 1)),
@@ -246,47 +249,19 @@ MISUSES = misuses(
     ("update the device alone", ArgumentError, lambda one: one.update("last_token", [], [])),
     ("update beyond the last row", RowIndexError, lambda one: one.update("seq_lens", [len(one)], 1)),
     ("update one row with two", ShapeError, lambda one: one.update("seq_lens", [0], [1, 2]), _has_rows),
-    (
-        "verified rows of an exact column",
-        ContractError,
-        lambda one: one.update_device("seq_lens", [], _found(one, "seq_lens", 0), 0),
-    ),
-    (
-        "verified rows without a bound",
-        ArgumentError,
-        lambda one: one.update_device("accepted", [], _found(one, "accepted", 0)),
-    ),
-    (
-        "a bound of a column without a host side",
-        ArgumentError,
-        lambda one: one.update_device("last_token", [], _found(one, "last_token", 0), 9),
-    ),
+    ("verified rows of an exact column", ContractError, _verified("seq_lens", bound=0)),
+    ("verified rows without a bound", ArgumentError, _verified("accepted")),
+    ("a bound of a column without a host side", ArgumentError, _verified("last_token", bound=9)),
     ("verified rows from the host", DeviceError, lambda one: one.update_device("last_token", [], [])),
+    ("verified rows of another dtype", DtypeError, _verified("last_token", found="hidden")),
+    ("one verified row too many", ShapeError, _verified("drafts", n=1, bound=9)),
+    ("bounds of too many rows", ShapeError, _verified("accepted", bound=[1, 2])),
+    ("a bound beyond the dtype", ValueOverflowError, _verified("drafts", bound=2**40)),
+    ("a verified row beyond the last", RowIndexError, lambda one: _verified("last_token", [len(one)], n=1)(one)),
     (
-        "verified rows of another dtype",
-        DtypeError,
-        lambda one: one.update_device("last_token", [], _found(one, "hidden", 0)),
-    ),
-    ("one verified row too many", ShapeError, lambda one: one.update_device("drafts", [], _found(one, "drafts", 1), 9)),
-    (
-        "bounds of too many rows",
-        ShapeError,
-        lambda one: one.update_device("accepted", [], _found(one, "accepted", 0), [1, 2]),
-    ),
-    (
-        "a bound beyond the dtype",
-        ValueOverflowError,
-        lambda one: one.update_device("drafts", [], _found(one, "drafts", 0), 2**40),
-    ),
-    (
-        "a verified row beyond the last",
-        RowIndexError,
-        lambda one: one.update_device("last_token", [len(one)], _found(one, "last_token", 1)),
-    ),
-    (
-        "verified rows of other requests",
+        "rows of other requests",
         Code.DERIVED_STALE,
-        lambda one: one.update_device("last_token", [0], one.filter([1])["last_token"]),
+        lambda one: one.update_device("last_token", [0], one.filter([1]).last_token),
         _has_two,
     ),
     ("hidden states as numbers", DtypeError, lambda one: one.replace(states=[[0.5, 1]] * len(one)), _has_rows),
@@ -296,7 +271,7 @@ MISUSES = misuses(
     (
         "replace a column of another dtype",
         DtypeError,
-        lambda one: one.replace(seq_lens=np.zeros(len(one), np.float32)),
+        lambda one: one.replace(seq_lens=one.temperature.np[:, 0]),
         _has_rows,
     ),
     (

@@ -287,6 +287,10 @@ def _publish(**makes: Callable[[RelayCase], Any]) -> Callable[[RelayCase], objec
     return lambda case: case.relay.publish(case.slots, **{name: make(case) for name, make in makes.items()})
 
 
+def _not_ragged(case: RelayCase) -> bool:
+    return not case.relay.fields["drafts"].ragged
+
+
 def _behind_padding(case: RelayCase) -> Slots:
     zero = Slots.from_host(case.relay.runtime, [0], generations=[0], pool_id=case.relay.slots.pool_id)
     return Slots.cat([zero, case.slots])
@@ -320,11 +324,7 @@ MISUSES = misuses(
     ),
     ("publish a sparse tensor", DtypeError, _publish(token=lambda case: case.column().to_sparse())),
     ("publish a good field and a bad one", DtypeError, _publish(token=RelayCase.column, lengths=lambda case: None)),
-    (
-        "publish for a slot twice",
-        Code.SLOT_SHARED,
-        lambda case: case.relay.publish(case.slots.take([0, 0]), token=case.zeros(2)),
-    ),
+    ("publish twice", Code.SLOT_SHARED, lambda case: case.relay.publish(case.slots.take([0, 0]), token=case.zeros(2))),
     (
         "publish behind a padded row",
         Code.SLOT_ZERO_ALLOCATED,
@@ -338,23 +338,19 @@ MISUSES = misuses(
     ),
     ("publish a list of a row too few", ShapeError, _publish(token=lambda case: [0] * (case.n - 1))),
     ("publish a host number", ShapeError, _publish(token=lambda case: 5)),
-    (
-        "publish an array of drafts without a shape",
-        ShapeError,
-        _publish(drafts=lambda case: np.zeros(case.n, np.int64)),
-    ),
+    ("publish an array of drafts as numbers", ShapeError, _publish(drafts=lambda case: np.zeros(case.n, np.int64))),
     ("publish half a token", DtypeError, _publish(token=lambda case: [0.5] * case.n)),
     ("publish None in a list", DtypeError, _publish(token=lambda case: [None] * case.n)),
     ("publish more than int64", ValueOverflowError, _publish(token=lambda case: [2**63] * case.n)),
     ("publish a stand-in", Code.SENTINEL_ESCAPED, _publish(token=lambda case: [0] * (case.n - 1) + [-1])),
     (
-        "publish a stand-in among drafts",
+        "publish a stand-in as a draft",
         Code.SENTINEL_ESCAPED,
         _publish(drafts=lambda case: [[0, -1]] * case.n),
-        lambda case: not case.relay.fields["drafts"].ragged,
+        _not_ragged,
     ),
     (
-        "publish a device field and a bad host field",
+        "publish a good field and a bad host one",
         ShapeError,
         _publish(token=RelayCase.column, lengths=lambda case: [0] * (case.n + 1)),
     ),
@@ -368,7 +364,7 @@ MISUSES = misuses(
     ("prefetch a list of names", DeclarationError, lambda case: case.relay.prefetch(case.slots, ["token"])),
     ("prefetch a field twice", DeclarationError, lambda case: case.relay.prefetch(case.slots, "token", "token")),
     (
-        "prefetch what only the next forward reads",
+        "prefetch what the host does not read",
         DeclarationError,
         lambda case: case.relay.prefetch(case.slots, "drafts", "token"),
     ),

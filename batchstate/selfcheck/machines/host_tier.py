@@ -7,7 +7,7 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -230,6 +230,12 @@ def _backed(it: It) -> Ints:
     return it[0]._requests.backed[it[1].np]
 
 
+def _decode(lens: Callable[[It], Any], drafts: int = 1, confirmed: Callable[[It], Ints] | None = None) -> Any:
+    return lambda it: it[0].map_last_location(
+        it[1], lens(it), drafts, confirmed=None if confirmed is None else confirmed(it)
+    )
+
+
 MISUSES = misuses(
     ("reserve what is in the tier", _TIER, lambda it: it[0].reserve(it[1], 1, 1), _inside),
     ("reserve what is on the device", ArgumentError, lambda it: it[0].reserve(it[1], 1, 1), _hot),
@@ -238,12 +244,7 @@ MISUSES = misuses(
     ("reserve nothing", ArgumentError, lambda it: it[0].reserve(it[1], 0, 1), _cold),
     ("reserve -1", ArgumentError, lambda it: it[0].reserve(it[1], -1, 1), _cold),
     ("reserve half a token", DtypeError, lambda it: it[0].reserve(it[1], 0.5, 1), _cold),
-    (
-        "reserve more than there is",
-        Code.LENGTH_ORDER,
-        lambda it: it[0].reserve(it[1], 1, it[0].host.num_tokens + 1),
-        _cold,
-    ),
+    ("reserve too much", Code.LENGTH_ORDER, lambda it: it[0].reserve(it[1], 1, it[0].host.num_tokens + 1), _cold),
     ("admit what has not been reserved", _TIER, lambda it: it[0].admit_direct(it[1]), _not_direct),
     ("stage what is in the tier", _TIER, lambda it: it[0].admit_staged(it[1], 99), _inside),
     (
@@ -257,35 +258,20 @@ MISUSES = misuses(
     ("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
     ("abort behind a number", ArgumentError, lambda it: it[0].abort(it[1], after=3), _inside),
     ("abort one twice", Code.SLOT_SHARED, lambda it: it[0].abort(it[1].take([0, 0])), _inside),
-    ("decode no new token", _LENGTHS, lambda it: it[0].map_last_location(it[1], _backed(it)), _ready),
-    ("decode two tokens", _LENGTHS, lambda it: it[0].map_last_location(it[1], _next(it) + 1), _ready),
-    ("decode none", ArgumentError, lambda it: it[0].map_last_location(it[1], _next(it) - 1, 0), _ready),
+    ("decode no new token", _LENGTHS, _decode(_backed), _ready),
+    ("decode two tokens", _LENGTHS, _decode(lambda it: _next(it) + 1), _ready),
+    ("decode none", ArgumentError, _decode(lambda it: _next(it) - 1, 0), _ready),
     (
         "decode behind tokens that were never mapped",
         _LENGTHS,
-        lambda it: it[0].map_last_location(it[1], _next(it) + 3, 3, confirmed=_next(it)),
+        _decode(lambda it: _next(it) + 3, 3, confirmed=_next),
         _ready,
     ),
-    (
-        "confirm what is not there",
-        _LENGTHS,
-        lambda it: it[0].map_last_location(it[1], _next(it), confirmed=_next(it)),
-        _ready,
-    ),
-    (
-        "decode bounds without what is confirmed",
-        ArgumentError,
-        lambda it: it[0].map_last_location(it[1], _bound(it[0].runtime, _next(it))),
-        _ready,
-    ),
+    ("confirm what is not there", _LENGTHS, _decode(_next, confirmed=_next), _ready),
+    ("decode mere bounds", ArgumentError, _decode(lambda it: _bound(it[0].runtime, _next(it))), _ready),
     ("back up into less than no room", _LENGTHS, lambda it: it[0].map_last_location(it[1], 99, backups=-1), _ready),
-    (
-        "decode with one length too many",
-        ShapeError,
-        lambda it: it[0].map_last_location(it[1], np.concatenate([_next(it), [1]])),
-        _ready,
-    ),
-    ("decode half a token", DtypeError, lambda it: it[0].map_last_location(it[1], _next(it) - 0.5), _ready),
+    ("decode with one length too many", ShapeError, _decode(lambda it: np.append(_next(it), 1)), _ready),
+    ("decode half a token", DtypeError, _decode(lambda it: _next(it) - 0.5), _ready),
     ("decode one twice", Code.SLOT_SHARED, lambda it: it[0].map_last_location(it[1].take([0, 0]), _next(it)), _ready),
     (
         "decode padding",

@@ -103,17 +103,12 @@ MISUSES = misuses(
     ("add True", DtypeError, lambda one: operator.add(one, True)),
     ("add too many amounts", (ShapeError, DtypeError), lambda one: one + np.ones(len(one) + 1, np.int64)),
     ("add 2**63", (ValueOverflowError, DtypeError), lambda one: one + 2**63),
-    (
-        "read the host side of device_only",
-        SideMissingError,
-        lambda one: one.np,
-        lambda one: one.contract is Contract.DEVICE_ONLY,
-    ),
+    ("read no host side", SideMissingError, lambda one: one.np, lambda one: one.contract is Contract.DEVICE_ONLY),
     ("the truth of a vector", (ArgumentError, SideMissingError), bool),
     ("the largest of nothing", (ArgumentError, SideMissingError), lambda one: one.max(), lambda one: not one.shape[0]),
     ("weaken to something unknown", ArgumentError, lambda one: one.weaken("roughly")),
     (
-        "strengthen a bound",
+        "a bound made exact",
         ContractError,
         lambda one: one.weaken("exact"),
         lambda one: one.contract is Contract.UPPER_BOUND,
@@ -125,17 +120,13 @@ MISUSES = misuses(
     ),
     ("a scalar", ShapeError, lambda one: type(one).from_host(one.runtime, 1)),
     (
-        "a bound without a device side",
+        "a bound of one side",
         ContractError,
         lambda one: MirroredTensor.from_host(one.runtime, [1], contract="upper_bound"),
     ),
     ("text as numbers", DtypeError, lambda one: MirroredTensor.from_host(one.runtime, ["1"])),
     ("rows of unequal lengths", ShapeError, lambda one: MirroredTensor.from_host(one.runtime, [[1], [1, 2]])),
-    (
-        "a number too large",
-        ValueOverflowError,
-        lambda one: MirroredTensor.from_host(one.runtime, [300], dtype=torch.int8),
-    ),
+    ("300 as int8", ValueOverflowError, lambda one: MirroredTensor.from_host(one.runtime, [300], dtype=torch.int8)),
 )
 
 

@@ -222,11 +222,7 @@ _MISUSES = misuses(
     ("advance by -1", ArgumentError, lambda it: it[0].advance(it[1], -1)),
     ("advance beyond int64", Code.LENGTH_ORDER, lambda it: it[0].advance(it[1], 2**63 - 1)),
     ("truncate to more", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], it[0].committed(it[1]) + 1)),
-    (
-        "give back more than is committed",
-        Code.LENGTH_ORDER,
-        lambda it: it[0].truncate(it[1], first=it[0].committed(it[1]) + 1),
-    ),
+    ("give back too much", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], first=it[0].committed(it[1]) + 1)),
     ("give back before -1", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], first=-1)),
     ("give back half a token", DtypeError, lambda it: it[0].truncate(it[1], first=0.5)),
     ("give back for too many", ShapeError, lambda it: it[0].truncate(it[1], first=np.array([0, 0]))),
