@@ -36,6 +36,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "nonzero": lambda t: t.nonzero(),
     "where": lambda t: torch.where(t > 1),
     "unique": lambda t: torch.unique(t),
+    "isin of many": lambda t: torch.isin(t, t.new_zeros(11)),
     "masked_select": lambda t: torch.masked_select(t, t > 1),
     "a copy into host memory": lambda t: torch.empty(3, dtype=t.dtype).copy_(t),
     "what was computed from it": lambda t: (t * 2 + 1).sum().item(),
@@ -113,6 +114,7 @@ def test_work_on_the_device_is_left_alone(rt: Runtime) -> None:
         total = (value[rows] + value[:2]).to(torch.int32).sum()
         value.clone()[0] = total
         torch.where(value > 1, value, 0)
+        torch.isin(value, rows)
         assert total.shape == ()
 
 

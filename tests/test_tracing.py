@@ -605,6 +605,10 @@ def test_pinned_memory_may_be_named(tool: Tool) -> None:
         (lambda t: torch.repeat_interleave(t, output_size=3), []),
         (lambda t: torch.repeat_interleave(t), ["repeat_interleave"]),
         (lambda t: t[torch.from_numpy(np.array([1]))], ["index"]),
+        (lambda t: torch.isin(t, t), []),  # 10 elements and more are sorted, of 3
+        (lambda t: torch.isin(t, t.new_zeros(11)), ["isin"]),
+        (lambda t: torch.isin(t, t.new_zeros(11), assume_unique=True), []),
+        (lambda t: torch.isin(t, 1), []),
     ],
 )
 def test_both_tools_know_what_makes_the_host_wait(

@@ -18,6 +18,7 @@ from batchstate import invariants
 from batchstate._guidance import shows_signature
 from batchstate.runtime import Runtime, check_runtime
 from batchstate.runtime.memory import KnownMemory
+from batchstate.testing.tracing.operations import isin_waits
 from batchstate.violations import Violation
 
 __all__ = ["no_hidden_sync"]
@@ -131,6 +132,8 @@ def _waits(
         return "an assignment through a boolean mask"
     if name == "repeat_interleave" and kwargs.get("output_size") is None and any(map(_is_tensor, args[1:])):
         return "repeat_interleave() without output_size"
+    if name == "isin" and isin_waits(*args, **kwargs):
+        return "isin() of many test elements"
     return None
 
 

@@ -43,6 +43,18 @@ WAITS = frozenset(
 )
 """Operations whose result the host needs at once: it waits for the stream."""
 
+
+def isin_waits(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> bool:
+    """Whether `torch.isin` makes the host wait: for many test elements it sorts what is distinct, and counts that.
+
+    So says ATen's TensorCompare.cpp, and so does an H100 with torch 2.11.
+    """
+    if assume_unique or not isinstance(test_elements, torch.Tensor):
+        return False
+    count = elements.numel() if isinstance(elements, torch.Tensor) else 1
+    return test_elements.numel() >= int(10 * count**0.145)
+
+
 _NO_ACCESS = frozenset(
     (
         "_fused_sdp_choice",
@@ -152,6 +164,8 @@ class Operation:
             return True
         if self.name == "repeat_interleave":
             return kwargs.get("output_size") is None
+        if self.name == "isin":
+            return isin_waits(*args, **kwargs)
         if not self._by_mask:
             return False
         indices = [one for one in args[1] if one is not None]
