@@ -1,7 +1,7 @@
 """The first mistakes of somebody new: what is typed, and which error says what to type instead."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,10 @@ import batchstate.transport
 import batchstate.watch
 from batchstate import (
     Batch,
-    ForwardPlan,
     FutureMap,
     MirroredTensor,
     PrefixCache,
     SlotPool,
-    checks,
     device_only,
     host_list,
     mirrored,
@@ -62,120 +60,68 @@ def without(batch: Decode, **changed: Any) -> Any:
     return Decode.build(batch.runtime, **{name: value for name, value in columns.items() if value is not None})
 
 
-MISTAKES: dict[str, tuple[Callable[[Any], object], str, str]] = {
-    # what is typed: (it, what the error says, what it tells to do)
-    "R(runtime, seq_lens=...)": (
-        lambda it: Decode(it.runtime, seq_lens=[1]),
-        "Decode cannot be called directly",
-        "Decode.build(",
-    ),
-    "R(runtime)": (lambda it: Decode(it.runtime), "Decode cannot be called directly", "Decode.build("),
-    "R.build('cpu')": (lambda it: Decode.build("cpu"), "expected a Runtime, got 'cpu'", "open_runtime"),  # type: ignore[arg-type]
-    "SlotPool('cpu')": (lambda it: SlotPool("cpu", 3), "expected a Runtime, got 'cpu'", "open_runtime"),  # type: ignore[arg-type]
-    "a column misspelt": (lambda it: without(it.batch, seq_lens=None, seq_len=[1, 1]), "seq_len", "mean 'seq_lens'"),
-    "a column of one row": (
-        lambda it: without(it.batch, seq_lens=[1]),
-        "has 1 row, expected 2",
-        "one row per request",
-    ),
-    "a number for a column": (
-        lambda it: without(it.batch, seq_lens=5),
-        "per request, got one number",
-        "one row per request",
-    ),
-    "a number for slots": (lambda it: without(it.batch, slots=3), "per request, got the number 3", "`pool.take`"),
-    "numbers for slots": (lambda it: without(it.batch, slots=[1, 2]), "expected slots", "from_host(runtime, numbers)"),
-    "a mask of 0 and 1": (lambda it: it.batch.filter([1, 1]), "row 1 appears twice", "integers are row indices"),
-    "mirrored(np.int64)": (lambda it: mirrored(np.int64), "expected a torch dtype", "pass torch.int64"),  # type: ignore[arg-type]
-    "mirrored(int)": (lambda it: mirrored(int), "expected a torch dtype", "pass torch.int64"),  # type: ignore[arg-type]
-    "mirrored('tokens')": (lambda it: mirrored("tokens"), "got 'tokens'", "such as torch.int64"),  # type: ignore[arg-type]
-    "relay_field(int)": (lambda it: relay_field(int), "expected a torch dtype", "pass torch.int64"),  # type: ignore[arg-type]
-    "relay of a list": (lambda it: FutureMap(it.pool, ["tok"]), "expected fields by name", "relay_field("),  # type: ignore[arg-type]
-    "advance misspelt": (lambda it: it.batch.advance("seq_len"), "'seq_len' is not declared", "mean 'seq_lens'"),
-    "advance of objects": (
-        lambda it: it.batch.advance("requests"),
-        "holds Python objects",
-        "use one of: seq_lens, last_token",
-    ),
-    "b[0]": (lambda it: it.batch[0], "expected the name of a column, got 0", "batch.filter(rows)"),
-    "b[:1]": (lambda it: it.batch[:1], "expected the name of a column", "batch.filter(rows)"),
-    "b['seq_len']": (lambda it: it.batch["seq_len"], "'seq_len'", "mean 'seq_lens'"),
-    "list(b)": (lambda it: list(it.batch), "cannot be iterated", "batch.to_dict()"),
-    "dict(b)": (lambda it: dict(it.batch), "cannot be iterated", "batch.to_dict()"),
-    "b.replace misspelt": (lambda it: it.batch.replace(seq_len=[1, 2]), "'seq_len'", "mean 'seq_lens'"),
-    "b.seq_lens = ...": (
-        lambda it: setattr(it.batch, "seq_lens", [1]),
-        "cannot assign to column",
-        "batch.replace(seq_lens=...)",
-    ),
-    "b['seq_lens'] = ...": (
-        lambda it: it.batch.__setitem__("seq_lens", [1]),
-        "cannot assign to column 'seq_lens'",
-        "batch.replace(seq_lens=...)",
-    ),
-    "del b.seq_lens": (lambda it: delattr(it.batch, "seq_lens"), "cannot delete column", "declare another class"),
-    "Batch.build": (lambda it: Batch.build(it.runtime, seq_lens=[1]), "is not declared", "in a subclass of `Batch`"),
-    "filter(0)": (lambda it: it.batch.filter(0), "got the number 0", "list of row indices"),
-    "filter([2])": (lambda it: it.batch.filter([2]), "row 2 is out of range, expected rows of 0 to 1", "numbered anew"),
-    "filter([-1])": (lambda it: it.batch.filter([-1]), "row -1", "rows do not count from the end; the last one is 1"),
-    "filter(slice)": (
-        lambda it: it.batch.filter(slice(1)),
-        "row indices or a mask, got slice(None, 1, None)",
-        "list(range(0, 1, 1))",
-    ),
-    "filter('a')": (lambda it: it.batch.filter("a"), "row indices or a mask, got 'a'", "a list of row indices"),
-    "merge(3)": (lambda it: it.batch.merge(3), "expected another Decode, got 3", "a batch of the same class"),
-    "free([1])": (lambda it: it.pool.free([1]), "expected slots, got [1]", "whose slot"),
-    "take(-1)": (lambda it: it.pool.take(-1), "n is -1, expected >= 0", "pass 0 or more"),
-    "take('ten')": (lambda it: it.pool.take("ten"), "'ten', expected an integer", "pass an integer"),
-    "take(True)": (lambda it: it.pool.take(True), "True, expected an integer", "pass an integer"),
-    "checks('ful')": (lambda it: checks("ful").__enter__(), "'ful'", "mean 'full'"),
-    "open_runtime('tpu')": (lambda it: open_runtime("tpu"), "'tpu'", "'cpu' or 'cuda'"),
-    "flat prompt ids": (
-        lambda it: ForwardPlan.of(it.batch.slots, it.lens, 1, prompt_ids=[1, 2]),
-        "got the number 1",
-        "a list of lists",
-    ),
-    "extras misspelt": (
-        lambda it: it.batch.upload(extras={"positions": np.zeros(2, np.int64)})["position"],
+TYPED = {
+    # what is typed: (what the error says, what it tells to do)
+    "Decode(rt, seq_lens=[1])": ("Decode cannot be called directly", "Decode.build("),
+    "Decode(rt)": ("Decode cannot be called directly", "Decode.build("),
+    "Decode.build('cpu')": ("expected a Runtime, got 'cpu'", "open_runtime"),
+    "SlotPool('cpu', 3)": ("expected a Runtime, got 'cpu'", "open_runtime"),
+    "without(decode, seq_lens=None, seq_len=[1, 1])": ("seq_len", "mean 'seq_lens'"),
+    "without(decode, seq_lens=[1])": ("has 1 row, expected 2", "one row per request"),
+    "without(decode, seq_lens=5)": ("per request, got one number", "one row per request"),
+    "without(decode, slots=3)": ("per request, got the number 3", "`pool.take`"),
+    "without(decode, slots=[1, 2])": ("expected slots", "from_host(runtime, numbers)"),
+    "decode.filter([1, 1])": ("row 1 appears twice", "integers are row indices"),
+    "mirrored(np.int64)": ("expected a torch dtype", "pass torch.int64"),
+    "mirrored('tokens')": ("got 'tokens'", "such as torch.int64"),
+    "relay_field(int)": ("expected a torch dtype", "pass torch.int64"),
+    "FutureMap(pool, ['tok'])": ("expected fields by name", "relay_field("),
+    "decode.advance('seq_len')": ("'seq_len' is not declared", "mean 'seq_lens'"),
+    "decode.advance('requests')": ("holds Python objects", "use one of: seq_lens, last_token"),
+    "decode[0]": ("expected the name of a column, got 0", "batch.filter(rows)"),
+    "decode[:1]": ("expected the name of a column", "batch.filter(rows)"),
+    "decode['seq_len']": ("'seq_len'", "mean 'seq_lens'"),
+    "list(decode)": ("cannot be iterated", "batch.to_dict()"),
+    "dict(decode)": ("cannot be iterated", "batch.to_dict()"),
+    "decode.replace(seq_len=[1, 2])": ("'seq_len'", "mean 'seq_lens'"),
+    "setattr(decode, 'seq_lens', [1])": ("cannot assign to column", "batch.replace(seq_lens=...)"),
+    "decode.__setitem__('seq_lens', [1])": ("cannot assign to column 'seq_lens'", "batch.replace(seq_lens=...)"),
+    "delattr(decode, 'seq_lens')": ("cannot delete column", "declare another class"),
+    "Batch.build(rt, seq_lens=[1])": ("is not declared", "in a subclass of `Batch`"),
+    "decode.filter(0)": ("got the number 0", "list of row indices"),
+    "decode.filter([2])": ("row 2 is out of range, expected rows of 0 to 1", "numbered anew"),
+    "decode.filter([-1])": ("row -1", "rows do not count from the end; the last one is 1"),
+    "decode.filter(slice(1))": ("row indices or a mask, got slice(None, 1, None)", "list(range(0, 1, 1))"),
+    "decode.filter('a')": ("row indices or a mask, got 'a'", "a list of row indices"),
+    "decode.merge(3)": ("expected another Decode, got 3", "a batch of the same class"),
+    "pool.take(-1)": ("n is -1, expected >= 0", "pass 0 or more"),
+    "pool.take('ten')": ("'ten', expected an integer", "pass an integer"),
+    "pool.take(True)": ("True, expected an integer", "pass an integer"),
+    "checks('ful').__enter__()": ("'ful'", "mean 'full'"),
+    "open_runtime('tpu')": ("'tpu'", "'cpu' or 'cuda'"),
+    "ForwardPlan.of(decode.slots, lens, 1, prompt_ids=[1, 2])": ("got the number 1", "a list of lists"),
+    "decode.upload(extras={'positions': np.zeros(2, np.int64)})['position']": (
         "no extra 'position'",
         "mean 'positions'",
     ),
-    "x[0]": (lambda it: it.lens[0], "cannot be indexed", "`.np[...]`"),
-    "x[:1]": (lambda it: it.lens[:1], "cannot be indexed", "`.take(rows)`"),
-    "x[0] = 1": (lambda it: it.lens.__setitem__(0, 1), "immutable", "`.update(rows, values)`"),
-    "x * 2": (lambda it: it.lens * 2, "only `+` and `-`", "`.np`"),
-    "2 * x": (lambda it: 2 * it.lens, "only `+` and `-`", "`.device`"),
-    "x // 16": (lambda it: it.lens // 16, "only `+` and `-`", "`.np`"),
-    "10 - x": (lambda it: 10 - it.lens, "cannot be subtracted from 10", "10 - x.np on the host"),
-    "float(x)": (lambda it: float(it.lens), "not one number", "`.np[row]`"),
-    "int(x)": (lambda it: int(it.lens), "not one number", "`.np[row]`"),
-    "if x": (lambda it: bool(it.lens), "ambiguous", "len(value) > 0"),
-    "torch.add(x, 1)": (lambda it: torch.add(it.lens, 1), "torch.add: expected a tensor", "`.device`"),
-    "torch.stack([x])": (lambda it: torch.stack([it.lens]), "torch.stack: expected a tensor", "`.device`"),
-    "torch.as_tensor(x)": (lambda it: torch.as_tensor(it.lens), "two sides", "`.device`"),
-    "torch.from_dlpack(x)": (lambda it: torch.utils.dlpack.from_dlpack(it.lens), "two sides", "`.device`"),
-}
-
-
-@pytest.mark.parametrize("typed", MISTAKES)
-def test_the_error_says_what_to_type(it: SimpleNamespace, typed: str) -> None:
-    """A first mistake is a typed error that shows what was given and names what is meant."""
-    mistake, says, remedy = MISTAKES[typed]
-    with pytest.raises((BatchStateError, KeyError)) as caught:
-        mistake(it)
-    problem, _, told = str(caught.value).partition("remedy: ")
-    assert says in problem
-    assert remedy in (told or problem)
-
-
-WRITTEN = {
-    # what is typed: (what the error says, what it tells to do)
+    "lens[0]": ("cannot be indexed", "`.np[...]`"),
+    "lens[:1]": ("cannot be indexed", "`.take(rows)`"),
+    "lens.__setitem__(0, 1)": ("immutable", "`.update(rows, values)`"),
+    "lens * 2": ("only `+` and `-`", "`.np`"),
+    "2 * lens": ("only `+` and `-`", "`.device`"),
+    "lens // 16": ("only `+` and `-`", "`.np`"),
+    "10 - lens": ("cannot be subtracted from 10", "10 - x.np on the host"),
+    "float(lens)": ("not one number", "`.np[row]`"),
+    "int(lens)": ("not one number", "`.np[row]`"),
+    "bool(lens)": ("ambiguous", "len(value) > 0"),
+    "torch.add(lens, 1)": ("torch.add: expected a tensor", "`.device`"),
+    "torch.stack([lens])": ("torch.stack: expected a tensor", "`.device`"),
+    "torch.as_tensor(lens)": ("two sides", "`.device`"),
+    "torch.utils.dlpack.from_dlpack(lens)": ("two sides", "`.device`"),
     "SlotPool(rt, '8')": ("size is '8', expected an integer", "pass an integer"),
     "SlotPool(rt, 0)": ("size is 0, expected >= 1", "pass 1 or more"),
     "pool.take(2.0)": ("n is 2.0, expected an integer", "pass an integer"),
     "pool.take(99)": ("99 requested", "make the pool"),
-    "pool.free(1)": ("expected slots, got 1", "as the pool returns them"),
     "pool.free(batch)": ("expected slots, got a batch, Rows(", "batch.slots"),
     "pool.free(batch.slots, after=rt)": ("expected a fence as `after`, got CpuRuntime", "Runtime.record()"),
     "pool.free(batch.slots, after=True)": ("expected a fence as `after`, got True", "Runtime.record()"),
@@ -207,11 +153,6 @@ WRITTEN = {
     "setattr(batch, 'seq_lens', 3)": ("cannot assign to column", "batch.replace(seq_lens=...)"),
     "bool(batch.seq_lens)": ("is ambiguous", "`.any()`"),
     "int(batch.seq_lens)": ("is not one number", "`.np[row]`"),
-}
-
-
-MORE = {
-    # what is typed: (what the error says, what it tells to do)
     "SlotPool(8)": ("`runtime` is 8, expected a Runtime", "SlotPool(runtime, 8)"),
     "SlotPool()": ("got SlotPool()", "`runtime` and `size` are missing: SlotPool(runtime, size)"),
     "SlotPool(rt, 8, 2)": (
@@ -223,7 +164,6 @@ MORE = {
     "list(pool)": ("SlotPool cannot be indexed or iterated", "`pool.live_slots()`"),
     "pool[0]": ("SlotPool cannot be indexed", "`pool.live_slots()`"),
     "3 in pool": ("SlotPool cannot be searched with `in`", "`pool.live_slots()`"),
-    "pool.take('3')": ("n is '3', expected an integer", "pass an integer"),
     "pool.free(3)": ("expected slots, got 3", "as the pool returns them"),
     "pool.free([1, 2])": ("expected slots, got [1, 2]", "as the pool returns them"),
     "pool.free(batch.seq_lens)": ("expected slots, got 'seq_lens', a column of plain numbers", "batch.slots"),
@@ -288,10 +228,7 @@ MORE = {
     "Contract('exat')": ("unknown contract 'exat'", "did you mean 'exact'?"),
     "HostKVPool(rt, 4)": ("expected HostKVPool(runtime, num_pages", "`layers` is missing"),
     "HiSparse(pool, pages, 3)": ("expected a PagePool, got a SlotPool", "the KV on the device"),
-    "watch(Engine)": (
-        "expected watch(cls, *, num_rows",
-        "watch(Engine, num_rows='num_reqs', after=['step'], pairs=",
-    ),
+    "watch(Engine)": ("expected watch(cls, *, num_rows", "watch(Engine, num_rows='num_reqs', after=['step'], pairs="),
     "watch('Engine', num_rows='n', after=['step'])": ("expected a class, got 'Engine'", "pass the class itself"),
     "watch(Engine, num_rows='n', after='step')": ("is the text 'step', expected a list", "after=['step']"),
     "watch(Engine, num_rows='n', after=['stepp'], pairs=[('a', 'b')])": ("has no method 'stepp'", "it has step"),
@@ -326,28 +263,31 @@ MORE = {
 }
 
 
-def test_more_that_is_typed_wrong_is_answered() -> None:
-    """A call that does not fit says the signature and the call; a pool used as a list, a wrong kind say what to use."""
+def names() -> dict[str, Any]:
+    """What a reader of the first pages has: the public names, a runtime, pools, batches and what goes with them."""
     rt = open_runtime("cpu")
     pool = SlotPool(rt, 8)
     pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
-    names: dict[str, Any] = {**public(), "rt": rt, "pool": pool, "pages": pages}
-    names["batch"] = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
-    names["relay"] = FutureMap(pool, {"tok": relay_field(torch.int64)})
-    names["cache"], names["table"] = PrefixCache(pages), pool.table("t", (4,), torch.int32)
-    names["layout"], names["twin"] = KVLayout(4, "float32", ["k", "v"], 64), twin
-    for line, (says, remedy) in MORE.items():
-        with pytest.raises(BatchStateError) as caught:
-            exec(line, names)
+    slots = pool.take(2)
+    decode = Decode.build(rt, slots=slots, seq_lens=[5, 3], last_token=[1, 2], requests=["a", "b"])
+    parts = (batchstate, batchstate.testing, batchstate.transport, batchstate.watch)
+    found = {name: getattr(part, name) for part in parts for name in part.__all__} | globals()
+    found |= {"rt": rt, "pool": pool, "pages": pages, "decode": decode, "lens": decode.seq_lens}
+    found["batch"] = Rows.build(rt, slots=slots, seq_lens=[5, 3], requests=["a", "b"])
+    found["relay"] = FutureMap(pool, {"tok": relay_field(torch.int64)})
+    found |= {"cache": PrefixCache(pages), "table": pool.table("t", (4,), torch.int32)}
+    return found | {"layout": KVLayout(4, "float32", ["k", "v"], 64)}
+
+
+def test_what_is_typed_wrong_is_answered() -> None:
+    """Each of these lines is a typed error that shows what was given, and says what to pass instead."""
+    known = names()
+    for line, (says, remedy) in TYPED.items():
+        with pytest.raises((BatchStateError, KeyError)) as caught:
+            exec(line, known)
         problem, _, told = str(caught.value).partition("remedy")
         assert says in problem, (line, str(caught.value))
-        assert remedy in told, (line, str(caught.value))
-
-
-def public() -> dict[str, Any]:
-    """The public names of the package and of its parts."""
-    parts = (batchstate, batchstate.testing, batchstate.transport, batchstate.watch)
-    return {name: getattr(part, name) for part in parts for name in part.__all__} | globals()
+        assert remedy in (told or problem), (line, str(caught.value))
 
 
 class Engine:
@@ -384,13 +324,10 @@ CALLS = {
 
 def test_a_call_of_a_method_is_answered_with_its_signature() -> None:
     """A method called with other arguments is a typed error in whole sentences: the signature, and how to write it."""
-    rt = open_runtime("cpu")
-    pool = SlotPool(rt, 8)
-    pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
-    batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
+    known = names()
     for line, (says, remedy) in CALLS.items():
         with pytest.raises(BatchStateError) as caught:
-            eval(line, {**public(), "rt": rt, "pool": pool, "pages": pages, "batch": batch})
+            eval(line, known)
         problem, _, told = str(caught.value).partition("remedy")
         assert isinstance(caught.value, TypeError), line
         assert says in problem, (line, str(caught.value))
@@ -413,13 +350,10 @@ PLAIN = {
 
 def test_a_method_without_a_wrapper_says_its_signature() -> None:
     """Python's own refusal begins with the signature and a call that fits; no call is added."""
-    rt = open_runtime("cpu")
-    pool = SlotPool(rt, 8)
-    pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
-    batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
+    known = names()
     for line, says in PLAIN.items():
         with pytest.raises(TypeError) as caught:
-            eval(line, {"rt": rt, "pool": pool, "pages": pages, "batch": batch})
+            eval(line, known)
         assert str(caught.value).startswith(says), (line, str(caught.value))
     for method in (SlotPool.take, SlotPool.free, PagePool.extend, Batch.upload, Batch.next_batch):
         assert not hasattr(method, "__wrapped__")
@@ -442,21 +376,6 @@ class Rows(Batch):
     slots = slot_column()
     seq_lens = mirrored(torch.int64)
     requests = host_list()
-
-
-def test_what_is_typed_wrong_is_answered() -> None:
-    """Each of these lines is a typed error that shows what was given, and says what to pass instead."""
-    rt = open_runtime("cpu")
-    pool = SlotPool(rt, 8)
-    pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
-    batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
-    names = {**globals(), "rt": rt, "pool": pool, "pages": pages, "batch": batch}
-    for line, (says, remedy) in WRITTEN.items():
-        with pytest.raises(BatchStateError) as caught:
-            eval(line, names)
-        problem, _, told = str(caught.value).partition("remedy")
-        assert says in problem, line
-        assert remedy in told, line
 
 
 @pytest.mark.parametrize("name", ["cuda", "cpu", "to", "numpy", "item", "clone", "mean", "size", "data_ptr"])
@@ -500,20 +419,14 @@ ABSENT = {
 
 def test_a_name_from_elsewhere_is_answered() -> None:
     """A method known from a list, a tensor or another pool is an AttributeError that says what to write here."""
-    rt = open_runtime("cpu")
-    pool = SlotPool(rt, 8)
-    pages = PagePool(rt, pool, 32, 4, max_tokens_per_request=64)
-    batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
-    names = {"batchstate": batchstate, "rt": rt, "pool": pool, "pages": pages, "batch": batch}
-    names |= {"relay": FutureMap(pool, {"tok": relay_field(torch.int64)})}
-    names |= {"cache": PrefixCache(pages), "table": pool.table("t", (4,), torch.int32)}
+    known = names()
     for line, says in ABSENT.items():
         with pytest.raises(AttributeError) as caught:
-            eval(line, names)
+            eval(line, known)
         assert "has no attribute" in str(caught.value), line
         assert says in str(caught.value), line
     one: Any
-    for one in (batch, pool, pages):
+    for one in (known["batch"], known["pool"], known["pages"]):
         assert not hasattr(one, "alloc")
         with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
             one.nonsense  # noqa: B018
@@ -524,11 +437,8 @@ def test_a_name_from_elsewhere_is_answered() -> None:
 )
 def test_python_says_what_a_misspelt_name_resembles(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The traceback shows a name that exists, and none that is known from elsewhere."""
-    rt = open_runtime("cpu")
-    pool = SlotPool(rt, 8)
-    batch = Rows.build(rt, slots=pool.take(2), seq_lens=[5, 3], requests=["a", "b"])
     with pytest.raises(AttributeError) as caught:
-        eval(typed, {"pool": pool, "batch": batch})
+        eval(typed, names())
     sys.__excepthook__(caught.type, caught.value, caught.tb)
     assert f"Did you mean: '{meant}'?" in capsys.readouterr().err
 

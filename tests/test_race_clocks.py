@@ -1,7 +1,5 @@
 """What is known to lie before what, and what is kept of accesses: both against models that keep everything."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from batchstate.runtime import Fence, Stream
 from batchstate.testing.race import RaceRuntime
 from batchstate.testing.race.detector import Log
 from batchstate.testing.race.history import KEPT
-from batchstate.testing.tracing.clocks import Clocks, StreamClock
+from batchstate.testing.tracing.clocks import Clocks
 from batchstate.testing.tracing.regions import ByteRegion, union
 
 STREAMS = 3
@@ -26,51 +24,6 @@ steps = st.lists(
     ),
     max_size=30,
 )
-
-
-@given(steps)
-@settings(max_examples=200, deadline=None)
-def test_clocks_know_what_a_graph_of_all_orders_says(program: Sequence[tuple[str, int, int]]) -> None:
-    """Program order on each stream, the host before its launches, a fence before who waited for it: nothing else."""
-    clocks = Clocks()
-    streams = [clocks.host, *(clocks.add(f"stream {number}") for number in range(STREAMS))]
-    before: dict[int, set[int]] = {}  # event -> all events that lie before it
-    newest: dict[int, int] = {}
-    awaited: dict[int, set[int]] = {stream.number: set() for stream in streams}
-    fences: list[tuple[list[int], int]] = []
-    events: list[tuple[int, StreamClock]] = []
-
-    def happens(stream: StreamClock) -> int:
-        number = clocks.happens(stream)
-        reached = {one for one in (newest.get(stream.number), newest.get(0)) if one is not None}
-        reached |= awaited[stream.number] | awaited[0]
-        before[number] = reached.union(*(before[one] for one in reached))
-        newest[stream.number] = number
-        events.append((number, stream))
-        return number
-
-    for what, one, other in program:
-        if what == "launch":
-            happens(streams[1 + one])
-        elif what == "record":
-            number = happens(streams[1 + one])
-            fences.append((list(streams[1 + one].seen), number))
-        elif what == "wait" and fences:
-            seen, number = fences[other % len(fences)]
-            happens(streams[1 + one])
-            streams[1 + one].join(seen)
-            awaited[1 + one].add(number)
-        elif what == "host waits" and fences:
-            seen, number = fences[one % len(fences)]
-            clocks.host_joins(seen)
-            awaited[0].add(number)
-        elif what == "host":
-            happens(clocks.host)
-    for stream in streams:
-        last = happens(stream)
-        for number, where in events:
-            if number != last:
-                assert stream.knows(where.number, number) is (number in before[last])
 
 
 def test_a_new_stream_knows_what_the_host_knows() -> None:
@@ -114,25 +67,6 @@ def test_a_log_answers_as_if_it_kept_everything(
         wanted = next((event for event, one in reversed(every) if event > known and one.overlaps(asked)), None)
         assert (None if found is None else found[0]) == wanted
         assert log.newest() == number
-
-
-def test_what_the_host_knows_to_be_over_is_dropped() -> None:
-    """A run of any length keeps what is in flight."""
-    log = Log()
-    for number in range(1, 5_000):
-        log.add(number, ByteRegion(number * 8, number * 8 + 8), number - 10)
-        assert len(log) < 200
-
-
-def test_what_a_later_access_covers_is_dropped() -> None:
-    """Also where the host never waits: there are no more accesses than places."""
-    log = Log()
-    for number in range(1, 5_000):
-        place = number * 7 % 50
-        log.add(number, ByteRegion(place * 8, place * 8 + 8), 0)
-    assert len(log) < 200
-    assert log.conflict(ByteRegion(0, 8), 4_990) is None
-    assert log.conflict(ByteRegion(0, 8), 4_900) is not None
 
 
 def test_places_that_are_never_touched_again_are_kept() -> None:

@@ -402,31 +402,6 @@ def test_calls_that_never_dispatch_are_told() -> None:
     assert {"__array__", "numpy"} & set(calls.host)
 
 
-@pytest.mark.parametrize(
-    ("call", "waits"),
-    [
-        (lambda t: t.item(), True),
-        (lambda t: t.nonzero(), True),
-        (lambda t: t.unique(), True),
-        (lambda t: t.masked_select(t > 0), True),
-        (lambda t: t.sum(), False),
-        (lambda t: t.argmax(), False),
-    ],
-)
-def test_some_operations_make_the_host_wait(call: Callable[[torch.Tensor], Any], waits: bool) -> None:
-    """Those whose result, or its shape, the host has to know at once."""
-    seen = []
-
-    class Asks(Calls):
-        def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lifted: bool) -> Any:
-            seen.append(Operation.of(func).waits(args, kwargs, lambda tensor: MemoryKind.DEVICE))
-            return super().operation(func, args, kwargs, lifted)
-
-    with tracing(cast(Any, Asks())):
-        call(torch.ones(1))
-    assert any(seen) is waits
-
-
 # Where a call came from, and whose memory it is
 
 
