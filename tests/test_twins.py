@@ -28,7 +28,7 @@ def on(device: str, batch: type[HandwrittenBatch], **changes: Any) -> TwinSpec[H
 def killed(device: str, code: str, **methods: Any) -> str:
     """The report on a class in which some methods are replaced."""
     broken = type("BrokenBatch", (HandwrittenBatch,), methods)
-    result = fuzz_twins(on(device, broken), examples=60)
+    result = fuzz_twins(on(device, broken), examples=60, shrink=False)
     assert result.code == code, result.failure or "nothing was found"
     return str(result.failure)
 
