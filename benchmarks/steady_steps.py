@@ -26,6 +26,7 @@ from benchmarks.baselines.request_loops import (
     Floor,
     Inputs,
     ListsAndTensors,
+    PinnedBuffers,
     TensorPerRequest,
 )
 from benchmarks.comparisons import Asked, Comparison, require_equal
@@ -117,7 +118,7 @@ def against_request_loops(runtime: Runtime, *, num_requests: int, churn: bool = 
     """The step at `cheap` and `off` against both loops, and against the floor."""
     leaving = max(1, num_requests // 8) if churn else 0
     others = [make(num_requests, leaving, runtime.device) for make in (TensorPerRequest, ListsAndTensors)]
-    floors = [] if churn else [Floor(num_requests, 0, runtime.device)]
+    floors = [] if churn else [make(num_requests, 0, runtime.device) for make in (PinnedBuffers, Floor)]
     ours = {level: Steady(runtime, num_requests, leaving) for level in (Level.CHEAP, Level.OFF)}
 
     def verify() -> None:

@@ -6,7 +6,7 @@ forward gets ids, positions, lengths and places, its tokens go to the next step 
 """
 
 from collections import deque
-from typing import final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -119,6 +119,64 @@ class ListsAndTensors(_RequestLoop):
             request.length += 1
             request.last = token
         return inputs
+
+
+@final
+class PinnedBuffers(_RequestLoop):
+    """Pinned buffers made once, a copy of each, and ids that stay on the device; results come a step later.
+
+    As in vLLM: the buffers are filled through numpy, of the block table only what is new, and events say when they may
+    be filled again and when results are there. For requests that stay: what moves rows is left out.
+    """
+
+    name = "a loop that fills four pinned buffers made once"
+
+    def __init__(self, n: int, churn: int, place: torch.device) -> None:
+        super().__init__(n, churn, place)
+        shapes = ((torch.int64, (n,)), (torch.int32, (n,)), (torch.int32, (n,)), (torch.int32, (n, PAGES)))
+        self._pinned = [torch.zeros(shape, dtype=dtype, pin_memory=self.pinned) for dtype, shape in shapes]
+        self._arrays = [one.numpy() for one in self._pinned]
+        self._device = [one.to(place, copy=True) for one in self._pinned]
+        self._ids = torch.ones(n, dtype=torch.int64, device=place)
+        self._results = [torch.zeros(n, dtype=torch.int64, pin_memory=self.pinned) for _ in range(2)]
+        made: Any = torch.cuda.Event
+        self._events = [made() for _ in range(2 if self.pinned else 0)]
+        self._steps = 0
+        for row, request in enumerate(self.running):
+            self._arrays[3][row, : len(request.pages)] = request.pages
+
+    def step(self) -> Inputs:
+        """The step."""
+        positions, lens, places, tables = self._arrays
+        turn, self._steps = self._steps % 2, self._steps + 1
+        if self._steps > 1 and self._events:
+            self._events[1 - turn].synchronize()  # behind the copies of the step before, both ways
+        if self.turn_over():
+            self._ids.fill_(1)
+            for row, request in enumerate(self.running):
+                tables[row, : len(request.pages)] = request.pages
+        lengths, out = [], []
+        for row, request in enumerate(self.running):
+            if request.length % PAGE_SIZE == 0:
+                page = self._free.popleft()
+                tables[row, len(request.pages)] = page
+                request.pages.append(page)
+            lengths.append(request.length)
+            out.append(request.pages[-1] * PAGE_SIZE + request.length % PAGE_SIZE)
+            request.length += 1
+        positions[:] = lengths
+        np.add(positions, 1, out=lens, casting="unsafe")
+        places[:] = out
+        for device, host in zip(self._device, self._pinned, strict=True):
+            device.copy_(host, non_blocking=True)
+        ids, self._ids = self._ids, self._ids + 1
+        self._results[turn].copy_(self._ids, non_blocking=True)
+        if self._events:
+            self._events[turn].record()
+        if self._steps > 1:
+            for request, token in zip(self.running, self._results[1 - turn].tolist(), strict=True):
+                request.last = token
+        return Inputs(ids, *self._device[:3])
 
 
 @final
