@@ -56,7 +56,7 @@ def test_whole_pages_in_one_run(make: Make, page_size: int) -> None:
     assert two.locations().tolist() == list(range(2 * page_size, 6 * page_size))
     assert pool.owner_of([0, page_size, 2 * page_size, 6 * page_size - 1, 6 * page_size]).tolist() == [0, 7, 8, 8, 0]
     assert counts(pool) == (15 * page_size, 0, 5 * page_size)
-    assert pool.live_pages == 5
+    assert pool.stats.live == 5 * pool.page_size
     pool.free([one, two])
     pool.verify()
     pool.expect_idle()

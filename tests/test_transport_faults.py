@@ -50,26 +50,26 @@ MISSING: dict[str, list[Diff]] = {
     ],
     "a writer forgets an abort that arrives before its grant, and starts what is given up": [
         (
-            "sender:Sender._aborted",
-            "self._closed.setdefault(worker.instance, Closed()).add(notice.serial)",
-            "pass",
+            "sender:Sender.on_message",
+            "if transfer is None:\n    closed.add(said.serial)",
+            "if transfer is None:\n    pass",
         )
     ],
     "a writer forgets leases that are over, and begins anew when their grant arrives again": [
-        ("sender:Closed.__contains__", "return serial in self._serials", "return False")
+        ("sender:Sender.on_message", "elif transfer is None and said.serial not in closed:", "elif transfer is None:")
     ],
     "a writer that is told to stop says that it has, and goes on": [
         (
-            "sender:Sender._aborted",
-            "elif transfer.become(TransferState.ABORTED, notice.reason):\n    self._changed.append(transfer)",
-            "else:\n    self._say(worker, Kind.DRAINED, notice.serial)",
+            "sender:Sender.on_message",
+            "elif transfer.become(TransferState.ABORTED, said.reason):\n    self._changed.append(transfer)",
+            "else:\n    self._say(worker, Kind.DRAINED, said.serial)",
         )
     ],
     "messages count by the name of their worker: the next instance speaks and is spoken to for the last": [
         (
-            "workers:Session._author",
-            "if message.to != self._engine.instance or message.sender in self._ended:\n    return None\n"
-            "worker = self._named(name)\nif message.sender != worker.instance:",
+            "workers:Session._heard",
+            "if heard.to != self._engine.instance or heard.sender in self._ended:\n    return None\n"
+            "worker = self._named(name)\nif heard.sender != worker.instance:",
             "worker = self._named(name)\nif False:",
         ),
         (

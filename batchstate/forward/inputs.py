@@ -246,52 +246,38 @@ class ForwardInputs:
     def check(self, runtime: Runtime) -> None:
         """For the library: nothing was written since it was sent, and the token table agrees with the pages.
 
-        Also no id is a stand-in. Reads device memory.
+        Also no id is a stand-in, and the KV of each token goes to where its position lies. Reads device memory.
         """
+        plan = self.plan
         if runtime.checks_suspended():
             return
-        self._check_sent(runtime)
-        self._check_locations(runtime)
-        if self.plan.pages is not None:
-            self.plan.pages.check_kv("resolve_forward_inputs")
-        where: Where = {"object": self.plan, "operation": "resolve_forward_inputs", "step": runtime.step}
-        self._check_slot_mapping(runtime, where)
-        for name, array in self.arrays.items():
-            column: Where = {**where, "column": name}
-            invariants.mirror_equal(self.plan.token_arrays[name], runtime.inspect(array), **column)
-        if self._ids is not None:
-            column, ids = {**where, "column": "input_ids"}, runtime.inspect(self._ids)
-            invariants.sentinel_escaped(ids, **column)
-            if self.plan.prompt_ids is not None:
-                known = self.plan.prompt_ids.copy()
-                fed = self.plan.relay_tokens()
-                known[fed] = ids[fed]
-                invariants.mirror_equal(known, ids, **column)
-
-    def _check_slot_mapping(self, runtime: Runtime, where: Where) -> None:
-        """The KV of each token goes to where its position lies in the pages of its request."""
-        plan = self.plan
-        if plan.pages is not None and self.slot_mapping is not None and plan.num_tokens:
-            positions = runtime.inspect(self.positions)[: plan.num_tokens].astype(np.int64)
-            found = runtime.inspect(self.slot_mapping)[: plan.num_tokens].astype(np.int64)
-            column: Where = {**where, "column": "slot_mapping"}
-            invariants.mirror_equal(plan.locations_at(positions), found, **column)
-
-    def _check_sent(self, runtime: Runtime) -> None:
-        """What the forward reads is what was sent, but for ids, and for what true lengths have set right."""
-        corrected = _CORRECTED if self.plan.bounded else ("input_ids",)
-        for name, array in self.plan.extras.items():
+        corrected = _CORRECTED if plan.bounded else ("input_ids",)  # the others are as they were sent
+        for name, sent in plan.extras.items():
             tensor = getattr(self, name, None)
             if tensor is not None and name not in corrected:
                 device = runtime.inspect(tensor)
-                invariants.mirror_equal(
-                    array.astype(device.dtype),
-                    device,
-                    object=self.plan,
-                    operation="resolve_forward_inputs",
-                    column=name,
-                    step=runtime.step,
-                )
+                invariants.mirror_equal(sent.astype(device.dtype), device, **self._where(name))
+        self._check_locations(runtime)
+        if plan.pages is not None:
+            plan.pages.check_kv("resolve_forward_inputs")
+        if plan.pages is not None and self.slot_mapping is not None and plan.num_tokens:
+            positions = runtime.inspect(self.positions)[: plan.num_tokens].astype(np.int64)
+            found = runtime.inspect(self.slot_mapping)[: plan.num_tokens].astype(np.int64)
+            invariants.mirror_equal(plan.locations_at(positions), found, **self._where("slot_mapping"))
+        for name, array in self.arrays.items():
+            invariants.mirror_equal(plan.token_arrays[name], runtime.inspect(array), **self._where(name))
+        if self._ids is not None:
+            ids = runtime.inspect(self._ids)
+            invariants.sentinel_escaped(ids, **self._where("input_ids"))
+            if plan.prompt_ids is not None:
+                known = plan.prompt_ids.copy()
+                fed = plan.relay_tokens()
+                known[fed] = ids[fed]
+                invariants.mirror_equal(known, ids, **self._where("input_ids"))
+
+    def _where(self, column: str) -> Where:
+        step = self.plan.slots.runtime.step
+        return {"object": self.plan, "operation": "resolve_forward_inputs", "column": column, "step": step}
 
     def _correct_lengths(
         self,
@@ -362,26 +348,15 @@ class ForwardInputs:
         expected = held[:, positions // size] * size + positions % size
         first = pages.first_positions(plan.slots.split([plan.num_reqs, len(plan.slots) - plan.num_reqs])[0])
         there = (positions < ends[:, None]) & (positions >= first[:, None])
-        invariants.mirror_equal(
-            np.where(there, expected, 0),
-            np.where(there, found, 0),
-            object=table,
-            operation="resolve_forward_inputs",
-            column="tokens of the pages",
-            step=runtime.step,
-        )
+        where: Where = {**self._where("tokens of the pages"), "object": table}
+        invariants.mirror_equal(np.where(there, expected, 0), np.where(there, found, 0), **where)
 
     def _check_bounds(self, lengths: torch.Tensor, sources: Sources) -> None:
         """No length exceeds its bound, by which pages were allocated; the column's device side has the true ones."""
         plan, runtime = self.plan, sources.runtime
         before = runtime.inspect(lengths)[: len(plan.relay_rows)]
         rows = plan.relay_rows
-        where: Where = {
-            "object": plan,
-            "operation": "resolve_forward_inputs",
-            "column": "kv_lens",
-            "step": runtime.step,
-        }
+        where = self._where("kv_lens")
         true = before.astype(plan.seq_lens.dtype) + plan.query_lens[rows]
         invariants.mirror_bound(plan.seq_lens[rows], true, **where)
         if plan.bounds is not None and not plan.bounds.open_windows:

@@ -379,11 +379,6 @@ class HostKVPool(Guided):
             self._free.largest * size,
         )
 
-    @property
-    def live_pages(self) -> int:
-        """Pages in use."""
-        return self._allocator.live
-
     def contiguous_buffers(self) -> tuple[HostBuffer, ...]:
         """The buffers as a transfer engine registers them, in the order of the layers."""
         return tuple(

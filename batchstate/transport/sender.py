@@ -8,9 +8,9 @@ A transfer that fails or is aborted starts no further write. The receiver hears 
 write of it can land any more. Messages collect in `outbox`; the caller carries them.
 """
 
+import contextlib
 import enum
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import SupportsIndex, final
 
@@ -29,6 +29,8 @@ from batchstate.transport.plan import check_chunk, check_places, chunked, coales
 from batchstate.transport.wire import Grant, Kind, Notice, Tag
 from batchstate.transport.workers import Clock, Description, Session, Worker, capacities, regions_by_layout
 from batchstate.violations import Violation
+
+_CANNOT_SAY = (BatchStateError, OSError, RuntimeError, ValueError)
 
 REMEMBERED = 4096
 """How many closed leases a writer remembers of each receiver."""
@@ -118,32 +120,25 @@ class SourcesFree:
 
 
 @final
-class Closed:
+class Closed(dict[int, None]):
     """The leases of one receiver that are over here, so that a grant of one that arrives late starts nothing.
 
     It remembers the last `REMEMBERED` one by one; of those before, only that they are not to be told from new ones.
     """
 
-    def __init__(self) -> None:
-        self._serials: OrderedDict[int, None] = OrderedDict()
-        self._floor = 0
-
-    def __contains__(self, serial: int) -> bool:
-        return serial in self._serials
+    _floor = 0
 
     def add(self, serial: int) -> None:
         """Remembers a lease that is over."""
-        self._serials[serial] = None
-        while len(self._serials) > REMEMBERED:
-            self._floor = max(self._floor, self._serials.popitem(last=False)[0])
+        self[serial] = None
+        if len(self) > REMEMBERED:
+            oldest = next(iter(self))
+            self._floor = max(self._floor, oldest)
+            del self[oldest]
 
     def forgets(self, serial: int) -> bool:
         """Whether a lease is so old that it may have been forgotten."""
         return serial <= self._floor
-
-
-Key = tuple[str, int]
-"""Instance of a receiver, and serial of its lease."""
 
 
 @shows_signature
@@ -182,7 +177,7 @@ class Sender(Session):
             )
         self._holds = holds
         self._max_bytes = None if max_bytes is None else count(max_bytes, "max_bytes", least=1)
-        self._live: dict[Key, Transfer] = {}
+        self._live: dict[tuple[str, int], Transfer] = {}  # by instance of the receiver, and serial of its lease
         self._closed: dict[str, Closed] = {}
         self._changed: list[Transfer] = []
         self._left: list[Handle] = []
@@ -281,32 +276,23 @@ class Sender(Session):
         if heard is None:
             return
         worker, said = heard
-        if isinstance(said, Grant):
-            self._granted(worker, said)
-        else:
-            self._aborted(worker, said)
-
-    def _granted(self, worker: Worker, grant: Grant) -> None:
-        key = (worker.instance, grant.serial)
-        closed = self._closed.setdefault(worker.instance, Closed())
-        if key in self._live or grant.serial in closed:
-            return
-        refusal = "the grant came too late" if closed.forgets(grant.serial) else _refusal(worker, grant)
-        if refusal:
-            closed.add(grant.serial)
-            self._say(worker, Kind.FAILED, grant.serial, refusal)
-            self._say(worker, Kind.DRAINED, grant.serial)
-            return
-        self._live[key] = transfer = Transfer(worker, grant, grant.targets)
-        self._changed.append(transfer)
-
-    def _aborted(self, worker: Worker, notice: Notice) -> None:
-        transfer = self._live.get((worker.instance, notice.serial))
-        if transfer is None:
-            self._closed.setdefault(worker.instance, Closed()).add(notice.serial)
-            self._say(worker, Kind.DRAINED, notice.serial)
-        elif transfer.become(TransferState.ABORTED, notice.reason):
-            self._changed.append(transfer)
+        key, closed = (worker.instance, said.serial), self._closed.setdefault(worker.instance, Closed())
+        transfer = self._live.get(key)
+        if isinstance(said, Notice):
+            if transfer is None:
+                closed.add(said.serial)
+                self._say(worker, Kind.DRAINED, said.serial)
+            elif transfer.become(TransferState.ABORTED, said.reason):
+                self._changed.append(transfer)
+        elif transfer is None and said.serial not in closed:
+            refusal = "the grant came too late" if closed.forgets(said.serial) else _refusal(worker, said)
+            if refusal:
+                closed.add(said.serial)
+                self._say(worker, Kind.FAILED, said.serial, refusal)
+                self._say(worker, Kind.DRAINED, said.serial)
+            else:
+                self._live[key] = transfer = Transfer(worker, said, said.targets)
+                self._changed.append(transfer)
 
     # Writes
 
@@ -404,15 +390,14 @@ class Sender(Session):
         """Where a write is. One that its engine cannot be asked about is UNKNOWN: it holds up no other."""
         try:
             return self._engine.poll(handle) if handle.status is Status.PENDING else handle.status
-        except (BatchStateError, OSError, RuntimeError, ValueError) as error:
+        except _CANNOT_SAY as error:
             handle.status, handle.reason = Status.UNKNOWN, f"its engine cannot say how it ended: {error!r}"
             return handle.status
 
     def _drain(self, handle: Handle) -> bool:
-        try:
+        with contextlib.suppress(*_CANNOT_SAY):
             return handle.drained or self._engine.drain(handle)
-        except (BatchStateError, OSError, RuntimeError, ValueError):  # it cannot be asked: so not
-            return False
+        return False
 
     def _check_own(self, operation: str, transfer: object) -> None:
         self._check_mine(operation, "transfer", transfer, transfer.grant.to if isinstance(transfer, Transfer) else None)

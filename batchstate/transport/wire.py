@@ -101,22 +101,6 @@ def row(*columns: Check) -> Check:
     return check
 
 
-def table(columns: int, least: int) -> Check:
-    """A list of rows of so many integers of at least `least`: int64[n, columns]."""
-
-    def fits(one: Any) -> bool:
-        return type(one) is int and least <= one <= LARGEST
-
-    def check(value: Any) -> Ints:
-        if isinstance(value, list) and all(
-            isinstance(line, list) and len(line) == columns and all(map(fits, line)) for line in value
-        ):
-            return np.array(value, dtype=np.int64).reshape(-1, columns)
-        raise unexpected(value, f"rows of {columns} integers of {least} to {LARGEST}")
-
-    return check
-
-
 def record(magic: str | None = None, **fields: Check) -> Check:
     """An object of exactly these fields; and one more, `is`, where a `magic` says what it is."""
 
@@ -336,7 +320,7 @@ _GRANT = record(
     request=text(),
     writer=number(0, 2**16 - 1),
     num_tokens=number(0, MOST_TOKENS),
-    ranges=table(2, 1),
+    ranges=array(row(number(1), number(1))),
     state_row=number(),
 )
 
@@ -344,9 +328,10 @@ _GRANT = record(
 def _message(value: Any) -> Grant | Notice:
     if not isinstance(value, dict) or value.get("kind") != Kind.GRANT:
         return Notice(**_NOTICE(value))
-    grant = Grant(**_GRANT(value))
-    check_ranges(grant.ranges, grant.num_tokens)
-    return grant
+    fields = _GRANT(value)
+    fields["ranges"] = np.array(fields["ranges"], dtype=np.int64).reshape(-1, 2)
+    check_ranges(fields["ranges"], fields["num_tokens"])
+    return Grant(**fields)
 
 
 def packed(message: Grant | Notice) -> bytes:

@@ -359,8 +359,15 @@ class Session(abc.ABC):
         check_instance(theirs.instance)
         check_peers(self._description, theirs)
         before = self._workers.get(theirs.worker)
-        if before is not None:
-            _check_successor(before.description, theirs)
+        earlier = theirs if before is None else before.description
+        for name in ("rank", "degree", "stage"):  # one that cannot be the next would end one that may live
+            was, now = getattr(earlier.layout, name), getattr(theirs.layout, name)
+            if was != now:
+                raise HandshakeError(
+                    f"{name} of worker {theirs.worker!r} was {was}, and is {now} in a new introduction",
+                    value=(was, now),
+                    remedy="give each rank a name of its own, and a new name where the group changes",
+                )
         if theirs.instance in self._ended:
             raise HandshakeError(
                 f"instance {theirs.instance} of {theirs.worker} has ended",
@@ -513,15 +520,3 @@ def capacities(description: Description, regions: Sequence[Region | RemoteRegion
     for (_, layout), region in zip(buffers_of(description.layouts), regions, strict=True):
         rows[layout.per_request].append(region.nbytes // layout.item_bytes)
     return tuple(min(some[1:], default=0) for some in (rows[False], rows[True]))  # type: ignore[return-value]
-
-
-def _check_successor(before: Description, after: Description) -> None:
-    """Refuses an instance that cannot be the next of a worker: it would end one that may live."""
-    for name in ("rank", "degree", "stage"):
-        was, now = getattr(before.layout, name), getattr(after.layout, name)
-        if was != now:
-            raise HandshakeError(
-                f"{name} of worker {after.worker!r} was {was}, and is {now} in a new introduction",
-                value=(was, now),
-                remedy="give each rank a name of its own, and a new name where the group changes",
-            )

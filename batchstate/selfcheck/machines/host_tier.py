@@ -439,7 +439,7 @@ class HostTierMachine(Machine):
             self.slots.live_slots().tolist(),
             self.pages.page_table.tolist(),
             self.pages.committed_lengths.tolist(),
-            self.host.live_pages,
+            self.host._allocator.live,
             sorted((slot, ranges.generation) for slot, ranges in tier.ranges.items()),
             [row.tolist() for row in (tier.states, tier.length, tier.backed, tier.hot_from, tier.max_tokens)],
         )
