@@ -197,7 +197,7 @@ class Tier(World):
         self.tier.poll_staged()
         rows = np.array(sorted(self.tier._requests.ranges), dtype=np.int64)
         self.tier.abort(self.slots_of(rows.tolist()))
-        assert self.host.live_pages == sum(self.host._sizes.values())
+        assert self.host._allocator.live == sum(self.host._sizes.values())
         self.pages.release_requests(self.slots_of(self.slots.live_slots().tolist()))
         self.pages.expect_idle()
         self.slots.expect_idle()

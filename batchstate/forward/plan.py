@@ -842,23 +842,18 @@ def _unpacked(data: object, what: str) -> tuple[dict[str, Any], dict[str, Array]
     text, body = raw[start : start + size], raw[start + size :]
     if len(text) < size or zlib.crc32(text) != of_text or zlib.crc32(body) != of_body:
         raise _damaged(what, "a plan that was cut or changed on the way")
+    arrays: dict[str, Array] = {}
+    at = 0
     try:
-        header, arrays = _parsed(text, body)
+        header: dict[str, Any] = json.loads(text)
+        for name, dtype, shape in header.pop("arrays"):
+            kind = _DTYPES[dtype]
+            nbytes = math.prod(shape) * kind.itemsize
+            arrays[name] = np.frombuffer(body[at : at + nbytes], dtype=kind).reshape(shape).copy()
+            at += nbytes
         _check(header, arrays)
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(what, f"a plan that does not agree with itself ({error})") from None
-    return header, arrays
-
-
-def _parsed(text: bytes, body: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
-    header: dict[str, Any] = json.loads(text)
-    arrays: dict[str, Array] = {}
-    at = 0
-    for name, dtype, shape in header.pop("arrays"):
-        kind = _DTYPES[dtype]
-        nbytes = math.prod(shape) * kind.itemsize
-        arrays[name] = np.frombuffer(body[at : at + nbytes], dtype=kind).reshape(shape).copy()
-        at += nbytes
     return header, arrays
 
 

@@ -24,7 +24,7 @@ from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, TransferError
 from batchstate.kv.host_pool import HostRanges
 from batchstate.transport.engines.base import Delivery, Engine, Ints, Region
-from batchstate.transport.plan import Layouts, check_sources
+from batchstate.transport.plan import check_sources
 from batchstate.transport.wire import (
     MOST_ATTEMPTS,
     MOST_TEXT,
@@ -279,7 +279,14 @@ class Receiver(Session):
                 remedy=f"name it in at most {MOST_TEXT} characters",
             )
         workers = tuple(map(self._named, names))
-        _check_writers(workers, self._description.layouts)
+        for worker in workers:
+            if worker.ended or worker.lost is not None:
+                raise TransferError(
+                    f"{worker.name} is gone: {worker.lost or 'it has ended'}",
+                    value=worker.name,
+                    remedy="accept its next introduction, or use other writers",
+                )
+        check_sources(self._description.layouts, tuple(worker.description.layouts for worker in workers))
         self._serial += 1
         epoch = self._engine.instance
         lease = Lease(str(request), total, epoch, self._serial, which, tuple(map(WriterProgress, workers)))
@@ -485,15 +492,3 @@ def _check_unleased(lease: Lease, memory: Ints, state_row: int, leases: Iterable
             value=memory.tolist(),
             remedy="take other host memory; that of a lease is free when `lease.ended` says so",
         )
-
-
-def _check_writers(workers: Sequence[Worker], layouts: Layouts) -> None:
-    """Refuses writers that are gone, or that do not hold all of a request of these layouts exactly once."""
-    for worker in workers:
-        if worker.ended or worker.lost is not None:
-            raise TransferError(
-                f"{worker.name} is gone: {worker.lost or 'it has ended'}",
-                value=worker.name,
-                remedy="accept its next introduction, or use other writers",
-            )
-    check_sources(layouts, tuple(worker.description.layouts for worker in workers))

@@ -295,37 +295,32 @@ class MooncakeEngine(Engine):
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
         """Waits: 10 s at most for the peer's answer, and up to 30 s more for Mooncake's."""
         fields = parsed_native(endpoint, _NATIVE, f"an endpoint of {self.name}")
-        connection = connect((fields["host"], fields["tags"]), peer.secret)
+        target, connection = fields["mooncake"], connect((fields["host"], fields["tags"]), peer.secret)
         try:
             connection.send_bytes(self.instance.encode())
-            engine = self._opener(fields["mooncake"], peer.instance)
-            self._check_identity(engine, fields["mooncake"], fields["identity"], peer.instance)
+            # Mooncake remembers a peer by host and port: a new instance behind the same two needs a new memory.
+            if self._opened.get(target, peer.instance) != peer.instance:
+                self._natives[1:] = [self._started()]
+                self._opened.clear()
+            self._opened[target] = peer.instance
+            engine, found = self._natives[-1], np.zeros(INSTANCE_BYTES, dtype=np.uint8)
+            if engine.transfer_sync_read(target, found.ctypes.data, fields["identity"], found.nbytes):
+                raise TransferError(
+                    f"{target} does not tell who it is",
+                    value=target,
+                    remedy="see that the peer runs; take its new endpoint",
+                )
+            if found.tobytes() != peer.instance.encode():
+                raise HandshakeError(
+                    f"behind {target} is not instance {peer.instance}",
+                    value=target,
+                    remedy="take the peer's new endpoint",
+                )
         except BaseException:
             connection.close()
             raise
-        peer.native = Link(peer, engine, fields["mooncake"], connection)
+        peer.native = Link(peer, engine, target, connection)
         self._links.append(peer.native)
-
-    def _opener(self, target: str, instance: str) -> Any:
-        """Mooncake remembers a peer by host and port: a new instance behind the same two needs a new memory."""
-        if self._opened.get(target, instance) != instance:
-            self._natives[1:] = [self._started()]
-            self._opened.clear()
-        self._opened[target] = instance
-        return self._natives[-1]
-
-    def _check_identity(self, engine: Any, target: str, identity: int, instance: str) -> None:
-        found = np.zeros(INSTANCE_BYTES, dtype=np.uint8)
-        if engine.transfer_sync_read(target, found.ctypes.data, identity, found.nbytes):
-            raise TransferError(
-                f"{target} does not tell who it is",
-                value=target,
-                remedy="see that the peer runs; take its new endpoint",
-            )
-        if found.tobytes() != instance.encode():
-            raise HandshakeError(
-                f"behind {target} is not instance {instance}", value=target, remedy="take the peer's new endpoint"
-            )
 
     def _disconnect(self, peer: Peer) -> None:
         peer.native.left = True
