@@ -142,12 +142,12 @@ class CudaTracer(Tracer[A]):
                 check_declared(place)
                 kwargs = {**kwargs, "device": CPU}
         with self.lock:
-            return self._operation(TracedCall(operation, func, args, kwargs, tensors), place)
+            kinds: list[MemoryKind | None] = [self.kind_of(one) for one in tensors]
+            return self._operation(TracedCall(operation, func, args, kwargs, tensors, kinds), place)
 
     def _operation(self, call: TracedCall, place: torch.device | None) -> Any:
         __tracebackhide__ = True
-        operation, func, args, kwargs, tensors = call
-        kinds = [self.kind_of(one) for one in tensors]
+        operation, func, args, kwargs, tensors, kinds = call
         of_device = MemoryKind.DEVICE in kinds
         mixed = of_device and kinds.count(MemoryKind.DEVICE) < len(kinds)
         capturing = self._captures and self.capture is not None
@@ -171,7 +171,7 @@ class CudaTracer(Tracer[A]):
                 raise RuntimeError(f"{operation.name}: only dense CPU tensors can be pinned, and device= says {place}")
             kwargs = {**kwargs, "pin_memory": False} if self.on_cpu else kwargs
             return self.keep(func(*args, **kwargs), MemoryKind.PINNED)
-        crosses = operation.name == "copy_" and self._crosses(args[0], args[1])
+        crosses = operation.name == "copy_" and mixed and MemoryKind.UNDECIDED not in kinds
         moves = operation.name == "_to_copy" and of_device is not to_device
         if capturing and (of_device or to_device):
             self._check_capture(call, copies=crosses or moves)
@@ -190,16 +190,13 @@ class CudaTracer(Tracer[A]):
             result = func(*args, **kwargs)
             return self.keep(result, MemoryKind.PINNED) if operation.name == "_pin_memory" else result
         if mixed:
-            self._refuse_host_operands(operation, args, tensors)
+            self._refuse_host_operands(call)
         result = self._on_device(call)
         if isinstance(result, torch.Tensor) and result.layout is not torch.strided:
             raise NotImplementedError(
                 f"cuda_on_cpu has no model of {result.layout} tensors on {CUDA} ({operation.name})"
             )
         return result
-
-    def _crosses(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        return (self.kind_of(target) is MemoryKind.DEVICE) is not (self.kind_of(source) is MemoryKind.DEVICE)
 
     def _moved(self, source: torch.Tensor, kwargs: Mapping[str, Any], to_device: bool) -> torch.Tensor:
         """`.to(...)` to the other side."""
@@ -213,9 +210,9 @@ class CudaTracer(Tracer[A]):
             return self._copy(self.keep(torch.empty_like(source, **made), MemoryKind.PINNED), source, True)
         return self._brought_to_host("to", source, made["dtype"])
 
-    def _refuse_host_operands(self, operation: Operation, args: Sequence[Any], tensors: list[torch.Tensor]) -> None:
+    def _refuse_host_operands(self, call: TracedCall) -> None:
         try:
-            super()._refuse_host_operands(operation, args, tensors)
+            super()._refuse_host_operands(call)
         except DeviceError as error:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, {CUDA} and cpu! "
@@ -273,7 +270,7 @@ class CudaTracer(Tracer[A]):
         """Records an operation, or a copy between pinned memory and the device; returns its result."""
 
     def _check_capture(self, call: TracedCall, *, copies: bool) -> None:
-        operation, _, args, kwargs, _ = call
+        operation, _, args, kwargs, *_ = call
         if operation.waits(args, kwargs, self.kind_of):
             self.refuse_capture(f"{operation.name} waits for the device")
         if copies:

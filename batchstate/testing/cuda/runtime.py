@@ -104,7 +104,7 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
         super().end_capture()
 
     def _captured(self, call: TracedCall, *, copies: bool) -> Any:
-        operation, func, args, kwargs, _ = call
+        operation, func, args, kwargs, *_ = call
         capture: Capture = self.capture
         for written in operation.writes(args, kwargs):
             for one in tensors_in(written):

@@ -1,7 +1,7 @@
 """`watch_cuda`: a window in which the race detector watches plain torch code on a GPU, and torch runs as it is."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, final
 
 import attrs
@@ -24,7 +24,7 @@ from batchstate.testing.race.tracer import Checked, RaceTracer
 from batchstate.testing.tracing.clocks import StreamClock, unused_name
 from batchstate.testing.tracing.dispatch import TracedCall, untraced
 from batchstate.testing.tracing.memory import MemoryKind
-from batchstate.testing.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.testing.tracing.operations import MemoryAccess, tensors_in
 from batchstate.testing.tracing.regions import ByteRegion, LateRegion, of_tensor
 
 _DONE: Fence = DoneFence()
@@ -67,7 +67,7 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
     def _is_checked(self, tensor: torch.Tensor) -> bool:
         return self.on_device(tensor)
 
-    def _refuse_host_operands(self, operation: Operation, args: Sequence[Any], tensors: list[torch.Tensor]) -> None:
+    def _refuse_host_operands(self, call: TracedCall) -> None:
         """Torch refuses them itself."""
 
     def _moved(self, source: torch.Tensor, kwargs: Mapping[str, Any], to_device: bool) -> torch.Tensor:
@@ -75,7 +75,7 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
 
     def _accesses(self, call: TracedCall) -> list[MemoryAccess]:
         """What a call accesses. Values of an index on the GPU are kept there, and looked up only if they matter."""
-        operation, _, args, kwargs, _ = call
+        operation, _, args, kwargs, *_ = call
         at = operation.index_at
         indices = [] if at is None else [one for one in tensors_in(args[at]) if self.on_device(one)]
         if at is None or not indices:
@@ -117,7 +117,7 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
         """Torch refuses what cannot be captured."""
 
     def _captured(self, call: TracedCall, *, copies: bool) -> Any:
-        operation, func, args, kwargs, _ = call
+        operation, func, args, kwargs, *_ = call
         accesses: Checked = []
         for one in operation.accesses(args, kwargs, _unknown):
             self._is_pinned(one.tensor)  # which is known from then on

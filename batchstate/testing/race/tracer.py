@@ -194,7 +194,7 @@ class RaceTracer(Tracer[RaceAllocation]):
 
     def _on_device(self, call: TracedCall) -> Any:
         __tracebackhide__ = True
-        operation, func, args, kwargs, tensors = call
+        operation, func, args, kwargs, tensors, _ = call
         if self._converts(call):
             return self._converted(args[0], kwargs)
         accesses: Sequence[MemoryAccess] = ()
@@ -275,10 +275,9 @@ class RaceTracer(Tracer[RaceAllocation]):
                 self.host_accesses(tensor, call.operation.name, writes=writes, region=region)
 
     def _on_host(self, call: TracedCall) -> Any:
-        operation, func, args, kwargs, tensors = call
+        operation, func, args, kwargs, _, kinds = call
         if self._converts(call):
             return self._converted(args[0], kwargs)
-        kinds = [self.kind_of(one) for one in tensors]
         if MemoryKind.PINNED in kinds:
             self._host_uses_pinned(call)
         result = func(*args, **kwargs)

@@ -188,7 +188,7 @@ class SimTracer(Tracer[SimAllocation]):
         self._device.enqueue(self._current(), task)
 
     def _on_device(self, call: TracedCall) -> Any:
-        operation, func, args, kwargs, _ = call
+        operation, func, args, kwargs, *_ = call
         name = operation.name
         self.operations += 1
         if operation.waits(args, kwargs, self.kind_of):
@@ -235,9 +235,9 @@ class SimTracer(Tracer[SimAllocation]):
         return _replaced(result, keep)
 
     def _on_host(self, call: TracedCall) -> Any:
-        operation, func, args, kwargs, tensors = call
+        operation, func, args, kwargs, tensors, kinds = call
         result = func(*args, **kwargs)
-        host = any(self.kind_of(one) in HOST_KINDS for one in tensors)
+        host = any(kind in HOST_KINDS for kind in kinds)
         given = [one.untyped_storage()._cdata for one in tensors if _is_plain(one)]
 
         def keep(one: torch.Tensor) -> torch.Tensor:

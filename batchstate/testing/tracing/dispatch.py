@@ -28,13 +28,14 @@ What is lifted outside of them is the host's: it comes from numpy, or is a numbe
 
 
 class TracedCall(NamedTuple):
-    """A call of one operation, and all tensors among its arguments."""
+    """A call of one operation, all tensors among its arguments, and where each lies."""
 
     operation: Operation
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     tensors: list[torch.Tensor]
+    kinds: list[MemoryKind | None]
 
 
 class Tracer(abc.ABC, Generic[A]):
@@ -82,13 +83,14 @@ class Tracer(abc.ABC, Generic[A]):
                 self._decide(args[0], args[1])
         if self.on_cpu and kwargs.get("pin_memory"):
             return self.keep(func(*args, **{**kwargs, "pin_memory": False}), MemoryKind.PINNED)
-        if not any(self.kind_of(one) is MemoryKind.DEVICE for one in tensors):
-            return self._on_host(TracedCall(operation, func, args, kwargs, tensors))
-        if copies and (self.kind_of(args[0]) in HOST_KINDS or self.kind_of(args[1]) in HOST_KINDS):
+        call = TracedCall(operation, func, args, kwargs, tensors, [self.kind_of(one) for one in tensors])
+        if MemoryKind.DEVICE not in call.kinds:
+            return self._on_host(call)
+        if copies and (MemoryKind.HOST in call.kinds or MemoryKind.PINNED in call.kinds):
             return self._copy(args[0], args[1], non_blocking)
         if self.on_cpu:
-            self._refuse_host_operands(operation, args, tensors)
-        return self._on_device(TracedCall(operation, func, args, kwargs, tensors))
+            self._refuse_host_operands(call)
+        return self._on_device(call)
 
     def host_call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """A call of `HOST_CALLS`. Returns whether the tool has made it, and then its result.
@@ -195,14 +197,14 @@ class Tracer(abc.ABC, Generic[A]):
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return self.kind_of(tensor) is MemoryKind.PINNED
 
-    def _refuse_host_operands(self, operation: Operation, args: Sequence[Any], tensors: list[torch.Tensor]) -> None:
+    def _refuse_host_operands(self, call: TracedCall) -> None:
         """What torch refuses on an accelerator, refused where host and device tensors look alike."""
-        host = [one for one in tensors if one.ndim and self.kind_of(one) in HOST_KINDS]
-        indices = list(tensors_in(args[1])) if host and operation.takes_host_index else []
+        host = [one for one, kind in zip(call.tensors, call.kinds, strict=True) if kind in HOST_KINDS and one.ndim]
+        indices = list(tensors_in(call.args[1])) if host and call.operation.takes_host_index else []
         for one in host:
             if not any(one is index for index in indices):
                 raise DeviceError(
-                    f"{operation.name} of device tensors and a host tensor {tuple(one.shape)}",
+                    f"{call.operation.name} of device tensors and a host tensor {tuple(one.shape)}",
                     value=tuple(one.shape),
                     remedy="bring it to the device first, with `Runtime.upload`; on an accelerator torch refuses too",
                 )

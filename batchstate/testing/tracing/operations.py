@@ -112,7 +112,6 @@ class Operation:
         self.is_metadata = is_view or self.name in _NO_ACCESS
         self.leaves_empty = self.name in _EMPTY
         self.takes_host_index = self.name in _BY_MASK
-        self._by_mask = self.name in _BY_MASK
         self._waits = self.name in WAITS
         self._only_shapes = self.name.startswith("new_") or self.name.endswith("_like")
         self._precise = _PRECISE.get(self.name)
@@ -166,10 +165,10 @@ class Operation:
             return kwargs.get("output_size") is None
         if self.name == "isin":
             return isin_waits(*args, **kwargs)
-        if not self._by_mask:
+        if not self.takes_host_index:
             return False
         indices = [one for one in args[1] if one is not None]
-        if self.takes_host_index and any(one.ndim and kind_of(one) in HOST_KINDS for one in indices):
+        if any(one.ndim and kind_of(one) in HOST_KINDS for one in indices):
             return True
         by_mask = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
         number = len(args) > 2 and args[2].ndim == 0 and kind_of(args[2]) is not MemoryKind.DEVICE
