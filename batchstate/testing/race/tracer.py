@@ -364,7 +364,9 @@ class RaceTracer(Tracer[RaceAllocation]):
 
     def _brought_to_host(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if name == "tolist":  # into numbers, which are not memory
-            entry, values = self.access(EventKind.COPY_TO_HOST, "copy to host", _whole([tensor])), tensor
+            region = of_tensor(tensor)
+            read = () if region is None else (MemoryAccess(tensor, region, False),)
+            entry, values = self.access(EventKind.COPY_TO_HOST, "copy to host", read), tensor
         else:
             values = self.keep(tensor.detach().to(dtype, copy=True), MemoryKind.HOST)
             entry = self._transfer(EventKind.COPY_TO_HOST, tensor, values)
