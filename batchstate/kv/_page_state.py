@@ -20,8 +20,8 @@ from batchstate.runtime.agreement import QueriedFence
 from batchstate.violations import Where
 
 if TYPE_CHECKING:
-    from batchstate.kv._cached_pages import CachedPages
     from batchstate.kv.pages import PagePool
+    from batchstate.kv.prefix_cache import CachedPages
 
 Ints = npt.NDArray[np.int64]
 

@@ -325,11 +325,7 @@ class TierRequests(SlotListener):
                 self.leave(slot, self.fence_of([slot], after))
 
     def check_pages(self, rows: Ints, operation: str) -> None:
-        """Refuses to release device pages that are the hot buffer of a request, or are being copied.
-
-        Raises:
-            Violation: TIER_STATE.
-        """
+        """Refuses to release device pages that are the hot buffer of a request, or are being copied: TIER_STATE."""
         if self.ranges and not np.array_equal(rows, self.releasing):
             self.check_state(rows, (TierState.OUTSIDE,), f"{operation} of pages")
 
@@ -348,11 +344,7 @@ class TierRequests(SlotListener):
     # Checks
 
     def check_state(self, rows: Ints, allowed: tuple[TierState, ...], operation: str) -> None:
-        """Refuses requests in other states.
-
-        Raises:
-            Violation: TIER_STATE.
-        """
+        """Refuses requests in other states: TIER_STATE."""
         invariants.tier_state(rows, self.states[rows], allowed, _NAMES, **self._where(operation))
 
     def check_arrived(self, rows: Ints, lengths: Ints, operation: str) -> None:
