@@ -42,15 +42,15 @@ class Run:
     tokens: int
 
 
-def run_engine(device: str, requests: int) -> Run:
-    """Serves requests on a device, at checks `cheap`, in a process of its own.
+def run_engine(device: str, requests: int, *options: str) -> Run:
+    """Serves requests on a device, at checks `cheap`, in a process of its own; `options` are more of the engine's.
 
     Raises:
         subprocess.CalledProcessError: a token is wrong, or something was found broken.
     """
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder, "figures.json")
-        command = [sys.executable, "-m", "examples.engine", "--device", device, "--requests", str(requests)]
+        command = [sys.executable, "-m", "examples.engine", "--device", device, "--requests", str(requests), *options]
         with subprocess.Popen(
             [*command, "--checks", "cheap", "--json", str(figures)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         ) as process:

@@ -290,8 +290,7 @@ def test_one_disturbed_sample_moves_neither_median_nor_quartiles() -> None:
 
 def test_watched_runs_are_measured() -> None:
     """A run of the engine under the detector is a process of its own, with its time and its memory."""
-    pytest.importorskip("transformers")
-    run = watched.run_engine("race", 1)
+    run = watched.run_engine("race", 1, "--family", "plain")
     assert run.tokens > 0
     assert run.steps > 0
     assert run.seconds > 0
