@@ -296,7 +296,6 @@ CHANGES: dict[str, tuple[Point, ...]] = {
             "KV is written where it stays, and nothing is staged on the decode worker's device",
             "`admit_request_direct` of HiSparse",
             (
-                "test_hisparse.py::test_requests_decode",
                 "test_transport_sessions.py::test_a_request_arrives_where_it_was_granted",
                 "test_benchmarks.py::test_a_direct_transfer_moves_half_the_bytes_of_a_staged_one",
                 "machine host_tier",

@@ -74,18 +74,6 @@ def test_tokens_are_those_of_transformers(
     assert (engine.accepted_drafts > 5) == (num_drafts > 0)
 
 
-@two_of_the_modes
-def test_answers_end_with_eos(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
-    """Tokens that end an answer end it there, also where they come among right guesses or in a step that runs ahead."""
-    requests = some_requests(model, 16)
-    eos = {answer[len(answer) // 2] for answer in right_answers(model, requests)[::2]}
-    expected = right_answers(model, requests, eos)
-    early = sum(len(answer) < request.max_new_tokens for answer, request in zip(expected, requests, strict=True))
-    assert early >= len(requests) // 2
-    served(rt, model, requests, attrs.evolve(SMALL, overlap=overlap, num_drafts=num_drafts, num_pages=32), eos)
-    assert outputs(requests) == expected
-
-
 @overlapped_or_not
 def test_end_is_known_one_step_late(rt: Runtime, model: Model, overlap: bool) -> None:
     """Overlapped, a request whose EOS was sampled takes part in one more step, whose token is dropped."""
@@ -104,25 +92,6 @@ def test_end_is_known_one_step_late(rt: Runtime, model: Model, overlap: bool) ->
     run_all(engine)
     assert outputs([request, other]) == expected
     nothing_left(engine)
-
-
-@two_of_the_modes
-def test_prebuilt_requests_go_on(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
-    """Requests that come with their KV get the same tokens, beside others and where they are retracted again."""
-    requests = some_requests(model, 9, seed=1, prebuilt_every=2)
-    prebuilt = {request for request in requests if request.prebuilt is not None}
-    requests[2].max_new_tokens = 1
-    settings = attrs.evolve(SMALL, overlap=overlap, num_drafts=num_drafts, num_pages=28)
-    expected = right_answers(model, requests)
-    retracted: set[Request] = set()
-    with checks("full"):
-        engine = started(rt, model, settings, requests)
-        while busy(engine):
-            engine.step()
-            retracted |= {one for one in prebuilt if one.state == "waiting" and one.prebuilt is None}
-        nothing_left(engine)
-    assert retracted
-    assert outputs(requests) == expected
 
 
 def test_prebuilt_answer_may_be_complete(rt: Runtime, model: Model) -> None:
@@ -184,67 +153,6 @@ def state_of(engine: Engine, requests: Sequence[Request]) -> tuple[object, ...]:
         engine.steps,
         list(scheduler.writes),
     )
-
-
-@two_of_the_modes
-def test_waiting_and_running_requests_are_aborted(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
-    """A client may hang up while its request waits, runs or is in flight: others go on, and nothing stays behind."""
-    requests = some_requests(model, 6, seed=10)
-    for request in requests:
-        request.max_new_tokens = 20
-    expected = right_answers(model, requests)
-    waits, runs, fills = requests[5], requests[1], requests[4]
-    settings = attrs.evolve(SMALL, max_running=5, overlap=overlap, num_drafts=num_drafts, max_tokens_per_step=24)
-    known: dict[Request, list[int]] = {}
-
-    def hang_up(request: Request) -> None:
-        engine.abort(request.number)
-        assert request.state == "aborted"
-        known[request] = list(request.output)
-
-    with checks("full"):
-        engine = started(rt, model, settings, requests)
-        until(engine, lambda: fills.state == "running")
-        assert waits.state == "waiting"
-        assert not fills.output
-        hang_up(waits)
-        hang_up(fills)
-        until(engine, lambda: len(runs.output) > 3)
-        assert runs.in_flight == int(overlap)
-        hang_up(runs)
-        engine.step()
-        assert runs not in engine.scheduler.batch.requests
-        run_all(engine)
-        nothing_left(engine)
-    for request, answer in zip(requests, expected, strict=True):
-        if request in known:
-            assert request.output == known[request] == answer[: len(known[request])]
-            assert (request.in_flight, request.state) == (0, "aborted")
-        else:
-            assert request.output == answer
-
-
-@two_of_the_modes
-def test_retracted_requests_are_aborted(rt: Runtime, model: Model, overlap: bool, num_drafts: int) -> None:
-    """A retracted request may be aborted too, with all tokens that came before and after it was retracted."""
-    requests = some_requests(model, 8, seed=11)
-    for request in requests:
-        request.max_new_tokens = 20
-    expected = right_answers(model, requests)
-    aborted: dict[Request, list[int]] = {}
-    with checks("full"):
-        engine = started(rt, model, attrs.evolve(SMALL, overlap=overlap, num_drafts=num_drafts, num_pages=28), requests)
-        while busy(engine):
-            engine.step()
-            back = [one for one in engine.scheduler.waiting if one.output]
-            if back and len(aborted) < 2:
-                aborted[back[0]] = list(back[0].output)
-                engine.abort(back[0].number)
-                assert back[0] not in engine.scheduler.waiting
-        nothing_left(engine)
-    assert len(aborted) == 2
-    for request, answer in zip(requests, expected, strict=True):
-        assert request.output == answer[: len(aborted[request])] if request in aborted else request.output == answer
 
 
 @plain_or_speculative

@@ -169,41 +169,6 @@ def world(rt: Runtime) -> World:
     return World(rt)
 
 
-SHAPES = [(1, 1, 4), (16, 16, 8), (4, 64, 6), (4, 1, 2), (64, 16, 5)]
-
-
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize(("page_size", "host_page_size", "hot_tokens"), SHAPES)
-def test_requests_decode(
-    rt: Runtime, full: None, page_size: int, host_page_size: int, hot_tokens: int, staged: bool
-) -> None:
-    """Shorter, equal and longer than the hot buffer: after every step each position holds what was written there."""
-    world = World(rt, page_size=page_size, host_page_size=host_page_size, hot_tokens=hot_tokens)
-    lengths = [1, hot_tokens, hot_tokens + 1, 3 * hot_tokens]
-    if staged:
-        slots = world.prefill(lengths)
-        world.tier.admit_staged(slots, 40)
-        assert world.tier.states(slots) == [TierState.STAGED] * 4
-        assert world.pages.committed(slots).tolist() == lengths
-        rt.synchronize()
-        assert world.tier.poll_staged() == 4
-        assert world.tier.poll_staged() == 0
-    else:
-        slots = world.direct(lengths)
-    assert world.tier.states(slots) == [TierState.READY] * 4
-    assert world.tier.ready(slots).all()
-    assert world.pages.committed(slots).tolist() == [1, hot_tokens, hot_tokens, hot_tokens]
-    world.check(slots)
-    for step in range(3 * hot_tokens):
-        plan = world.step(slots, packed=bool(step % 2))
-        assert len(plan.backup_from) == (4 if step else 0)
-        world.check(slots)
-    rt.synchronize()
-    (world.tier.abort if staged else world.tier.finish)(slots, after=rt.record())
-    rt.synchronize()
-    world.expect_idle()
-
-
 def test_plan_of_a_step(rt: Runtime, world: World) -> None:
     """A plan says where new tokens go, from which position on the device has KV, and what is backed up; all typed."""
     slots = world.direct([2, 9])

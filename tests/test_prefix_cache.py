@@ -15,7 +15,8 @@ from batchstate.errors import ArgumentError, PoolExhaustedError
 from batchstate.indices import Slots
 from batchstate.runtime import CpuRuntime
 from batchstate.testing.fences import ManualStream
-from batchstate.violations import Code, Violation
+from batchstate.violations import Code
+from tests.doubles import refused
 
 SIZE = 4
 
@@ -37,13 +38,6 @@ def prefilled(pages: PagePool, num_tokens: int) -> Slots:
     return slot
 
 
-def refused(code: Code, call: Callable[[], object]) -> None:
-    """The call is refused with this code."""
-    with pytest.raises(Violation) as caught:
-        call()
-    assert caught.value.code is code
-
-
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
 def test_a_cached_page_is_free_and_found(pages: PagePool, level: str) -> None:
     """A released page is free and found by its key, with what was written on it, until its memory is needed."""
@@ -61,26 +55,6 @@ def test_a_cached_page_is_free_and_found(pages: PagePool, level: str) -> None:
         taken.release()
         pages.expect_idle()
         pages.verify()
-
-
-def test_the_oldest_goes_first(pages: PagePool) -> None:
-    """Pages without a key are taken first, then the cached ones in the order in which they became free last."""
-    cache = PrefixCache(pages)
-    for name in "abc":
-        slot = prefilled(pages, SIZE)
-        cache.insert(slot, [name])
-        pages.release_requests(slot)
-    cache.match(["a"]).release()
-    fit = cache.fit(8, ["b"])
-    assert (fit.hits, fit.fits, fit.evicted) == (1, True, ("c",))
-    assert cache.fit(10, ["b"]).fits is False
-    lease = pages.take(8)
-    assert ("a" in cache, "b" in cache, "c" in cache) == (True, False, False)
-    with pytest.raises(PoolExhaustedError):
-        pages.take(2)
-    assert "a" in cache
-    lease.release()
-    assert (cache.evict(5), len(cache), pages.stats.free) == (1, 0, 9)
 
 
 def test_keys_of_evicted_pages_are_handed_out_once(pages: PagePool) -> None:
@@ -106,21 +80,6 @@ def test_notices_are_asked_for(pages: PagePool) -> None:
     with pytest.raises(ArgumentError, match="keeps no notices") as caught:
         PrefixCache(pages).take_evicted()
     assert "notices=True" in str(caught.value)
-
-
-def test_a_hit_on_a_page_behind_a_fence(pages: PagePool) -> None:
-    """A cached page is found while the forward of its last holder runs; who gets it later waits for that forward."""
-    cache, steps = PrefixCache(pages), ManualStream()
-    ada = prefilled(pages, SIZE)
-    cache.insert(ada, ["a"])
-    pages.release_requests(ada, after=steps.record())
-    assert (pages.stats.pending, cache.stats.idle) == (1, 0)
-    hit = cache.match(["a"])
-    assert (pages.stats.pending, pages.stats.live) == (0, 1)
-    hit.release()
-    assert (pages.stats.pending, cache.evict(1)) == (1, 0)
-    steps.complete()
-    assert (pages.stats.pending, cache.evict(1)) == (0, 1)
 
 
 def test_a_lease_is_committed_to_no_fewer_tokens(pages: PagePool) -> None:
