@@ -1,9 +1,8 @@
 """`PagePool` against a memory of stamps: growing, speculation, shared prefixes, fenced releases, exhaustion."""
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, TypeVar
 
-import attrs
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -12,179 +11,17 @@ from hypothesis.stateful import initialize, precondition, rule
 from batchstate import levels
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
 from batchstate.indices import Handles, Locations, Pages, Slots
-from batchstate.kv.pages import Extension, PageLease, PagePool
+from batchstate.kv.pages import Extension, PagePool
 from batchstate.pools import SlotPool
-from batchstate.selfcheck.machines.pools import PagesMachine
+from batchstate.selfcheck.machines.pools import KVOwner, PagesMachine
 from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import agree, agree_on, disagree, misuses
-from batchstate.testing.models import AllocatorModel
+from batchstate.testing.machine import agree, agree_on, misuses
 from batchstate.violations import Code
 
+T = TypeVar("T")
 
-@final
-@attrs.define(eq=False)
-class Holding:
-    """Pages in order, and the stamps of the committed tokens on them; whether they were taken without a request.
-
-    The first `front` pages were given back, and are 0.
-
-    Of the tokens the first `written` are written, by forwards that were launched, the last of them on the second stream
-    if `side`; the others are to come.
-    """
-
-    pages: list[int] = attrs.field(factory=list)
-    stamps: list[int] = attrs.field(factory=list)
-    taken: bool = False
-    written: int = 0
-    side: bool = False
-    front: int = 0
-
-
-@final
-@attrs.define(eq=False)
-class PageModel:
-    """KV memory as it should be: who owns each page, and what every request finds at each of its positions.
-
-    Each token that is written gets a stamp of its own. A request, or a prefix that is held, must find its stamps for as
-    long as it lives: a page handed out twice, or too early, shows as another owner's stamp.
-
-    Attributes:
-        pool: the pool.
-        allocator: which pages are live or pending; the pool may keep a shared page pending longer, never less long.
-        requests: slot -> what it holds.
-        leases: prefixes held without a slot.
-        memory: location -> stamp.
-        readers: page -> fences of sharers that left before the last one.
-    """
-
-    pool: PagePool
-    allocator: AllocatorModel
-    requests: dict[int, Holding] = attrs.field(factory=dict)
-    leases: list[tuple[PageLease, Holding]] = attrs.field(factory=list)
-    memory: dict[int, int] = attrs.field(factory=dict)
-    readers: dict[int, list[ManualFence]] = attrs.field(factory=dict)
-    written: int = 0
-
-    def holders(self, page: int) -> int:
-        everyone = (*self.requests.values(), *(holding for _, holding in self.leases))
-        return sum(page in holding.pages for holding in everyone)
-
-    def lacks(self, slot: int, length: int) -> int:
-        """Pages that a request needs on top to hold `length` tokens."""
-        return max(0, -(-length // self.pool.page_size) - len(self.requests[slot].pages))
-
-    def writable(self, slot: int, length: int) -> bool:
-        """Whether the tokens up to `length` lie on pages without another holder."""
-        holding, size = self.requests[slot], self.pool.page_size
-        start = len(holding.stamps)
-        partial = length > start and start % size > 0
-        return not partial or self.holders(holding.pages[start // size]) == 1
-
-    def grew(self, slot: int) -> None:
-        """Reads which pages a request got, and checks that they were free."""
-        holding = self.requests[slot]
-        row = [0] * holding.front + [page for page in self.pool.page_table[slot].tolist() if page]
-        agree(holding.pages, row[: len(holding.pages)], f"older pages of slot {slot}")
-        self.allocator.take(row[len(holding.pages) :])
-        holding.pages = row
-
-    def take(self, lease: PageLease) -> None:
-        """Pages were taken without a request, and KV arrives on all of them."""
-        holding = Holding(lease.pages.tolist(), taken=True)
-        self.allocator.take(holding.pages)
-        self.write(holding, lease.tokens)
-        self.leases.append((lease, holding))
-
-    def extended(self, slots: list[int], lengths: list[int], extension: Extension) -> None:
-        """Stamps the tokens of an extension, and checks that each lies where the page table says."""
-        expected: list[tuple[int, int, int]] = []
-        for slot, length in zip(slots, lengths, strict=True):
-            self.grew(slot)
-            positions = self.write(self.requests[slot], length)
-            expected += [(slot, at, self.location(self.requests[slot], at)) for at in positions]
-        columns = (extension.slots, extension.positions, extension.locations.np)
-        found = list(zip(*(column.tolist() for column in columns), strict=True))
-        agree(expected, found, "slot, position and location of an extension")
-
-    def write(self, holding: Holding, length: int) -> range:
-        """Stamps the tokens up to `length`; their positions."""
-        positions = range(len(holding.stamps), length)
-        for position in positions:
-            self.written += 1
-            self.memory[self.location(holding, position)] = self.written
-            holding.stamps.append(self.written)
-        return positions
-
-    def location(self, holding: Holding, position: int) -> int:
-        size = self.pool.page_size
-        return holding.pages[position // size] * size + position % size
-
-    def cut(self, slot: int, length: int, after: ManualFence | None) -> None:
-        """Takes back the tokens beyond `length`, and the pages beyond them."""
-        holding = self.requests[slot]
-        keep = -(-length // self.pool.page_size)
-        pages, holding.pages = holding.pages[keep:], holding.pages[:keep]
-        holding.front = min(holding.front, keep)
-        del holding.stamps[length:]
-        holding.written = min(holding.written, length)
-        self.drop([page for page in pages if page], after)
-
-    def slide(self, slot: int, first: int, after: ManualFence | None) -> None:
-        """Gives back the pages before the position `first`."""
-        holding = self.requests[slot]
-        before, holding.front = holding.front, max(holding.front, first // self.pool.page_size)
-        pages = holding.pages[before : holding.front]
-        holding.pages[: holding.front] = [0] * holding.front
-        self.drop(pages, after)
-
-    def release(self, slot: int, after: ManualFence | None) -> None:
-        self.cut(slot, 0, after)
-        del self.requests[slot]
-
-    def drop(self, pages: list[int], after: ManualFence | None) -> None:
-        """One holder of each page left, behind `after`."""
-        for page in pages:
-            if self.holders(page):
-                if after is not None:
-                    self.readers.setdefault(page, []).append(after)
-            else:
-                self.allocator.release([page], after, *self.readers.pop(page, ()))
-
-    def share(self, source: Holding, slot: int, tokens: int) -> None:
-        """A request begins with the first tokens of another, or of a lease."""
-        pages = source.pages[: tokens // self.pool.page_size]
-        self.requests[slot] = Holding(pages, source.stamps[:tokens], written=tokens, side=source.side)
-
-    def check(self) -> None:
-        """Compares the pool with the model, and every request with its stamps."""
-        pool, stats = self.pool, self.pool.stats
-        self.allocator.reap()
-        pages = {page for holding in self.requests.values() for page in holding.pages}
-        pages |= {page for _, holding in self.leases for page in holding.pages}
-        pages -= {0}
-        agree(len(pages), stats.live, "live pages")
-        agree(pages, self.allocator.live, "live pages of the model")
-        agree(sum(self.holders(page) > 1 for page in sorted(pages)), stats.shared, "shared pages")
-        agree(len(self.leases), stats.leases, "leases")
-        if stats.pending < len(self.allocator.pending):
-            disagree(f"{stats.pending} pages are pending, {len(self.allocator.pending)} have to be")
-        for slot, holding in sorted(self.requests.items()):
-            row = np.zeros(pool.page_table.shape[1], np.int32)
-            row[: len(holding.pages)] = holding.pages
-            agree(row.tolist(), pool.page_table[slot].tolist(), f"pages of slot {slot}")
-            self._check_stamps(holding, f"slot {slot}")
-        for lease, holding in self.leases:
-            agree(holding.pages, lease.pages.tolist(), "pages", lease)
-            self._check_stamps(holding, repr(lease))
-
-    def _check_stamps(self, holding: Holding, whose: str) -> None:
-        first = holding.front * self.pool.page_size
-        found = [self.memory.get(self.location(holding, position)) for position in range(first, len(holding.stamps))]
-        agree(holding.stamps[first:], found, f"tokens of {whose}")
-
-
-HAS_REQUESTS = precondition(lambda self: bool(self.held))
+HAS_REQUESTS = precondition(lambda self: bool(self.requests))
 EXHAUSTED = {True: "exhausted while pending would suffice", False: "exhausted for good"}
 
 
@@ -305,35 +142,53 @@ class PagePoolMachine(PagesMachine):
         self.named: list[tuple[Table, Handles]] = []  # rows that were given to a request
         self.settle()
         self.launches, self.cleared = True, False
-        self.model = PageModel(self.pages, AllocatorModel(num_pages))
-        self.held: dict[int, Slots] = {}
+        self.stamp = 0
+        self.rooms: dict[int, int] = {}  # slot -> pages that it has had, those before its window included
         self.gone: list[Slots] = []
         self.extend_to(self.take(1), [page_size])
 
     def check(self) -> None:
         super().check()
-        self.model.check()
-        for slot, handle in self.held.items():
-            holding = self.model.requests[slot]
-            agree(len(holding.stamps), int(self.pages.committed(handle)[0]), f"committed tokens of slot {slot}")
-            allocated = len(holding.pages) * self.pages.page_size
-            agree(allocated, int(self.pages.allocated(handle)[0]), f"allocated tokens of slot {slot}")
+        for slot, one in self.requests.items():
+            agree(len(one.tokens), int(self.pages.committed(one.owner)[0]), f"committed tokens of slot {slot}")
+            allocated = self.rooms[slot] * self.pages.page_size
+            agree(allocated, int(self.pages.allocated(one.owner)[0]), f"allocated tokens of slot {slot}")
+            agree(allocated - one.first, len(self.pages_of(one)) * self.pages.page_size, f"pages of slot {slot}")
         stats = self.pages.stats
         if not self.steps.depth:
             agree(0, stats.pending, "pages pending when no step is in flight")
         if stats.live:
             with self.refused(Code.SLOT_CONSERVATION):
                 self.pages.expect_idle()
-        self.reached("a page held by three", any(self.model.holders(page) > 2 for page in self.model.allocator.live))
+        self.reached("a page held by three", any(n > 2 for n in self.held_pages().values()))
 
     def handles(self, slots: list[int]) -> Slots:
-        return Slots.cat([self.held[slot] for slot in slots]) if slots else self.slots.take(0)
+        return Slots.cat([self.requests[slot].owner for slot in slots]) if slots else self.slots.take(0)
 
     def some(self, data: st.DataObject, least: int = 1) -> list[int]:
-        return data.draw(st.lists(st.sampled_from(list(self.held)), min_size=least, unique=True), label="slots")
+        return data.draw(st.lists(st.sampled_from(list(self.requests)), min_size=least, unique=True), label="slots")
 
     def misused(self, data: st.DataObject) -> It | None:
-        return (self.pages, self.held[self.some(data)[0]]) if self.held else None
+        return (self.pages, self.requests[self.some(data)[0]].owner) if self.requests else None
+
+    def _lengths(self, slots: list[int], more: int) -> list[int]:
+        return [max(0, len(self.requests[slot].tokens) + more) for slot in slots]
+
+    def _write(self, one: KVOwner, length: int) -> range:
+        """Gives each token up to `length` a stamp of its own; their positions."""
+        positions = range(len(one.tokens), length)
+        self.put(one, [self.stamp + 1 + at for at in range(len(positions))])
+        self.stamp += len(positions)
+        return positions
+
+    def _writable(self, slots: list[int], lengths: list[int]) -> bool:
+        """Whether the next token of each, up to its length, lies on a page without another holder."""
+        held, size = self.held_pages(), self.pages.page_size
+        for one, length in zip((self.requests[slot] for slot in slots), lengths, strict=True):
+            start = len(one.tokens)
+            if length > start and start % size and held[self.pages_of(one)[(start - one.first) // size]] > 1:
+                return False
+        return True
 
     # Slots
 
@@ -348,8 +203,7 @@ class PagePoolMachine(PagesMachine):
         n = min(n, self.slots.stats.free)
         taken = self.slots.take(n)
         for at, slot in enumerate(taken.np.tolist()):
-            self.held[slot] = taken.take([at])
-            self.model.requests[slot] = Holding()
+            self.requests[slot], self.rooms[slot] = KVOwner(taken.take([at])), 0
         return [int(slot) for slot in taken.np]
 
     # Growing
@@ -359,7 +213,7 @@ class PagePoolMachine(PagesMachine):
     def extend(self, data: st.DataObject, more: int) -> None:
         """Requests get tokens, or all are refused: too long, too many pages, or on a page that others hold."""
         slots = self.some(data)
-        self.extend_to(slots, [len(self.model.requests[slot].stamps) + more for slot in slots])
+        self.extend_to(slots, self._lengths(slots, more))
 
     def extend_to(self, slots: list[int], lengths: list[int]) -> bool:
         """Extends requests, or finds the call refused as it has to be; whether it went through."""
@@ -371,19 +225,24 @@ class PagePoolMachine(PagesMachine):
         """A decode step: one token each, or some more."""
         slots = self.some(data)
         more = [1] * len(slots) if one else counts[: len(slots)]
-        lengths = [len(self.model.requests[slot].stamps) + n for slot, n in zip(slots, more, strict=True)]
+        lengths = [len(self.requests[slot].tokens) + n for slot, n in zip(slots, more, strict=True)]
         n = 1 if one else np.array(more, dtype=np.int64)
         self._grown(slots, lengths, lambda: self.pages.advance(self.handles(slots), n))
 
     def _grown(self, slots: list[int], lengths: list[int], call: Callable[[], Extension]) -> bool:
         """Runs a call that extends, and expects what the model does. Whether it went through."""
-        if not all(self.model.writable(slot, length) for slot, length in zip(slots, lengths, strict=True)):
-            self.reached("a write into a shared page refused")
-        if not self._allowed(slots, lengths, call, writes=True):
+        self.reached("a write into a shared page refused", not self._writable(slots, lengths))
+        extension = self._allowed(slots, lengths, call, writes=True)
+        if extension is None:
             return False
-        extension = call()
         agree_on(np.diff([0, *np.cumsum(extension.counts)]), extension.counts, "counts")
-        self.model.extended(slots, lengths, extension)
+        expected: list[tuple[int, int, int]] = []
+        for slot, length in zip(slots, lengths, strict=True):
+            one = self.requests[slot]
+            expected += [(slot, at, self.location(one, at)) for at in self._write(one, length)]
+        columns = (extension.slots, extension.positions, extension.locations.np)
+        found = list(zip(*(column.tolist() for column in columns), strict=True))
+        agree(expected, found, "slot, position and location of an extension")
         if len(extension):
             write = extension.entry(self.table)
             agree_on(
@@ -400,12 +259,12 @@ class PagePoolMachine(PagesMachine):
         size = self.pages.page_size
         for slot, n in zip(slots, counts, strict=True):
             if n:
-                holding = self.model.requests[slot]
-                length = stop = len(holding.stamps)
+                one = self.requests[slot]
+                length = stop = len(one.tokens)
                 if (length - 1) % size < n:
                     stop = min(-(-length // size) * size, self.most)
-                row = self.table.host_for(self.held[slot])[0]
-                expected = [self.model.location(holding, position) for position in range(length - n, stop)]
+                row = self.table.host_for(one.owner)[0]
+                expected = [self.location(one, position) for position in range(length - n, stop)]
                 agree(expected, row[length - n : stop].tolist(), f"row of slot {slot}")
                 self.reached("a page written to its end", stop > length)
 
@@ -417,18 +276,18 @@ class PagePoolMachine(PagesMachine):
         ]
         for table, handles in new:
             self._use_rows(table, handles, writes=False)
-            if self.model.written % 3:
+            if self.stamp % 3:
                 self._use_rows(table, handles, writes=True)
         if self.named:
-            self._use_rows(*self.named[self.model.written % len(self.named)], writes=False)
+            self._use_rows(*self.named[self.stamp % len(self.named)], writes=False)
         self.named = [*self.named[-_NAMED:], *new]
 
     def _use_rows(self, table: Table, handles: Handles, *, writes: bool) -> None:
         """Rows by page and by location belong to whom the page was given; the next owner finds them unwritten."""
-        per_page, allocator = self.pages.page_size if table is self.by_location else 1, self.model.allocator
+        per_page, held = self.pages.page_size if table is self.by_location else 1, self.held_pages()
         numbers, generations = handles.np.tolist(), handles.generations.tolist()
         owned = [
-            number // per_page in allocator.live and allocator.generations[number // per_page] == generation
+            number // per_page in held and self.generations[number // per_page] == generation
             for number, generation in zip(numbers, generations, strict=True)
         ]
         rows = [self.rows.get((table, number), (0, 0)) for number in numbers]
@@ -438,8 +297,8 @@ class PagePoolMachine(PagesMachine):
                 with self.refused(Code.SLOT_STALE_HANDLE):
                     use(handles)
         elif writes:
-            self.model.written += 1
-            values = [self.model.written * 100 + at for at in range(len(numbers))]
+            self.stamp += 1
+            values = [self.stamp * 100 + at for at in range(len(numbers))]
             table.write(handles, None, values)
             for number, generation, value in zip(numbers, generations, values, strict=True):
                 self.rows[table, number] = generation, value
@@ -465,39 +324,42 @@ class PagePoolMachine(PagesMachine):
 
     def _forward(self, slots: list[int], side: bool = False) -> None:
         with self.on(side):
-            for holding, handle in ((self.model.requests[slot], self.held[slot]) for slot in slots):
-                length, written = len(holding.stamps), holding.written
-                self.reached("written on one stream and read on another", written > 0 and side is not holding.side)
-                self.pages.writes.launched(handle.np, np.array([length]), np.array([written]))
-                self._launch(holding, length, side)
+            for one in (self.requests[slot] for slot in slots):
+                length, written = len(one.tokens), one.written
+                self.pages.writes.launched(one.owner.np, np.array([length]), np.array([written]))
+                self.launch_forward(one, length, side)
 
-    def _launch(self, holding: Holding, length: int, side: bool = False) -> None:
-        """Reads the tokens that are written, and writes those up to `length`."""
-        for position in range(holding.front * self.pages.page_size, length):
-            written = position < holding.written
-            self.use_kv(self.model.location(holding, position), None if written else holding.stamps[position])
-        holding.written, holding.side = length, side
-
-    def _allowed(self, slots: list[int], lengths: list[int], call: Callable[[], object], *, writes: bool) -> bool:
-        """Whether a call that grows requests is to be refused; if so, it is tried."""
-        pairs = list(zip(slots, lengths, strict=True))
-        free, pending = self.pages.stats.free, self.pages.stats.pending
-        lacks = sum(self.model.lacks(slot, length) for slot, length in pairs)
+    def _allowed(self, slots: list[int], lengths: list[int], call: Callable[[], T], *, writes: bool) -> T | None:
+        """What a call that grows requests returns; None where it is refused, as it has to be."""
+        before = [self.pages_of(self.requests[slot]) for slot in slots]
         if any(length > self.most for length in lengths):
             self.reached("a request too long refused")
             with self.refused(Code.LENGTH_ORDER):
                 call()
-        elif writes and not all(self.model.writable(slot, length) for slot, length in pairs):
+            return None
+        if writes and not self._writable(slots, lengths):
             with self.refused(Code.PAGE_OWNER):
                 call()
-        elif lacks > free:
-            waits = lacks <= free + pending
-            self.reached(EXHAUSTED[waits])
-            with self.refused(PoolExhaustedError):
-                call()
-        else:
-            return True
-        return False
+            return None
+        found = self._tried(call)
+        if found is not None:
+            for slot, length, older in zip(slots, lengths, before, strict=True):
+                pages = self.pages_of(self.requests[slot])
+                agree(older, pages[: len(older)], f"older pages of slot {slot}")
+                self.taken(pages[len(older) :])
+                self.rooms[slot] = max(self.rooms[slot], -(-length // self.pages.page_size))
+        return found
+
+    def _tried(self, call: Callable[[], T]) -> T | None:
+        """What a call returns; None where too few pages are free, and then nothing has changed."""
+        before = self.snapshot()
+        try:
+            return call()
+        except PoolExhaustedError as error:
+            self.reached(EXHAUSTED[error.requested <= error.free + error.pending])
+            agree(True, error.requested > error.free == self.pages.stats.free, "whether too few pages are free")
+            agree(before, self.snapshot(), "a refused call changed something")
+            return None
 
     @HAS_REQUESTS
     @rule(data=st.data(), length=st.integers(0, 8))
@@ -506,20 +368,18 @@ class PagePoolMachine(PagesMachine):
         self._grow(self.some(data), length)
 
     def _grow(self, slots: list[int], length: int) -> None:
-        def call() -> None:
+        def call() -> bool:
             self.pages.grow(self.handles(slots), length)
+            return True
 
-        if self._allowed(slots, [length] * len(slots), call, writes=False):
-            call()
-            for slot in slots:
-                self.model.grew(slot)
+        self._allowed(slots, [length] * len(slots), call, writes=False)
 
     @HAS_REQUESTS
     @rule(data=st.data(), more=st.integers(1, 3))
     def grow_and_commit(self, data: st.DataObject, more: int) -> None:
         """Pages first; the tokens are committed when they are known, and perhaps fewer."""
         slot = self.some(data)[0]
-        length = min(self.most, len(self.model.requests[slot].stamps) + more)
+        length = min(self.most, len(self.requests[slot].tokens) + more)
         self._grow([slot], length)
         self._commit(slot, length - more // 2)
 
@@ -530,17 +390,17 @@ class PagePoolMachine(PagesMachine):
         self._commit(self.some(data)[0], length)
 
     def _commit(self, slot: int, length: int) -> None:
-        holding = self.model.requests[slot]
-        handle = self.held[slot]
-        fits = len(holding.stamps) <= length <= min(self.most, len(holding.pages) * self.pages.page_size)
-        if not fits or not self.model.writable(slot, length):
+        one = self.requests[slot]
+        handle = one.owner
+        fits = len(one.tokens) <= length <= min(self.most, self.rooms[slot] * self.pages.page_size)
+        if not fits or not self._writable([slot], [length]):
             with self.refused(Code.LENGTH_ORDER if not fits else Code.PAGE_OWNER):
                 self.pages.commit(handle, length)
             return
-        self.reached("allocated first and committed later", length > len(holding.stamps))
+        self.reached("allocated first and committed later", length > len(one.tokens))
         self.pages.commit(handle, length)
-        self.model.write(holding, length)
-        self._launch(holding, length)
+        self._write(one, length)
+        self.launch_forward(one, length)
 
     @HAS_REQUESTS
     @rule(data=st.data(), back=st.integers(0, 4))
@@ -548,63 +408,68 @@ class PagePoolMachine(PagesMachine):
         """Tokens are taken back after rejected speculation."""
         slots, fence = self.some(data), self.fence(data)
         self.settle()
-        lengths = [max(0, len(self.model.requests[slot].stamps) - back) for slot in slots]
-        first = [self.model.requests[slot].front * self.pages.page_size for slot in slots]
-        if any(length < least for length, least in zip(lengths, first, strict=True)):
+        lengths = self._lengths(slots, -back)
+        if any(length < self.requests[slot].first for slot, length in zip(slots, lengths, strict=True)):
             with self.refused(Code.LENGTH_ORDER):
                 self.pages.truncate(self.handles(slots), np.array(lengths, dtype=np.int64), after=fence)
             return
-        self.pages.truncate(self.handles(slots), np.array(lengths, dtype=np.int64), after=fence)
-        for slot, length in zip(slots, lengths, strict=True):
-            self.model.cut(slot, length, fence)
+        self._cut(slots, lengths, fence)
         self.reached("tokens taken back", back > 0 and bool(slots))
+
+    def _cut(self, slots: list[int], lengths: list[int], fence: ManualFence | None) -> None:
+        """Takes back tokens, and the pages beyond them."""
+        ones = [self.requests[slot] for slot in slots]
+        with self.giving_back(ones, fence):
+            self.pages.truncate(self.handles(slots), np.array(lengths, np.int64), after=fence)
+            for slot, one, length in zip(slots, ones, lengths, strict=True):
+                del one.tokens[length:]
+                one.written = min(one.written, length)
+                self.rooms[slot] = -(-length // self.pages.page_size)
 
     @HAS_REQUESTS
     @rule(data=st.data(), drafts=st.integers(1, 3), accepted=st.integers(0, 3))
     def speculate(self, data: st.DataObject, drafts: int, accepted: int) -> None:
         """Extend by drafts, launch, take the rejected ones back, extend again."""
         slots = self.some(data)
-        before = [len(self.model.requests[slot].stamps) for slot in slots]
+        before = self._lengths(slots, 0)
         if self.extend_to(slots, [length + drafts for length in before]):
             fence = self.steps.record()
             self.settle()
-            kept = np.array([length + min(accepted, drafts) for length in before], dtype=np.int64)
-            self.pages.truncate(self.handles(slots), kept, after=fence)
-            for slot, length in zip(slots, kept.tolist(), strict=True):
-                self.model.cut(slot, length, fence)
-            self.extend_to(slots, [length + 1 for length in kept.tolist()])
+            self._cut(slots, [length + min(accepted, drafts) for length in before], fence)
+            self.extend_to(slots, self._lengths(slots, 1))
 
     @HAS_REQUESTS
     @rule(data=st.data(), window=st.integers(1, 3), back=st.integers(0, 1), leave=st.booleans())
     def slide(self, data: st.DataObject, window: int, back: int, leave: bool) -> None:
         """A request goes on, and what lies before its window is given back, at times with a rejected token behind."""
         slots, fence = self.some(data)[:1], self.fence(data)
-        for length in range(len(self.model.requests[slots[0]].stamps) + 1, self.most + 1):
+        (slot,) = slots
+        one, size = self.requests[slot], self.pages.page_size
+        for length in range(len(one.tokens) + 1, self.most + 1):
             self.extend_to(slots, [length])
         self.settle()
-        totals = [max(0, len(self.model.requests[slot].stamps) - back) for slot in slots]
-        firsts = [max(0, total - window) for total in totals]
-        least = [self.model.requests[slot].front * self.pages.page_size for slot in slots]
-        if any(total < one for total, one in zip(totals, least, strict=True)):
+        total = max(0, len(one.tokens) - back)
+        first = max(0, total - window)
+        if total < one.first:
             return
-        ends = {"total_lens": np.array(totals)} if back else {}
-        self.pages.truncate(self.handles(slots), **ends, first=np.array(firsts), after=fence)
-        for slot, total, first in zip(slots, totals, firsts, strict=True):
-            self.model.cut(slot, total, fence)
-            self.model.slide(slot, first, fence)
-            front = self.model.requests[slot].front * self.pages.page_size
-            agree(front, int(self.pages.first_positions(self.held[slot])[0]), f"first position of slot {slot}")
-            self.reached("pages before a window given back", front > 0)
-            self._forward([slot])
-            if front:
-                self.reached("truncated into what was given back refused")
-                with self.refused(Code.LENGTH_ORDER):
-                    self.pages.truncate(self.held[slot], front - 1)
-                with self.refused(Code.PAGE_RELEASED):
-                    self.pages.hold(self.held[slot], self.pages.page_size)
-                with self.refused(Code.PAGE_RELEASED):
-                    self.pages.locations(self.held[slot], front - 1, total)
-                agree(total - front, len(self.pages.locations(self.held[slot], front, total)), "tokens in the window")
+        ends = {"total_lens": total} if back else {}
+        with self.giving_back([one], fence):
+            self.pages.truncate(one.owner, **ends, first=first, after=fence)
+            del one.tokens[total:]
+            one.written = min(one.written, total)
+            self.rooms[slot], one.first = -(-total // size), max(one.first, first // size * size)
+        agree(one.first, int(self.pages.first_positions(one.owner)[0]), f"first position of slot {slot}")
+        self.reached("pages before a window given back", one.first > 0)
+        self._forward([slot])
+        if one.first:
+            self.reached("truncated into what was given back refused")
+            with self.refused(Code.LENGTH_ORDER):
+                self.pages.truncate(one.owner, one.first - 1)
+            with self.refused(Code.PAGE_RELEASED):
+                self.pages.hold(one.owner, size)
+            with self.refused(Code.PAGE_RELEASED):
+                self.pages.locations(one.owner, one.first - 1, total)
+            agree(total - one.first, len(self.pages.locations(one.owner, one.first, total)), "tokens in the window")
         if leave:
             self._finish(slots, None)
 
@@ -613,10 +478,11 @@ class PagePoolMachine(PagesMachine):
     def map_to_window(self, data: st.DataObject, window: int, leave: bool) -> None:
         """A chain of tables: the second pool has the same tokens, then those of a window alone; a map names them."""
         slot = self.some(data)[0]
-        handle, holding = self.held[slot], self.model.requests[slot]
-        self.extend_to([slot], [max(len(holding.stamps), min(self.most, window + self.pages.page_size))])
-        length = len(holding.stamps)
-        if holding.front or any(self.model.holders(page) > 1 for page in holding.pages) or not length:
+        one, held = self.requests[slot], self.held_pages()
+        handle = one.owner
+        self.extend_to([slot], [max(len(one.tokens), min(self.most, window + self.pages.page_size))])
+        length = len(one.tokens)
+        if one.first or any(held[page] > 1 for page in self.pages_of(one)) or not length:
             return
         self._commit(slot, length)
         self.swa.release(handle)
@@ -646,14 +512,14 @@ class PagePoolMachine(PagesMachine):
 
     def _check_chain(self, slot: int, first: int) -> None:
         """Position -> location -> location in the window -> state, through the tables, ends where the pools say."""
-        handle, holding, size = self.held[slot], self.model.requests[slot], self.pages.page_size
+        one, size = self.requests[slot], self.pages.page_size
         if not levels.full:
             return
-        full = np.array([self.model.location(holding, position) for position in range(len(holding.stamps))])
-        found = self.rt.inspect(self.full_to_swa.device_for(self.pages.locations(handle, 0, full.size)))[full]
+        full = np.array([self.location(one, position) for position in range(len(one.tokens))])
+        found = self.rt.inspect(self.full_to_swa.device_for(self.pages.locations(one.owner, 0, full.size)))[full]
         row, at = self.swa.page_table[slot].astype(np.int64), np.arange(full.size)
         agree_on(np.where(at < first, 0, row[at // size] * size + at % size).astype(np.int32), found, "a map")
-        states = self.rt.inspect(self.swa_to_state.device_for(self.swa.pages_of(handle)))[found[first:] // size]
+        states = self.rt.inspect(self.swa_to_state.device_for(self.swa.pages_of(one.owner)))[found[first:] // size]
         agree_on((row[at // size] + 100)[first:].astype(np.int32), states, "states at the end of a chain")
 
     # Sharing
@@ -661,64 +527,64 @@ class PagePoolMachine(PagesMachine):
     @rule(n=st.integers(0, 3))
     def take_pages(self, n: int) -> None:
         """KV arrives on pages that no request has yet; if too few are free, nothing is taken."""
-        stats = self.pages.stats
-        if n > stats.free:
-            self.reached(EXHAUSTED[n <= stats.free + stats.pending])
-            with self.refused(PoolExhaustedError):
-                self.pages.take(n)
-            return
-        self.model.take(self.pages.take(n))
-        if self.launches:
-            self._arrive(*self.model.leases[-1], False)
+        lease = self._tried(lambda: self.pages.take(n))
+        if lease is not None:
+            one = KVOwner(lease, taken=True)
+            self.taken(lease.pages.tolist())
+            self._write(one, lease.tokens)
+            self.leases.append(one)
+            if self.launches:
+                self._arrive(one, False)
 
-    @precondition(lambda self: self.model.leases)
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), side=st.booleans())
     def arrive(self, data: st.DataObject, side: bool) -> None:
         """KV arrives on the pages of a lease, on one of the two streams."""
-        self._arrive(*data.draw(st.sampled_from(self.model.leases), label="lease"), side)
+        self._arrive(data.draw(st.sampled_from(self.leases), label="lease"), side)
 
-    def _arrive(self, lease: PageLease, holding: Holding, side: bool) -> None:
+    def _arrive(self, one: KVOwner, side: bool) -> None:
         with self.on(side):
-            self.pages.commit(lease, lease.tokens)
-            self._launch(holding, lease.tokens, side)
+            self.pages.commit(one.owner, len(one.tokens))
+            self.launch_forward(one, len(one.tokens), side)
 
     @HAS_REQUESTS
     @rule(data=st.data(), pages=st.integers(0, 3), n=st.integers(1, 2))
     def share(self, data: st.DataObject, pages: int, n: int) -> None:
         """New requests begin with whole pages of another's prefix."""
-        slot = self.some(data)[0]
-        self._share(self.held[slot], self.model.requests[slot], pages, n)
+        self._share(self.requests[self.some(data)[0]], pages, n)
 
-    @precondition(lambda self: self.model.leases)
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), n=st.integers(1, 2))
     def share_cached(self, data: st.DataObject, n: int) -> None:
         """New requests begin with a prefix that is held for them."""
-        lease, holding = data.draw(st.sampled_from(self.model.leases), label="lease")
-        if not self.slots.stats.free and self.held:
-            self._finish([list(self.held)[-1]], None)
-        shared = self._share(lease, holding, 9, n) > 0
-        self.reached("begun on pages taken before" if holding.taken else "a prefix shared from a lease", shared)
+        one = data.draw(st.sampled_from(self.leases), label="lease")
+        if not self.slots.stats.free and self.requests:
+            self._finish([list(self.requests)[-1]], None)
+        shared = self._share(one, 9, n) > 0
+        self.reached("begun on pages taken before" if one.taken else "a prefix shared from a lease", shared)
 
-    def _share(self, source: Slots | PageLease, holding: Holding, pages: int, n: int) -> int:
-        tokens = min(pages, len(holding.stamps) // self.pages.page_size) * self.pages.page_size
+    def _share(self, source: KVOwner, pages: int, n: int) -> int:
+        size = self.pages.page_size
+        tokens = min(pages, len(source.tokens) // size) * size
         slots = self.take(n)
         if not slots:
             return 0
-        if tokens and holding.front:
+        if tokens and source.first:
             self.reached("a prefix that was given back refused")
             with self.refused(Code.PAGE_RELEASED):
-                self.pages.share(source, self.handles(slots), tokens)
+                self.pages.share(source.owner, self.handles(slots), tokens)
             tokens = 0
-        if tokens > holding.written:
+        if tokens > source.written:
             if levels.cheap:
                 self.reached("shared before it is written refused")
                 with self.refused(Code.PAGE_UNWRITTEN):
-                    self.pages.share(source, self.handles(slots), tokens)
-            tokens = holding.written // self.pages.page_size * self.pages.page_size
-        extension = self.pages.share(source, self.handles(slots), tokens)
+                    self.pages.share(source.owner, self.handles(slots), tokens)
+            tokens = source.written // size * size
+        extension = self.pages.share(source.owner, self.handles(slots), tokens)
         for slot in slots:
-            self.model.share(holding, slot, tokens)
-        expected = [self.model.location(holding, position) for position in range(tokens)] * len(slots)
+            one, self.rooms[slot] = self.requests[slot], tokens // size
+            one.tokens, one.written, one.side = source.tokens[:tokens], tokens, source.side
+        expected = [self.location(source, position) for position in range(tokens)] * len(slots)
         agree(expected, extension.locations.np.tolist(), "locations of a shared prefix")
         self.extend_to(slots, [min(tokens + 1, self.most)] * len(slots))
         return tokens
@@ -730,44 +596,42 @@ class PagePoolMachine(PagesMachine):
     def hold(self, data: st.DataObject, more: int, then: str) -> None:
         """A prefix cache keeps what a request has in whole pages; the request goes on, or leaves."""
         slot = self.some(data)[0]
-        holding, size = self.model.requests[slot], self.pages.page_size
-        self.extend_to([slot], [min(max(size, len(holding.stamps)) + more, self.most)])
-        pages = len(holding.stamps) // size
-        if pages and holding.front:
+        one, size = self.requests[slot], self.pages.page_size
+        self.extend_to([slot], [min(max(size, len(one.tokens)) + more, self.most)])
+        held = len(one.tokens) // size * size
+        if held and one.first:
             with self.refused(Code.PAGE_RELEASED):
-                self.pages.hold(self.held[slot], pages * size)
+                self.pages.hold(one.owner, held)
             return
-        if pages * size > holding.written:
+        if held > one.written:
             if levels.cheap:
                 with self.refused(Code.PAGE_UNWRITTEN):
-                    self.pages.hold(self.held[slot], pages * size)
+                    self.pages.hold(one.owner, held)
             self._forward([slot])
-        lease = self.pages.hold(self.held[slot], pages * size)
-        held = Holding(holding.pages[:pages], holding.stamps[: pages * size], written=pages * size, side=holding.side)
-        self.model.leases.append((lease, held))
+        self.leases.append(KVOwner(self.pages.hold(one.owner, held), one.tokens[:held], 0, held, one.side))
         if then == "leave":
             self._finish([slot], self.fence(data))
             return
-        length = len(holding.stamps)
+        length = len(one.tokens)
         if then != "write on":
-            length = max(0, length - 1 if length % size else pages * size - 1)
+            length = max(0, length - 1 if length % size else held - 1)
             self.settle()
-            self.pages.truncate(self.held[slot], length)
-            self.model.cut(slot, length, None)
+            self._cut([slot], [length], None)
         self.extend_to([slot], [min(length + 1, self.most)])
 
-    @precondition(lambda self: self.model.leases)
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def end_lease(self, data: st.DataObject) -> None:
         """The cache forgets a prefix, once."""
-        at = data.draw(st.integers(0, len(self.model.leases) - 1), label="lease")
+        at = data.draw(st.integers(0, len(self.leases) - 1), label="lease")
         fence = self.fence(data)
         self.settle()
-        lease, holding = self.model.leases.pop(at)
-        lease.release(after=fence)
-        self.model.drop(holding.pages, fence)
+        one = self.leases[at]
+        with self.giving_back([one], fence):
+            self.leases.remove(one)
+            one.owner.release(after=fence)
         with self.refused(Code.SLOT_DOUBLE_FREE):
-            lease.release()
+            one.owner.release()
 
     # Leaving
 
@@ -783,24 +647,27 @@ class PagePoolMachine(PagesMachine):
 
     def _finish(self, slots: list[int], fence: ManualFence | None) -> None:
         self.settle()
-        owned = sum(page > 0 for slot in slots for page in self.model.requests[slot].pages)
+        ones, handles = [self.requests[slot] for slot in slots], self.handles(slots)
+        owned = any(self.pages_of(one) for one in ones)
         if owned:
             with self.refused(Code.SLOT_CONSERVATION):
-                self.slots.free(self.handles(slots), after=fence)
-        self.pages.release_requests(self.handles(slots), after=fence)
-        for slot in slots:
-            self.gone.append(self.held.pop(slot))
-            self.model.release(slot, fence)
-        behind = fence is not None and fence is not self.steps.last and owned > 0
+                self.slots.free(handles, after=fence)
+        with self.giving_back(ones, fence):
+            self.pages.release_requests(handles, after=fence)
+            self._left(slots)
+        behind = fence is not None and fence is not self.steps.last and owned
         self.reached("released behind step N while N+1 is in flight", behind)
+
+    def _left(self, slots: list[int]) -> None:
+        self.gone += [self.requests.pop(slot).owner for slot in slots]
 
     @precondition(lambda self: not self.cleared)
     @rule(behind=st.booleans())
     def clear(self, behind: bool) -> None:
         """Both pools begin anew, once: requests and leases are gone; refused while something waits for a step."""
         self.settle()
-        if behind and self.held:
-            self._finish([next(iter(self.held))], self.steps.record())
+        if behind and self.requests:
+            self._finish([next(iter(self.requests))], self.steps.record())
         if self.slots.stats.pending or self.pages.stats.pending:
             self.reached("clearing behind a step in flight refused")
             with self.refused(Code.SLOT_IN_FLIGHT):
@@ -808,18 +675,14 @@ class PagePoolMachine(PagesMachine):
         self.steps.complete(self.steps.depth)
         self.slots.clear()
         self.cleared = True
-        self.reached("cleared with a lease and a request", bool(self.model.leases and self.held))
-        for slot in list(self.held):
-            self.gone.append(self.held.pop(slot))
-            self.model.release(slot, None)
-        while self.model.leases:
-            lease, holding = self.model.leases.pop()
-            self.model.drop(holding.pages, None)
+        self.reached("cleared with a lease and a request", bool(self.leases and self.requests))
+        self._left(list(self.requests))
+        while self.leases:
             with self.refused(Code.SLOT_DOUBLE_FREE):
-                lease.release()
+                self.leases.pop().owner.release()
         slots = self.take(2)
         self.extend_to(slots, [self.pages.page_size] * 2)
-        found = slots, [self.model.requests[slot].pages for slot in slots]
+        found = slots, [self.pages_of(self.requests[slot]) for slot in slots]
         agree(([1, 2], [[1], [2]]), found, "slots and pages after a clear")
 
     @HAS_REQUESTS
@@ -828,26 +691,28 @@ class PagePoolMachine(PagesMachine):
         """Requests give their pages back and keep their slots."""
         slots, fence = self.some(data), self.fence(data)
         self.settle()
-        self.pages.release(self.handles(slots), after=fence)
-        for slot in slots:
-            self.model.cut(slot, 0, fence)
+        ones = [self.requests[slot] for slot in slots]
+        with self.giving_back(ones, fence):
+            self.pages.release(self.handles(slots), after=fence)
+        for slot, one in zip(slots, ones, strict=True):
+            one.tokens, one.first, one.written, self.rooms[slot] = [], 0, 0, 0
 
     @HAS_REQUESTS
     @rule(more=st.integers(2, 6))
     def retract_under_pressure(self, more: int) -> None:
         """All grow; while pages run out the youngest leaves behind a step, which ends, and the oldest grows on."""
-        oldest, *others = self.held
+        oldest, *others = self.requests
         for slot in others:
             self._grow([slot], self.most)
-        length = min(self.most, len(self.model.requests[oldest].stamps) + more)
-        while not self.extend_to([oldest], [length]) and len(self.held) > 1:
+        length = min(self.most, len(self.requests[oldest].tokens) + more)
+        while not self.extend_to([oldest], [length]) and len(self.requests) > 1:
             fence = self.steps.record()
             self.steps.record()
-            self._finish([list(self.held)[-1]], fence)
+            self._finish([list(self.requests)[-1]], fence)
             self.extend_to([oldest], [length])  # the pages are pending still
             self.steps.complete_until(fence)
             self.reached("retraction")
-            length = max(length, len(self.model.requests[oldest].stamps))
+            length = max(length, len(self.requests[oldest].tokens))
 
     @rule()
     def prefill_apart(self) -> None:
@@ -858,20 +723,19 @@ class PagePoolMachine(PagesMachine):
         self.launches = launches
         if grown:
             self._forward(slots, side=True)
-            if self._share(self.held[slots[0]], self.model.requests[slots[0]], 1, 1):
-                self._forward([list(self.held)[-1]])
+            if self._share(self.requests[slots[0]], 1, 1):
+                self._forward([list(self.requests)[-1]])
 
     @HAS_REQUESTS
     @rule()
     def leave_apart(self) -> None:
         """Two share a page; the first leaves behind a step in flight, the second behind none: the page waits."""
-        first = next(iter(self.held))
-        self.extend_to([first], [max(self.pages.page_size, len(self.model.requests[first].stamps))])
-        if self._share(self.held[first], self.model.requests[first], 1, 1):
-            second = list(self.held)[-1]
+        first = next(iter(self.requests))
+        self.extend_to([first], [max(self.pages.page_size, len(self.requests[first].tokens))])
+        if self._share(self.requests[first], 1, 1):
+            second = list(self.requests)[-1]
             if self.pages.page_size > 1:  # the rest of a page that both hold is not written
-                self.pages.truncate(self.held[second], 1)
-                self.model.cut(second, 1, None)
+                self._cut([second], [1], None)
                 self.extend_to([second], [2])
             self._finish([first], self.steps.record())
             self._finish([second], None)

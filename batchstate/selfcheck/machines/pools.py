@@ -1,7 +1,9 @@
 """`SlotPool` and `HybridSlotPool` against plain collections: fenced frees, a reserve, stale handles, tables, states."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, final
 
 import attrs
 import numpy as np
@@ -19,7 +21,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool, SlotStats
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on, misuses
+from batchstate.testing.machine import Machine, Misuse, agree, agree_on, disagree, misuses
 from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
 from batchstate.violations import Code
 
@@ -69,8 +71,42 @@ class PoolMachine(Machine):
             self.refuses(misuse, it)
 
 
+@final
+@attrs.define(eq=False)
+class KVOwner:
+    """A request or a lease, and the KV that it has to find.
+
+    Attributes:
+        owner: one handle, or a lease.
+        tokens: what lies at each position; those before `first` are not its own.
+        written: how many are written, by forwards that were launched; the others are to come.
+        side: whether the last forward was on the second stream.
+        text: what its tokens begin with.
+        taken: its pages were taken without a request.
+    """
+
+    owner: Any
+    tokens: list[Any] = attrs.field(factory=list)
+    first: int = 0
+    written: int = 0
+    side: bool = False
+    text: int = 0
+    taken: bool = False
+
+
 class PagesMachine(PoolMachine):
-    """Pages of requests, and KV on them that forwards on two streams write."""
+    """Pages of requests and leases, and KV on them that forwards on two streams write.
+
+    Each owner must find its tokens for as long as it lives: a page that two have, or that was handed out too early, has
+    another's token.
+
+    Attributes:
+        requests: slot -> what it has.
+        leases: pages held without a slot.
+        memory: location -> token.
+        behind: page -> fences of those that left since it was taken.
+        generations: page -> how often it was taken.
+    """
 
     def open_pages(self, size: int, num_pages: int, page_size: int, most: int) -> None:
         """Opens a pool of slots, one of pages, and KV by location; a request has at most `most` tokens."""
@@ -78,13 +114,75 @@ class PagesMachine(PoolMachine):
         self.slots, self.most = SlotPool(self.rt, size), most
         self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=most)
         self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
+        self.requests: dict[int, KVOwner] = {}
+        self.leases: list[KVOwner] = []
+        self.memory: dict[int, Any] = {}
+        self.behind: dict[int, list[ManualFence]] = {}
+        self.generations: Counter[int] = Counter()
 
     def check(self) -> None:
+        """Who has which page, what lies on it, and every invariant of both pools."""
         super().check()
         self.slots.verify()
+        held, stats = self.held_pages(), self.pages.stats
+        agree((len(held), len(self.leases)), (stats.live, stats.leases), "live pages and leases")
+        agree(sum(held[page] > 1 for page in held), stats.shared, "shared pages")
+        waiting = [page for page, fences in self.behind.items() if page not in held and not _all_complete(fences)]
+        if stats.pending < len(waiting):
+            disagree(f"{stats.pending} pages are pending, {len(waiting)} have to be")
+        for one in (*self.requests.values(), *self.leases):
+            pages = self.pages_of(one)
+            found = [self.memory.get(self.location(one, at, pages)) for at in range(one.first, len(one.tokens))]
+            agree(one.tokens[one.first :], found, "tokens of", one)
 
     def snapshot(self) -> tuple[object, ...]:
         return snapshot_slots(self.slots), snapshot_pages(self.pages)
+
+    def pages_of(self, one: KVOwner) -> list[int]:
+        """Its pages, from that of its first own token on."""
+        pages: list[int] = self.pages.pages_of(one.owner).np.tolist()
+        return pages
+
+    def held_pages(self) -> Counter[int]:
+        """Page -> how many have it."""
+        return Counter(page for one in (*self.requests.values(), *self.leases) for page in self.pages_of(one))
+
+    def location(self, one: KVOwner, position: int, pages: list[int] | None = None) -> int:
+        """Where a position lies; on page 0 if the owner has too few pages."""
+        size, pages = self.pages.page_size, self.pages_of(one) if pages is None else pages
+        at = (position - one.first) // size
+        return (pages[at] if at < len(pages) else 0) * size + position % size
+
+    def put(self, one: KVOwner, tokens: list[Any]) -> None:
+        """An owner gets further tokens, on pages that it has already."""
+        pages = self.pages_of(one)
+        for token in tokens:
+            self.memory[self.location(one, len(one.tokens), pages)] = token
+            one.tokens.append(token)
+
+    def taken(self, pages: list[int]) -> None:
+        """Pages were handed out: nobody has them, and those that had them are done."""
+        for page in pages:
+            agree(True, _all_complete(self.behind.pop(page, [])), "the fences of a page that was taken")
+            self.generations[page] += 1
+
+    @contextlib.contextmanager
+    def giving_back(self, ones: Sequence[KVOwner], after: ManualFence | None) -> Iterator[None]:
+        """A window in which some give pages back, behind `after`, or leave."""
+        before = [(one, self.pages_of(one)) for one in ones]
+        yield
+        here = (*self.requests.values(), *self.leases)
+        for one, pages in before:
+            for page in set(pages) - set(self.pages_of(one) if one in here else ()):
+                self.behind.setdefault(page, []).extend(() if after is None else (after,))
+
+    def launch_forward(self, one: KVOwner, length: int, side: bool = False) -> None:
+        """A forward on the current stream reads the tokens that are written, and writes those up to `length`."""
+        pages = self.pages_of(one)
+        self.reached("written on one stream and read on another", one.written > 0 and side is not one.side)
+        for at in range(one.first, length):
+            self.use_kv(self.location(one, at, pages), None if at < one.written else at)
+        one.written, one.side = length, side
 
     def use_kv(self, location: int, value: int | None) -> None:
         """A forward reads what is written at a location, or writes a value there."""
@@ -101,6 +199,10 @@ class PagesMachine(PoolMachine):
                 behind = self.rt.record()
             with self.on(not side):
                 self.rt.wait(behind)
+
+
+def _all_complete(fences: Sequence[ManualFence]) -> bool:
+    return all(fence.query() for fence in fences)
 
 
 @attrs.define

@@ -1,8 +1,7 @@
 """`PrefixCache` against a memory of prefixes: hits, eviction in order, rebase, leases of ranges, two streams."""
 
-from typing import Any, final
+from typing import Any
 
-import attrs
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
@@ -11,29 +10,16 @@ from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError
 from batchstate.indices import Slots
 from batchstate.kv.pages import PageLease
 from batchstate.kv.prefix_cache import PrefixCache
-from batchstate.selfcheck.machines.pools import PagesMachine
+from batchstate.selfcheck.machines.pools import KVOwner, PagesMachine
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import agree, misuses
 from batchstate.violations import Code
 
 Key = tuple[int, ...]
-"""All tokens up to the end of a page."""
+"""All ids up to the end of a page. A token stands for its id and all before it: the last one of a page is its key."""
 
 PROMPTS = st.tuples(st.integers(0, 2), st.integers(1, 12))
 """After how many pages a text parts from the others, and how many tokens of it there are."""
-
-
-@final
-@attrs.define(eq=False)
-class Held:
-    """What a request or a lease holds: the pages of its tokens from `first` on, of which `written` are written."""
-
-    owner: Any  # one handle, or a lease
-    text: int = 0
-    tokens: list[int] = attrs.field(factory=list)
-    first: int = 0
-    written: int = 0
-    side: bool = False
 
 
 It = tuple[PrefixCache, Slots]
@@ -93,12 +79,8 @@ class PrefixCacheMachine(PagesMachine):
         self.open_pages(size, num_pages, page_size, 4 * page_size)
         self.settle()
         self.cache = PrefixCache(self.pages, notices=True)
-        self.requests: dict[int, Held] = {}
-        self.leases: list[Held] = []
         self.keys: dict[Key, int] = {}  # the cache, key -> page
         self.order: list[Key] = []  # those that are free, the next to be evicted first
-        self.memory: dict[int, Key] = {}  # location -> all tokens up to the one that was written there
-        self.behind: dict[int, list[ManualFence]] = {}  # page -> fences of those that left since it was taken
         self._admit((1, page_size + 1), False)
 
     def misused(self, data: st.DataObject) -> It | None:
@@ -110,22 +92,15 @@ class PrefixCacheMachine(PagesMachine):
         return *super().snapshot(), dict(self.cache._cached.pages), self._evictions()
 
     def check(self) -> None:
-        """Who holds which page, what lies on it, and every invariant."""
+        """What is cached too, and in which order it is evicted."""
         super().check()
-        rows = [page for row in self.pages.page_table.tolist() for page in row if page]
-        held = rows + [page for lease in self.leases for page in self._pages(lease)]
-        stats = self.pages.stats
-        agree(len(set(held)), stats.live, "live pages")
-        agree(sum(held.count(page) > 1 for page in set(held)), stats.shared, "shared pages")
         agree(self.keys, dict(self.cache._cached.pages), "keys")
         for one in (*self.requests.values(), *self.leases):
-            size, pages = self.pages.page_size, self._pages(one)
-            agree(-(-len(one.tokens[one.first :]) // size), len(pages), "pages of", one)
-            for at in range(one.first, one.written):
-                found = self.memory.get(pages[(at - one.first) // size] * size + at % size)
-                agree(tuple(one.tokens[: at + 1]), found, "KV at a position of", one)
+            pages = -(-len(one.tokens[one.first :]) // self.pages.page_size)
+            agree(pages, len(self.pages_of(one)), "pages of", one)
         self._look()
         if not self.steps.depth:
+            held = self.held_pages()
             idle = {key for key, page in self.keys.items() if page not in held}
             agree(idle, set(self.order), "cached pages without a holder")
 
@@ -134,13 +109,8 @@ class PrefixCacheMachine(PagesMachine):
     def _some(self, data: st.DataObject) -> int | None:
         return data.draw(st.sampled_from([*self.requests]), label="slot") if self.requests else None
 
-    def _pages(self, one: Held) -> list[int]:
-        pages: list[int] = self.pages.pages_of(one.owner).np.tolist()
-        return pages
-
-    def _keys(self, tokens: list[int]) -> list[Key]:
-        size = self.pages.page_size
-        return [tuple(tokens[:stop]) for stop in range(size, len(tokens) + 1, size)]
+    def _keys(self, tokens: list[Key]) -> list[Key]:
+        return tokens[self.pages.page_size - 1 :: self.pages.page_size]
 
     def _look(self) -> None:
         """Which cached pages are free now: new ones stand behind those that were."""
@@ -158,7 +128,7 @@ class PrefixCacheMachine(PagesMachine):
 
     def _match(self, keys: list[Key]) -> PageLease:
         found = keys[: self._found(keys)]
-        live = {page for one in (*self.requests.values(), *self.leases) for page in self._pages(one)}
+        live = self.held_pages()
         self.reached("a hit of two pages", len(found) > 1)
         for key in found:
             self.reached("a hit on a free page", key in self.order)
@@ -179,17 +149,17 @@ class PrefixCacheMachine(PagesMachine):
             del self.keys[key]
         for page in pages:
             agree([], [key for key, cached in self.keys.items() if cached == page], "keys of a page that was taken")
-            waits = [fence for fence in self.behind.pop(page, []) if not fence.query()]
-            agree([], waits, "fences that a page that was taken waits for")
+        self.taken(pages)
         self.reached("evicted to make room", bool(evicted))
 
-    def _text(self, text: int, start: int, stop: int) -> list[int]:
-        return [int(at >= text * self.pages.page_size) for at in range(start, min(stop, self.most))]
+    def _text(self, text: int, start: int, stop: int) -> list[Key]:
+        ids = [int(at >= text * self.pages.page_size) for at in range(min(stop, self.most))]
+        return [tuple(ids[: at + 1]) for at in range(start, len(ids))]
 
     def _admit(self, drawn: tuple[int, int], insert: bool) -> None:
         self._look()
         handle, prompt = self.slots.take(1), self._text(drawn[0], 0, drawn[1])
-        one, keys = Held(handle, drawn[0]), self._keys(prompt[:-1])
+        one, keys = KVOwner(handle, text=drawn[0]), self._keys(prompt[:-1])
         fit = self.cache.fit(-(-len(prompt) // self.pages.page_size), keys)
         agree(self._found(keys), fit.hits, "pages of a hit foretold")
         lease = self._match(keys)
@@ -209,34 +179,22 @@ class PrefixCacheMachine(PagesMachine):
         if insert:
             self._insert(one)
 
-    def _grow(self, one: Held, tokens: list[int], evicted: tuple[Any, ...]) -> None:
-        before = self._pages(one)
+    def _grow(self, one: KVOwner, tokens: list[Key], evicted: tuple[Any, ...]) -> None:
+        before = self.pages_of(one)
         self.pages.extend(one.owner, len(one.tokens) + len(tokens))
-        self._taken(self._pages(one)[len(before) :], evicted)
-        one.tokens += tokens
+        self._taken(self.pages_of(one)[len(before) :], evicted)
+        self.put(one, tokens)
 
-    def _forward(self, one: Held, side: bool = False) -> None:
-        """A forward reads what is written, and writes the rest."""
-        pages, size = self._pages(one), self.pages.page_size
+    def _forward(self, one: KVOwner, side: bool = False) -> None:
         with self.on(side):
-            self.reached("written on one stream and read on another", one.written > 0 and side is not one.side)
             self.pages.commit(one.owner, len(one.tokens))
-            for at in range(len(one.tokens)):
-                location = pages[at // size] * size + at % size
-                if at >= one.written:
-                    self.memory[location] = tuple(one.tokens[: at + 1])
-                self.use_kv(location, None if at < one.written else at)
-        one.written, one.side = len(one.tokens), side
-
-    def _dropped(self, pages: list[int], fence: ManualFence | None) -> None:
-        for page in pages:
-            self.behind.setdefault(page, []).extend(() if fence is None else (fence,))
+            self.launch_forward(one, len(one.tokens), side)
 
     def _leave(self, slot: int, fence: ManualFence | None) -> None:
         self.settle()
-        one = self.requests.pop(slot)
-        self._dropped(self._pages(one), fence)
-        self.pages.release_requests(one.owner, after=fence)
+        one = self.requests[slot]
+        with self.giving_back([one], fence):
+            self.pages.release_requests(self.requests.pop(slot).owner, after=fence)
 
     @precondition(lambda self: self.slots.stats.free)
     @rule(prompt=PROMPTS, insert=st.booleans())
@@ -251,14 +209,14 @@ class PrefixCacheMachine(PagesMachine):
         if slot is not None:
             self._extend(self.requests[slot], more, forward, side)
 
-    def _extend(self, one: Held, more: int, forward: bool, side: bool = False) -> None:
+    def _extend(self, one: KVOwner, more: int, forward: bool, side: bool = False) -> None:
         self._look()
         size = self.pages.page_size
         tokens = self._text(one.text, len(one.tokens), len(one.tokens) + more)
-        held = [page for other in (*self.requests.values(), *self.leases) for page in self._pages(other)]
-        partial = self._pages(one)[-1] if tokens and len(one.tokens) % size else 0
-        fit = self.cache.fit(-(-(len(one.tokens) + len(tokens)) // size) - len(self._pages(one)))
-        if partial and (held.count(partial) > 1 or partial in self.keys.values()):
+        held = self.held_pages()
+        partial = self.pages_of(one)[-1] if tokens and len(one.tokens) % size else 0
+        fit = self.cache.fit(-(-(len(one.tokens) + len(tokens)) // size) - len(self.pages_of(one)))
+        if partial and (held[partial] > 1 or partial in self.keys.values()):
             self.reached("a write into a cached page refused", partial in self.keys.values())
             with self.refused(Code.PAGE_OWNER):
                 self.pages.extend(one.owner, len(one.tokens) + len(tokens))
@@ -277,9 +235,9 @@ class PrefixCacheMachine(PagesMachine):
         if slot is not None:
             one, fence = self.requests[slot], self.fence(data)
             self.settle()
-            before, length = self._pages(one), max(0, len(one.tokens) - back)
-            self.pages.truncate(one.owner, length, after=fence)
-            self._dropped(before[-(-length // self.pages.page_size) :], fence)
+            length = max(0, len(one.tokens) - back)
+            with self.giving_back([one], fence):
+                self.pages.truncate(one.owner, length, after=fence)
             del one.tokens[length:]
             one.written = min(one.written, length)
             if again:
@@ -348,7 +306,7 @@ class PrefixCacheMachine(PagesMachine):
         if rebase:
             self._rebase(one, self.fence(data))
 
-    def _cache(self, one: Held) -> None:
+    def _cache(self, one: KVOwner) -> None:
         keys = self._keys(one.tokens)
         if len(keys) * self.pages.page_size > one.written:
             if levels.cheap:
@@ -358,21 +316,21 @@ class PrefixCacheMachine(PagesMachine):
             keys = self._keys(one.tokens[: one.written])
         self._insert(one, keys)
 
-    def _rebase(self, one: Held, fence: ManualFence | None) -> None:
+    def _rebase(self, one: KVOwner, fence: ManualFence | None) -> None:
         self.settle()
-        keys, before, size = self._keys(one.tokens[: one.written]), self._pages(one), self.pages.page_size
+        keys, before, size = self._keys(one.tokens[: one.written]), self.pages_of(one), self.pages.page_size
         lease, length = self._match(keys), len(keys) * size
-        moved = self.pages.rebase(one.owner, lease, length, after=fence)
+        with self.giving_back([one], fence):
+            moved = self.pages.rebase(one.owner, lease, length, after=fence)
         pages = lease.pages.tolist()
         agree([pages[at // size] * size + at % size for at in range(length)], moved.locations.np.tolist(), "locations")
-        self._dropped([page for page in before if page not in self._pages(one)], fence)
         lease.release()
-        self.reached("rebased onto other pages", before != self._pages(one))
+        self.reached("rebased onto other pages", before != self.pages_of(one))
         self._forward(one)
 
-    def _insert(self, one: Held, keys: list[Key] | None = None) -> None:
+    def _insert(self, one: KVOwner, keys: list[Key] | None = None) -> None:
         keys = self._keys(one.tokens[: one.written]) if keys is None else keys
-        own = self._pages(one)
+        own = self.pages_of(one)
         copies = sum(self.keys.get(key, page) != page for key, page in zip(keys, own, strict=False))
         agree(copies, self.cache.insert(one.owner, keys), "second copies")
         self.reached("a second copy found", copies > 0)
@@ -384,7 +342,7 @@ class PrefixCacheMachine(PagesMachine):
         """A hit is held, and stays held."""
         tokens = self._text(prompt[0], 0, self.most if len(self.leases) < 2 else prompt[1])
         lease = self._match(self._keys(tokens))
-        self.leases.append(Held(lease, prompt[0], tokens[: lease.tokens], 0, lease.tokens))
+        self.leases.append(KVOwner(lease, tokens[: lease.tokens], 0, lease.tokens, text=prompt[0]))
 
     @rule(data=st.data(), first=st.integers(0, 2), number=st.integers(0, 3))
     def hold(self, data: st.DataObject, first: int, number: int) -> None:
@@ -395,7 +353,7 @@ class PrefixCacheMachine(PagesMachine):
             stop = min(first + number, one.written // size) * size
             begin = min(first * size, stop)
             lease = self.pages.hold(one.owner, stop, first=begin)
-            self.leases.append(Held(lease, one.text, one.tokens[:stop], begin, stop))
+            self.leases.append(KVOwner(lease, one.tokens[:stop], begin, stop, text=one.text))
 
     @rule(begin=st.booleans())
     def split_a_prefix(self, begin: bool) -> None:
@@ -405,7 +363,7 @@ class PrefixCacheMachine(PagesMachine):
         if found:
             one = self.requests[found[0]]
             lease = self.pages.hold(one.owner, 2 * size)
-            self.leases.append(Held(lease, one.text, one.tokens[: 2 * size], 0, 2 * size))
+            self.leases.append(KVOwner(lease, one.tokens[: 2 * size], 0, 2 * size, text=one.text))
             self._split(len(self.leases) - 1, 1, begin)
 
     @precondition(lambda self: self.leases)
@@ -419,8 +377,8 @@ class PrefixCacheMachine(PagesMachine):
         tokens = min(at * self.pages.page_size, one.owner.tokens)
         parts, cut = one.owner.split(tokens), one.first + tokens
         self.leases += [
-            Held(parts[0], one.text, one.tokens[:cut], one.first, cut),
-            Held(parts[1], one.text, one.tokens, cut, one.written),
+            KVOwner(parts[0], one.tokens[:cut], one.first, cut, text=one.text),
+            KVOwner(parts[1], one.tokens, cut, one.written, text=one.text),
         ]
         with self.refused(Code.SLOT_DOUBLE_FREE):
             one.owner.release()
@@ -431,7 +389,7 @@ class PrefixCacheMachine(PagesMachine):
             shared = self.pages.share(parts, handle, len(one.tokens))
             agree(self.pages.pages_of(handle).np.tolist(), [page for part in parts for page in part.pages], "a chain")
             agree(len(one.tokens), len(shared), "tokens of a chain")
-            self.requests[int(handle.np[0])] = Held(handle, one.text, list(one.tokens), 0, one.written)
+            self.requests[int(handle.np[0])] = KVOwner(handle, list(one.tokens), 0, one.written, text=one.text)
             self.reached("begun with a chain of leases", 0 < tokens < len(one.tokens))
 
     @precondition(lambda self: self.leases)
@@ -440,9 +398,10 @@ class PrefixCacheMachine(PagesMachine):
         """A lease is given back."""
         fence = self.fence(data)
         self.settle()
-        one = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1), label="lease"))
-        self._dropped(one.owner.pages.tolist(), fence)
-        one.owner.release(after=fence)
+        one = self.leases[data.draw(st.integers(0, len(self.leases) - 1), label="lease")]
+        with self.giving_back([one], fence):
+            self.leases.remove(one)
+            one.owner.release(after=fence)
 
     @rule(number=st.integers(0, 3))
     def evict(self, number: int) -> None:
@@ -456,7 +415,7 @@ class PrefixCacheMachine(PagesMachine):
     @rule(data=st.data(), everything=st.booleans())
     def remove(self, data: st.DataObject, everything: bool) -> None:
         """A chain, a single key, or all are forgotten; requests keep their pages."""
-        live = {page for one in (*self.requests.values(), *self.leases) for page in self._pages(one)}
+        live = self.held_pages()
         if everything and data.draw(st.booleans(), label="really"):
             agree(len(self.keys), self.cache.clear(), "keys cleared")
             self._forget(list(self.keys))
