@@ -257,7 +257,7 @@ def assert_runs_ahead(watch: Watch) -> None:
 def sides_of(batch: RunningBatch) -> dict[str, tuple[torch.Tensor, int, np.ndarray, np.ndarray]]:
     """For each mirrored column its device tensor, writes to it so far, and both sides as they are now."""
     sides = {}
-    for name in ("slots", "seq_lens", "fill_lens", "kv_limits"):
+    for name in ("slots", "seq_lens"):
         device = batch[name].device
         sides[name] = (device, device._version, batch.runtime.inspect(device), batch[name].np.copy())
     return sides

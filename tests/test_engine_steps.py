@@ -17,7 +17,7 @@ from examples.engine.batch import RunningBatch, Step
 from examples.engine.engine import Engine
 from examples.engine.forward import Forward
 from examples.engine.model import Model
-from examples.engine.scheduler import Ints, Scheduler
+from examples.engine.scheduler import Scheduler, Turn
 from examples.engine.settings import EngineSettings
 from tests.engine_cases import (
     SMALL,
@@ -114,7 +114,7 @@ def test_plans_that_wait_are_found(late: LateRuntime, lagging_model: Model, monk
     """Also a wait before the launch is found, for the step before."""
     plan = Scheduler.plan
 
-    def waiting(scheduler: Scheduler) -> Ints:
+    def waiting(scheduler: Scheduler) -> Turn:
         if scheduler.last_step is not None:
             scheduler.last_step.wait()
         return plan(scheduler)

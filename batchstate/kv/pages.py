@@ -527,8 +527,8 @@ class PagePool(Guided):
         def give(rows: Ints) -> None:
             if total:
                 self._table.append(rows, needed, self._references.take(total, operation))
+                self.writes.launched(rows, totals)
             self._table.committed[rows] = totals
-            self.writes.launched(rows, totals)
 
         if total > self._references.allocator.free:
             self._references.allocator.check_available(total)

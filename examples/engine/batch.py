@@ -17,8 +17,6 @@ class RunningBatch(Batch):
 
     slots = slot_column()
     seq_lens = mirrored(torch.int64, contract="upper_bound")  # tokens in KV memory after the last launched step
-    fill_lens = mirrored(torch.int64)  # of these, tokens whose ids the host knows: they are put in before it decodes
-    kv_limits = mirrored(torch.int64)  # tokens in KV memory when the answer has its full length
     requests = host_list(Request)
 
 

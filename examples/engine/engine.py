@@ -15,10 +15,9 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from typing import final
+from typing import cast, final
 
 import numpy as np
-import numpy.typing as npt
 
 from batchstate import Contract, StepPlanner
 from batchstate.errors import ArgumentError
@@ -26,7 +25,7 @@ from batchstate.runtime import Runtime
 from examples.engine.batch import RunningBatch, Step
 from examples.engine.model import Model
 from examples.engine.request import Request
-from examples.engine.scheduler import Ints, Scheduler
+from examples.engine.scheduler import Scheduler, Turn
 from examples.engine.settings import EngineSettings
 
 
@@ -126,17 +125,17 @@ class Engine:
             RuntimeError: a step has failed before. The engine has then no more to say: make a new one.
         """
         with self._stepping():
-            queries = self.scheduler.plan()
-            launched = bool(queries.any())
+            turn = self.scheduler.plan()
+            launched = bool(turn.queries.any())
             if launched:
-                self._launch(queries)
+                self._launch(self.scheduler.batch, turn)
             self._read_all_but(1 if launched and self.settings.overlap else 0)
         return launched
 
     def idle(self) -> None:
         """A step of no requests: what a rank does while others of its group have some. One padded lane on slot 0."""
         with self._stepping():
-            self._forward(RunningBatch.empty(self.runtime), np.zeros(0, np.int64), padding=1)
+            self._launch(RunningBatch.empty(self.runtime), Turn.of([], []), padding=1)
             self._read_all_but(1 if self.settings.overlap else 0)
 
     def run(self) -> None:
@@ -159,42 +158,32 @@ class Engine:
             raise
         self.host_seconds += time.perf_counter() - start
 
-    def _launch(self, queries: Ints) -> None:
-        scheduler = self.scheduler
-        prompt_ids, samples = scheduler.prompt_ids(queries), scheduler.samples(queries)
-        self._forward(scheduler.batch, queries, prompt_ids=prompt_ids, samples=samples)
-
-    def _forward(
-        self,
-        batch: RunningBatch,
-        queries: Ints,
-        *,
-        prompt_ids: list[Ints | None] | None = None,
-        samples: npt.NDArray[np.bool_] | None = None,
-        padding: int | None = None,
-    ) -> None:
+    def _launch(self, batch: RunningBatch, turn: Turn, *, padding: int | None = None) -> None:
         """Sends a step on its way: one copy, then the forward on its own stream."""
         scheduler = self.scheduler
-        sampling = [] if samples is None else np.flatnonzero(samples).tolist()
         extras = {}
         if self.settings.num_drafts:
-            decodes = [prompt_ids is not None and prompt_ids[row] is None for row in sampling]
-            extras = {"sample_rows": np.array(sampling, np.int64), "decodes": np.array(decodes, np.bool_)}
+            rows = np.flatnonzero(turn.samples)
+            decodes = [turn.prompt_ids[row] is None for row in rows.tolist()]
+            extras = {"sample_rows": rows, "decodes": np.array(decodes, np.bool_)}
         planned = scheduler.when_free(
             lambda: self._planner.plan(
                 batch,
-                queries,
-                prompt_ids=prompt_ids,
-                samples=samples,
+                turn.queries,
+                keep=turn.keep,
+                joining=turn.columns,
+                after=scheduler.last_step,
+                prompt_ids=turn.prompt_ids,
+                samples=turn.samples,
                 pad_rows=padding,
                 pad_tokens=padding,
-                writes=scheduler.writes,
                 extras=extras,
             )
         )
-        scheduler.writes = []
-        requests = batch.requests
-        step = Step(planned, [requests[row] for row in sampling])
+        batch = cast(RunningBatch, planned.batch)
+        if turn.joining:
+            scheduler.arrived(batch, turn.joining)
+        step = Step(planned, [one for one, samples in zip(batch.requests, turn.samples, strict=True) if samples])
         start = time.perf_counter()
         after = scheduler.forward.run(step)
         self.host_seconds -= time.perf_counter() - start
@@ -217,15 +206,15 @@ class Engine:
         if step.results is None:
             step.await_end()  # nothing to read, but the host runs no further ahead than it declared
             return
-        outputs = step.results[self.scheduler.forward.results[0]].np.reshape(len(step.sampling), -1)
-        lens = step.results["seq_lens"].np if self.settings.num_drafts else step.plan.seq_lens[step.plan.sample_rows]
-        for request, tokens, length in zip(step.sampling, outputs.tolist(), lens.tolist(), strict=True):
+        outputs = step.results[self.scheduler.forward.results[0]].np.reshape(len(step.sampling), -1).tolist()
+        lens = step.results["seq_lens"].np.tolist() if self.settings.num_drafts else None
+        for row, request in enumerate(step.sampling):
             request.in_flight -= 1
             if request.state in ("waiting", "running"):
-                new = length + 1 - len(request.prompt) - len(request.output)
+                new = 1 if lens is None else lens[row] + 1 - len(request.prompt) - len(request.output)
                 self.accepted_drafts += new - 1
                 waits = request.state == "waiting"  # it was retracted while this step was in flight
-                request.append(tokens[:new], self.eos_token_ids)
+                request.append(outputs[row][:new], self.eos_token_ids)
                 if request.state == "finished":
                     del self._requests[request.number]
                     if waits:

@@ -11,6 +11,7 @@ One forward, in the order in which it happens::
     forward-done  slots and pages of requests that leave may change hands
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -73,18 +74,14 @@ class Forward:
 
     def publish_known(self, slots: Slots, requests: list[Request]) -> None:
         """Requests that come with tokens put the last one into the relay; from there on they are like all others."""
-        last = [request.output[-1] for request in requests]
+        known: dict[str, list[object]] = {"last_token": [request.output[-1] for request in requests]}
         if self._drafts:
-            self.relay.publish(
-                slots,
-                last_token=last,
-                drafts=[[token] * self._drafts for token in last],
-                seq_lens=[request.kv_len for request in requests],
-            )
-        else:
-            self.relay.publish(slots, last_token=last)
+            known["drafts"] = [[token] * self._drafts for token in known["last_token"]]
+            known["seq_lens"] = [request.kv_len for request in requests]
+        with self._runtime.use(self.stream):
+            self.relay.publish(slots, **known)
 
-    def load(self, tokens: Locations, slots: Slots, prompt: list[int], prebuilt: Prebuilt) -> None:
+    def load(self, tokens: Locations, slots: Slots, prompt: Sequence[int], prebuilt: Prebuilt) -> None:
         """Copies KV that was computed elsewhere into a request's pages.
 
         It came on the stream on which the engine was made, and is kept until it is copied.

@@ -36,6 +36,7 @@ class Request:
         max_new_tokens: length of the answer, unless it ends before.
         prebuilt: KV and first token, if it was prefilled elsewhere, until the engine has taken them over.
         output: the answer as far as the host knows it.
+        fill_ids: ids whose KV is computed before it decodes, while it runs.
         in_flight: launched steps that sample for it and whose results have not been read.
         state: waiting, running, finished or aborted.
     """
@@ -45,6 +46,7 @@ class Request:
     max_new_tokens: int
     prebuilt: Prebuilt | None = None
     output: list[int] = attrs.field(factory=list, init=False)
+    fill_ids: npt.NDArray[np.int64] = attrs.field(factory=lambda: np.zeros(0, np.int64), init=False, repr=False)
     in_flight: int = attrs.field(default=0, init=False)
     state: str = attrs.field(default="waiting", init=False)
 
@@ -58,8 +60,8 @@ class Request:
         """Tokens in KV memory when the answer has its full length."""
         return len(self.prompt) + self.max_new_tokens - 1
 
-    def fill_ids(self) -> npt.NDArray[np.int64]:
-        """Ids whose KV is computed before a token is decoded: the prompt, and of an answer all but its last token."""
+    def known_ids(self) -> npt.NDArray[np.int64]:
+        """The prompt, and of an answer all but its last token: that is put in by the first step that decodes."""
         return np.array([*self.prompt, *self.output[:-1]], dtype=np.int64)
 
     def append(self, tokens: Sequence[int], eos_token_ids: Collection[int]) -> None:

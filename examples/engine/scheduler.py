@@ -1,6 +1,6 @@
 """The host's part: who runs, and how many tokens each puts in. Nothing here touches the device or waits for it.
 
-One plan, in the order in which it happens::
+One plan, in the order in which it is made; one call of the planner then carries all of it out::
 
     leave    requests that are finished or aborted; their slots and pages are free behind the last launched step
     share    the tokens of the step: to decode, then to chunks of prompts, oldest requests first
@@ -12,8 +12,7 @@ request will have, or, with speculation, how many at most.
 """
 
 from collections import deque
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import TypeVar, final
 
 import attrs
@@ -21,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate import PagePool, PoolExhaustedError, SlotPool, Slots
+from batchstate import PagePool, PoolExhaustedError, SlotPool
 from batchstate.runtime import Fence, Runtime
-from batchstate.tables import TableWrite
 from examples.engine.batch import RunningBatch
 from examples.engine.forward import Forward
 from examples.engine.model import Model
@@ -32,6 +30,49 @@ from examples.engine.settings import EngineSettings
 
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
+
+
+Row = tuple[Request, int]
+"""A running request, and its tokens in KV memory after the last launched step."""
+
+
+@final
+@attrs.define(eq=False)
+class Turn:
+    """A step as the host plans it. Its requests are those of the batch that stay, then those that join.
+
+    Attributes:
+        queries: tokens that each request puts in, int64[n].
+        prompt_ids: their ids; None where the relay has them.
+        samples: bool[n], whether it gets a token: it decodes, or is new, and this is the last chunk of its prompt.
+        joining: those that join.
+        keep: bool[requests of the batch], those that stay; None for all.
+    """
+
+    queries: Ints
+    prompt_ids: list[Ints | None]
+    samples: npt.NDArray[np.bool_]
+    joining: Sequence[Request] = ()
+    keep: npt.NDArray[np.bool_] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], queries: list[int], joining: Sequence[Request] = ()) -> "Turn":
+        """From the requests, the tokens that each puts in, and the last of them, that join."""
+        prompt_ids, samples = list[Ints | None](), list[bool]()
+        for (request, length), tokens in zip(rows, queries, strict=True):
+            fill = request.fill_ids
+            decodes = tokens > 0 and length >= len(fill)
+            prompt_ids.append(None if decodes else fill[length : length + tokens])
+            samples.append(decodes or (0 < tokens == len(fill) - length and not request.output))
+        return cls(np.array(queries, np.int64), prompt_ids, np.array(samples, np.bool_), joining)
+
+    @property
+    def columns(self) -> dict[str, object] | None:
+        """Rows of those that join, without slots: the step takes them, and pages for what was prefilled elsewhere."""
+        if not self.joining:
+            return None
+        lens = [one.kv_len if one.prebuilt else 0 for one in self.joining]
+        return {"seq_lens": np.array(lens), "requests": self.joining}
 
 
 @final
@@ -45,7 +86,6 @@ class Scheduler:
         slots, pages: the pools. `slots` is made over [slot, position] -> token, `req_to_token`.
         forward: takes what joins with tokens of its own.
         retractions: how often a request had to give its pages back.
-        writes: table writes that are packed into the next upload.
         in_flight: the forward-done fences of launched steps, oldest first.
     """
 
@@ -58,9 +98,7 @@ class Scheduler:
     batch: RunningBatch = attrs.field(init=False)
     waiting: deque[Request] = attrs.field(factory=deque, init=False)
     retractions: int = attrs.field(default=0, init=False)
-    writes: list[TableWrite] = attrs.field(factory=list, init=False)
     in_flight: deque[Fence] = attrs.field(factory=deque, init=False)
-    _fill_ids: dict[Request, Ints] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         settings = self.settings
@@ -93,132 +131,109 @@ class Scheduler:
         """Refuses what could never run; see `check_request`."""
         check_request(request, self.settings, self.model.vocab_size, self.forward.kv)
 
-    def plan(self) -> Ints:
-        """Brings the batch up to date; tokens that each of its requests puts in now, int64[num_reqs]."""
-        self._leave()
-        queries = self._queries()
-        fit = self._that_fit(queries)
-        if fit == len(queries):
-            return self._queries() if self._admit(queries) else queries
-        while fit < len(queries):
-            self._retract(fit)
-            queries = self._queries()
-            fit = self._that_fit(queries)
+    def plan(self) -> Turn:
+        """What each request does in the next step."""
+        rows = list(zip(self.batch.requests, self.batch.seq_lens.np.tolist(), strict=True))
+        running = [row for row in rows if row[0].state == "running"]
+        queries, youngest = self._queries(running), list[Request]()
+        while (fit := self._that_fit(running, queries)) < len(running):
+            youngest = [request for request, _ in running[fit:]] + youngest
+            running, queries = running[:fit], self._queries(running[:fit])
+        leaving = len(rows) - len(running)
+        joining = [] if youngest else self._joining(running, queries)
+        if joining:
+            running += [(one, one.kv_len if one.prebuilt else 0) for one in joining]
+            queries = self._queries(running)
+        self._retract(youngest)
+        turn = Turn.of(running, queries, joining)
+        if leaving:
+            keep = np.array([request.state == "running" for request, _ in rows], np.bool_)
+            gone = [row for row in rows if row[0].state != "running"]
+            together = len(rows) + len(joining) <= self.settings.max_running
+            together &= self._that_fit(gone + running, [0] * leaving + queries) == leaving + len(running)
+            if together and any(queries):
+                turn.keep = keep
+            else:
+                self._leave(keep)
+        return turn
+
+    def _leave(self, keep: npt.NDArray[np.bool_]) -> None:
+        """Requests leave before the step, which cannot do without what they have; else they leave with it."""
+        self.slots.release_requests(self.batch.filter(~keep).slots, after=self.last_step)
+        self.batch = self.batch.filter(keep)
+
+    def arrived(self, batch: RunningBatch, joined: Sequence[Request]) -> None:
+        """The last requests have joined: KV computed elsewhere goes into their pages, known tokens into the relay."""
+        first = len(batch) - len(joined)
+        known = [(row, request) for row, request in enumerate(joined, first) if request.output]
+        for row, request in known:
+            if request.prebuilt is not None:
+                slot = batch.filter([row]).slots
+                places = self.pages.locations(slot, 0, request.kv_len)
+                self.forward.load(places, slot, request.prompt, request.prebuilt)
+                request.prebuilt = None  # once: when it is retracted, the KV is gone
+        if known:
+            self.forward.publish_known(batch.filter([row for row, _ in known]).slots, [request for _, request in known])
+
+    def _queries(self, rows: Sequence[Row]) -> list[int]:
+        """Tokens that each puts in: one to decode, and its guesses; or what the step has left for its prompt."""
+        settings, queries, fills = self.settings, list[int](), list[tuple[int, int]]()
+        decode_len, guesses = settings.decode_len, bool(settings.num_drafts)
+        for row, (request, length) in enumerate(rows):
+            left = len(request.fill_ids) - length
+            if left > 0:
+                fills.append((row, left))
+                queries.append(0)
+            # Without guesses it is known how many tokens are on their way: all, maybe.
+            elif guesses or len(request.output) + request.in_flight < request.max_new_tokens:
+                queries.append(decode_len)
+            else:
+                queries.append(0)
+        if fills and not settings.mixed:
+            queries = [0] * len(queries)
+        spare = max(settings.max_tokens_per_step - sum(queries), 1)
+        for row, left in fills:
+            queries[row] = min(left, spare)
+            spare -= queries[row]
         return queries
 
-    def prompt_ids(self, queries: Ints) -> list[Ints | None]:
-        """For each request the ids that the host puts in, or None for what the relay has."""
-        begin, fill = self.batch.seq_lens.np, self.batch.fill_lens.np
-        known = ((begin < fill) | (queries == 0)).tolist()
-        rows = zip(self.batch.requests, known, begin.tolist(), (begin + queries).tolist(), strict=True)
-        return [self._fill_ids[request][first:stop] if here else None for request, here, first, stop in rows]
+    def _that_fit(self, rows: Sequence[Row], queries: Sequence[int]) -> int:
+        """How many of the oldest have pages for their tokens, once the others have given back theirs."""
+        pages, size = self.settings.num_pages, self.settings.page_size
+        for row, ((_, length), tokens) in enumerate(zip(rows, queries, strict=True)):
+            pages += -(length + tokens) // size
+            if pages < 0:
+                return row
+        return len(rows)
 
-    def samples(self, queries: Ints) -> npt.NDArray[np.bool_]:
-        """Requests that get a token: those that decode, and new ones with the last chunk of their prompt."""
-        before, fill = self.batch.seq_lens.np, self.batch.fill_lens.np
-        new = np.array([not request.output for request in self.batch.requests], np.bool_)
-        samples: npt.NDArray[np.bool_] = (queries > 0) & ((before >= fill) | (new & (before + queries == fill)))
-        return samples
+    def _joining(self, rows: Sequence[Row], queries: Sequence[int]) -> list[Request]:
+        """Waiting requests for which there are tokens, a slot, and pages, counting those that steps in flight hold."""
+        settings, joining = self.settings, list[Request]()
+        tokens, room = settings.max_tokens_per_step - sum(queries), settings.max_running - len(rows)
+        if not self.waiting or tokens <= 0 or not room:
+            return joining
+        pages, size, decode_len = settings.num_pages, settings.page_size, settings.decode_len
+        for (_, length), puts_in in zip(rows, queries, strict=True):
+            pages += -(length + (puts_in or decode_len)) // size
+        for request in self.waiting:
+            if request.in_flight:  # it was retracted, and gets a token that is not known yet
+                continue
+            pages += -(request.kv_len + decode_len) // size
+            if tokens <= 0 or pages < 0 or len(joining) == room:
+                break
+            joining.append(request)
+            tokens -= request.kv_len
+        for request in joining:
+            self.waiting.remove(request)
+            request.state, request.fill_ids = "running", request.known_ids()
+        return joining
 
-    def _leave(self) -> None:
-        leaves = np.array([request.state != "running" for request in self.batch.requests], np.bool_)
-        if leaves.any():
-            self._give_back(leaves)
-
-    def _queries(self) -> Ints:
-        before, fill = self.batch.seq_lens.np, self.batch.fill_lens.np
-        fills = before < fill
-        queries: Ints = np.where(fills, 0, self.settings.decode_len)
-        if not self.settings.num_drafts:  # all tokens of these are on their way
-            queries[before >= self.batch.kv_limits.np] = 0
-        if not fills.any():
-            return queries
-        if not self.settings.mixed:
-            queries[:] = 0
-        left = np.where(fills, fill - before, 0)
-        spare = max(self.settings.max_tokens_per_step - int(queries.sum()), 1)
-        queries += np.minimum(np.maximum(spare - (left.cumsum() - left), 0), left)
-        return queries
-
-    def _that_fit(self, queries: Ints) -> int:
-        """How many of the oldest requests have pages for their tokens, counting pages that steps in flight hold."""
-        return int(np.searchsorted(self._more_pages(queries).cumsum(), self._pages_left(), side="right"))
-
-    def _more_pages(self, tokens: Ints) -> Ints:
-        """Pages that so many further tokens of each request need."""
-        lens, size = self.batch.seq_lens.np, self.settings.page_size
-        more: Ints = -lens // size - -(lens + tokens) // size
-        return more
-
-    def _pages_left(self) -> int:
-        stats = self.pages.stats
-        return stats.free + stats.pending
-
-    def _retract(self, fit: int) -> None:
-        """Makes all but the oldest `fit` requests wait again. What is in flight for them still counts."""
-        youngest = self._give_back(np.arange(len(self.batch)) >= max(fit, 1))
+    def _retract(self, youngest: Sequence[Request]) -> None:
+        """Makes requests wait again. What is in flight for them still counts."""
         for request in youngest:
             request.state = "waiting"
         self.waiting.extendleft(reversed(youngest))
         self.retractions += len(youngest)
-
-    def _give_back(self, leaves: npt.NDArray[np.bool_]) -> list[Request]:
-        leaving = self.batch.filter(leaves)
-        self.pages.release_requests(leaving.slots, after=self.last_step)
-        self.batch = self.batch.filter(~leaves)
-        for request in leaving.requests:
-            del self._fill_ids[request]
-        return list(leaving.requests)
-
-    def _admit(self, queries: Ints) -> bool:
-        settings, size = self.settings, self.settings.page_size
-        tokens = settings.max_tokens_per_step - int(queries.sum())
-        room = settings.max_running - len(self.batch)
-        if not self.waiting or tokens <= 0 or not room:
-            return False
-        pages = self._pages_left() - int(self._more_pages(np.maximum(queries, settings.decode_len)).sum())
-        joining: list[Request] = []
-        for request in list(islice((one for one in self.waiting if not one.in_flight), room)):
-            needed = -(-(request.kv_len + settings.decode_len) // size)
-            if tokens <= 0 or needed > pages:
-                break
-            self.waiting.remove(request)
-            joining.append(request)
-            tokens, pages = tokens - request.kv_len, pages - needed
-        if joining:
-            self._join(joining)
-        return bool(joining)
-
-    def _join(self, joining: list[Request]) -> None:
-        slots = self.when_free(lambda: self.slots.take(len(joining)))
-        prebuilt = np.array([request.prebuilt is not None for request in joining], np.bool_)
-        for row in np.flatnonzero(prebuilt).tolist():
-            self._load(joining[row], slots.filter([row]))
-        come_back = np.array([bool(request.output) for request in joining], np.bool_)
-        if come_back.any():
-            known = [request for request in joining if request.output]
-            self.forward.publish_known(slots.filter(come_back), known)
-        for request in joining:
-            request.state = "running"
-            self._fill_ids[request] = request.fill_ids()
-        fill = [request.kv_len for request in joining]
-        batch = RunningBatch.build(
-            self.runtime,
-            slots=slots,
-            seq_lens=np.where(prebuilt, fill, 0),
-            fill_lens=fill,
-            kv_limits=[request.kv_limit for request in joining],
-            requests=joining,
-        )
-        self.batch = self.batch.merge(batch)
-
-    def _load(self, request: Request, slot: Slots) -> None:
-        """A request whose prompt was prefilled elsewhere gets its pages, and its KV in them."""
-        prebuilt, request.prebuilt = request.prebuilt, None  # once: when it is retracted, the KV is gone
-        assert prebuilt is not None
-        extension = self.when_free(lambda: self.pages.extend(slot, len(request.prompt)))
-        self.writes.append(extension.entry())
-        self.forward.load(extension.locations, slot, list(request.prompt), prebuilt)
 
     def when_free(self, take: Callable[[], T]) -> T:
         """What `take` returns. Plans count pending pages as free, so now and then a step in flight must end first."""
