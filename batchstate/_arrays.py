@@ -55,6 +55,8 @@ _LIMITS = {
 }
 """The least and the most that a dtype holds."""
 
+_LARGEST = {np.dtype(f"f{width}"): float(np.finfo(f"f{width}").max) for width in (2, 4, 8)}
+
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -124,15 +126,20 @@ def converted(values: object, dtype: np.dtype[Any], what: str) -> Array:
             value=array.dtype,
             remedy=f"convert to {dtype} where the loss is intended",
         )
-    if target in "iu" and kind in "iu" and array.size:
-        check_range(int(array.min()), int(array.max()), dtype, what)
-    with np.errstate(over="ignore"):
-        result = array.astype(dtype, order="C")
-    if target == "f" and array.size and not np.array_equal(np.isfinite(result), np.isfinite(array)):
-        raise ValueOverflowError(
-            f"{what}: a finite value becomes infinite in {dtype}", value=array.max(), remedy="use a wider dtype"
-        )
-    return result
+    if not array.size or target == "b":
+        return array.astype(dtype, order="C")
+    least, most = array.item(array.argmin()), array.item(array.argmax())  # numpy finds a place faster than its value
+    if target in "iu" and kind in "iu":
+        check_range(least, most, dtype, what)
+    if target == "f" and not -_LARGEST[dtype] <= least <= most <= _LARGEST[dtype]:  # or one is no number
+        with np.errstate(over="ignore"):
+            result = array.astype(dtype, order="C")
+        if not np.array_equal(np.isfinite(result), np.isfinite(array)):
+            raise ValueOverflowError(
+                f"{what}: a finite value becomes infinite in {dtype}", value=array.max(), remedy="use a wider dtype"
+            )
+        return result
+    return array.astype(dtype, order="C")
 
 
 def carried(values: object, dtype: np.dtype[Any], bits_of: torch.dtype | None, what: str) -> Array:
