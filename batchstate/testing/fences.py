@@ -110,7 +110,7 @@ class LateFence:
 
     number: int
     _runtime: "LateRuntime"
-    _stream: "_LateStream"
+    _stream: StreamClock
     _seen: list[int]
     _foreign: tuple[Fence, ...]
 
@@ -119,28 +119,12 @@ class LateFence:
 
     def query(self) -> bool:
         """Whether it is complete. Never waits."""
-        return self._runtime._clocks.host.knows(self._stream.clock.number, self.number)
+        return self._runtime._clocks.host.knows(self._stream.number, self.number)
 
     def wait(self) -> None:
         """Completes it with all that is before it: what a host that waits would see."""
         self._runtime.counters.fence_waits += 1
         self._runtime._complete_before(self._seen)
-
-
-@final
-@attrs.define(eq=False)
-class _LateStream:
-    """What one stream still has to do.
-
-    Attributes:
-        clock: what it knows to lie before its next fence.
-        pending: its fences that are not complete, oldest first.
-        foreign: fences of others that it has to wait for since it recorded the last of them.
-    """
-
-    clock: StreamClock
-    pending: deque[LateFence] = attrs.field(factory=deque)
-    foreign: list[Fence] = attrs.field(factory=list)
 
 
 def is_behind(after: Fence, before: Fence) -> bool:
@@ -163,12 +147,14 @@ class LateRuntime(CpuRuntime):
 
     def __init__(self, *, steps_in_flight: int = 2) -> None:
         self._clocks = Clocks()
-        self._streams: dict[object, _LateStream] = {}
+        self._streams: dict[object, StreamClock] = {}
+        self._pending: list[LateFence] = []  # oldest first
+        self._foreign: dict[StreamClock, list[Fence]] = {}  # what a stream has to wait for since its last fence
         super().__init__(steps_in_flight=steps_in_flight)
 
     def pending(self, stream: Stream | None = None) -> int:
         """How many fences are recorded and not complete, of one stream or of all."""
-        return sum(len(one.pending) for one in self._of(stream))
+        return len(self._of(stream))
 
     def complete(self, n: int = 1, stream: Stream | None = None) -> int:
         """Completes the `n` oldest fences of a stream or of all, or as many as there are; says how many.
@@ -176,8 +162,8 @@ class LateRuntime(CpuRuntime):
         With them completes whatever their streams had to wait for.
         """
         done, n = 0, count(n, "complete: n")
-        while done < n and (oldest := self._oldest(stream)) is not None:
-            self._complete_before(oldest._seen)
+        while done < n and (pending := self._of(stream)):
+            self._complete_before(pending[0]._seen)
             done += 1
         return done
 
@@ -189,29 +175,22 @@ class LateRuntime(CpuRuntime):
         """
         if not isinstance(fence, LateFence):
             raise ArgumentError(f"complete_through {fence!r}", value=fence, remedy="pass what `record` returned")
-        while (oldest := self._oldest(None)) is not None and oldest.number <= fence.number:
-            self._complete_before(oldest._seen)
+        while self._pending and self._pending[0].number <= fence.number:
+            self._complete_before(self._pending[0]._seen)
 
-    def _of(self, stream: Stream | None) -> list[_LateStream]:
-        return list(self._streams.values()) if stream is None else [self._late(stream)]
+    def _of(self, stream: Stream | None) -> list[LateFence]:
+        return self._pending if stream is None else [one for one in self._pending if one._stream is self._late(stream)]
 
-    def _oldest(self, stream: Stream | None) -> LateFence | None:
-        first = [one.pending[0] for one in self._of(stream) if one.pending]
-        return min(first, key=lambda fence: fence.number, default=None)
-
-    def _late(self, stream: Stream) -> _LateStream:
+    def _late(self, stream: Stream) -> StreamClock:
         late = self._streams.get(stream.key)
         if late is None:
-            late = self._streams[stream.key] = _LateStream(self._clocks.add(stream.name))
+            late = self._streams[stream.key] = self._clocks.add(stream.name)
         return late
 
     def _before(self, seen: list[int]) -> list[LateFence]:
         """The fences before a point that are not complete, oldest first."""
-        found: list[LateFence] = []
-        for one in self._of(None):
-            last = seen[one.clock.number] if one.clock.number < len(seen) else 0
-            found += [fence for fence in one.pending if fence.number <= last]
-        return sorted(found, key=lambda fence: fence.number)
+        known = len(seen)
+        return [one for one in self._pending if one._stream.number < known and one.number <= seen[one._stream.number]]
 
     def _complete_before(self, seen: list[int]) -> None:
         """Completes the fences before a point, each after those of others that its stream had to wait for."""
@@ -220,15 +199,14 @@ class LateRuntime(CpuRuntime):
                 if not foreign.query():
                     foreign.wait()
             self._clocks.host_joins(fence._seen)
-            fence._stream.pending.popleft()
+            self._pending.remove(fence)
 
     def _record(self, stream: Stream) -> LateFence:
         """A fence that is not complete, after all that `stream` has recorded and waited for."""
         late = self._late(stream)
-        number = self._clocks.happens(late.clock)
-        fence = LateFence(number, self, late, list(late.clock.seen), tuple(late.foreign))
-        late.foreign = []
-        late.pending.append(fence)
+        number = self._clocks.happens(late)
+        fence = LateFence(number, self, late, list(late.seen), tuple(self._foreign.pop(late, ())))
+        self._pending.append(fence)
         return fence
 
     # What a device implements
@@ -239,9 +217,9 @@ class LateRuntime(CpuRuntime):
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         late = self._late(stream)
         if isinstance(fence, LateFence) and fence._runtime is self:
-            late.clock.join(fence._seen)
+            late.join(fence._seen)
         elif not fence.query():
-            late.foreign = [one for one in late.foreign if one is not fence] + [fence]
+            self._foreign[late] = [one for one in self._foreign.get(late, ()) if one is not fence] + [fence]
 
     def read_back(self, tensor: torch.Tensor) -> Array:
         """Brings a device tensor to the host, and completes all that is before it on the current stream."""

@@ -7,7 +7,7 @@ touched. So names that the code has imported early go on working. All attributes
 
 import contextlib
 import functools
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -150,15 +150,11 @@ def _stand_in(stack: contextlib.ExitStack, name: str, function: Callable[..., An
                 remedy="define the operator first",
             ) from None
         return
-    module, _, attribute = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     try:
-        owner: Any = importlib.import_module(module)
-    except (ImportError, ValueError):
-        outer, _, inner = module.rpartition(".")
-        try:
-            owner = getattr(importlib.import_module(outer), inner)
-        except (ImportError, AttributeError, ValueError):
-            owner = None
+        owner: Any = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError):
+        owner = None
     if owner is None or (not hasattr(owner, attribute) and owner is not torch._C):
         raise ArgumentError(
             f"stands_for names {name!r}, which does not exist",

@@ -276,26 +276,25 @@ class Detector:
         own, known = stream.number, len(entry.stream.seen)
         for allocation, region, writes in accesses:
             self.accesses += 1
+            before = (True, allocation.writes), (False, allocation.reads)
             if self.waits is not None:
-                for logs in (allocation.writes, allocation.reads) if writes else (allocation.writes,):
+                for _, logs in before if writes else before[:1]:
                     for other, log in logs.items():
                         if other != own and (found := log.conflict(region, 0)) is not None:
                             self.waits.needs(own, other, found[0], entry)
             if allocation.fresh is not None and not writes:
                 self._check_written(allocation, allocation.fresh, entry, region)
-            for other, log in allocation.writes.items():
-                if other != own:
-                    at = seen[other] if other < known else 0
-                    self.comparisons += 1
-                    if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
-                        self._found(allocation, other, found, entry, region, first_writes=True, second_writes=writes)
-            if writes:
-                for other, log in allocation.reads.items():
+            for wrote, logs in before if writes else before[:1]:
+                for other, log in logs.items():
                     if other != own:
-                        at = max(seen[other] if other < known else 0, self._reads_over.get(other, 0))
+                        at = seen[other] if other < known else 0
+                        if not wrote:
+                            at = max(at, self._reads_over.get(other, 0))
                         self.comparisons += 1
                         if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
-                            self._found(allocation, other, found, entry, region, first_writes=False, second_writes=True)
+                            self._found(
+                                allocation, other, found, entry, region, first_writes=wrote, second_writes=writes
+                            )
 
     def _check_written(self, allocation: RaceAllocation, fresh: Entry, entry: Entry, region: ByteRegion) -> None:
         """A read of fresh memory finds something that was written; padded rows beside written ones do not count."""
