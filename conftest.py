@@ -36,10 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LONGEST = """
-    mutants machines disaggregated sim_engine twins race_machines sim_schedulers transport_engines fuzz overlap_machine
-    benchmarks transport_faults engine_machine render_browser benchmark_report pytest_plugin engine_race cuda_on_sim
+    mutants machines sim_schedulers race_machines transport_engines twins sim_engine cuda_on_sim disaggregated
+    overlap_machine fuzz interrupts transport_faults benchmarks gpu_command engine_race pytest_plugin engine_machine
+    watch foreign_writes engine_command engine engine_model unchecked twin_ops watch_cuda transformers_async twin_hooks
+    benchmark_report wheel cli
 """
-"""Test files of ten seconds and more. They run first, so that no process is left with one of them alone in the end."""
+"""Test files of five seconds and more. They run first, so that no process is left with one of them alone in the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -109,12 +109,11 @@ def test_batch_reports_before_it_replaces(tool: Runtime, place: int) -> None:
     operation, call = OPERATIONS[place]
     pool = SlotPool(tool, 4 * len(SIDES))
     graph = StaticBuffers(tool, Decode, rows=4, extras={"positions": np.zeros(3, np.int32)})
-    other = built(tool, pool, 1)
+    other, kept = built(tool, pool, 1), built(tool, pool, 2)
+    kept.upload()
+    kept.on_device()
     for i, (column, side) in enumerate(SIDES):
-        one = built(tool, pool, 2)
-        if i % 3:
-            one.upload()
-            one.on_device()
+        one = kept if i % 3 else built(tool, pool, 2)
         write_uncounted(one[column], side, ROW)
         with pytest.raises(Violation) as caught:
             call(Written(one, other, graph))
@@ -122,6 +121,7 @@ def test_batch_reports_before_it_replaces(tool: Runtime, place: int) -> None:
         assert (error.column, error.row, error.operation) == (column, ROW, operation), (side, error)
         assert error.code in (Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL)
         assert str(error.expected) != str(error.actual)
+        write_uncounted(one[column], side, ROW)  # as it was
 
 
 @pytest.mark.parametrize("place", range(len(OF_VALUES)), ids=lambda place: f"{place}-{OF_VALUES[place][0]}")
