@@ -246,11 +246,24 @@ def test_race_is_seen_at_once(measured: Measured, size: tuple[int, int], scheme:
 @on_each
 @pytest.mark.parametrize(("name", "scheme"), OPENED)
 def test_any_race_is_legible(measured: Measured, name: str, size: tuple[int, int], scheme: str) -> None:
-    """Arrows end at their bars and cross no other; no text is covered, pale or small; the page fits the screen."""
+    """Arrows end at their bars and cross no other; no text is covered, pale or small; the page fits the screen.
+
+    A chosen bar opens a sheet with its details within the screen; the only script is the one that measures.
+    """
     page = measured[name, size, scheme]
     assert page["width"] == size[0]
     arrows_touch(page)
     legible(page)
+    assert (page["scripts"], page["fetched"]) == (1, 0)
+    sheet = page["sheet"]
+    assert sheet["open"]
+    left, top, right, bottom = sheet["box"]
+    assert 0 <= left < right <= size[0]
+    assert 0 <= top < bottom <= size[1]
+    assert "the second access of the race" in sheet["text"]
+    if name == "overlapped engine":
+        for wanted in ("index_put_", "/opt/batchstate/tables.py:141", "rows 3, 5"):
+            assert wanted in sheet["text"]
 
 
 @pytest.mark.parametrize("size", [PHONE, *BETWEEN, DESK], ids=lambda size: str(size[0]))
@@ -281,30 +294,6 @@ def test_six_lanes_fit_on_a_page_of_1200_pixels(measured: Measured) -> None:
     assert page["boxes"][0]["fits"]
     assert len(page["lines"]) == len([event for event in many_steps(6).events if event.kind in WITH_LINES])
     assert all(right - left > 8.5 * 16 for left, _, right, _ in (bar["box"] for bar in page["bars"]))
-
-
-@on_each
-@pytest.mark.parametrize("name", EVERY)
-def test_page_fetches_and_runs_nothing(measured: Measured, name: str, size: tuple[int, int]) -> None:
-    """Whatever names a report has, its page holds no script but the one that measures, and fetches nothing."""
-    page = measured[name, size, "light"]
-    assert page["scripts"] == 1
-    assert page["fetched"] == 0
-
-
-@on_each
-@pytest.mark.parametrize("name", EVERY)
-def test_bar_opens_its_details(measured: Measured, name: str, size: tuple[int, int]) -> None:
-    """A chosen bar opens a sheet with its details, which lies within the screen."""
-    sheet = measured[name, size, "light"]["sheet"]
-    assert sheet["open"]
-    left, top, right, bottom = sheet["box"]
-    assert 0 <= left < right <= size[0]
-    assert 0 <= top < bottom <= size[1]
-    assert "the second access of the race" in sheet["text"]
-    if name == "overlapped engine":
-        for wanted in ("index_put_", "/opt/batchstate/tables.py:141", "rows 3, 5"):
-            assert wanted in sheet["text"]
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(PHONE, "light"), (DESK, "dark")], ids=["phone", "desk"])
