@@ -26,6 +26,10 @@ SMALLEST_BLOCK = 1 << 14
 """Bytes of the smallest block. Batch state of a few hundred requests fits."""
 
 
+MOST_STREAMS = 2
+"""Streams that are remembered while no copy of theirs is in flight."""
+
+
 @final
 @attrs.define(eq=False)
 class StagingBlock:
@@ -124,8 +128,8 @@ class Staging:
                 self.give_up(in_flight.popleft()[2])
             if in_flight:
                 oldest = in_flight[0][1] if oldest is None else min(oldest, in_flight[0][1])
-            elif stream in self._in_flight:  # an engine may make its streams anew in each step
-                del self._in_flight[stream]
+            elif len(self._in_flight) > MOST_STREAMS:  # an engine may make its streams anew in each step
+                self._in_flight.pop(stream, None)
         return oldest
 
     def clear(self) -> None:
