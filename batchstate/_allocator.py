@@ -253,18 +253,21 @@ class PendingQueue:
 
     def completed(self, transaction: Transaction) -> list[tuple[QueriedFence, Ints]]:
         """The groups whose fences are complete, oldest first. Queries each fence once; they stay in the queue."""
-        groups = tuple(self._groups)
-        answers = transaction.query([fence for fence, _ in groups])
-        ready = []
-        for (fence, parts), complete in zip(groups, answers, strict=True):
-            if complete:
-                ready.append((fence, parts[0] if len(parts) == 1 else np.concatenate(parts)))
-        return ready
+        fences, groups = zip(*self._groups, strict=True)
+        answers = transaction.query(fences)
+        return [
+            (fence, parts[0] if len(parts) == 1 else np.concatenate(parts))
+            for fence, parts, complete in zip(fences, groups, answers, strict=True)
+            if complete
+        ]
 
     def remove(self, done: Sequence[tuple[QueriedFence, Ints]]) -> None:
         """Removes groups that `completed` has returned."""
-        gone = {id(fence) for fence, _ in done}
-        self._groups = [group for group in self._groups if id(group[0]) not in gone]
+        if len(done) == len(self._groups):
+            self._groups = []
+        else:
+            gone = {id(fence) for fence, _ in done}
+            self._groups = [group for group in self._groups if id(group[0]) not in gone]
         for _, indices in done:
             self.count -= indices.size
 

@@ -37,7 +37,7 @@ Written = tuple[tuple[Ints, Ints], Ints, Ints]
 """Rows of a table and their owners' generations, and elements of the flat table with their values."""
 
 OPERATION = "plan"
-ONE = np.array(1)  # numpy takes as long to convert one number as to add 100 of them
+ZERO, ONE = np.array(0), np.array(1)  # numpy takes as long to convert one number as to add 100 of them
 
 _DERIVED_STALE, _CONSUMED = Code.DERIVED_STALE, Code.FUTURE_CONSUMED
 
@@ -272,6 +272,7 @@ class StepRequests:
         first_element: int64[n], where the row of each begins in it, flat.
         launched: state of the batch after the last step that was launched, if all tokens up to it are written.
         steps: taken so far, one behind the other with nothing between.
+        whole: whether the token table has the last page of each to its end.
         state: of the batch after the last of these.
         epoch: of the pages then.
         locations: of the tokens of that step, int64[n]: one further on goes the next token, but where a page begins.
@@ -298,6 +299,7 @@ class StepRequests:
         "slots",
         "state",
         "steps",
+        "whole",
     )
 
     slots: Slots
@@ -312,7 +314,7 @@ class StepRequests:
         self.held_at = -1
         self.row_width, self.first_element = row_width, rows * row_width
         self.launched: RowState | None = None
-        self.steps, self.epoch = 0, -1
+        self.steps, self.epoch, self.whole = 0, -1, False
         self.state: RowState | None = None
 
     def places_of_all(self, pages: PagePool, start: Ints, totals: Ints, counts: Ints) -> tuple[Ints, Ints, Written]:
@@ -341,7 +343,7 @@ class StepRequests:
             at = self.first_element + start
             if not steps:
                 return locations, (owners, *pages.whole_pages(at, start, locations, self.row_width))
-            self.phases = -start % size
+            self.phases, self.whole = -start % size, True
             self.begins = np.bincount(self.phases, minlength=size).astype(np.bool_).tolist()
             self.longest = int(start.max())
             begun: Ints = self.layout.everyone
@@ -359,8 +361,36 @@ class StepRequests:
             owners = rows, self.generations[begun]
             locations[begun] = pages.next_locations(rows, start, OPERATION)
             at = self.first_element[begun] + start
+        return locations, (owners, *self._to_the_page_end(at, start, locations[begun], size))
+
+    def is_whole(self, state: RowState, pages: PagePool) -> bool:
+        """Whether a batch of this state is the one after the last step, and has `whole` pages."""
+        return self.whole and self.state is state and self.epoch == pages.epochs.last
+
+    def places_of_others(
+        self, pages: PagePool, start: Ints, totals: Ints, arrived: int, whole: bool
+    ) -> tuple[Ints, Written]:
+        """As `places`, where the last `arrived` requests are new to the token table, with all their tokens.
+
+        `whole` says whether it has the last page of each of the others to its end.
+        """
+        pages.check_totals(totals, OPERATION)
+        locations = pages.next_locations(self.rows, start, OPERATION)
+        self.whole, stay, size = True, self.rows.size - arrived, pages.page_size
+        written = pages.token_rows(self.rows[stay:], self.row_width)
+        start = start[:stay]
+        rewritten = (start % size == ZERO).nonzero()[0] if whole else self.layout.everyone[:stay]
+        if rewritten.size:
+            start = start[rewritten]
+            at = self.first_element[rewritten] + start
+            more = self._to_the_page_end(at, start, locations[rewritten], size)
+            written = np.concatenate((more[0], written[0])), np.concatenate((more[1], written[1]))
+        return locations, ((self.rows, self.generations), *written)
+
+    def _to_the_page_end(self, at: Ints, start: Ints, locations: Ints, size: int) -> tuple[Ints, Ints]:
+        """Elements of the flat token table and locations, from those of one token each to the end of its page."""
         left = np.minimum(size - start % size, self.row_width - start)
-        return locations, (owners, arange_per_row(at, left), arange_per_row(locations[begun], left))
+        return arange_per_row(at, left), arange_per_row(locations, left)
 
 
 @final

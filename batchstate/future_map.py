@@ -505,7 +505,9 @@ class FutureMap(Guided):
 
         `records` are further values, of fields side by side in one tensor.
         """
-        names = [*values, *(name for run in records for name in run)]
+        names = [*values]
+        for several in records:
+            names += several
         self._entries.wait_to_overwrite(rows, names)
         launched: list[str] = []
         self._transaction.operation = "publish"

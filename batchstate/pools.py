@@ -14,11 +14,12 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import ONE, Allocator, Generations, SlotListener, Transaction, size_of
+from batchstate._allocator import DOUBLE_FREE, ONE, Allocator, Generations, SlotListener, Transaction, size_of
 from batchstate._arrays import as_array, count
 from batchstate._guidance import Guided, Numbers, methods_show_signature, shows_signature
 from batchstate.errors import DtypeError
 from batchstate.indices import Slots
+from batchstate.invariants import times_checked
 from batchstate.nvtx import ranges
 from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
@@ -306,16 +307,23 @@ class SlotPool(Guided):
             check_fence(after, f"{self.name}: {operation}")
         self._release(self._rows_to_free(slots, operation, whole=True), after, operation)
 
-    def check_leaving(self, rows: Ints, generations: Ints, after: Fence | None, operation: str) -> None:
+    def check_leaving(
+        self, rows: Ints, generations: Ints, after: Fence | None, operation: str, *, live: bool = False
+    ) -> None:
         """`release_requests`, but for the release itself: `release_rows`. For the library.
 
-        `rows` and `generations` int64[n] are those of handles of this pool.
+        `rows` and `generations` int64[n] are those of handles of this pool, each once if they are known to be `live`.
         """
         if after is not None:
             check_fence(after, f"{self.name}: {operation}")
         for query in self._before_free:
             query(rows)
-        self._check_to_free(rows, generations, operation, self._releasing_whole)
+        if live:
+            times_checked[DOUBLE_FREE] += 1
+            for check in self._releasing_whole:
+                check(rows, operation)
+        else:
+            self._check_to_free(rows, generations, operation, self._releasing_whole)
 
     def clear(self) -> None:
         """Frees every slot with all that hangs on the pool, and begins anew: slots and pages come in order, from 1.

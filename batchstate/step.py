@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import levels
+from batchstate._allocator import STALE_HANDLE
 from batchstate._arrays import Amount, Selection
 from batchstate._arrays import count as counted
 from batchstate._guidance import Guided, check_kind, shown, shows_signature
@@ -52,6 +53,7 @@ from batchstate.forward.plan import ForwardPlan, checked_layouts
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap
 from batchstate.indices import Slots
+from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, ReadyTensor
 from batchstate.nvtx import ranges
@@ -224,14 +226,16 @@ class StepPlanner(Guided):
             batch._check_writes(writes, OPERATION)
         if levels.full:
             batch._check_unwritten(OPERATION)
-        if published is not None:
+        if published is not None and (type(published) is not dict or joining is None or self._relay is None):
             self._check_published(published, joining)
         padding, self._taken = (pad_rows, pad_tokens), []
         try:
             leaving: Ints | None = None
-            given, arrived = batch, 0
+            given, arrived, live = batch, 0, False
             if keep is not None or joining is not None:
-                batch, leaving, arrived = self._turned_over(batch, keep, joining, after)
+                live = self._are_live(batch)
+                batch, leaving, arrived = self._turned_over(batch, keep, joining, after, live)
+                live = live and (bool(self._taken) or not arrived)  # those with slots of a caller are looked at
             if after is not None and leaving is None:
                 check_fence(after, f"StepPlanner: {OPERATION}")  # of none that leaves: engines pass it in each step
             own = batch is not given  # which no caller has seen
@@ -244,7 +248,9 @@ class StepPlanner(Guided):
                 if decodes or tokens is not None:
                     release = None if leaving is None else partial(self._slots.release_rows, leaving, after, OPERATION)
                     own = own and not levels.full
-                    return self._piece(steps, batch, tokens, writes, extras, published, arrived, own, release, given)
+                    return self._piece(
+                        steps, batch, tokens, writes, extras, published, arrived, own, release, given, live
+                    )
             joined = None if joining is None else self._handles(batch).filter(np.arange(n - arrived, n))
             entries = None
             if self._relay is not None and published is not None and joined is not None:
@@ -293,10 +299,11 @@ class StepPlanner(Guided):
         keep: "Selection | None",
         joining: Batch | Mapping[str, object] | None,
         after: Fence | None,
+        live: bool,
     ) -> tuple[Batch, Ints | None, int]:
         """The batch that runs, the slots of those that leave, checked and not released yet, and how many join.
 
-        It is the same batch where no row moves.
+        It is the same batch where no row moves. `live` says that its requests are known to be.
         """
         leaving: Ints | None = None
         num_reqs = batch._begin(OPERATION)
@@ -310,7 +317,7 @@ class StepPlanner(Guided):
                     self._slots.rows_of(self._handles(batch), OPERATION)  # refuses them
                 numbers, generations = self._numbers(batch)
                 leaving = numbers[rows]
-                self._slots.check_leaving(leaving, generations[rows], after, OPERATION)
+                self._slots.check_leaving(leaving, generations[rows], after, OPERATION, live=live)
         if index is None and joining is None:
             return batch, None, 0
         if isinstance(joining, Mapping):
@@ -360,6 +367,13 @@ class StepPlanner(Guided):
             self._taken.append(takes)
             self._pages.take_rows(lens, OPERATION)
         return new, arrived
+
+    def _are_live(self, batch: Batch) -> bool:
+        """Whether its requests were found live by the step before, and no slot was taken or freed since."""
+        before = None if self._steps is None or levels.full else self._steps.requests
+        return (
+            before is not None and before.row_set.number == batch._row_number and before.held_at == self._slots.changes
+        )
 
     def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:
         """Slots and generations, int64[n]."""
@@ -454,12 +468,13 @@ class StepPlanner(Guided):
         own: bool,
         release: Callable[[], None] | None,
         given: Batch,
+        live: bool,
     ) -> PlannedStep:
         """A step in which each request puts in the one token that the relay has, or `tokens`.
 
         The last `arrived` requests have joined with it, and `published` is for them. A batch of its `own` was made for
         the step, which no caller has seen: its lengths are moved where they are. `release` lets others leave, once the
-        step is sent. `given` is the caller's batch.
+        step is sent. `given` is the caller's batch. `live` says that all are known to be.
         """
         runtime, pages = self._runtime, self._pages
         references = pages._references
@@ -482,7 +497,7 @@ class StepPlanner(Guided):
         if tokens is None and not same and before is not None and before.row_set.number == given._row_number:
             stayed = self._entries_of_those_that_stay(before, published, arrived)
         if requests is None or not same:
-            requests = self._requests_of(steps, batch)
+            requests = self._requests_of(steps, batch, live=live)
         elif requests.held_at != self._slots.changes or levels.full:  # something was taken or freed since
             self._slots.check_rows(requests.rows, requests.generations, OPERATION)
             requests.held_at = self._slots.changes
@@ -501,13 +516,19 @@ class StepPlanner(Guided):
         crossed: Sequence[torch.Tensor] = ()
         beside: tuple[Ints, ...] = ()
         planned: dict[str, Array] = {}
+        arrived_elsewhere = arrived  # whose rows of the token table are looked at
         values = entries.arrays if entries is not None else ()
         if tokens is None:
             pages.check_readable(rows, start, OPERATION, window=self._declared.window)
             lens += ONE
             if requests.state is not state or requests.epoch != pages.epochs.last:
-                requests.steps = 0
-            locations, written = requests.places(pages, start, lens)
+                requests.steps, requests.whole = 0, False
+            if not self._taken:
+                locations, written = requests.places(pages, start, lens)
+            else:
+                whole = before is not None and before.is_whole(given._state, pages)
+                locations, written = requests.places_of_others(pages, start, lens, arrived, whole)
+                arrived_elsewhere = 0
             beside = start, locations, lens
         else:
             fed = tokens.counts > 0
@@ -522,15 +543,19 @@ class StepPlanner(Guided):
                 upload, uploaded = requests.layout.send(runtime, columns, beside), NO_EXTRAS
             else:
                 upload, uploaded, crossed = self._sent(
-                    requests, columns, beside, planned, written, joined, arrays, values, arrived
+                    requests, columns, beside, planned, written, joined, arrays, values, arrived_elsewhere
                 )
-            slots = requests.slots if same and tokens is None else self._uploaded_slots(requests, upload)
+            if same and tokens is None:
+                slots, index = requests.slots, None
+            else:
+                slots, index = self._uploaded_slots(requests, upload)
             if own:
                 advanced, batch._device, batch._crossed = batch, None, upload
             else:
                 advanced = batch._sent(moved, upload, OPERATION)  # at `full` it is compared, before it is committed
-            if entries is not None:
-                first = entries.launch(slots.device[rows.size - arrived :], crossed)
+            if entries is not None:  # some join
+                index = slots.device if index is None else index
+                first = entries.launch(index[rows.size - arrived :], crossed)
             if first is not None and written is not None:
                 self._table.note_fence(first.fence)  # which is behind the scatter of the table too
         except BaseException:
@@ -542,6 +567,9 @@ class StepPlanner(Guided):
         if release is not None:
             release()  # before the plan notes when pages last changed, so that it need not look whose
         self._slots.transaction.operation = None
+        if not same and tokens is None:  # so that the next step need not look
+            self._slots.check_rows(rows, requests.generations, OPERATION)
+            requests.held_at = self._slots.changes
         if tokens is not None or not same:
             _ = advanced.device_side  # made before a forward can write into the slots, which are a part of the copy
         if tokens is None:
@@ -593,7 +621,7 @@ class StepPlanner(Guided):
 
         `beside` are what the layout has places for beside the columns, if anything; what the forward takes besides is
         `planned`. `written` is for the token table.
-        The last `arrived` requests have joined, and `values` are theirs. Returns these last.
+        The last `arrived` requests may have rows of it already or not. `values` are returned last.
         """
         runtime, table, layout = self._runtime, self._table, requests.layout
         further: list[Array] = []
@@ -632,9 +660,8 @@ class StepPlanner(Guided):
             further.append(array)
         places, nbytes = layout.places, layout.nbytes if beside else layout.columns_nbytes
         if further:
-            added, size = packed_places(further)
-            places = [*places, *((nbytes + first, dtype, shape) for first, dtype, shape in added)]
-            nbytes += size
+            added, nbytes = packed_places(further, nbytes)
+            places = places + added
         block = runtime.staging_block(nbytes)
         layout.fill(block, columns, beside)
         for array, place in zip(further, places[base:], strict=True):
@@ -652,11 +679,11 @@ class StepPlanner(Guided):
             uploaded = Extras(runtime, upload, named, {**extras, **planned}, row_set=requests.row_set)
         return upload, uploaded, crossed
 
-    def _uploaded_slots(self, requests: StepRequests, upload: PackedUpload) -> Slots:
+    def _uploaded_slots(self, requests: StepRequests, upload: PackedUpload) -> tuple[Slots, torch.Tensor]:
         """The slots have crossed with the first step of these requests: later ones, and the relay, use them there."""
         place = self._kind._layout.places[self._slot_column]
         column = upload.row(place.group, place.member, place.dtype, requests.rows.size)
-        return Slots.of_pool(
+        slots = Slots.of_pool(
             self._runtime,
             requests.rows,
             requests.generations,
@@ -664,11 +691,14 @@ class StepPlanner(Guided):
             name=self._slots.name,
             device=DeviceSide(ReadyTensor.uploaded(column, upload)),
         )
+        return slots, column
 
-    def _requests_of(self, steps: StepsInOnePiece, batch: Batch) -> StepRequests:
-        """What stays the same from now on, of requests that were not those of the step before."""
+    def _requests_of(self, steps: StepsInOnePiece, batch: Batch, *, live: bool) -> StepRequests:
+        """What stays the same from now on, of requests other than those of the step before; `live` if that is known."""
         rows, generations = self._numbers(batch)
-        if batch._pool_id == self._slots.pool_id and levels.cheap:  # then operations of batches refuse a slot twice
+        if live:
+            times_checked[STALE_HANDLE] += 1
+        elif batch._pool_id == self._slots.pool_id and levels.cheap:  # then operations of batches refuse a slot twice
             self._slots.check_rows(rows, generations, OPERATION)
         else:
             self._slots.rows_of(self._handles(batch), OPERATION, unique=True)

@@ -1,5 +1,6 @@
 """`StepPlanner`: a step planned in one piece is what the parts, called one after the other, make of it."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,18 @@ class RunningToo(Running):
     more = mirrored(torch.int64)
 
 
+def columns(rows: Any, lens: list[int]) -> dict[str, Any]:
+    """What requests that have the slots `rows`, or will have them, have besides."""
+    n = len(lens)
+    return {
+        "seq_lens": np.array(lens, dtype=np.int64),
+        "temperature": rows / np.float32(7),
+        "seed": rows.tolist(),
+        "greedy": rows % 2 == 0,
+        "pair": np.arange(2 * n, dtype=np.int16).reshape(n, 2),
+    }
+
+
 @attrs.define(eq=False)
 class World:
     """An engine's state. Its steps come from a planner, or from the parts alone."""
@@ -81,6 +94,7 @@ class World:
     batch: Running
     in_one_piece: bool
     prompts: dict[tuple[int, int], list[int]] = attrs.field(factory=dict)  # of handles: what was not put in yet
+    fails: tuple[object, str, int] | None = None  # a method of a part that fails in the plan of the next steps, when
 
     @classmethod
     def of(cls, rt: Runtime, size: int = 8, *, pages: int = 64, in_one_piece: bool = True, **options: Any) -> "World":
@@ -109,9 +123,13 @@ class World:
     def prompted(self, lens: list[int]) -> Running:
         """Requests whose prompts of so many tokens run in the next steps, three tokens in each."""
         slots = self.slots.take(len(lens))
-        for slot, generation, n in zip(slots.np.tolist(), slots.generations.tolist(), lens, strict=True):
-            self.prompts[slot, generation] = [100 * slot + i for i in range(n)]
+        self.note_prompts(slots.np, slots.generations, lens)
         return self.built(slots, [0] * len(lens))
+
+    def note_prompts(self, rows: Any, generations: Any, lens: list[int]) -> None:
+        """The prompts of requests with these handles."""
+        for slot, generation, n in zip(rows.tolist(), generations.tolist(), lens, strict=True):
+            self.prompts[slot, generation] = [100 * slot + i for i in range(n)]
 
     def arrived(self, lens: list[int]) -> Running:
         """Requests that were prefilled elsewhere."""
@@ -119,21 +137,15 @@ class World:
 
     def built(self, slots: Slots, lens: list[int]) -> Running:
         """A batch of these requests."""
-        n = len(lens)
-        return Running.build(
-            self.rt,
-            slots=slots,
-            seq_lens=lens,
-            temperature=slots.np / np.float32(7),
-            seed=slots.np,
-            greedy=slots.np % 2 == 0,
-            pair=np.arange(2 * n, dtype=np.int16).reshape(n, 2),
-        )
+        return Running.build(self.rt, slots=slots, **columns(slots.np, lens))
 
-    def turn_over(self, gone: list[int], lens: list[int], prompted: bool = False) -> tuple[PlannedStep, dict[str, Any]]:
+    def turn_over(
+        self, gone: list[int], lens: list[int], prompted: bool = False, as_columns: bool = False
+    ) -> tuple[PlannedStep, dict[str, Any]]:
         """A step before which requests leave and others come: as one plan, or by the parts one after the other."""
         keep = np.ones(len(self.batch), dtype=np.bool_)
         keep[gone] = False
+        joining: Any
         if not self.in_one_piece:
             joining = self.prompted(lens) if prompted else self.arrived(lens)
             joining.upload(writes=[self.pages.entry(joining.slots)])
@@ -143,16 +155,32 @@ class World:
             seen = self.step()
             self.pages.release_requests(leaving.slots, after=self.rt.record())
             return seen
-        joining = self.prompted(lens) if prompted else self.arrived(lens)
-        published = None if prompted else {"last": 10 * joining.slots.np}
+        if as_columns:
+            rows, generations = self.next_handles(len(lens))
+            joining = columns(rows, [0] * len(lens) if prompted else lens)
+            if prompted:
+                self.note_prompts(rows, generations, lens)
+        else:
+            joining = self.prompted(lens) if prompted else self.arrived(lens)
+            rows = joining.slots.np
+        published = None if prompted else {"last": 10 * rows}
         after = self.rt.record() if gone else None
         return self.step(keep=keep, after=after, joining=joining, published=published)
 
-    def tokens(self, keep: Any = None, joining: Running | None = None) -> dict[str, Any]:
+    def next_handles(self, n: int) -> tuple[Any, Any]:
+        """Numbers and generations of the slots that the next requests get."""
+        _ = self.slots.stats  # which asks what is free by now
+        return self.slots.next_handles(n)
+
+    def tokens(self, keep: Any = None, joining: Any = None) -> dict[str, Any]:
         """What each of the requests that run puts in, as arguments of `plan`."""
-        running = self.batch if keep is None else self.batch.filter(keep)
-        running = running if joining is None else running.merge(joining)
-        handles = list(zip(running.slots.np.tolist(), running.slots.generations.tolist(), strict=True))
+        running = (self.batch if keep is None else self.batch.filter(keep))["slots"]
+        parts: list[Any] = [(running.np, running.generations)]  # type: ignore[attr-defined]
+        if isinstance(joining, dict):
+            parts.append(self.next_handles(len(joining["seq_lens"])))
+        elif joining is not None:
+            parts.append((joining.slots.np, joining.slots.generations))
+        handles = [handle for slots, held in parts for handle in zip(slots.tolist(), held.tolist(), strict=True)]
         chunks = [self.prompts.get(handle) for handle in handles]
         if not any(chunks):
             return {}
@@ -175,7 +203,8 @@ class World:
         """A step: what it gave to the forward, and what both sides of the engine's state are after it."""
         self.rt.next_step()
         tokens = self.tokens(options.get("keep"), options.get("joining"))
-        step = self.planner.plan(self.batch, **tokens, **options)
+        with failing(*self.fails) if self.fails else contextlib.nullcontext():
+            step = self.planner.plan(self.batch, **tokens, **options)
         inputs = step.inputs()
         if len(inputs.last_token_indices):
             step.publish(last=inputs.input_ids[inputs.last_token_indices] + 1)
@@ -244,6 +273,7 @@ EVENTS = st.lists(
             st.tuples(
                 st.lists(st.integers(0, 7), max_size=2, unique=True),
                 st.lists(st.integers(1, 9), max_size=2),
+                st.booleans(),
                 st.booleans(),
             ),
         ),
@@ -831,17 +861,6 @@ def test_what_joins_has_to_be_a_batch(rt: Runtime, joining: Any) -> None:
     assert world.slots.stats.live == 2
 
 
-def columns(n: int, lens: list[int]) -> dict[str, Any]:
-    """What `n` requests that join have besides their slots."""
-    return {
-        "seq_lens": np.array(lens, dtype=np.int64),
-        "temperature": np.ones(n, dtype=np.float32),
-        "seed": list(range(n)),
-        "greedy": np.ones(n, dtype=np.bool_),
-        "pair": np.arange(2 * n, dtype=np.int16).reshape(n, 2),
-    }
-
-
 @pytest.mark.parametrize("in_one_piece", [True, False])
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
 def test_requests_join_as_columns(rt: Runtime, in_one_piece: bool, level: str) -> None:
@@ -853,7 +872,7 @@ def test_requests_join_as_columns(rt: Runtime, in_one_piece: bool, level: str) -
             world.join([3, 5, 2])
             world.step()
             keep, lens = np.array([True, False, True]), [6, 4]
-            joining: Any = columns(2, lens)
+            joining: Any = columns(np.arange(2), lens)
             if not as_columns:
                 joining = Running.build(rt, slots=world.pages.take_requests(lens), **joining)
             step = world.planner.plan(world.batch, keep=keep, joining=joining, after=rt.record(), published=first)
@@ -881,13 +900,87 @@ def test_a_request_that_joins_may_have_its_slot(rt: Runtime) -> None:
     slots = world.slots.take(1)
     source: Any = world.batch.filter([0])["slots"]
     world.pages.share(source, slots, 4)
-    step = world.planner.plan(world.batch, joining={"slots": slots, **columns(1, [4])}, published={"last": [7]})
+    step = world.planner.plan(
+        world.batch, joining={"slots": slots, **columns(np.arange(1), [4])}, published={"last": [7]}
+    )
     assert step.inputs().input_ids.tolist() == [10, 20, 7]
     assert step.batch["slots"].np[-1] == slots.np[0]
     for other in (SlotPool(rt, 3).take(1), step.batch.filter([0])["slots"]):
         with pytest.raises(ArgumentError, match=r"of pools|leave and join"):
-            world.planner.plan(step.batch, keep=[1, 2], joining={"slots": other, **columns(1, [4])})
+            world.planner.plan(step.batch, keep=[1, 2], joining={"slots": other, **columns(np.arange(1), [4])})
     assert world.slots.stats.live == 3
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    level=st.sampled_from(["off", "cheap", "full"]),
+    mixed=st.booleans(),
+    in_one_piece=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_turn_overs_that_fail_are_taken_back(seed: int, level: str, mixed: bool, in_one_piece: bool) -> None:
+    """Copies, launches and fences that fail leave all as it was, and the step that is planned again is right."""
+    rng = np.random.default_rng(seed)
+    with checks(level):
+        worlds = [World.of(open_runtime("cpu"), in_one_piece=True) for _ in range(2)]
+        for world in worlds:
+            world.join([3, 6, 2, 7])
+            if not in_one_piece:
+                world.planner._steps = None
+        failed, twin = worlds
+        for _ in range(6):
+            gone = rng.permutation(len(twin.batch))[: rng.integers(0, 3)].tolist()
+            lens = rng.integers(1, 9, size=rng.integers(0, 3)).tolist()
+            prompted = mixed and bool(rng.integers(2))
+            if len(twin.batch) == len(gone) or len(twin.batch) + len(lens) > twin.slots.size:
+                continue
+            if int(twin.batch.seq_lens.max()) >= LONGEST - 1:
+                break
+            prompts, seen = dict(failed.prompts), []
+            before = state_of(failed)
+            failed.fails = (
+                (failed.rt, "_copied_to_device", 1),
+                (failed.rt, "launch", 1),
+                (failed.rt, "launch", 2),
+                (failed.pages, "query_fences", 1),
+            )[rng.integers(4)]
+            try:
+                seen.append(failed.turn_over(gone, lens, prompted, as_columns=True)[1])
+            except PlantedError:
+                failed.prompts = prompts
+                assert state_of(failed) == before
+            failed.fails = None
+            if not seen:
+                seen.append(failed.turn_over(gone, lens, prompted, as_columns=True)[1])
+            seen.append(twin.turn_over(gone, lens, prompted)[1])
+            for one in seen:  # others of the free pages may have come
+                for name in ("slot_mapping", "table", "table on the host", "slots, device", "slots"):
+                    one.pop(name, None)
+            assert seen[0] == seen[1]
+            for world in worlds:
+                check_rows_of_the_table(world)
+                world.slots.verify()
+                world.relay.check()
+
+
+def state_of(world: World) -> object:
+    """What a plan that fails leaves as it was."""
+    slots, pages = world.slots.stats, world.pages.stats
+    states = world.relay.states(world.batch["slots"], "last")  # type: ignore[arg-type]
+    lens = world.pages.committed_lengths.tolist()
+    return slots.free, slots.pending, slots.live, pages, lens, states, world.batch.to_dict()["seq_lens"].tolist()  # type: ignore[union-attr]
+
+
+def check_rows_of_the_table(world: World) -> None:
+    """Each row of the token table says where the tokens of its request lie."""
+    slots: Any = world.batch["slots"]
+    memory = world.rt.inspect(world.pages.req_to_token.memory)  # type: ignore[union-attr]
+    for i, n in enumerate(world.batch["seq_lens"].np.tolist()):
+        one = slots.filter([i])
+        table = world.pages._table
+        row = int(one.np[0])
+        wanted = table.locations_at(np.full(n, row), np.arange(n))
+        assert memory[row, :n].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("in_one_piece", [True, False])
@@ -920,7 +1013,7 @@ def test_columns_that_do_not_join_change_nothing(
 
     before, keep = state(), [1]
     options: dict[str, Any] = {"published": {"last": [7, 8]}, "after": rt.record()}
-    joining = columns(2, [3, 4])
+    joining = columns(np.arange(2), [3, 4])
     for name, value in given.items():
         (options if name in ("published", "extras") else joining)[name] = value
     joining = {name: value for name, value in joining.items() if value is not None}
@@ -929,7 +1022,7 @@ def test_columns_that_do_not_join_change_nothing(
     assert state() == before
     world.slots.verify()
     first = {"last": [7, 8]}
-    step = world.planner.plan(world.batch, keep=keep, joining=columns(2, [3, 4]), published=first)
+    step = world.planner.plan(world.batch, keep=keep, joining=columns(np.arange(2), [3, 4]), published=first)
     assert step.inputs().input_ids.tolist() == [20, 7, 8]
 
 

@@ -151,14 +151,14 @@ Place = tuple[int, "np.dtype[Any]", tuple[int, ...]]
 """Where an array starts, in bytes, its dtype and its shape."""
 
 
-def packed_places(arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[Place], int]:
-    """Where each array lies in the packed buffer, and the buffer's size in bytes.
+def packed_places(arrays: Sequence[npt.NDArray[Any]], first: int = 0) -> tuple[list[Place], int]:
+    """Where each array lies in the packed buffer, from byte `first` on, and the buffer's size in bytes.
 
     Raises:
         DtypeError: an array of anything but numbers.
     """
     places: list[Place] = []
-    size = 0
+    size = first
     for array in arrays:
         dtype = array.dtype
         if dtype.kind not in "biuf":  # the bytes of an object are its address
@@ -175,9 +175,9 @@ def view_at(buffer: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """`shape` from element `first` on, in one call instead of a slice and a view."""
+    """`shape` from element `first` on; of more than one dimension in one call, instead of a slice and a view."""
     if len(shape) == 1:
-        return typed.as_strided(shape, (1,), typed.storage_offset() + first)
+        return typed[first : first + shape[0]]
     strides, size = [1] * len(shape), 1
     for axis in range(len(shape) - 1, -1, -1):
         strides[axis] = size
@@ -236,9 +236,8 @@ class PackedUpload:
     def row(self, index: int, member: int, dtype: np.dtype[Any], num_rows: int) -> torch.Tensor:
         """One column of what `group` gives."""
         start, _, (_, pitch) = self._places[index]
-        typed = self._typed_as(dtype)
-        first = typed.storage_offset() + start // dtype.itemsize + member * pitch
-        return typed.as_strided((num_rows,), (1,), first)
+        first = start // dtype.itemsize + member * pitch
+        return self._typed_as(dtype)[first : first + num_rows]
 
     def _typed_as(self, dtype: np.dtype[Any]) -> torch.Tensor:
         typed = self._typed.get(dtype)
