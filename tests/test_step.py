@@ -1379,3 +1379,20 @@ def test_the_row_of_a_request_that_arrives_and_pauses_is_written(rt: Runtime, in
     assert table.written(step.batch["slots"]).tolist() == [True, True, False]  # type: ignore[arg-type]
     with checks("full"):  # which reads the rows of those that have tokens
         step.inputs()
+
+
+def test_a_page_that_was_begun_elsewhere_is_written_when_others_join(rt: Runtime) -> None:
+    """An engine that writes its rows token by token leaves the rest of a page out: the step that comes next has it."""
+    world = World.of(rt)
+    world.join([3, 4])
+    world.step()
+    slots: Any = world.batch["slots"]
+    table: Any = world.pages.req_to_token
+    extension = world.pages.extend(slots, [5, 6])  # the first begins a page
+    world.pages.commit(slots, [5, 6])
+    table.write(slots.filter([0]), [4], extension.locations.np[:1])
+    world.batch = world.batch.replace(seq_lens=[5, 6])
+    for _ in range(2):
+        rows, _generations = world.next_handles(1)
+        world.step(keep=[0, 1], joining=columns(rows, [2]), published={"last": [7]}, after=rt.record())
+        check_rows_of_the_table(world)

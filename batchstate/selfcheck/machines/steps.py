@@ -5,6 +5,7 @@ model is a list of tokens per request: the token after `t` is `t` + 1 + what the
 it is given, so that a wrong place, a stale column or a missing wait ends in wrong tokens.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
@@ -27,6 +28,7 @@ from batchstate.future_map import FutureMap, Prefetched, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
+from batchstate.selfcheck.machines.failures import PlantedError, failing
 from batchstate.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
 from batchstate.step import PlannedStep, StepPlanner
 from batchstate.testing.machine import Machine, agree, ask
@@ -102,12 +104,16 @@ class StepMachine(Machine):
         "a mixed step",
         "a mixed step in one piece",
         "requests leave and arrive with a step in one piece",
+        "requests arrive as columns",
+        "pages run out for those that arrive",
         "padded",
         "tokens of an encoder",
         "two steps in flight",
         "pages run out",
         "a stale batch refused",
         "a stale step refused",
+        "a copy fails where requests join",
+        "idle",
         "write from outside found",
     )
 
@@ -173,7 +179,29 @@ class StepMachine(Machine):
             with self.refused(Code.SLOT_STALE_HANDLE) as refusal:
                 self.planner.plan(before)
             self.reached("a stale batch refused", refusal.error is not None)
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                self.planner.plan(before, keep=~keep, after=after)  # only those that left stay
         self.batch = self.batch.filter(keep)
+
+    @precondition(lambda self: not self.in_flight)
+    @rule()
+    def end(self) -> None:
+        """All requests leave, and nothing is left of them."""
+        self.pages.release_requests(self.batch.slots)
+        self.batch = StepBatch.empty(self.rt)
+        self.slots.expect_idle()
+        self.pages.expect_idle()
+        self.reached("idle")
+
+    @precondition(lambda self: self._ready(self.batch) and self._fits())
+    @rule(arriving=st.lists(st.integers(1, 6), min_size=1, max_size=2))
+    def fail_to_join(self, arriving: list[int]) -> None:
+        """The copy of a step fails, and those that were to join with it have nothing."""
+        arrived, joining = self._arrived(arriving, columns=True)
+        first = {"token": [one.tokens[-1] for one in arrived]}
+        with contextlib.suppress(PoolExhaustedError, PlantedError), failing(self.rt, "_copied_to_device", 1):
+            self.planner.plan(self.batch, joining=joining, published=first)
+        self.reached("a copy fails where requests join")
 
     @precondition(lambda self: len(self.batch) > 1)
     @rule(seed=st.integers(0, 20))
@@ -198,16 +226,17 @@ class StepMachine(Machine):
         gone=st.sets(st.integers(0, SIZE - 1), max_size=2),
         arriving=st.lists(st.integers(1, 6), max_size=2),
         typed=st.booleans(),
+        columns=st.booleans(),
     )
-    def step(self, padded: bool, gone: set[int], arriving: list[int], typed: bool) -> None:
+    def step(self, padded: bool, gone: set[int], arriving: list[int], typed: bool, columns: bool) -> None:
         """Some leave and others arrive; each request puts in its prompt, or the token that it got last."""
         stays = [row not in gone for row in range(len(self.batch))]
         running = [pair for pair, stay in zip(self._with_lengths(), stays, strict=True) if stay]
         if not running:
             return
-        joining = self._arrived(arriving)
-        requests = [one for one, _ in running] + list(joining.requests)
-        prompts: list[Any] = [one.tokens if not length else None for one, length in running] + [None] * len(joining)
+        arrived, joining = self._arrived(arriving, columns)
+        requests = [one for one, _ in running] + arrived
+        prompts: list[Any] = [one.tokens if not length else None for one, length in running] + [None] * len(arrived)
         queries = np.array([1 if ids is None else len(ids) for ids in prompts])
         if len(self.in_flight) == 2:
             self.read()
@@ -226,13 +255,15 @@ class StepMachine(Machine):
         if not all(stays):
             after = self.in_flight[-1].done if self.in_flight else None
             options |= {"keep": np.array(stays), "after": after}
-        if len(joining):
-            options |= {"joining": joining, "published": {"token": [one.tokens[-1] for one in joining.requests]}}
+        if arrived:
+            options |= {"joining": joining, "published": {"token": [one.tokens[-1] for one in arrived]}}
         try:
             step = self.planner.plan(self.batch, queries, prompt_ids=prompts, **options)
         except PoolExhaustedError:
             self.reached("pages run out")
-            self.pages.release_requests(joining.slots)
+            self.reached("pages run out for those that arrive", columns and bool(arrived))
+            if isinstance(joining, StepBatch):
+                self.pages.release_requests(joining.slots)
             while self.in_flight:  # a step without a launch: an engine reads what is under way, and tries again
                 self.read()
             return
@@ -247,6 +278,7 @@ class StepMachine(Machine):
         self.reached("a mixed step in one piece", mixed and step._checked)
         self.reached("padded", padded)
         self.reached("requests leave and arrive with a step in one piece", one_piece and len(options) == 4)
+        self.reached("requests arrive as columns", columns and bool(arrived))
         self.reached("tokens of an encoder", any(one.encoder for one in requests))
         expected = [(one.tokens[-1] + 1 + one.adds) % 1000 for one in requests]
         with self.rt.use(self.side):
@@ -270,31 +302,31 @@ class StepMachine(Machine):
         """Several steps of the same requests."""
         for _ in range(times):
             if self._fits():
-                self.step(False, set(), [], False)
+                self.step(False, set(), [], False, False)
 
-    def _arrived(self, lens: list[int]) -> StepBatch:
-        """Requests that were prefilled elsewhere, and the first token of each."""
-        lens = lens[: self.slots.stats.free]
-        try:
-            slots = self.pages.take_requests(lens)
-        except PoolExhaustedError:
-            slots = self.pages.take_requests([])
+    def _arrived(self, lens: list[int], columns: bool) -> "tuple[list[StepRequest], StepBatch | dict[str, Any]]":
+        """Requests that were prefilled elsewhere, with the first token of each: a batch of them, or their columns."""
+        lens, slots = lens[: self.slots.stats.free], None
+        if not columns:
+            try:
+                slots = self.pages.take_requests(lens)
+            except PoolExhaustedError:
+                slots, lens = self.pages.take_requests([]), []
         requests: list[StepRequest] = []
-        for _ in range(len(slots)):
+        for n in lens:
             self._drawn += 1
-            tokens = [(self._drawn * 37 + i * 11) % 1000 for i in range(lens[len(requests)] + 1)]
-            requests.append(StepRequest(self._drawn % 7, tokens, len(tokens) - 1, 0))
+            tokens = [(self._drawn * 37 + i * 11) % 1000 for i in range(n + 1)]
+            requests.append(StepRequest(self._drawn % 7, tokens, n, 0))
         adds = np.array([one.adds for one in requests], dtype=np.int64)
-        return StepBatch.build(
-            self.rt,
-            slots=slots,
-            seq_lens=np.array([one.prompt for one in requests], dtype=np.int64),
-            adds=adds,
-            encoder=0 * adds,
-            narrow=adds,
-            small=adds % 2 == 0,
-            requests=requests,
-        )
+        values: dict[str, Any] = {
+            "seq_lens": np.array(lens, dtype=np.int64),
+            "adds": adds,
+            "encoder": 0 * adds,
+            "narrow": adds,
+            "small": adds % 2 == 0,
+            "requests": requests,
+        }
+        return requests, values if slots is None else StepBatch.build(self.rt, slots=slots, **values)
 
     def _forward(self, step: PlannedStep, inputs: ForwardInputs) -> torch.Tensor:
         """The next token of each request, and the ids of its tokens into KV memory, read back from where they lie."""
