@@ -381,18 +381,32 @@ class RowState:
             self.objects and {name: one.take(index, 0, None, "wrap") for name, one in self.objects.items()},
         )
 
-    def merged(self, other: "RowState", kept: Rows | None = None) -> "RowState":
+    def merged(self, other: "RowState", kept: Rows | None = None, groups: Sequence[Array] | None = None) -> "RowState":
         """The rows of both, of these only those at checked indices `kept` int64[k], if given.
 
-        A column that is a copy on one side and no copy on the other is none.
+        A column that is a copy on one side and no copy on the other is none. The `groups` may be made already.
         """
         if kept is None:
             groups = [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)]
-        else:
-            groups = self._with_places(kept, other.groups[0].shape[1] if other.groups else 0)
-            for mine, theirs in zip(groups, other.groups, strict=True):
-                mine[:, kept.size :] = theirs
-        return self._merged(groups, other, kept)
+        elif groups is None:
+            # The places of the rows that join are taken along, and filled after: without a second array for each group.
+            size, groups = kept.size, []
+            index = np.zeros(size + (other.groups[0].shape[1] if other.groups else 0), dtype=np.int64)
+            index[:size] = kept
+            for mine, theirs in zip(self.groups, other.groups, strict=True):
+                group = mine.take(index, 1, None, "wrap")
+                group[:, size:] = theirs
+                groups.append(group)
+        device: Mapping[str, DeviceRows] = self.device or other.device
+        if device:
+            names = (*self.device, *(name for name in other.device if name not in self.device))
+            device = {name: self._device_rows(name, kept).merged(other._device_rows(name)) for name in names}
+        objects = self.objects
+        if objects and kept is not None:
+            objects = {name: one.take(kept, 0, None, "wrap") for name, one in objects.items()}
+        if objects:
+            objects = {name: np.concatenate((one, other.objects[name])) for name, one in objects.items()}
+        return RowState(self.layout, groups, device, objects)
 
     def joined(
         self, values: Mapping[str, object], num_rows: int, kept: Rows, runtime: Runtime, what: str
@@ -401,33 +415,18 @@ class RowState:
 
         The second result is the pool of their slots; None if the values have none, and then they are to be filled in.
         """
-        groups = self._with_places(kept, num_rows)
-        inputs = ColumnInputs.into(groups, kept.size, self.layout, values, num_rows, runtime, what)
+        size = kept.size
+        if size:
+            index = np.zeros(size + num_rows, dtype=np.int64)
+            index[:size] = kept
+            groups = [group.take(index, 1, None, "wrap") for group in self.groups]
+        else:
+            groups = [np.empty((len(pad), num_rows, *pad.shape[2:]), pad.dtype) for pad in self.layout.pads]
+        inputs = ColumnInputs.into(groups, size, self.layout, values, num_rows, runtime, what)
         if not (self.device or inputs.device or self.objects):
             return RowState(self.layout, groups, {}, {}), inputs.pool_id
-        others = RowState(self.layout, [group[:, kept.size :] for group in groups], inputs.device, inputs.objects)
-        return self._merged(groups, others, kept), inputs.pool_id
-
-    def _with_places(self, kept: Rows, num_rows: int) -> list[Array]:
-        """The groups with the rows at `kept`, and places for `num_rows` behind them, which hold anything."""
-        size = kept.size
-        index = np.zeros(size + num_rows, dtype=np.int64)  # without a second array for each group
-        index[:size] = kept
-        if self.groups and not self.groups[0].shape[1]:
-            return [np.empty((len(group), num_rows, *group.shape[2:]), group.dtype) for group in self.groups]
-        return [group.take(index, 1, None, "wrap") for group in self.groups]
-
-    def _merged(self, groups: Sequence[Array], other: "RowState", kept: Rows | None) -> "RowState":
-        """`merged`, whose `groups` are made."""
-        device: Mapping[str, DeviceRows] = self.device or other.device
-        if device:
-            names = (*self.device, *(name for name in other.device if name not in self.device))
-            device = {name: self._device_rows(name, kept).merged(other._device_rows(name)) for name in names}
-        objects = self.objects
-        if objects:
-            mine = objects if kept is None else {n: one.take(kept, 0, None, "wrap") for n, one in objects.items()}
-            objects = {name: np.concatenate((one, other.objects[name])) for name, one in mine.items()}
-        return RowState(self.layout, groups, device, objects)
+        others = RowState(self.layout, [group[:, size:] for group in groups], inputs.device, inputs.objects)
+        return self.merged(others, kept, groups), inputs.pool_id
 
     def _device_rows(self, column: str, kept: Rows | None = None) -> DeviceRows:
         rows = self.device.get(column)
