@@ -586,13 +586,14 @@ class Runtime(Guided, abc.ABC):
             if isinstance(error, DtypeError):
                 raise
             raise DtypeError(f"{name} of {tensors!r}", value=tensors, remedy="pass a list of tensors") from None
-        parts = []
-        for tensor in tensors:
-            if tensor.numel():
-                flat = tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
-                parts.append(flat.view(torch.uint8))
-        packed = parts[0] if len(parts) == 1 else None
+        parts = [
+            tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
+            for tensor in tensors
+            if tensor.numel()
+        ]
+        packed = parts[0] if parts else None
         if len(parts) > 1:
+            parts = [part.view(torch.uint8) for part in parts]
             packed = self.launch(torch.cat, parts, reads=parts, name=f"{name}: pack")
         return self.land(packed, kinds, name, self.current_stream)
 
