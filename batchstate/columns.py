@@ -16,7 +16,7 @@ from batchstate._arrays import Array, padding_row, shape_of
 from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import DeclarationError, ShapeError
 from batchstate.indices import Slots, index_type
-from batchstate.mirror import Contract, MirroredTensor, parse_contract
+from batchstate.mirror import Contract, MirroredTensor
 from batchstate.runtime import host_dtype, numpy_dtype
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ def mirrored(
         DeclarationError: another contract; indices that are not integers, that have bounds, or a pad other than 0.
     """
     numpy_dtype(dtype)  # refuses what has no host side
-    weakest = parse_contract(contract)
+    weakest = Contract(contract)
     if weakest not in (Contract.EXACT, Contract.UPPER_BOUND):
         raise DeclarationError(
             f"a mirrored column cannot be {weakest.value}",

@@ -99,15 +99,6 @@ class Contract(enum.Enum):
 _STRENGTH = {Contract.DEVICE_ONLY: 0, Contract.UPPER_BOUND: 1, Contract.EXACT: 2, Contract.HOST_ONLY: 3}
 
 
-def parse_contract(contract: str | Contract) -> Contract:
-    """The contract of that name.
-
-    Raises:
-        ArgumentError: unknown name.
-    """
-    return Contract(contract)
-
-
 def weaker_contract(first: Contract, second: Contract) -> Contract:
     """The contract of a value made of rows of both: the weaker of the two.
 
@@ -379,7 +370,7 @@ class MirroredTensor(HostValues):
             Violation: UNIT_MISMATCH: `values` is a mirrored value of another index space.
         """
         check_runtime(runtime, name or cls.__name__)
-        wanted = parse_contract(contract)
+        wanted = Contract(contract)
         if wanted not in (Contract.EXACT, Contract.HOST_ONLY):
             raise ContractError(
                 f"{cls.__name__}.from_host cannot make a {wanted.value} value",
@@ -446,7 +437,7 @@ class MirroredTensor(HostValues):
             ContractError: a contract without one of the sides.
             Violation: MIRROR_EQUAL or MIRROR_BOUND, at level `full`.
         """
-        wanted = parse_contract(contract)
+        wanted = Contract(contract)
         what = name or cls.__name__
         if wanted not in (Contract.EXACT, Contract.UPPER_BOUND):
             raise ContractError(
@@ -907,7 +898,7 @@ class MirroredTensor(HostValues):
         Raises:
             ContractError: `contract` promises more than the present one; only `resolve` strengthens.
         """
-        wanted = parse_contract(contract)
+        wanted = Contract(contract)
         if wanted is Contract.UPPER_BOUND and self.unit is not None:
             raise ContractError(
                 f"{self!r} holds {self.unit}s, which have no bound",

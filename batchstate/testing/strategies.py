@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 
 from batchstate._arrays import count
 from batchstate.errors import ArgumentError
-from batchstate.mirror import Contract, parse_contract
+from batchstate.mirror import Contract
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
 from batchstate.testing.models import Modelled, value_of
 
@@ -82,7 +82,7 @@ def contracts(*among: str | Contract) -> SearchStrategy[Contract]:
     Raises:
         ArgumentError: an unknown name.
     """
-    return st.sampled_from([parse_contract(one) for one in among] or list(Contract))
+    return st.sampled_from([Contract(one) for one in among] or list(Contract))
 
 
 def row_shapes() -> SearchStrategy[tuple[int, ...]]:

@@ -38,7 +38,7 @@ from hypothesis.strategies import SearchStrategy
 from batchstate import invariants
 from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, BatchStateError
-from batchstate.mirror import Contract, parse_contract
+from batchstate.mirror import Contract
 from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine, with_replay
 from batchstate.testing.strategies import keep_lists
@@ -75,7 +75,7 @@ class Twin:
 
     host: str
     device: str
-    contract: Contract = attrs.field(default=Contract.EXACT, converter=parse_contract)
+    contract: Contract = attrs.field(default=Contract.EXACT, converter=Contract)
 
     def __attrs_post_init__(self) -> None:
         if self.contract not in (Contract.EXACT, Contract.UPPER_BOUND):

@@ -198,12 +198,13 @@ class BatchScheduler(Generic[B, R]):
         self.leave()
         if not len(self.batch) and not self.waiting:
             return None
-        plan, retracted = self._plan(), False
-        while (fit := rows_that_fit(plan.new_pages, plan.owned_pages, self._pages_available)) < len(self.batch):
+        plan, pages, retracted = self._plan(), self._pages_available, False
+        while (fit := rows_that_fit(plan.new_pages, plan.owned_pages, pages)) < len(self.batch):
             if not self.reclaim():
                 self._retract(fit)
                 plan, retracted = self._plan(), True  # the rows left share the tokens of the step anew
-        return self._plan() if not retracted and self._admit(plan) else plan
+            pages = self._pages_available
+        return self._plan() if not retracted and self._admit(plan, pages) else plan
 
     def _plan(self) -> StepPlan:
         return plan_step(
@@ -235,8 +236,8 @@ class BatchScheduler(Generic[B, R]):
         self.batch = self.batch.filter(~leaves)
         return requests
 
-    def _admit(self, plan: StepPlan) -> bool:
-        """Lets waiting requests join while this step's tokens, the slots and the pages last. Whether any did."""
+    def _admit(self, plan: StepPlan, pages: int) -> bool:
+        """Lets waiting requests join while this step's tokens, the slots and `pages` last. Whether any did."""
         if not self.waiting:
             return False
         tokens, slots = self._max_tokens_per_step - int(plan.remaining.sum()), self.slots_available
@@ -246,7 +247,7 @@ class BatchScheduler(Generic[B, R]):
         # would leave pages idle. Where it comes to that, `schedule` retracts.
         page_size = self.pages.page_size
         reserved = int((pages_for(self.batch.seq_lens.np + plan.remaining, page_size) - plan.owned_pages).sum())
-        pages = self._pages_available - reserved
+        pages -= reserved
         joining: list[R] = []
         while self.waiting and tokens > 0 and slots > 0:
             request = self.waiting[0]
