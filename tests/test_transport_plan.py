@@ -175,10 +175,11 @@ def test_source_ranks_cover_a_target_row_once(both: tuple[list[KVLayout], list[K
             if piece is None:
                 continue
             writers.append(source.rank)
-            assert 0 <= piece.source_offset <= source.item_bytes - piece.nbytes
-            for byte in range(piece.nbytes):
-                assert piece.target_offset + byte not in origin
-                origin[piece.target_offset + byte] = source.held.first * source.head_bytes + piece.source_offset + byte
+            here, there, nbytes = piece
+            assert 0 <= here <= source.item_bytes - nbytes
+            for byte in range(nbytes):
+                assert there + byte not in origin
+                origin[there + byte] = source.held.first * source.head_bytes + here + byte
         begin = target.held.first * target.head_bytes
         assert origin == {byte: begin + byte for byte in range(target.item_bytes)}
         assert tuple(writers) == sources_of(target, len(sources))

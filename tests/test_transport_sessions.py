@@ -691,10 +691,10 @@ def test_a_grant_of_a_huge_range_costs_what_the_request_needs() -> None:
 def test_names_are_as_long_as_peers_take() -> None:
     """A name that no peer would take is refused where it is given; the longest that peers take goes through."""
     pair = Pair()
-    with pytest.raises(ArgumentError, match=f"a request whose name has {MOST_TEXT + 1} characters"):
+    with pytest.raises(ArgumentError, match=f"characters of the request's name is {MOST_TEXT + 1}"):
         pair.receiver.lease("r" * (MOST_TEXT + 1), 1, ["prefill"])
     engine = InProcessEngine(Network())
-    with pytest.raises(ArgumentError, match=f"a region whose name has {MOST_TEXT + 1} characters"):
+    with pytest.raises(ArgumentError, match=f"characters of the region's name is {MOST_TEXT + 1}"):
         engine.register(np.zeros(64, dtype=np.uint8), "k" * (MOST_TEXT + 1))
     engine.register(np.zeros(64, dtype=np.uint8), "k" * MOST_TEXT)
     assert Endpoint.from_bytes(engine.endpoint()).regions[0].name == "k" * MOST_TEXT

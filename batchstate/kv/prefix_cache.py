@@ -402,10 +402,7 @@ class PrefixCache(Guided):
         """
         pool, cached = self.pages, self._cached
         named, wanted = _checked(keys, f"{pool.name}: fit"), size_of(num_pages, f"{pool.name}: fit: num_pages")
-        if len(named) > wanted:
-            raise ArgumentError(
-                f"{pool.name}: fit: {len(named)} keys for {wanted} pages", value=len(named), remedy="a page has one key"
-            )
+        size_of(len(named), f"{pool.name}: fit: keys, one for a page", most=wanted)
         pool.reap()
         found = cached.find(named)
         idle = cached.among_idle(found)

@@ -266,26 +266,13 @@ def _named(layout: KVLayout, at: int) -> str:
     return repr(layout.layers[at]) if at < len(layout.layers) else "missing"
 
 
-@final
-@attrs.frozen
-class Slice:
-    """Consecutive bytes of a token's row, in each buffer the same.
-
-    Attributes:
-        source_offset: where they begin in the row of the source rank.
-        target_offset: where they begin in the row of the target rank.
-        nbytes: how many, at least one.
-    """
-
-    source_offset: int
-    target_offset: int
-    nbytes: int
-
-
-def slice_between(source: KVLayout, target: KVLayout) -> Slice | None:
+def slice_between(source: KVLayout, target: KVLayout) -> tuple[int, int, int] | None:
     """What the source's rank writes into a row of the target's rank, or None if it writes nothing there.
 
     The layouts fit (`check_fit`).
+
+    Returns:
+        consecutive bytes, in each buffer the same: where they begin in the source's row and in the target's, how many.
     """
     ours, theirs = source.held, target.held
     first = max(ours.first, theirs.first)
@@ -293,7 +280,7 @@ def slice_between(source: KVLayout, target: KVLayout) -> Slice | None:
     if heads < 1 or ours.replica != theirs.replica * ours.replicas // theirs.replicas:
         return None
     size = target.head_bytes
-    return Slice((first - ours.first) * size, (first - theirs.first) * size, heads * size)
+    return (first - ours.first) * size, (first - theirs.first) * size, heads * size
 
 
 def sources_of(target: KVLayout, source_degree: int) -> tuple[int, ...]:
@@ -511,13 +498,13 @@ def location_rows(
     piece = slice_between(source_layout, target_layout)
     if piece is None or not ours.size or not here.size:
         return Copies.empty()
-    layers = here.size
+    layers, (from_byte, to_byte, nbytes) = here.size, piece
     return Copies(
         np.repeat(here, ours.size),
-        np.tile(ours * source_layout.item_bytes + piece.source_offset, layers),
+        np.tile(ours * source_layout.item_bytes + from_byte, layers),
         np.repeat(there, ours.size),
-        np.tile(theirs * target_layout.item_bytes + piece.target_offset, layers),
-        np.full(ours.size * layers, piece.nbytes, dtype=np.int64),
+        np.tile(theirs * target_layout.item_bytes + to_byte, layers),
+        np.full(ours.size * layers, nbytes, dtype=np.int64),
     )
 
 

@@ -272,12 +272,7 @@ class Receiver(Session):
             )
         total = count(num_tokens, "num_tokens", most=MOST_TOKENS)
         which = count(attempt, "attempt", least=1, most=MOST_ATTEMPTS)
-        if len(str(request)) > MOST_TEXT:
-            raise ArgumentError(
-                f"a request whose name has {len(str(request))} characters",
-                value=str(request)[:80],
-                remedy=f"name it in at most {MOST_TEXT} characters",
-            )
+        count(len(str(request)), "characters of the request's name", most=MOST_TEXT)
         workers = tuple(map(self._named, names))
         for worker in workers:
             if worker.ended or worker.lost is not None:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants
-from batchstate._arrays import arange_per_row
+from batchstate._arrays import arange_per_row, count
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, ShapeError, TransferError, one_of
 from batchstate.transport.connection import LEAST_SECRET, new_secret
@@ -501,12 +501,7 @@ class Engine(abc.ABC):
         """
         self.check_owner("register")
         name = name or f"region {len(self._regions)}"
-        if len(name) > MOST_TEXT:
-            raise ArgumentError(
-                f"a region whose name has {len(name)} characters",
-                value=name[:80],
-                remedy=f"name it in at most {MOST_TEXT} characters",
-            )
+        count(len(name), "characters of the region's name", most=MOST_TEXT)
         region = described(self._next_region, memory, name, self._regions.values())
         self._register(region)
         self._regions[region.index] = region
