@@ -110,16 +110,6 @@ def test_ids_of_any_batch(device: str, case: Case) -> None:
         assert world.states(slots, field) == wanted
 
 
-def test_a_request_that_puts_in_nothing_needs_no_ids(rt: Runtime, world: World) -> None:
-    """A request that sits a step out takes no ids, named or not, and its entry stays published."""
-    slots = world.take([5, 6, 7])
-    world.publish(slots)
-    plan, uploaded = world.planned(slots, [5, 6, 7], [1, 0, 1], samples=[True, False, True])
-    inputs = world.resolve(plan, uploaded)
-    assert values(rt, inputs.input_ids) == (10 * slots.np[[0, 2]]).tolist()
-    assert world.states(slots, "last_token") == ["consumed", "published", "consumed"]
-
-
 def test_forward_entry_publishes_what_the_forward_writes(rt: Runtime, world: World) -> None:
     """A prefix is shared one step after its prefill was launched: nothing waits on that stream, another one does."""
     slots, pages, later = world.take([8, 6]), world.pages, world.slots

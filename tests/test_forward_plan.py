@@ -239,25 +239,6 @@ def test_bounds_are_bounds(rt: Runtime) -> None:
     assert not ForwardPlan.of(slots, bounds, prompt_ids=[[6], [7]]).bounded
 
 
-@pytest.mark.parametrize("rows", [0, 2])
-def test_a_step_of_no_requests(rt: Runtime, rows: int) -> None:
-    """An idle rank plans a step: of nothing, or of padded lanes."""
-    world = World.of(rt)
-    plan = ForwardPlan.of(
-        world.slots.take(0).pad(rows),
-        [],
-        samples=[],
-        pages=world.pages,
-        pad_tokens=rows,
-        layouts=("flash_attention", "flashinfer"),
-    )
-    assert (plan.num_reqs, plan.num_tokens, plan.max_query_len, plan.max_kv_len) == (0, 0, 0, 0)
-    assert plan.extras["query_start_loc"].tolist() == [0] * (rows + 1)
-    assert plan.extras["slot_mapping"].tolist() == [0] * rows
-    assert plan.extras["last_token_indices"].tolist() == [0] * rows
-    assert plan.extras["block_table"].shape == (rows, 0)
-
-
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "lengths for others": (ShapeError, r"seq_lens: expected one number, or one for each of 3", {"seq_lens": [5, 6]}),
     "lengths in two dimensions": (ShapeError, r"got an array of shape \[3, 1\]", {"seq_lens": [[5], [6], [7]]}),

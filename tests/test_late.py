@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate.batch import Batch
-from batchstate.columns import mirrored, slot_column
 from batchstate.errors import ArgumentError
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.pools import SlotPool
@@ -17,11 +15,6 @@ from batchstate.runtime.fences import DoneFence
 from batchstate.testing import LateRuntime
 from batchstate.testing.fences import LateFence, is_behind
 from tests.doubles import Gate
-
-
-class Running(Batch):
-    slots = slot_column()
-    seq_lens = mirrored(torch.int64)
 
 
 def test_fences_are_late(late: LateRuntime) -> None:
@@ -282,26 +275,3 @@ def test_staging_is_not_reused_before_its_fence(late: LateRuntime) -> None:
     for _ in range(50):
         late.upload([np.arange(4)]).ready.wait()
     assert late.counters.staging_allocations == made
-
-
-def test_step_loop_runs(late: LateRuntime, full: None) -> None:
-    """An engine that runs one step ahead, with a relay to the host, needs nothing else than its own waits."""
-    pool = SlotPool(late, 4)
-    relay = FutureMap(pool, {"tokens": relay_field(torch.int64, read_by="both", non_negative=True)})
-    batch = Running.build(late, slots=pool.take(3), seq_lens=[5, 6, 7])
-    relay.publish(batch.slots, tokens=torch.tensor([10, 20, 30]))
-    asked = relay.prefetch(batch.slots, "tokens")
-    forward = late.stream("forward")
-    for step in range(300):
-        late.next_step()
-        batch = batch.advance("seq_lens", 1)
-        batch.upload()
-        with late.use(forward):
-            tokens = late.launch(torch.add, relay.gather(batch.slots, "tokens"), batch.seq_lens.device)
-            relay.publish(batch.slots, tokens=tokens)
-            following = relay.prefetch(batch.slots, "tokens")
-        assert not following.ready()
-        assert asked["tokens"].np[0] == 10 + sum(range(6, 6 + step))
-        asked = following
-    assert late.pending() < 40
-    assert late.counters.forced_syncs == 0

@@ -3,16 +3,12 @@
 import warnings
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 from batchstate import MirroredTensor, Violation
-from batchstate.batch import Batch
-from batchstate.columns import device_only, host_list, mirrored, slot_column
-from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Runtime, open_runtime
+from batchstate.runtime import Runtime, open_runtime
 from batchstate.testing import no_hidden_sync
 from batchstate.violations import Code
 
@@ -42,14 +38,6 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "what was computed from it": lambda t: (t * 2 + 1).sum().item(),
     "a view of it": lambda t: t[1:].view(2, 1)[0, 0].item(),
 }
-
-
-class Running(Batch):
-    slots = slot_column()
-    seq_lens = mirrored(torch.int64)
-    bounds = mirrored(torch.int64, contract="upper_bound")
-    last_token = device_only(torch.int64)
-    requests = host_list()
 
 
 @pytest.mark.parametrize("name", list(WAITS))
@@ -136,40 +124,6 @@ def test_window_closes(rt: Runtime) -> None:
         value.device.tolist()
     assert value.device.tolist() == [1, 2, 3]
     assert value.resolve() is value
-
-
-def test_step_loop_runs_clean(rt: Runtime) -> None:
-    """Steps in which requests leave, join and advance, with pages, tables and an upload, never wait."""
-    slots = SlotPool(rt, 8)
-    table = slots.table("req_to_token", (16,), holds="location")
-    pages = PagePool(rt, slots, 32, 2, max_tokens_per_request=16, req_to_token=table)
-
-    def joining(n: int) -> Running:
-        numbers = np.arange(n)
-        bound = MirroredTensor.from_host(rt, numbers).weaken("upper_bound")
-        taken = slots.take(n)
-        return Running.build(rt, slots=taken, seq_lens=[0] * n, bounds=bound, last_token=numbers, requests=[*range(n)])
-
-    in_flight: list[Fence] = []
-    forced = rt.counters.forced_syncs
-    with no_hidden_sync(rt):
-        batch = joining(4)
-        for step in range(12):
-            rt.next_step()
-            leaving = np.arange(len(batch)) == step % len(batch)
-            pages.release_requests(batch.filter(leaving).slots, after=rt.record())
-            batch = batch.filter(~leaving).merge(joining(1)).advance(["seq_lens", "bounds"], 1)
-            extension = pages.advance(batch.slots)
-            extras = batch.upload(writes=[extension.entry()], extras={"positions": extension.positions})
-            assert len(extras["positions"]) == len(batch)
-            tokens = batch.last_token.device
-            sampled = rt.launch(torch.add, tokens, 1, reads=[tokens])
-            batch = batch.replace(last_token=sampled)
-            in_flight.append(rt.record())
-            table.read_until(in_flight[-1])
-            while len(in_flight) >= rt.steps_in_flight:
-                in_flight.pop(0).wait()
-    assert rt.counters.forced_syncs == forced
 
 
 def test_torchs_own_mode_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
