@@ -286,15 +286,14 @@ class Detector:
                 self._check_written(allocation, allocation.fresh, entry, region)
             for wrote, logs in before if writes else before[:1]:
                 for other, log in logs.items():
-                    if other != own:
-                        at = seen[other] if other < known else 0
-                        if not wrote:
-                            at = max(at, self._reads_over.get(other, 0))
-                        self.comparisons += 1
-                        if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
-                            self._found(
-                                allocation, other, found, entry, region, first_writes=wrote, second_writes=writes
-                            )
+                    if other == own:
+                        continue
+                    at = seen[other] if other < known else 0
+                    if not wrote:
+                        at = max(at, self._reads_over.get(other, 0))
+                    self.comparisons += 1
+                    if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
+                        self._found(allocation, other, found, entry, region, first_writes=wrote, second_writes=writes)
 
     def _check_written(self, allocation: RaceAllocation, fresh: Entry, entry: Entry, region: ByteRegion) -> None:
         """A read of fresh memory finds something that was written; padded rows beside written ones do not count."""

@@ -53,26 +53,23 @@ class InFlight:
     @property
     def now(self) -> int:
         """Steps under way, the present one included. What comes before the first `next_step` is not a step."""
-        host, streams = self._clocks.host, self._clocks.streams[1:]
-        while self._ends and all(host.knows(at, event) for at, event in enumerate(self._ends[0], start=1)):
+        while self._ends and self._is_over(self._ends[0]):
             self._ends.popleft()
-        before = self._before
-        present = any(
-            not host.knows(stream.number, stream.work)
-            and (stream.number > len(before) or stream.work > before[stream.number - 1])
-            for stream in streams
-        )
-        return len(self._ends) + (present and self._began)
+        return len(self._ends) + (self._began and not self._is_over(self._present()))
 
     @property
     def depths(self) -> list[int]:
         """See the class."""
-        return [*self._past, self._most] if self._works() else self._past
+        return [*self._past, self._most] if self._began and any(self._present()) else self._past
 
-    def _works(self) -> bool:
-        """Whether the present step has launched anything."""
-        ends = [stream.work for stream in self._clocks.streams[1:]]
-        return self._began and any(ends) and ends != self._before
+    def _present(self) -> list[int]:
+        """The newest work of the present step on each stream, or 0."""
+        before = [*self._before, *[0] * (len(self._clocks.streams) - 1 - len(self._before))]
+        streams = self._clocks.streams[1:]
+        return [stream.work if stream.work > was else 0 for stream, was in zip(streams, before, strict=True)]
+
+    def _is_over(self, ends: list[int]) -> bool:
+        return all(self._clocks.host.knows(at, event) for at, event in enumerate(ends, start=1))
 
     def note(self) -> None:
         """To be called before the host learns something, and before a step ends: the number only falls there."""
@@ -81,12 +78,11 @@ class InFlight:
     def step_ends(self) -> None:
         """What comes next is another step's."""
         self.note()
-        ends = [stream.work for stream in self._clocks.streams[1:]]
-        if self._works():
-            before = [*self._before, *[0] * (len(ends) - len(self._before))]
-            self._ends.append([end if end > was else 0 for end, was in zip(ends, before, strict=True)])
+        present = self._present()
+        if self._began and any(present):
+            self._ends.append(present)
             self._past.append(self._most)
-        self._before = ends
+        self._before = [stream.work for stream in self._clocks.streams[1:]]
         self._began = True
         self._most = 0
 
