@@ -158,7 +158,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         synchronised: calls of torch that made the host wait, by name. They count as forced syncs.
     """
 
-    _TRACER: ClassVar[type[RaceTracer]] = RaceTracer
+    _TRACER: ClassVar[type[Any]] = RaceTracer
     _tracer: RaceTracer
 
     def __init__(
@@ -415,9 +415,6 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self._tracer.keep_for(tensor, self._known_stream(stream))
 
     # Clocks
-
-    def _new_tracer(self) -> RaceTracer:
-        return self._TRACER(self._detector, self._inner, self._known_stream, self._note_sync)
 
     def _new_stream(self, name: str) -> StreamClock:
         return self._detector.clocks.add(name)

@@ -1,14 +1,14 @@
 """Every operation of torch as accesses: what it reads and writes, on which stream, and what the host waits for."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
-from batchstate.testing.race.detector import Detector, RaceAllocation
+from batchstate.testing.race.detector import RaceAllocation
 from batchstate.testing.race.history import Entry
 from batchstate.testing.race.host_memory import HostMemory
 from batchstate.testing.race.report import EventKind
@@ -17,6 +17,9 @@ from batchstate.testing.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.testing.tracing.memory import HOST_KINDS, MemoryKind, Name
 from batchstate.testing.tracing.operations import MemoryAccess, Operation, tensors_in
 from batchstate.testing.tracing.regions import ByteRegion, of_tensor
+
+if TYPE_CHECKING:
+    from batchstate.testing.race.runtime import RaceRuntime
 
 Checked = list[tuple[RaceAllocation, ByteRegion, bool]]
 """Memory, the bytes of it, and whether they are written."""
@@ -32,35 +35,26 @@ class RaceTracer(Tracer[RaceAllocation]):
     pinned; `.to("cpu", non_blocking=True)` lands in pinned memory of its own; everything else waits.
 
     Args:
-        detector: checks the accesses.
-        inner: the runtime that is traced.
-        clock_of: the clock of a stream, of the library or of torch.
-        note_sync: told of each call of torch that makes the host wait.
+        runtime: has the detector and the clocks of streams.
 
     Attributes:
-        detector: that checks.
+        detector: checks the accesses.
         host_memory: copies between host and device.
         pieces: pieces of memory seen so far: the number of the newest.
         launched: name of the innermost launch under way, for reports.
         seen: memory accessed since that launch began, with whether it was written; None outside of launches.
     """
 
-    def __init__(
-        self,
-        detector: Detector,
-        inner: Runtime,
-        clock_of: Callable[[Any], StreamClock],
-        note_sync: Callable[[str], None],
-    ) -> None:
-        super().__init__(inner.device, self.died)
-        self.detector = detector
-        self.host_memory = HostMemory(detector)
+    def __init__(self, runtime: "RaceRuntime") -> None:
+        super().__init__(runtime.device, self.died)
+        self.detector = runtime._detector
+        self.host_memory = HostMemory(self.detector)
         self.pieces = 0
         self.launched: str | None = None
         self.seen: dict[RaceAllocation, bool] | None = None
-        self._inner = inner
-        self._clock_of = clock_of
-        self._note_sync = note_sync
+        self._inner: Runtime = runtime._inner
+        self._clock_of: Callable[[Any], StreamClock] = runtime._known_stream
+        self._note_sync: Callable[[str], None] = runtime._note_sync
 
     def died(self, allocation: RaceAllocation) -> None:
         """The last tensor of a piece of memory is gone."""

@@ -52,7 +52,7 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         synchronised: calls of torch that made the host wait for the current stream, by name.
     """
 
-    _TRACER: ClassVar[type[SimTracer]] = SimTracer
+    _TRACER: ClassVar[type[Any]] = SimTracer
     _tracer: SimTracer
 
     def __init__(
@@ -70,10 +70,6 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         self._mapped_at: set[int] = set()
         self._speculative = SpeculativeRead(self._device, lambda memory: memory.ctypes.data in self._mapped_at)
         super().__init__(inner, steps_in_flight)
-
-    def _new_tracer(self) -> SimTracer:
-        step, current = (lambda: self.step), self._known_current
-        return self._TRACER(self._device, self._allocator, current, step, self._keep_alive, self._note_sync)
 
     def __enter__(self) -> Self:
         """From now on streams run late, and the operations of this thread go to them."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import numpy as np
@@ -12,10 +12,13 @@ import torch
 from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.testing.sim.calls import Call, View, packed, written
-from batchstate.testing.sim.device import Block, BlockAllocator, Device, DeviceStream, Task, bytes_of, poison, poisoned
+from batchstate.testing.sim.device import Block, Device, DeviceStream, Task, bytes_of, poison, poisoned
 from batchstate.testing.sim.shapes import META, NewTensor, UnknownError, results_of
 from batchstate.testing.tracing.dispatch import TracedCall, Tracer
 from batchstate.testing.tracing.memory import HOST_KINDS, Allocation, MemoryKind
+
+if TYPE_CHECKING:
+    from batchstate.testing.sim.runtime import SimRuntime
 
 
 @final
@@ -71,34 +74,19 @@ class SimTracer(Tracer[SimAllocation]):
     """Gives the device what is the device's.
 
     Args:
-        device: runs what is enqueued.
-        allocator: of its memory.
-        current: the stream that operations go to.
-        step: the present step.
-        record_stream: told of a tensor and of the stream that uses its memory.
-        note_sync: told of each call of torch that makes the host wait for the current stream.
+        runtime: has the device, its memory and the current stream.
 
     Attributes:
         operations: operations on device memory so far.
         unmodelled: operations that the host had to wait for only because torch cannot say what they return, by name.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        allocator: BlockAllocator,
-        current: Callable[[], DeviceStream],
-        step: Callable[[], int],
-        record_stream: Callable[[torch.Tensor, Any], None],
-        note_sync: Callable[[str], None],
-    ) -> None:
-        super().__init__(torch.device("cpu"), self._died)
-        self._device = device
-        self._allocator = allocator
-        self._current = current
-        self._step = step
-        self._recorded = record_stream
-        self._note_sync = note_sync
+    def __init__(self, runtime: "SimRuntime") -> None:
+        super().__init__(runtime.device, self._died)
+        self._runtime = runtime
+        self._device = runtime._device
+        self._allocator = runtime._allocator
+        self._current: Callable[[], DeviceStream] = runtime._known_current
         self.operations = 0
         self.unmodelled: Counter[str] = Counter()
 
@@ -166,7 +154,7 @@ class SimTracer(Tracer[SimAllocation]):
             self._allocator.free(allocation.block)
 
     def _record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        self._recorded(tensor, stream)
+        self._runtime._keep_alive(tensor, stream)
 
     # Operations
 
@@ -180,7 +168,7 @@ class SimTracer(Tracer[SimAllocation]):
         dormant: bool = False,
     ) -> Task:
         """Something for the current stream to do; see `Task`."""
-        task = Task(name, self._step(), source_line(2), work, writes, reads_host, dormant)
+        task = Task(name, self._runtime.step, source_line(2), work, writes, reads_host, dormant)
         self._enqueue(task)
         return task
 
@@ -226,7 +214,7 @@ class SimTracer(Tracer[SimAllocation]):
             if self.kind_of(one) not in HOST_KINDS:
                 self.use_on_device(one)
         result = call.func(*call.args, **call.kwargs)
-        self._device.note(self._current(), call.operation.name, self._step())
+        self._device.note(self._current(), call.operation.name, self._runtime.step)
 
         def keep(one: torch.Tensor) -> torch.Tensor:
             old = self.allocations.of(one) is not None or any(one is other for other in call.tensors)
@@ -259,7 +247,7 @@ class SimTracer(Tracer[SimAllocation]):
         return _replaced(result, keep)
 
     def _synchronise(self, name: str) -> None:
-        self._note_sync(name)
+        self._runtime._note_sync(name)
         self._wait()
 
     def _wait(self) -> None:
@@ -291,7 +279,7 @@ class SimTracer(Tracer[SimAllocation]):
     def _copy_blocking(self, target: torch.Tensor, source: torch.Tensor, to_device: bool, non_blocking: bool) -> None:
         self._synchronise("copy_")
         target.copy_(source)
-        self._device.note(self._current(), "copy_", self._step())
+        self._device.note(self._current(), "copy_", self._runtime.step)
 
     def _brought_to_host(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         self._synchronise(name)

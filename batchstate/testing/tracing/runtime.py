@@ -4,7 +4,7 @@ import abc
 import contextlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar, final
+from typing import Any, ClassVar, Generic, Self, TypeVar, final
 
 import torch
 
@@ -89,6 +89,9 @@ class TracedRuntime(Runtime, Generic[S]):
         waited_at: calls of torch that made the host wait, by name and source line. They count as forced syncs.
     """
 
+    _TRACER: ClassVar[type[Any]]
+    """Makes, for a runtime, what is told of operations."""
+
     _tracer: Tracer[Any]
 
     def __init__(self, inner: Runtime | None, steps_in_flight: int) -> None:
@@ -100,7 +103,7 @@ class TracedRuntime(Runtime, Generic[S]):
         self._entered = False
         super().__init__(inner.device, steps_in_flight=inner.steps_in_flight)
         self._streams[inner.current_stream.key] = self._new_stream(inner.current_stream.name)
-        self._tracer = self._new_tracer()
+        self._tracer = self._TRACER(self)
 
     def __enter__(self) -> Self:
         """From now on the tool is told of the operations of this thread."""
@@ -121,10 +124,6 @@ class TracedRuntime(Runtime, Generic[S]):
         window, self._window = self._window, None
         if window is not None:
             window.close()
-
-    @abc.abstractmethod
-    def _new_tracer(self) -> Tracer[Any]:
-        """What is told of operations."""
 
     @abc.abstractmethod
     def _new_stream(self, name: str) -> S:
