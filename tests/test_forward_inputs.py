@@ -436,8 +436,8 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
     resolve: Any = world.resolve
     not_uploaded = "kv_lens, last_token_indices, positions, query_start_loc of ForwardPlan.* were not uploaded"
     acts: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (ArgumentError, "expected ForwardPlan, got list", lambda: resolve([], uploaded)),
-        (ArgumentError, "expected Extras, got dict", lambda: resolve(plan, {})),
+        (ArgumentError, "expected a ForwardPlan, got ", lambda: resolve([], uploaded)),
+        (ArgumentError, "expected an Extras, got ", lambda: resolve(plan, {})),
         (ArgumentError, not_uploaded, lambda: resolve(plan, bare)),
         (ArgumentError, "were not uploaded with this batch", lambda: resolve(plan, theirs)),
         (ArgumentError, "a table of slots of", lambda: resolve(plan, uploaded, req_to_token=others.table)),

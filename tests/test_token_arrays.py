@@ -269,7 +269,7 @@ def test_refuses_inputs_that_wait(rt: Runtime, world: World) -> None:
     plan, uploaded = world.planned(slots, [3, 4], prompt_ids=[[1], None], pages=world.pages)
     with pytest.raises(ArgumentError, match="row 1 waits for a relay"):
         ForwardInputs.of(plan, uploaded)
-    with pytest.raises(ArgumentError, match="expected ForwardPlan"):
+    with pytest.raises(ArgumentError, match="expected a ForwardPlan"):
         ForwardInputs.of(None, uploaded)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="a list of table writes, got 5"):
         plan.upload(writes=5)  # type: ignore[arg-type]

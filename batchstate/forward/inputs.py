@@ -14,6 +14,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import put_rows, select_rows
+from batchstate._guidance import check_kind
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
 from batchstate.forward.plan import NO_END, ForwardPlan, handles_of
@@ -380,13 +381,9 @@ def check_parts(plan: object, uploaded: object, what: str) -> None:
     Raises:
         ArgumentError: one of them is something else.
     """
-    for value, kind in ((plan, ForwardPlan), (uploaded, Extras)):
-        if not isinstance(value, kind):
-            raise ArgumentError(
-                f"{what}: expected {kind.__name__}, got {type(value).__name__}",
-                value=value,
-                remedy="pass a ForwardPlan, and what `batch.upload(extras=plan.extras)` returned",
-            )
+    remedy = "pass a ForwardPlan, and what `batch.upload(extras=plan.extras)` returned"
+    check_kind(plan, ForwardPlan, what, remedy)
+    check_kind(uploaded, Extras, what, remedy)
 
 
 def _uploaded_handles(handles: Slots, uploaded: Extras, name: str) -> Slots:

@@ -27,7 +27,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import Array, amounts, arange_per_row, as_array, check_range, count
-from batchstate._guidance import methods_show_signature, shown
+from batchstate._guidance import check_kind, methods_show_signature, shown
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._upload import Extras, check_writes, named_arrays, packed_step
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, one_of
@@ -730,14 +730,9 @@ def _tier_rows(tier: LastLocation, row_set: RowSet, where: Where) -> Ints:
     return np.arange(np.count_nonzero(tier.slots.np)) if found is None else found
 
 
-def _window(tier: object, row_set: RowSet, lens: Ints, queries: Ints, where: Where) -> Ints:
+def _window(tier: LastLocation, row_set: RowSet, lens: Ints, queries: Ints, where: Where) -> Ints:
     """Tokens of each request that its pages hold at the most, int64[num_reqs]; `NO_END` outside of the tier."""
-    if not isinstance(tier, LastLocation):
-        raise ArgumentError(
-            f"{_WHAT}: tier is {type(tier).__name__}",
-            value=tier,
-            remedy="pass what `HiSparse.map_last_location` returned",
-        )
+    check_kind(tier, LastLocation, f"{_WHAT}: tier", "pass what `HiSparse.map_last_location` returned")
     window = np.full(len(lens), NO_END, dtype=np.int64)
     rows, mapped = _tier_rows(tier, row_set, where), np.flatnonzero(tier.owners.np)
     window[rows] = tier.hot_tokens
