@@ -32,6 +32,9 @@ _MOST = {"rank": MOST_RANKS - 1, "degree": MOST_RANKS, "page_size": 2**31, "item
 _DTYPES = {name: str(one).removeprefix("torch.") for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
 
 
+# Ranks and their layouts
+
+
 @final
 @attrs.frozen
 class Held:
@@ -336,6 +339,9 @@ def check_sources(target: Layouts, sources: tuple[Layouts, ...]) -> None:
             value=idle,
             remedy="name each worker that `plan.sources_of` names, once, of every stage",
         )
+
+
+# Rows
 
 
 def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:

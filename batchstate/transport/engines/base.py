@@ -56,6 +56,8 @@ REMEMBERED_TAGS = 65_536
 _NOTHING_SENT = (ArgumentError, TransferError, Violation)
 
 
+# Memory, and which bytes of it go where
+
 Memory = torch.Tensor | npt.NDArray[np.uint8]
 
 
@@ -201,6 +203,9 @@ class Copies:
             target_offsets=found.target_offsets + skipped,
             lengths=np.minimum(found.lengths - skipped, most),
         )
+
+
+# Writes
 
 
 class Status(enum.Enum):

@@ -55,6 +55,24 @@ from batchstate.transport.wire import number, row, text
 
 PIECE = 1 << 20
 """Bytes of one message, about: a piece is at most twice as long. While one is put into place the next is packed."""
+MOST_ROWS = 1 << 20
+"""Of one write, before long rows are cut into pieces."""
+MOST_CUT_ROWS = (MOST_BYTES - 256) // 24
+"""The same, once they are cut: their places fit into a message."""
+
+LANDED, REFUSED = b"+", b"-"
+"""How an answer begins; behind it, why not."""
+_HEADER = struct.Struct("<IB")
+"""Rows, bytes of the tag. Behind it the tag, and int64[3, n]: region, offset and length of each row."""
+_ADDRESS = row(text(), number(1, 65_535))
+"""Host and port: this engine's part of an endpoint."""
+
+LOOKS_EVERY = 0.05
+"""Seconds between two looks whether this engine is being closed, while the other side has not closed a connection."""
+CLOSES_IN = 5.0
+"""Seconds that `close` waits for each thread at most; each is woken before."""
+
+# Rows of several regions packed into one piece of memory, and back
 
 
 def as_bytes(memory: Memory, name: str) -> torch.Tensor:
@@ -153,19 +171,7 @@ def _matrix(memory: torch.Tensor, grain: int) -> torch.Tensor:
     return memory[: memory.numel() // grain * grain].view(-1, grain)
 
 
-MOST_ROWS = 1 << 20
-"""Of one write, before long rows are cut into pieces."""
-MOST_CUT_ROWS = (MOST_BYTES - 256) // 24
-"""The same, once they are cut: their places fit into a message."""
-
-LANDED, REFUSED = b"+", b"-"
-"""How an answer begins; behind it, why not."""
-
-_HEADER = struct.Struct("<IB")
-"""Rows, bytes of the tag. Behind it the tag, and int64[3, n]: region, offset and length of each row."""
-
-LOOKS_EVERY = 0.05
-"""Seconds between two looks whether this engine is being closed, while the other side has not closed a connection."""
+# The two sides of a connection
 
 
 @final
@@ -384,11 +390,7 @@ class Outgoing:
         self._connection.finish()  # so that the receiver ends too, and says so by closing its end
 
 
-_ADDRESS = row(text(), number(1, 65_535))
-"""Host and port: this engine's part of an endpoint."""
-
-CLOSES_IN = 5.0
-"""Seconds that `close` waits for each thread at most; each is woken before."""
+# The engine
 
 
 @shows_signature
