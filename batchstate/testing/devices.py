@@ -70,9 +70,7 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
     if tool == SIM:
         from batchstate.testing.sim import SimRuntime
 
-        if rest:
-            return SimRuntime(scheduler=rest, seed=seed, steps_in_flight=steps_in_flight)
-        return SimRuntime(seed=seed, steps_in_flight=steps_in_flight)
+        return SimRuntime(scheduler=rest or "random", seed=seed, steps_in_flight=steps_in_flight)
     try:
         return open_runtime(device, steps_in_flight=steps_in_flight)
     except ArgumentError as error:

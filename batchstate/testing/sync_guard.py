@@ -130,7 +130,7 @@ def _waits(
         return "an index by a boolean mask"
     if name == "__setitem__" and _is_mask(args[1]) and isinstance(args[2], torch.Tensor) and args[2].ndim:
         return "an assignment through a boolean mask"
-    if name == "repeat_interleave" and kwargs.get("output_size") is None and any(map(_is_tensor, args[1:])):
+    if name == "repeat_interleave" and kwargs.get("output_size") is None and next(_tensors(args[1:]), None) is not None:
         return "repeat_interleave() without output_size"
     if name == "isin" and isin_waits(*args, **kwargs):
         return "isin() of many test elements"
@@ -144,10 +144,6 @@ def _is_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_mask(index: Any) -> bool:
     return any(one.dtype in (torch.bool, torch.uint8) for one in _tensors(index))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -285,23 +285,17 @@ def check_passed(settings: Settings, opened: list[Opened]) -> None:
     Raises:
         Failed: it caught a race, was not as deep as its mark demands, or has a mark without an effect.
     """
-    found = [race for one in opened if one.accepted is not None for race in one.races]
-    if found:
-        races = "\n".join(f"  {race.problem}" for race in found)
-        pytest.fail(
-            f"{len(found)} race{'s' * (len(found) > 1)} in code that says cuda\n{races}\n"
-            "  remedy: repair what races, or accept it with --batchstate-baseline",
-            pytrace=False,
+    of_cuda = [race.problem for one in opened if one.accepted is not None for race in one.races]
+    if found := of_cuda or [race.problem for one in opened for race in one.races]:
+        several = len(found) > 1
+        what, remedy = (
+            f"something caught {'races that were' if several else 'a race that was'} raised in this test",
+            "repair what races; a test that is meant to race opens a `RaceRuntime` itself",
         )
-    caught = [race for one in opened for race in one.races]
-    if caught:
-        races = "\n".join(f"  {race.problem}" for race in caught)
-        pytest.fail(
-            f"something caught {'a race that was' if len(caught) == 1 else 'races that were'} raised in this test\n"
-            f"{races}\n"
-            "  remedy: repair what races; a test that is meant to race opens a `RaceRuntime` itself",
-            pytrace=False,
-        )
+        if of_cuda:
+            what = f"{len(found)} race{'s' * several} in code that says cuda"
+            remedy = "repair what races, or accept it with --batchstate-baseline"
+        pytest.fail("\n  ".join([what, *found, f"remedy: {remedy}"]), pytrace=False)
     idle = sorted(settings.own - {"checks"})
     if idle and not opened:
         pytest.fail(
