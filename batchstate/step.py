@@ -156,7 +156,6 @@ class StepPlanner(Guided):
         self._place, self._table = batch._layout.places[seq_lens], cast(Table, pages.req_to_token)
         self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
         self._steps = StepsInOnePiece(self._declared, self._most) if in_one_piece else None
-        self._taken: list[tuple[Ints, Ints]] = []  # slots and generations that a plan takes: given back if it fails
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._pages!r}, {'no relay' if self._relay is None else self._relay!r})"
@@ -228,14 +227,15 @@ class StepPlanner(Guided):
             batch._check_unwritten(OPERATION)
         if published is not None and (type(published) is not dict or joining is None or self._relay is None):
             self._check_published(published, joining)
-        padding, self._taken = (pad_rows, pad_tokens), []
+        padding = pad_rows, pad_tokens
+        taken_slots: TakenSlots = []
         try:
             leaving: Ints | None = None
             given, arrived, live = batch, 0, False
             if keep is not None or joining is not None:
                 live = self._are_live(batch)
-                batch, leaving, arrived = self._turned_over(batch, keep, joining, after, live)
-                live = live and (bool(self._taken) or not arrived)  # those with slots of a caller are looked at
+                batch, leaving, arrived = self._turned_over(batch, keep, joining, after, live, taken_slots)
+                live = live and (bool(taken_slots) or not arrived)  # those with slots of a caller are looked at
             if after is not None and leaving is None:
                 check_fence(after, f"StepPlanner: {OPERATION}")  # of none that leaves: engines pass it in each step
             own = batch is not given  # which no caller has seen
@@ -249,7 +249,7 @@ class StepPlanner(Guided):
                     release = None if leaving is None else partial(self._slots.release_rows, leaving, after, OPERATION)
                     own = own and not levels.full
                     return self._piece(
-                        steps, batch, tokens, writes, extras, published, arrived, own, release, given, live
+                        steps, batch, tokens, writes, extras, published, arrived, own, release, given, live, taken_slots
                     )
             joined = None if joining is None else self._handles(batch).filter(np.arange(n - arrived, n))
             entries = None
@@ -265,13 +265,14 @@ class StepPlanner(Guided):
                 if entries is not None and self._slots.transaction.operation is None:  # else a part was interrupted
                     entries.take_back()
                 raise
-            self._slots.transaction.operation, self._taken = OPERATION, []  # from here on the step stands
+            self._slots.transaction.operation = OPERATION
+            del taken_slots[:]  # from here on the step stands
             if leaving is not None:
                 self._slots.release_rows(leaving, after, OPERATION)
             self._slots.transaction.operation = None
             return step
         except BaseException:
-            for slots, generations in self._taken:
+            for slots, generations in taken_slots:
                 self._slots.give_back(slots, generations, OPERATION)
             raise
 
@@ -300,6 +301,7 @@ class StepPlanner(Guided):
         joining: Batch | Mapping[str, object] | None,
         after: Fence | None,
         live: bool,
+        taken_slots: "TakenSlots",
     ) -> tuple[Batch, Ints | None, int]:
         """The batch that runs, the slots of those that leave, checked and not released yet, and how many join.
 
@@ -321,7 +323,7 @@ class StepPlanner(Guided):
         if index is None and joining is None:
             return batch, None, 0
         if isinstance(joining, Mapping):
-            new, arrived = self._joined(batch, index, joining, leaving)
+            new, arrived = self._joined(batch, index, joining, leaving, taken_slots)
             return new, leaving, arrived
         state, num_reqs = batch._turned_over(index, num_reqs, joining, OPERATION)
         if leaving is not None and joining is not None:
@@ -330,11 +332,16 @@ class StepPlanner(Guided):
         return batch._derived(OPERATION, state, num_reqs, joined=joining), leaving, arrived
 
     def _joined(
-        self, batch: Batch, index: Ints | None, joining: Mapping[str, object], leaving: Ints | None
+        self,
+        batch: Batch,
+        index: Ints | None,
+        joining: Mapping[str, object],
+        leaving: Ints | None,
+        taken_slots: "TakenSlots",
     ) -> tuple[Batch, int]:
         """The requests at `index`, all without one, and those of the columns `joining`; and how many these are.
 
-        Those that have no slots get them here, and their pages: `_taken` says which.
+        Those that have no slots get them here, and their pages, and are added to `taken_slots`.
         """
         what, name = f"StepPlanner: {OPERATION}: joining", self._slot_column
         if len(joining) != len(self._kind._columns) - 1 or name in joining:
@@ -364,7 +371,7 @@ class StepPlanner(Guided):
             lens = state.column(self._seq_lens)[first:].astype(np.int64)
             if self._kv_offset is not None:
                 lens = np.where(lens > 0, lens + state.column(self._kv_offset)[first:], 0)
-            self._taken.append(takes)
+            taken_slots.append(takes)
             self._pages.take_rows(lens, OPERATION)
         return new, arrived
 
@@ -469,6 +476,7 @@ class StepPlanner(Guided):
         release: Callable[[], None] | None,
         given: Batch,
         live: bool,
+        taken_slots: "TakenSlots",
     ) -> PlannedStep:
         """A step in which each request puts in the one token that the relay has, or `tokens`.
 
@@ -523,7 +531,7 @@ class StepPlanner(Guided):
             lens += ONE
             if requests.state is not state or requests.epoch != pages.epochs.last:
                 requests.steps, requests.whole = 0, False
-            if not self._taken:
+            if not taken_slots:
                 locations, written = requests.places(pages, start, lens)
             else:
                 whole = before is not None and before.is_whole(given._state, pages)
@@ -562,7 +570,8 @@ class StepPlanner(Guided):
             if self._slots.transaction.operation is None:  # else a part was interrupted
                 pages.truncate(self._handles(batch), start)
             raise
-        self._slots.transaction.operation, self._taken = OPERATION, []  # from here on the step stands
+        self._slots.transaction.operation = OPERATION
+        del taken_slots[:]  # from here on the step stands
         pages.commit_rows(rows, lens)
         if release is not None:
             release()  # before the plan notes when pages last changed, so that it need not look whose
@@ -729,6 +738,9 @@ class StepPlanner(Guided):
 
 _MOST_IN_ONE_PIECE = 8192
 """Requests of a step that is planned in one piece; one of more is composed of the parts."""
+
+TakenSlots = list[tuple[Ints, Ints]]
+"""Slots that a plan takes for those that join, and their generations: they are given back if it fails."""
 
 
 def _check_apart(leaving: Ints, joining: Ints) -> None:

@@ -201,6 +201,7 @@ class StepMachine(Machine):
         first = {"token": [one.tokens[-1] for one in arrived]}
         with contextlib.suppress(PoolExhaustedError, PlantedError), failing(self.rt, "_copied_to_device", 1):
             self.planner.plan(self.batch, joining=joining, published=first)
+        self.rt.record().wait()  # no forward comes behind its copy
         self.reached("a copy fails where requests join")
 
     @precondition(lambda self: len(self.batch) > 1)
