@@ -14,7 +14,7 @@ A chunk is on its way while the next one is computed.
 
 import contextlib
 from collections import deque
-from typing import Any, final
+from typing import Any, cast, final
 
 import attrs
 import numpy as np
@@ -23,11 +23,11 @@ import torch
 
 from batchstate import (
     Batch,
-    ForwardPlan,
     FutureMap,
     PagePool,
     SlotPool,
     Slots,
+    StepPlanner,
     host_list,
     mirrored,
     relay_field,
@@ -125,8 +125,9 @@ class PrefillWorker:
             req_to_token=self._table,
         )
         self._stream = self.runtime.stream("forward")
-        self._relay = FutureMap(
-            self.slots, {"first_token": relay_field(torch.int64, read_by="host", non_negative=True)}
+        relay = FutureMap(self.slots, {"first_token": relay_field(torch.int64, read_by="host", non_negative=True)})
+        self._planner = StepPlanner(
+            PromptBatch, pages=self.pages, relay=relay, ids="first_token", results=("first_token",)
         )
         layout = layout_of(self._model, size, rank, options.prefill_degree, options.prefill_stages)
         with self.runtime.use(self._stream):
@@ -241,13 +242,10 @@ class PrefillWorker:
             job.prompt[start : start + n]
             for job, start, n in zip(working.jobs, working.seq_lens.np.tolist(), queries.tolist(), strict=True)
         ]
-        grown = working.advance("seq_lens", queries)
-        extension = self.pages.extend(grown.slots, grown.seq_lens.np)
-        plan = ForwardPlan.of(grown.slots, grown.seq_lens, queries, prompt_ids=ids, samples=samples, pages=self.pages)
-        uploaded = grown.upload(writes=[extension.entry()], extras=plan.extras)
-        results = None
+        planned = self._planner.plan(working, queries, prompt_ids=ids, samples=samples)
+        grown, plan, results = cast(PromptBatch, planned.batch), planned.plan, None
         with self.runtime.use(self._stream):
-            inputs = self._relay.resolve_forward_inputs(plan, uploaded, ids="first_token", req_to_token=self._table)
+            inputs = planned.inputs()
             rows = self._table.device_for(plan.slots).index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
             self._table.read_until(self.runtime.record())
             assert inputs.slot_mapping is not None
@@ -256,8 +254,8 @@ class PrefillWorker:
             )
             logits = self._model.forward(inputs.input_ids, view, self._kv, inputs.last_token_indices)
             if samples.any():
-                self._relay.publish(inputs.sampled_slots, first_token=logits.argmax(-1))
-                results = self._relay.prefetch(inputs.sampled_slots, "first_token")
+                planned.publish(first_token=logits.argmax(-1))
+                results = planned.results
             forward_done = self.runtime.record()
         jobs = list(grown.jobs)
         for job in jobs:
