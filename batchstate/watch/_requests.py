@@ -82,13 +82,13 @@ class RequestAnswers:
         self._kinds: weakref.WeakValueDictionary[tuple[Any, ...], Kind] = weakref.WeakValueDictionary()
         self._right: set[tuple[Any, ...]] = set()
 
-    def kinds_of(self, requests: Sequence[Any]) -> frozenset[Kind]:
-        """The kinds of requests there are. None among them is a row without one."""
+    def kinds_of(self, requests: Sequence[Any]) -> list[Kind]:
+        """The kind of each request, without rows that have none."""
         known = self._kind_of
-        found: set[Any] = set(map(known.get, map(id, requests)))
-        if None in found:
-            found = {known.get(id(one)) or self._ask(one) for one in requests if one is not None}
-        return frozenset(found)
+        found: list[Any] = list(map(known.get, map(id, requests)))
+        if None in set(found):
+            found = [known.get(id(one)) or self._ask(one) for one in requests if one is not None]
+        return found
 
     def _ask(self, request: Any) -> Kind:
         answers = tuple(

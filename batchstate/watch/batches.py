@@ -137,14 +137,14 @@ class Watched(Hooked):
                 kept: list[Rows] | None = None
                 if full and moving:
                     subjects = _objects(cls, (*args, *kwargs.values()))
-                    kept = self.ask(began, lambda: [declared.snapshot(one, names=added) for one in subjects])
+                    kept = self.ask(began, declared.before, subjects, added)
                 result = function(*args, **kwargs)
                 outs = [subject] if result is None else _objects(cls, (result,)) or [subject]
                 for out in outs if checked or (after and outs[0] is not None) else ():
                     checked, now = True, None
                     if after:
                         names = (added if moving else ()) if full else ()
-                        now = self.ask(ended, declared.check, out, place, full=full, names=names)
+                        now = self.ask(ended, declared.check, out, place, full=full, names=names, before=kept or ())
                         if audit is not None:
                             self.ask(ended, audit.sample, out, place, step)
                     if kept:

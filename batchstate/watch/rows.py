@@ -6,6 +6,7 @@ Where a part is None, the column is not in use, and nothing is asked of it. A fu
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter, itemgetter
@@ -23,6 +24,7 @@ from batchstate.watch._requests import Kind, OverRequests, RequestAnswers
 from batchstate.watch.snapshots import (
     PLAIN_KEYS,
     Array,
+    Layout,
     Rows,
     Snapshot,
     address_range,
@@ -32,7 +34,7 @@ from batchstate.watch.snapshots import (
     dtype_of,
     entries_of,
     keys_of,
-    picker,
+    picked,
     rows_of,
     without_tails,
 )
@@ -109,6 +111,7 @@ class _Reader:
         self._others = [(name, get) for name, get in columns.items() if name not in plain]
         self._plain = [(name, columns[name]) for name in plain]
         self.names = [*plain, *(name for name, _ in self._others)]
+        self.layouts: dict[tuple[type, ...], Layout] = {}
 
     def read(self, batch: Any) -> Sequence[Any]:
         """The value of each of `names`."""
@@ -311,6 +314,7 @@ class Declaration:
         ]
         self.dtypes: dict[str, Any] = {}
         self._turn = self._calls = 0
+        self._last: tuple[weakref.ref[Any], Rows] | None = None
         self._refuse_unknown()
 
     def __repr__(self) -> str:
@@ -451,50 +455,70 @@ class Declaration:
         num_rows: int | None = None,
         *,
         names: Collection[str] | None = None,
-        copied: bool = True,
-        values: Sequence[Any] | None = None,
+        read: tuple[Rows, list[tuple[str, Any]]] | None = None,
     ) -> Rows:
         """The columns in use, of `num_rows` rows (by default of as many as there are keys, or as the batch says).
 
-        Of `names` alone, if they are given; with `copied` in memory of their own; of `values`, if they are known.
+        Of `names` alone, if they are given; of what was `read`, if it was. They may be in the batch's memory.
         """
         requests, reader = self._requests(batch), self._read_all
         n = num_rows if num_rows is not None else len(requests) if self.key is not None else self.count(batch)
-        found, when, upto = {}, self.when, self.upto
-        if values is None:
+        del requests[n:]
+        if read is None:
             if names is not None:
                 reader = self._read_added.get(frozenset(names)) or self._reader_of(names)
-            values = reader.read(batch)
-        for name, value in zip(reader.names, values, strict=True):
-            if (
-                value is None
-                or (names is not None and name not in names)
-                or (name in when and not self.uses(name, batch))
-            ):
+            read = self._read_together(reader, reader.read(batch), n)
+        rows, left = read
+        rows.requests = requests
+        when, upto, found = self.when, self.upto, rows.columns
+        for name, value in left:
+            if names is not None and name not in names:
                 continue
             try:
-                if len(value) < n if type(value) is list else not isinstance(value, Mapping) and rows_of(value) < n:
+                if name in when and not self.uses(name, batch):
                     continue
-                entries = self._read(name, value, batch, n) if name in upto else entries_of(value, n)
-                found[name] = copy_of(entries) if copied else entries
+                entries = entries_of(value, n)
+                if len(entries) < n:
+                    continue
+                if name in upto and n:
+                    with _blaming(f"upto[{name!r}]"):
+                        entries = without_tails(entries, entries_of(self.upto[name](batch), n))
+                found[name] = entries
             except BatchStateError:
                 raise
             except Exception as error:
                 raise _failed(f"column {name!r}", error) from error
-        del requests[n:]
-        return Rows(requests, found)
+        return rows
+
+    def _read_together(self, reader: _Reader, values: Sequence[Any], n: int) -> tuple[Rows, list[tuple[str, Any]]]:
+        """What can be read by few calls and is as long as the batch; and each other column, if it is in use."""
+        names, types = reader.names, tuple(map(type, values))
+        layout = reader.layouts.get(types)
+        read = None if layout is None else layout.read(values, n)
+        if layout is not None and read is not None:
+            columns: dict[str, Any] = dict(zip(layout.arrays, read[0], strict=True))
+            columns.update(zip(layout.lists, read[1], strict=True))
+            return Rows(n, [], columns, layout, *read), [(names[at], values[at]) for at in layout.left]
+        known, columns = self.dtypes, dict(zip(names, values, strict=True))
+        if (
+            not self.buffers
+            and n
+            and all(name in known for name, one in columns.items() if isinstance(one, torch.Tensor))
+        ):
+            special = {*self.when, *self.upto}
+            special.update(name for name, one in columns.items() if known.get(name) is not getattr(one, "dtype", None))
+            reader.layouts[types] = Layout(names, values, n, special)
+        return Rows(n, [], {}), [(name, value) for name, value in columns.items() if value is not None]
+
+    def before(self, batches: Iterable[Any], names: Collection[str] | None) -> list[Rows]:
+        """What batches are before an operation, in memory of its own."""
+        known = None if self._last is None else self._last[1]
+        return [self.snapshot(batch, names=names).own(known) for batch in batches]
 
     def columns_of(self, batch: Any, num_rows: int) -> dict[str, Snapshot]:
         """The columns in use, each with its dtype, in memory of their own."""
-        found = self.snapshot(batch, num_rows).columns
+        found = self.snapshot(batch, num_rows).own().entries()
         return {name: Snapshot(dtype_of(self.columns[name](batch)), array_of(one)) for name, one in found.items()}
-
-    def _read(self, name: str, value: Any, batch: Any, n: int) -> Array | list[Any]:
-        entries = entries_of(value, n)
-        if n:
-            with _blaming(f"upto[{name!r}]"):
-                entries = without_tails(entries, entries_of(self.upto[name](batch), n))
-        return entries
 
     def counts_of(self, pair: Pair, batch: Any, n: int) -> Any:
         """How many entries of each row of a pair count: on the host, or as a tensor of the device; None for all."""
@@ -531,7 +555,13 @@ class Declaration:
     # Questions
 
     def check(
-        self, batch: Any, place: Place, *, full: bool, names: Collection[str] | None = frozenset()
+        self,
+        batch: Any,
+        place: Place,
+        *,
+        full: bool,
+        names: Collection[str] | None = frozenset(),
+        before: Sequence[Rows] = (),
     ) -> Rows | None:
         """Asks everything of a batch as it stands.
 
@@ -541,6 +571,7 @@ class Declaration:
             full: read columns on the device too. Else only what the host holds, and now and then one of the derived
                 values, in turn: in each fourth call, in larger batches less often.
             names: columns to return besides those of pairs, for `check_kept`; None for all.
+            before: what the batches were that went into the operation.
 
         Returns:
             At `full` what was read, perhaps in the batch's memory; None of an empty batch.
@@ -550,8 +581,8 @@ class Declaration:
             return None  # engines leave an empty batch as it was, since they never read it
         reader = self._read_all if full else self._read_named
         values = reader.read(batch)
-        self._check_lengths(reader.names, values, n, place)
         if not full:
+            self._check_lengths(zip(reader.names, values, strict=True), n, place)
             if self._in_turn:
                 self._calls += 1
                 if self._calls >= 4 and self._calls >= n // ASK_DERIVED:
@@ -559,22 +590,27 @@ class Declaration:
             if self._unread:
                 self._read_names(batch)
             return None
+        read = self._read_together(reader, values, n)
+        self._check_lengths(read[1], n, place)
         for one in self._by_batch:
             self._check_derived(one, batch, place)
+        wanted = None if names is None else self._paired.union(names)
+        now = self.snapshot(batch, n, names=wanted, read=read)
+        now.made_of(before)
         if self._by_request:
-            self._check_by_request(batch, place, full=True)
+            self._check_by_request(batch, place, now)
         for name, (get, flags) in self.indices.items():
             self._check_indices(name, get, flags, batch, n, place)
-        wanted = None if names is None else self._paired.union(names)
-        now = self.snapshot(batch, n, names=wanted, copied=False, values=values)
+        raw = dict(zip(reader.names, values, strict=True))
         for pair in self.pairs:
             if pair.host in now.columns and pair.device in now.columns:
-                self._check_pair(pair, batch, now, place)
+                self._check_aliased(pair, address_range(raw[pair.host]), address_range(raw[pair.device]), place)
+                self.compare(pair, now.columns[pair.host], now.columns[pair.device], place)
         return now
 
-    def _check_lengths(self, names: Sequence[str], values: Sequence[Any], n: int, place: Place) -> None:
+    def _check_lengths(self, columns: Iterable[tuple[str, Any]], n: int, place: Place) -> None:
         known, buffers, tensor, array = self.dtypes.get, self.buffers, torch.Tensor, np.ndarray
-        for name, value in zip(names, values, strict=True):
+        for name, value in columns:
             kind = type(value)
             if kind is tensor or kind is array:
                 if value.dtype is known(name) and value.ndim:
@@ -634,15 +670,19 @@ class Declaration:
         asked, self._calls = self._in_turn[self._turn], 0
         self._turn = (self._turn + 1) % len(self._in_turn)
         if asked is self._by_request:
-            self._check_by_request(batch, place, full=False)
+            self._check_by_request(batch, place, None)
         elif not isinstance(asked[0].get(batch), torch.Tensor):
             self._check_derived(asked[0], batch, place)
 
-    def _check_by_request(self, batch: Any, place: Place, *, full: bool) -> None:
+    def _check_by_request(self, batch: Any, place: Place, now: Rows | None) -> None:
         """Asks of what follows from the requests alone; nothing more where the same was right for the same before."""
         answers, found, kinds = self._answers, None, None
         try:
-            kinds = answers.kinds_of(self._requests(batch))
+            if now is None:
+                kinds = frozenset(answers.kinds_of(self._requests(batch)))
+            else:
+                now.kinds = now.kinds_by(answers.kinds_of)
+                kinds = frozenset(now.kinds)
             if self._by_request_at_once is not None:
                 found = self._by_request_at_once(batch)
         except AttributeError:  # of a part that is None
@@ -652,7 +692,7 @@ class Declaration:
         if found is not None and kinds is not None and answers.were_right(found, kinds):
             times_checked[_DERIVED_STALE] += len(self._by_request)
             return
-        asked = [one for one in self._by_request if full or not isinstance(one.get(batch), torch.Tensor)]
+        asked = [one for one in self._by_request if now is not None or not isinstance(one.get(batch), torch.Tensor)]
         right = [self._check_derived(one, batch, place, kinds) for one in asked]
         if found is not None and kinds is not None and all(right):
             answers.note_right(found, kinds)
@@ -665,7 +705,8 @@ class Declaration:
             if one.bound and found is True:  # a flag that is set is never too little
                 expected: Any = True
             elif isinstance(one.want, OverRequests):
-                kinds = self._answers.kinds_of(self._requests(batch)) if kinds is None else kinds
+                if kinds is None:
+                    kinds = frozenset(self._answers.kinds_of(self._requests(batch)))
                 expected = self._answers.combined(one.want, kinds)
             else:
                 expected = one.want(batch)
@@ -695,8 +736,12 @@ class Declaration:
             value, chosen = get(batch), None if flags is None else flags(batch)
             if value is None and chosen is None:
                 return
-            found = np.asarray(entries_of(value) if value is not None else (), np.int64).reshape(-1)
             expected = None if chosen is None else list(compress(range(n), entries_of(chosen, n)))
+            if value == expected if type(value) is list else value is None and expected == []:
+                times_checked[Code.SLOT_OUT_OF_RANGE] += 1
+                times_checked[_DERIVED_STALE] += 1
+                return
+            found = np.asarray(entries_of(value) if value is not None else (), np.int64).reshape(-1)
         except BatchStateError:
             raise
         except Exception as error:
@@ -732,20 +777,21 @@ class Declaration:
             if whole:
                 yield pair, host, device
 
-    def _check_pair(self, pair: Pair, batch: Any, now: Rows, place: Place) -> None:
-        host, device = address_range(self.columns[pair.host](batch)), address_range(self.columns[pair.device](batch))
-        if host is not None and device is not None:
-            if host[0] < device[1] and device[0] < host[1]:
-                place.ask(
-                    invariants.mirror_aliased,
-                    host,
-                    device,
-                    column=pair.name,
-                    remedy="one memory cannot disagree with itself: on a CPU make the device side with `.clone()`",
-                )
-            else:
-                times_checked[Code.MIRROR_ALIASED] += 1
-        self.compare(pair, now.columns[pair.host], now.columns[pair.device], place)
+    def _check_aliased(
+        self, pair: Pair, host: tuple[int, int] | None, device: tuple[int, int] | None, place: Place
+    ) -> None:
+        if host is None or device is None:
+            return
+        if host[0] >= device[1] or device[0] >= host[1]:
+            times_checked[Code.MIRROR_ALIASED] += 1
+            return
+        place.ask(
+            invariants.mirror_aliased,
+            host,
+            device,
+            column=pair.name,
+            remedy="one memory cannot disagree with itself: on a CPU make the device side with `.clone()`",
+        )
 
     def compare(self, pair: Pair, host: Array | list[Any], device: Array | list[Any], place: Place) -> None:
         """Asks whether two sides agree, by value: a list or an int32 side may stand beside an int64 one."""
@@ -804,20 +850,22 @@ class Declaration:
             n = self.count(batch)
             if not n:
                 return
-            now = self.snapshot(batch, n, names=added, copied=False)
-            self._check_short({name for part in before for name in part.columns}, batch, now, n, place)
+            now = self.snapshot(batch, n, names=added)
+            self._check_short({name for part in before for name in part.entries()}, batch, now, n, place)
+            now.made_of(before)
         behind = frozenset() if whole else {pair.device for pair in self.pairs}
-        for part in before:
-            rows = part.in_both(now)
-            if rows is None:
+        same = now.as_before() if added is None and whole else []
+        left = now.columns.keys() - same
+        place.compared |= bool(same)
+        for part, which in zip(before, now.of, strict=True) if left else ():
+            if which is None:
                 continue
-            there, here = picker(rows[0]), picker(rows[1])
-            for name, entries in part.columns.items():
-                if name in behind or name not in now.columns:
+            place.compared = True
+            for name, entries in part.entries().items():
+                if name in behind or name not in left:
                     continue
-                expected, found, plus = there(entries), here(now.columns[name]), 0 if added is None else added[name]
-                place.compared = True
-                if plus:
+                expected, found = picked(entries, which[0]), picked(now.columns[name], which[1])
+                if added is not None and (plus := added[name]):
                     expected = [one + plus for one in expected] if isinstance(expected, list) else expected + plus
                 if alike(expected, found) or alike(expected, found := copy_of(found)):
                     times_checked[_ROW_KEPT] += 1
@@ -829,12 +877,21 @@ class Declaration:
                     invariants.row_kept,
                     array_of(expected),
                     array_of(found),
-                    rows=np.arange(len(now.requests))[rows[1]],
+                    rows=picked(np.arange(len(now.requests)), which[1]),
                     names=now.requests,
                     column=name,
-                    remedy=f"{_method(place)} {'advances' if plus else 'moves'} rows: let it treat {name!r} as it "
+                    remedy=f"{_method(place)} {'advances' if added else 'moves'} rows: let it treat {name!r} as it "
                     f"treats the other columns{hint}",
                 )
+        if now.layout is not None and now.kept:
+            kept: dict[str, Any] = dict(zip(now.layout.lists, now.lists, strict=True))
+            with contextlib.suppress(TypeError):  # of an object without weak references
+                known = Rows(now.num_rows, now.requests, kept, kinds=now.kinds)
+                self._last = weakref.ref(batch, self._forget), known
+
+    def _forget(self, batch: "weakref.ref[Any]") -> None:
+        if self._last is not None and self._last[0] is batch:
+            self._last = None
 
 
 def _method(place: Place) -> str:

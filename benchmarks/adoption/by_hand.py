@@ -6,7 +6,8 @@ is counted or reported, no other thread may call, and all columns are taken to b
 
 import contextlib
 from collections.abc import Callable, Iterator
-from operator import attrgetter, itemgetter
+from itertools import chain, compress
+from operator import add, attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,17 +30,54 @@ def decode_steps(batch: Any) -> list[int]:
     return [req.decode_batch_idx for req in batch.reqs]
 
 
-def as_it_is(batch: Any) -> tuple[list[Any], list[list[Any]]]:
-    """Its columns, where they lie."""
-    return [None if one is None else one.numpy() for one in TENSORS(batch)], [*LISTS(batch), decode_steps(batch)]
+class Reading:
+    """The columns of a batch at one moment: numbers in runs of one size of entry, lists, and what each request asks.
+
+    Attributes:
+        known: lists in memory of their own, and what requests ask, as they were when they were last right. A list that
+            is still the same is not copied again, and no request is asked twice.
+    """
+
+    known: "Reading | None" = None
+
+    def __init__(self, batch: Any) -> None:
+        arrays = [one.numpy() for one in TENSORS(batch) if one is not None]
+        self.runs = [(size, b"".join([one for one in arrays if one.itemsize == size])) for size in (8, 4)]
+        self.lists: list[list[Any]] = [*LISTS(batch), decode_steps(batch)]
+        self.kinds: list[int] | None = None
+
+    def own(self) -> "Reading":
+        """The lists in memory of their own."""
+        known = Reading.known
+        if known is not None and known.lists[0] == self.lists[0]:
+            self.kinds = known.kinds
+            if known.lists == self.lists:
+                self.lists = known.lists
+                return self
+        nested = list(map(list.copy, self.lists[3]))
+        self.lists = [one.copy() for one in self.lists]
+        self.lists[3] = nested
+        return self
+
+    def asked(self) -> list[int]:
+        """What each request asks."""
+        if self.kinds is None:
+            self.kinds = [kind_of(req) for req in self.lists[0]]
+        return self.kinds
 
 
-def as_it_was(batch: Any) -> tuple[list[Any], list[list[Any]]]:
-    """Its columns, copied."""
-    tensors, lists = as_it_is(batch)
-    copies = [one.copy() for one in lists]
-    copies[3] = [one.copy() for one in copies[3]]
-    return [None if one is None else one.copy() for one in tensors], copies
+KINDS: dict[Any, int] = {}
+"""What a request asks, for all flags together -> its number, which is hashed in no time."""
+
+
+def kind_of(req: Any) -> int:
+    """The number of what a request asks."""
+    found: int | None = vars(req).get("_kind")
+    if found is None:
+        p = req.sampling_params
+        flags = req.grammar is None, req.return_logprob, req.return_hidden_states
+        found = req._kind = KINDS.setdefault((*flags, p.top_k, p.top_p != 1, p.min_p > 0), len(KINDS))
+    return found
 
 
 def forwarded(whole: Method) -> Method:
@@ -54,11 +92,11 @@ def read_alone(whole: Method) -> Method:
     def run(batch: Any, *others: Any, **kwargs: Any) -> Any:
         if moves:
             for one in (batch, *others):
-                as_it_was(one)
+                Reading(one).own()
         else:
             batch.seq_lens.numpy().copy(), decode_steps(batch)
         result = whole(batch, *others, **kwargs)
-        as_it_is(batch)
+        Reading(batch)
         return result
 
     return run
@@ -69,53 +107,71 @@ def compared(whole: Method) -> Method:
     moves = whole.__name__ != DECODE
 
     def run(batch: Any, *others: Any, **kwargs: Any) -> Any:
-        kept = [as_it_was(one) for one in (batch, *others)] if moves else []
-        lengths = None if moves else batch.seq_lens.numpy().copy()
+        kept = [Reading(one).own() for one in (batch, *others)] if moves else []
+        lengths = batch.seq_lens.numpy().copy()
         steps = [] if moves else decode_steps(batch)
         result = whole(batch, *others, **kwargs)
-        tensors, lists = as_it_is(batch)
-        right = _derived_and_pairs(batch, tensors)
-        if others:
-            start = 0
-            for old_tensors, old_lists in kept:
-                end = start + len(old_lists[0])
-                right &= _equal(old_tensors, [None if one is None else one[start:end] for one in tensors])
-                right &= all(old == new[start:end] for old, new in zip(old_lists, lists, strict=True))
-                start = end
-        elif moves:
-            ((old_tensors, old_lists),) = kept
-            at = {id(req): row for row, req in enumerate(old_lists[0])}
-            rows = [at[id(req)] for req in batch.reqs]
-            index, pick = np.array(rows), itemgetter(*rows)
-            right &= _equal([None if one is None else one[index] for one in old_tensors], tensors)
-            right &= all(list(pick(old)) == new for old, new in zip(old_lists, lists, strict=True))
+        now = Reading(batch)
+        if moves:
+            right = _all_moved(kept, now)
         else:
-            right &= _equal([lengths], [tensors[1] - 1]) and [one + 1 for one in steps] == lists[-1]
-        if not right:
+            right = (lengths + 1).tobytes() == batch.seq_lens.numpy().tobytes()
+            right &= [one + 1 for one in steps] == now.lists[-1]
+            if Reading.known is not None and Reading.known.lists[0] == now.lists[0]:
+                now.kinds = Reading.known.kinds
+        if not (right and _derived_and_pairs(batch, now)):
             raise ValueError("the batch is wrong")
+        if moves:
+            Reading.known = now
         return result
 
     return run
 
 
-def _equal(old: list[Any], new: list[Any]) -> bool:
-    both = [(one, other) for one, other in zip(old, new, strict=True) if one is not None and other is not None]
-    return all(one.tobytes() == other.tobytes() for one, other in both)
+def _all_moved(kept: list[Reading], now: Reading) -> bool:
+    n = len(now.lists[0])
+    if len(kept) > 1:
+        first, second = kept
+        lists = list(map(add, first.lists, second.lists))
+        now.kinds = first.asked() + second.asked()
+        moved = []
+        for (size, run), (_, other) in zip(first.runs, second.runs, strict=True):
+            one, two = len(first.lists[0]) * size, len(second.lists[0]) * size
+            columns = ((run[at * one :][:one], other[at * two :][:two]) for at in range(len(run) // one))
+            moved.append((size, b"".join(chain.from_iterable(columns))))
+    else:
+        (first,) = kept
+        left, gone = iter(now.lists[0]), []
+        wanted = next(left, None)
+        for row, req in enumerate(first.lists[0]):
+            if req is wanted:
+                wanted = next(left, None)
+            else:
+                gone.append(row)
+        lists = [one.copy() for one in (*first.lists, first.asked())]
+        for one in lists:
+            for row in reversed(gone):
+                del one[row]
+        now.kinds = lists.pop()
+        flags = np.ones(len(first.lists[0]), np.bool_)
+        flags[gone] = False
+        blocks = [(size, np.frombuffer(run, f"V{size}").reshape(-1, len(flags))) for size, run in first.runs]
+        moved = [(size, block.compress(flags, 1).tobytes()) for size, block in blocks]
+    right = moved == now.runs and lists == now.lists and len(lists[0]) == n
+    now.lists = lists
+    return right
 
 
-def _derived_and_pairs(batch: Any, tensors: list[Any]) -> bool:
-    """One look at each request, for all flags together."""
-    info, (host, device, small, slots_host, slots, *_) = batch.sampling_info, tensors
-    kinds = {
-        (req.grammar is None, req.return_logprob, req.return_hidden_states, p.top_k, p.top_p != 1, p.min_p > 0)
-        for req in batch.reqs
-        for p in (req.sampling_params,)
-    }
-    marked = [row for row, mark in enumerate(info.return_sampling_masks) if mark]
-    named = info.sampling_mask_batch_indices
-    right = batch.seq_lens_sum in (None, int(host.sum())) and any(kind[1] for kind in kinds) == batch.return_logprob
-    right &= max(kind[3] for kind in kinds) <= info.max_top_k and (named is None or list(named) == marked)
-    return bool(right and (host == device).all() and (host == small).all() and (slots_host == slots).all())
+def _derived_and_pairs(batch: Any, now: Reading) -> bool:
+    info, (_, longs), (_, ints), asked = batch.sampling_info, *now.runs, set(now.asked())
+    kinds = [kind for kind, number in KINDS.items() if number in asked]
+    marked = list(compress(range(len(now.lists[0])), info.return_sampling_masks))
+    named, size = info.sampling_mask_batch_indices, 8 * len(now.lists[0])
+    host, device, slots_host, slots = (longs[at * size : (at + 1) * size] for at in range(4))
+    small = np.frombuffer(ints[: size // 2], np.int32).astype(np.int64).tobytes()
+    right = batch.seq_lens_sum in (None, int(batch.seq_lens_cpu.sum())) and host == device == small
+    right &= any(kind[1] for kind in kinds) == batch.return_logprob and slots_host == slots
+    return bool(right and max(kind[3] for kind in kinds) <= info.max_top_k and named in (None, marked))
 
 
 def sampled(whole: Method, every: int = 100) -> Method:
