@@ -568,6 +568,75 @@ def test_entries_that_change_in_place_are_found(full: None, entries: list[Any]) 
     assert (caught.value.code, caught.value.column) == (Code.ROW_KEPT, "wants")
 
 
+@pytest.mark.parametrize("column", ["lengths", "wants", "marks", "reqs"])
+@pytest.mark.parametrize("undone", [False, True])
+def test_what_changes_between_two_calls_is_read_again(full: None, column: str, undone: bool) -> None:
+    """What was written past the counters of torch has to be kept; a method that brings old entries back is named."""
+
+    class Request:
+        def __init__(self, name: str) -> None:
+            self.rid = name
+
+    class Batch:
+        def __init__(self) -> None:
+            self.reqs = [Request(name) for name in "abc"]
+            self.lengths, self.wants, self.marks = torch.tensor([3, 4, 5]), [[1], [2], [3]], ["x", "y", "z"]
+
+        def move(self, undo: bool = False) -> None:
+            self.reqs, self.wants, self.marks = self.reqs[:], self.wants[:], self.marks[:]
+            self.lengths = self.lengths.clone()
+            if undo and column != "reqs":
+                setattr(self, column, old)
+            elif undo:
+                self.marks[:2] = "xx"
+
+    with watch(
+        Batch, num_rows=lambda one: 3, after=["move"], moves=["move"], key="reqs", rows=["lengths", "wants", "marks"]
+    ):
+        batch: Any = Batch()
+        batch.move()
+        old = torch.tensor([3, 4, 5]) if column == "lengths" else [[1], [2], [3]] if column == "wants" else list("xyz")
+        batch.lengths.numpy()[1] += 7
+        batch.wants[1].append(9)
+        batch.marks[1] = "changed"
+        batch.reqs[1] = Request("d")
+        batch.move()
+        if undone:
+            with pytest.raises(Violation) as caught:
+                batch.move(True)
+            assert (caught.value.code, caught.value.row) == (Code.ROW_KEPT, 1)
+            assert caught.value.column == ("marks" if column == "reqs" else column)
+
+
+def test_columns_that_come_into_use_are_compared(full: None) -> None:
+    """Of two merged batches one lacks a column, or has it as a list: the others are compared none the less."""
+
+    class Batch:
+        def __init__(self, names: str, extra: Any) -> None:
+            self.reqs, self.lengths, self.slots = list(names), torch.arange(len(names)), torch.arange(len(names)) + 5
+            self.extra = extra
+
+        def merge(self, other: "Batch", wrong: bool) -> None:
+            self.reqs = self.reqs + other.reqs
+            self.lengths = torch.cat([self.lengths, other.lengths])
+            self.slots = torch.cat([other.slots, self.slots] if wrong else [self.slots, other.slots])
+            self.extra = None
+
+    with watch(
+        Batch,
+        num_rows=lambda one: len(one.reqs),
+        after=["merge"],
+        moves=["merge"],
+        key="reqs",
+        rows=["lengths", "slots", "extra"],
+    ):
+        for extra in (None, torch.arange(2), torch.arange(2), [1, 2]):
+            Batch("ab", None).merge(Batch("cd", extra), False)
+            with pytest.raises(Violation) as caught:
+                Batch("ab", extra).merge(Batch("cde", None), True)
+            assert (caught.value.code, caught.value.column) == (Code.ROW_KEPT, "slots")
+
+
 # What follows from the requests
 
 
