@@ -1,6 +1,6 @@
 """`Batch` against a list of requests, each a dictionary of its columns; packed columns against columns on their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -140,12 +140,13 @@ class Rows(ShownByRepr):
         """Compares the device side of every column, which uploads the batch if that has not happened yet."""
         devices = {name: self.batch[name].device for name in COLUMNS}
         ask(self.batch.check, "check")
+        self.compare(devices, f"model of {self.batch!r}", "check")
+
+    def compare(self, devices: Mapping[str, torch.Tensor], where: str, operation: str) -> None:
+        """Compares device tensors with the device sides of all columns."""
         for name in COLUMNS:
-            device = rows_of(self.batch.runtime, devices[name])
-            where = f"model of {self.batch!r}"
-            ask(
-                invariants.mirror_equal, self.side(name, "device"), device, object=where, column=name, operation="check"
-            )
+            found, expected = rows_of(self.batch.runtime, devices[name]), self.side(name, "device")
+            ask(invariants.mirror_equal, expected, found, object=where, column=name, operation=operation)
 
     def moved(self, batch: Decode, rows: Sequence[Row], *, padding: int = 0) -> "Rows":
         """The model of `batch`, which has `rows` of this one."""
@@ -657,17 +658,7 @@ class BatchMachine(Machine):
         captured = graph.replay(one.batch)
         cost = self.rt.counters - before
         padded = Rows(one.batch, one.rows, one.bounded, size - len(one))
-        for name in COLUMNS:
-            where = f"graph input of {one.batch!r}"
-            device = rows_of(self.rt, captured[name])
-            ask(
-                invariants.mirror_equal,
-                padded.side(name, "device"),
-                device,
-                object=where,
-                column=name,
-                operation="replay",
-            )
+        padded.compare(captured, f"graph input of {one.batch!r}", "replay")
         agree_on(new, self.rt.inspect(captured["positions"]), "an extra of the graph")
         on_host = max(sum(length for _, length in rows.sources) for rows in one.batch.device_side.state.device.values())
         fits_in_one = on_host <= size

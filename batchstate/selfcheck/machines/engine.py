@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import final
 
 import attrs
 import numpy as np
@@ -80,19 +80,9 @@ class EngineRequest:
         return self.prompt + self.num_generated
 
 
-class Listener(Protocol):
-    """Is told of every location before the upload that publishes it."""
-
-    def on_join(self, request: EngineRequest, shared: Extension | None) -> None:
-        """A request joins, with a shared prefix or without."""
-
-    def on_extend(self, batch: EngineBatch, extension: Extension) -> None:
-        """Tokens are about to be written."""
-
-
 @final
 class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
-    """A scheduler with a prefix cache, whose forward only counts.
+    """A scheduler with a prefix cache, whose forward only counts. Its machine is told of what joins and is written.
 
     Attributes:
         slots: the slot pool.
@@ -102,7 +92,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         waited: how often a step in flight was awaited because its slots or pages were needed.
     """
 
-    def __init__(self, pages: PagePool, listener: Listener) -> None:
+    def __init__(self, pages: PagePool, machine: "EngineMachine") -> None:
         super().__init__(pages, EngineBatch.empty(pages.runtime), max_tokens_per_step=BUDGET)
         self.slots = pages.slots
         self.steps = ManualStream()
@@ -114,7 +104,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         )
         memory = pages.runtime.device_zeros((pages.location_capacity,), torch.int32)
         self.window = pages.adopt(memory, "full_to_window", by="location", host=True)  # that of the last tokens is kept
-        self._listener = listener
+        self._machine = machine
         self._writes: list[TableWrite] = []
         self._reads: list[Locations] = []  # of the next forward
         self.states: torch.Tensor | None = None  # forwards of each request, in one of its states
@@ -197,7 +187,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
                 extension = self.pages.share(self.cache, slot, start)
                 self._writes.append(extension.entry())
                 self._reads.append(extension.locations)
-            self._listener.on_join(request, extension)
+            self._machine.on_join(request, extension)
             request.state = "running"
             request.forwards = 0
             request.last = 1000 * request.number + request.num_generated
@@ -221,7 +211,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
             {"seq_lens": plan.chunks, "num_generated": plan.samples.astype(int), "bound_lens": 2}
         )
         extension = self.when_free(lambda: self.pages.advance(batch.slots, plan.chunks))
-        self._listener.on_extend(batch, extension)
+        self._machine.on_extend(batch, extension)
         self._writes.append(self.window.entry(extension.locations, None, in_window(extension)))
         self._reads.append(extension.locations)
         extras: dict[str, object] = {"positions": extension.positions, "out_cache_loc": extension.locations}

@@ -393,7 +393,6 @@ class HostTierMachine(Machine):
 
     def _check_owners(self) -> None:
         stats = self.tier.stats.host
-        agree(stats.size, stats.free + stats.pending + stats.live, "free + pending + live host locations")
         counts = tuple(len(self.of(state)) for state in (STAGED, DIRECT, READY))
         agree(counts, (self.tier.stats.staged, self.tier.stats.direct, self.tier.stats.ready), "requests by state")
         pending = sum(one.tokens for one in self.tier.in_flight() if one.what == "pending")

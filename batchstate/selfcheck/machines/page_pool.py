@@ -13,8 +13,7 @@ from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, Sha
 from batchstate.indices import Handles, Locations, Pages, Slots
 from batchstate.kv.pages import Extension, PagePool
 from batchstate.pools import SlotPool
-from batchstate.selfcheck.machines.pools import KVOwner, PagesMachine
-from batchstate.tables import Table
+from batchstate.selfcheck.machines.pools import KVOwner, PagesMachine, TableModel
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import agree, agree_on, misuses
 from batchstate.violations import Code
@@ -116,8 +115,8 @@ class PagePoolMachine(PagesMachine):
         "exhausted for good",
         "released behind step N while N+1 is in flight",
         "retraction",
-        "a row of a recycled page refused",
-        "rows of pages read",
+        "a row of the last owner refused",
+        "rows read",
         "a page written to its end",
         "handles of pages that were given back refused",
         "shared before it is written refused",
@@ -133,13 +132,12 @@ class PagePoolMachine(PagesMachine):
         self.open_pages(size, num_pages, page_size, 4 * page_size - (page_size > 1))
         self.table = self.slots.table("req_to_token", (self.most,), holds="location", host=True)
         tensor = self.rt.device_zeros((self.pages.location_capacity,), torch.int64)
-        self.by_location = self.pages.adopt(tensor, "by location", by="location")
+        self.by_location = TableModel(self.pages.adopt(tensor, "by location", by="location"))
         self.swa = PagePool(self.rt, self.slots, 5 * size, page_size, max_tokens_per_request=self.most, name="swa")
         self.full_to_swa = self.pages.table("full_to_swa", (), torch.int32, of=self.swa)
         self.swa_to_state = self.swa.table("swa_to_state", (), torch.int32, by="page")
-        self.by_page = self.pages.table("by page", (), torch.int64, by="page", host=True)
-        self.rows: dict[tuple[Table, int], tuple[int, int]] = {}  # (table, row) -> generation of the writer, value
-        self.named: list[tuple[Table, Handles]] = []  # rows that were given to a request
+        self.by_page = TableModel(self.pages.table("by page", (), torch.int64, by="page", host=True))
+        self.named: list[tuple[TableModel, Handles]] = []  # rows that were given to a request
         self.settle()
         self.launches, self.cleared = True, False
         self.stamp = 0
@@ -270,7 +268,7 @@ class PagePoolMachine(PagesMachine):
 
     def _name_rows(self, extension: Extension) -> None:
         """Rows of new tokens are read too early, then written, or by their next owner; some older ones are read too."""
-        new: list[tuple[Table, Handles]] = [
+        new: list[tuple[TableModel, Handles]] = [
             (self.by_location, extension.locations),
             (self.by_page, self.pages.pages_of(extension.owners.take([0]))),
         ]
@@ -282,34 +280,22 @@ class PagePoolMachine(PagesMachine):
             self._use_rows(*self.named[self.stamp % len(self.named)], writes=False)
         self.named = [*self.named[-_NAMED:], *new]
 
-    def _use_rows(self, table: Table, handles: Handles, *, writes: bool) -> None:
+    def _use_rows(self, one: TableModel, handles: Handles, *, writes: bool) -> None:
         """Rows by page and by location belong to whom the page was given; the next owner finds them unwritten."""
-        per_page, held = self.pages.page_size if table is self.by_location else 1, self.held_pages()
-        numbers, generations = handles.np.tolist(), handles.generations.tolist()
-        owned = [
-            number // per_page in held and self.generations[number // per_page] == generation
-            for number, generation in zip(numbers, generations, strict=True)
-        ]
-        rows = [self.rows.get((table, number), (0, 0)) for number in numbers]
-        if not all(owned):
+        held, pages = self.held_pages(), handles.np // (self.pages.page_size if one is self.by_location else 1)
+        ours = zip(pages.tolist(), handles.generations.tolist(), strict=True)
+        good = all(page in held and self.generations[page] == generation for page, generation in ours)
+        if not good:
             self.reached("handles of pages that were given back refused")
-            for use in (table.device_for, table.clear):
-                with self.refused(Code.SLOT_STALE_HANDLE):
-                    use(handles)
-        elif writes:
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                one.table.clear(handles)
+        if good and writes:
             self.stamp += 1
-            values = [self.stamp * 100 + at for at in range(len(numbers))]
-            table.write(handles, None, values)
-            for number, generation, value in zip(numbers, generations, values, strict=True):
-                self.rows[table, number] = generation, value
-        elif [generation for generation, _ in rows] != generations:
-            self.reached("a row of a recycled page refused", any(value for _, value in rows))
-            with self.refused(Code.ROW_UNWRITTEN):
-                table.device_for(handles)
+            values = self.stamp * 100 + np.arange(len(handles))
+            one.table.write(handles, None, values)
+            one.write(handles, None, values)
         else:
-            self.reached("rows of pages read")
-            found = self.rt.inspect(table.device_for(handles).index_select(0, handles.device))
-            agree([value for _, value in rows], found.tolist(), "rows of pages")
+            self.read_rows(one, handles, good)
 
     @HAS_REQUESTS
     @rule(data=st.data(), side=st.booleans())

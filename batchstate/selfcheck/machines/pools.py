@@ -16,9 +16,10 @@ from batchstate.batch import Batch
 from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Pages, Slots
+from batchstate.indices import Handles, Pages, Slots
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool, SlotStats
+from batchstate.runtime import numpy_dtype
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on, disagree, misuses
@@ -29,6 +30,38 @@ Ints = npt.NDArray[np.int64]
 
 _STALE = (Code.SLOT_STALE_HANDLE, Code.SLOT_DOUBLE_FREE)
 _WIDTH = 3
+
+
+@attrs.define(eq=False)
+class TableModel:
+    """What a table holds, and for which generation each row was written.
+
+    Attributes:
+        table: the real one.
+        rows: as many as the table has.
+        written: int64[capacity].
+        writes: int64[capacity], how often each row was written.
+    """
+
+    table: Table
+    rows: npt.NDArray[Any] = attrs.field(init=False)
+    written: Ints = attrs.field(init=False)
+    writes: Ints = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        memory = self.table.memory
+        self.rows = np.zeros(memory.shape, numpy_dtype(memory.dtype))
+        self.written, self.writes = np.zeros((2, len(self.rows)), np.int64)
+
+    def write(self, handles: Handles, positions: Ints | None, values: Any) -> None:
+        """Rows, or elements of rows, are written by their owners."""
+        self.rows[(handles.np,) if positions is None else (handles.np, positions)] = values
+        self.written[handles.np] = handles.generations
+        self.writes[handles.np] += 1
+
+    def readable(self, handles: Handles) -> bool:
+        """Whether the owners have written all of these rows."""
+        return bool((self.written[handles.np] == handles.generations).all())
 
 
 class PoolMachine(Machine):
@@ -55,6 +88,23 @@ class PoolMachine(Machine):
 
     def fence(self, data: st.DataObject) -> ManualFence | None:
         return data.draw(st.sampled_from([None, *self.steps.in_flight]), label="after")
+
+    def read_rows(self, one: TableModel, handles: Handles, good: bool, padding: int = 0) -> None:
+        """A forward reads rows that their owners have written; others are refused, whatever they hold."""
+        padded = handles.pad(len(handles) + padding)
+        if not good:
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                one.table.device_for(padded)
+        elif not one.readable(handles):
+            self.reached("a row of the last owner refused", bool(one.rows[handles.np].any()))
+            with self.refused(Code.ROW_UNWRITTEN):
+                one.table.device_for(padded)
+        else:
+            self.reached("rows read", len(handles) > 0)
+            found = self.rt.inspect(one.table.device_for(padded).index_select(0, padded.device))
+            agree_on(one.rows[padded.np], found, "rows that were read")
+            if one.table.host_memory is not None:
+                agree_on(one.rows[handles.np], one.table.host_for(handles), "rows on the host")
 
     @rule(launched=st.integers(0, 2), ended=st.integers(0, 3))
     def run(self, launched: int, ended: int) -> None:
@@ -480,36 +530,6 @@ class Rows(Batch):
     slots = slot_column()
 
 
-@attrs.define
-class TableModel:
-    """What a table holds, and for which generation each row was written.
-
-    Attributes:
-        table: the real one.
-        rows: int32[capacity, width].
-        written: int64[capacity].
-        writes: int64[capacity], how often each row was written.
-    """
-
-    table: Table
-    rows: npt.NDArray[np.int32]
-    written: Ints
-    writes: Ints = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.writes = np.zeros_like(self.written)
-
-    def write(self, slots: Slots, positions: Ints | None, values: Any) -> None:
-        """Rows, or elements of rows, are written by their owners."""
-        self.rows[(slots.np,) if positions is None else (slots.np, positions)] = values
-        self.written[slots.np] = slots.generations
-        self.writes[slots.np] += 1
-
-    def readable(self, slots: Slots) -> bool:
-        """Whether the owners have written all of these rows."""
-        return bool((self.written[slots.np] == slots.generations).all())
-
-
 @attrs.frozen(eq=False)
 class Gathered:
     """Rows that were gathered from a table, and the model of them then."""
@@ -533,6 +553,7 @@ class SlotPoolMachine(SlotMachine):
         *SlotMachine.TARGETS,
         "write through a stale handle refused",
         "a row of the last owner refused",
+        "rows read",
         "rows read beside padding",
         "a write that was left behind",
         "a batch of a request that left refused",
@@ -548,11 +569,8 @@ class SlotPoolMachine(SlotMachine):
         self.start()
         tensor = self.rt.device_zeros((self.pool.capacity, _WIDTH), torch.int32)
         self.tables = [
-            TableModel(table, np.zeros((self.pool.capacity, _WIDTH), np.int32), np.zeros(self.pool.capacity, np.int64))
-            for table in (
-                self.pool.table("table", (_WIDTH,), torch.int32, host=True),
-                self.pool.adopt(tensor, "adopted", host=False),
-            )
+            TableModel(self.pool.table("table", (_WIDTH,), torch.int32, host=True)),
+            TableModel(self.pool.adopt(tensor, "adopted", host=False)),
         ]
         self.gathered: list[Gathered] = []
         self.entries: list[tuple[TableModel, Slots, TableWrite]] = []  # that no upload has taken along yet
@@ -624,20 +642,10 @@ class SlotPoolMachine(SlotMachine):
     def read(self, slots: Slots, data: st.DataObject) -> None:
         """A forward reads rows that their owners have written; others are refused, whatever they hold."""
         one, padding = self._one(data), data.draw(st.integers(0, 2), label="padded rows")
-        padded = slots.pad(len(slots) + padding)
-        if not self.good(slots):
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                one.table.device_for(padded)
-        elif not one.readable(slots):
-            self.reached("a row of the last owner refused", bool(one.rows[slots.np].any()))
-            with self.refused(Code.ROW_UNWRITTEN):
-                one.table.device_for(padded)
-        else:
-            self.reached("rows read beside padding", padding > 0 and len(slots) > 0)
-            found = self.rt.inspect(one.table.device_for(padded).index_select(0, padded.device))
-            agree_on(one.rows[padded.np], found, "rows that were read")
-            if one.table.host_memory is not None:
-                agree_on(one.rows[slots.np], one.table.host_for(slots), "rows on the host")
+        self.reached(
+            "rows read beside padding", padding > 0 and len(slots) > 0 and self.good(slots) and one.readable(slots)
+        )
+        self.read_rows(one, slots, self.good(slots), padding)
 
     @rule(n=st.integers(1, 2), rewrites=st.booleans(), along=st.booleans())
     def gather(self, n: int, rewrites: bool, along: bool) -> None:
