@@ -1031,18 +1031,11 @@ class FutureMapMachine(Machine):
     def _check_inputs(self, launched: Launched, ids_of_parts: Sequence[list[int]]) -> None:
         """Builds the inputs of a forward again, token by token, and compares."""
         parts, inputs, plan, shape = launched.parts, launched.inputs, launched.plan, launched.shape
-        ids: list[int] = []
-        positions: list[int] = []
-        locations: list[int] = []
-        starts = [0]
-        for part, put_in in zip(parts, ids_of_parts, strict=True):
-            ids += put_in
-            pages = self.pages.page_table[part.request.slot]
-            for at in range(part.request.length, part.request.length + part.query):
-                positions.append(at)
-                index = at + part.request.encoder
-                locations.append(int(pages[index // _PAGE_SIZE]) * _PAGE_SIZE + index % _PAGE_SIZE)
-            starts.append(starts[-1] + part.query)
+        ids = [number for of_part in ids_of_parts for number in of_part]
+        tokens = [(part.request, part.request.length + at) for part in parts for at in range(part.query)]
+        positions = [at for _, at in tokens]
+        locations = [self._location(one, at + one.encoder) for one, at in tokens]
+        starts = [0, *np.cumsum([part.query for part in parts]).tolist()]
         counts = starts[-1], starts[-1] + (shape.pad_tokens or 0)
         agree(counts, (plan.num_tokens, plan.num_padded_tokens), "token counts")
         behind, pads = [0] * (shape.pad_tokens or 0), [0] * shape.pad_rows
@@ -1071,6 +1064,9 @@ class FutureMapMachine(Machine):
                 agree(values, self.rt.inspect(inputs.arrays[name]).tolist(), f"{name} of a forward of {shape}")
         sampled = [part.request.slot for part in parts if part.samples]
         agree(sampled, [slot for slot in inputs.sampled_slots.np.tolist() if slot], "sampled slots")
+
+    def _location(self, one: RelayRequest, place: int) -> int:
+        return int(self.pages.page_table[one.slot][place // _PAGE_SIZE]) * _PAGE_SIZE + place % _PAGE_SIZE
 
     def _part(self, data: st.DataObject, one: RelayRequest, who: str, shape: Shape) -> ForwardPart | None:
         """What a request puts in, or None if it has to sit this one out."""

@@ -150,21 +150,9 @@ class StepMachine(Machine):
         prompts = prompts[:free]
         if not prompts:
             return
-        requests = []
-        for n in prompts:
-            self._drawn += 1
-            tokens = [(self._drawn * 37 + i * 11) % 1000 for i in range(n)]
-            requests.append(StepRequest(self._drawn % 7, tokens, n, self._drawn % 4 if self.encoders else 0))
-        joining = StepBatch.build(
-            self.rt,
-            slots=self.slots.take(len(requests)),
-            seq_lens=[0] * len(requests),
-            adds=[one.adds for one in requests],
-            encoder=[one.encoder for one in requests],
-            narrow=[one.adds for one in requests],
-            small=[one.adds % 2 == 0 for one in requests],
-            requests=requests,
-        )
+        requests = [self._request(n, n, encoder=self.encoders) for n in prompts]
+        columns = self._columns(requests, [0] * len(requests))
+        joining = StepBatch.build(self.rt, slots=self.slots.take(len(requests)), **columns)
         self.batch = self.batch.merge(joining)
 
     @precondition(lambda self: len(self.batch) > 0)
@@ -313,21 +301,25 @@ class StepMachine(Machine):
                 slots = self.pages.take_requests(lens)
             except PoolExhaustedError:
                 slots, lens = self.pages.take_requests([]), []
-        requests: list[StepRequest] = []
-        for n in lens:
-            self._drawn += 1
-            tokens = [(self._drawn * 37 + i * 11) % 1000 for i in range(n + 1)]
-            requests.append(StepRequest(self._drawn % 7, tokens, n, 0))
+        requests = [self._request(n + 1, n) for n in lens]
+        values = self._columns(requests, lens)
+        return requests, values if slots is None else StepBatch.build(self.rt, slots=slots, **values)
+
+    def _request(self, length: int, prompt: int, *, encoder: bool = False) -> StepRequest:
+        self._drawn += 1
+        tokens = [(self._drawn * 37 + at * 11) % 1000 for at in range(length)]
+        return StepRequest(self._drawn % 7, tokens, prompt, self._drawn % 4 if encoder else 0)
+
+    def _columns(self, requests: list[StepRequest], lens: list[int]) -> dict[str, Any]:
         adds = np.array([one.adds for one in requests], dtype=np.int64)
-        values: dict[str, Any] = {
+        return {
             "seq_lens": np.array(lens, dtype=np.int64),
             "adds": adds,
-            "encoder": 0 * adds,
+            "encoder": np.array([one.encoder for one in requests], dtype=np.int64),
             "narrow": adds,
             "small": adds % 2 == 0,
             "requests": requests,
         }
-        return requests, values if slots is None else StepBatch.build(self.rt, slots=slots, **values)
 
     def _forward(self, step: PlannedStep, inputs: ForwardInputs) -> torch.Tensor:
         """The next token of each request, and the ids of its tokens into KV memory, read back from where they lie."""
