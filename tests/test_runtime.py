@@ -9,6 +9,7 @@ import torch
 from batchstate import Code, Runtime, checks
 from batchstate.errors import ArgumentError, DtypeError, OwnerThreadError
 from batchstate.runtime import CpuRuntime, DoneFence
+from batchstate.runtime.memory import StagingBlock
 from batchstate.testing.devices import open_device
 from tests.doubles import Gate, in_a_thread, refused
 
@@ -144,6 +145,19 @@ def test_device_memory_is_not_host_memory(rt: Runtime) -> None:
         table[1] = 5
     table[2] = 6
     assert rt.inspect(table).tolist() == [[0, 0], [5, 5], [6, 6]]
+
+
+def test_staging_is_written_in_and_out_of_inference_mode() -> None:
+    """The front of a block is asked for in either mode, and copied into in either: a device copies results there."""
+    memory = torch.empty(64, dtype=torch.uint8)
+    block = StagingBlock(memory, memory.numpy())
+    for first in (True, False):
+        for second in (True, False):
+            with torch.inference_mode(first):
+                block.front(8 * (1 + first), torch.int64)
+            with torch.inference_mode(second):
+                block.front(8 * (1 + first), torch.int64).copy_(torch.full((1 + first,), 7))
+            assert memory.numpy()[0] == 7
 
 
 @pytest.mark.parametrize("depth", [1.5, float("nan"), True, "x", None, 0])

@@ -52,7 +52,8 @@ class StagingBlock:
     def front(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """The first bytes as a vector. Steps are of one size for long, so the last answer is kept."""
         if self._front.nbytes != nbytes or self._front.dtype is not dtype:
-            self._front = self.tensor[:nbytes].view(dtype)
+            with torch.inference_mode(False):  # a view made in inference mode can be written there alone
+                self._front = self.tensor[:nbytes].view(dtype)
         return self._front
 
     def write(self, array: npt.NDArray[Any], start: int) -> None:
