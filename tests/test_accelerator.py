@@ -11,6 +11,7 @@ from batchstate import Batch, MirroredTensor, SlotPool, checks, device_only, mir
 from batchstate.errors import ArgumentError, CaptureError
 from batchstate.runtime import AcceleratorRuntime, DoneFence
 from batchstate.runtime.devices import EventFence, _stream_ids
+from benchmarks.steady_steps import Steady
 from tests.doubles import FakeModule, fake_accelerator
 
 
@@ -133,6 +134,14 @@ def test_the_event_of_a_fence_that_is_gone_is_recorded_anew(runtime: Accelerator
     again = runtime.record()
     assert isinstance(again, EventFence)
     assert again.event is not held
+
+
+def test_some_steps_in_inference_mode(runtime: AcceleratorRuntime) -> None:
+    """What a step in inference mode leaves in staging memory is written by others too."""
+    steady = Steady(runtime, 4, 0)
+    for step in range(6):
+        with torch.inference_mode(step % 3 == 0):
+            steady.step()
 
 
 def test_nothing_happens_under_capture(
