@@ -363,8 +363,9 @@ class FutureMap(Guided):
             width = end + -end % max(one.dtype.itemsize for one in small.values())
             named = f"{self.name}: {', '.join(self._places)}"
             self._record = record = self.runtime.device_zeros((capacity, width), torch.uint8, name=named)
-            for name, place in self._places.items():
-                memory[name] = record[:, place].view(small[name].dtype).view(capacity, *small[name].shape)
+            with torch.inference_mode(False):  # a view made in inference mode can be written there alone
+                for name, place in self._places.items():
+                    memory[name] = record[:, place].view(small[name].dtype).view(capacity, *small[name].shape)
         for name, one in self._fields.items():
             if name not in memory:
                 shape = capacity, *one.shape

@@ -220,6 +220,16 @@ def test_costs(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
     assert cost(lambda: relay.prefetch(slots, "outputs")) == (1, 0, 1)
 
 
+def test_a_relay_made_in_inference_mode_is_written_outside(rt: Runtime) -> None:
+    """Its fields lie side by side, and each is a view that any later publish writes."""
+    pool = SlotPool(rt, 4)
+    with torch.inference_mode():
+        relay = FutureMap(pool, {name: relay_field(torch.int64, must_read=False) for name in ("one", "other")})
+    slots = pool.take(2)
+    relay.publish(slots, one=torch.tensor([5, 6]).to(rt.device), other=[7, 8])
+    assert relay.gather(slots, "one").tolist() == [5, 6]
+
+
 @pytest.mark.parametrize(
     ("fields", "launches"),
     [
