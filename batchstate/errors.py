@@ -10,7 +10,7 @@ operation leaves a pool as it was, or with the operation done, or broken: then e
 
 import difflib
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any
 
 
 class BatchStateError(Exception):
@@ -37,12 +37,6 @@ class BatchStateError(Exception):
         fields = {name: one if _crosses(one) else repr(one) for name, one in self.__dict__.items()}
         return _rebuild, (type(self), self.args), fields
 
-    @classmethod
-    def _bare(cls, args: tuple[Any, ...]) -> Self:
-        error = cls.__new__(cls)
-        error.args = args
-        return error
-
 
 def _crosses(field: object) -> bool:
     """Whether another process can have the field as it is."""
@@ -65,7 +59,9 @@ def closest(names: Iterable[str], got: object) -> str:
 
 
 def _rebuild(cls: type[BatchStateError], args: tuple[Any, ...]) -> BatchStateError:
-    return cls._bare(args)
+    error = cls.__new__(cls)
+    error.args = args
+    return error
 
 
 class ArgumentError(BatchStateError, ValueError):

@@ -36,15 +36,6 @@ cheap: bool = True
 full: bool = False
 
 
-def parse_level(text: "str | Level") -> Level:
-    """The level of that name.
-
-    Raises:
-        ArgumentError: the name is none of the legal ones; the message lists them.
-    """
-    return Level(text)
-
-
 def current_checks() -> Level:
     """The level in force."""
     return Level.FULL if full else Level.CHEAP if cheap else Level.OFF
@@ -59,7 +50,7 @@ def set_checks(level: str | Level) -> Level:
     """
     global cheap, full
     before = current_checks()
-    chosen = parse_level(level)
+    chosen = Level(level)
     cheap = chosen is not Level.OFF
     full = chosen is Level.FULL
     return before

@@ -10,7 +10,7 @@ still reads the table (`read_until`) and after earlier writes from other streams
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, final
 
 import attrs
 import numpy as np
@@ -27,17 +27,14 @@ from batchstate.mirror import MirroredTensor, ReadyTensor
 from batchstate.runtime import Fence, FixedMemory, Runtime, check_fence, numpy_dtype
 from batchstate.violations import Code, Where
 
+if TYPE_CHECKING:
+    from batchstate._allocator import Transaction
+
 __all__ = ["IndexSpace", "Table", "TableRows", "TableWrite"]
 
 Ints = npt.NDArray[np.int64]
 
 ROW_UNWRITTEN = Code.ROW_UNWRITTEN
-
-
-class ChangeMark(Protocol):
-    """What a table needs of the `Transaction` of its pool."""
-
-    operation: str | None
 
 
 class IndexSpace(Protocol):
@@ -59,7 +56,7 @@ class IndexSpace(Protocol):
         ...
 
     @property
-    def transaction(self) -> "ChangeMark":
+    def transaction(self) -> "Transaction":
         """The operation that is changing the pool or a table of it."""
         ...
 
@@ -292,8 +289,7 @@ class Table(Guided):
     def written(self, handles: Handles) -> npt.NDArray[np.bool_]:
         """Which rows their owners have written, bool[n]. Raises what `write` raises for handles."""
         rows = self.space.rows_of(handles, f"{self.name}: written")
-        written: npt.NDArray[np.bool_] = self._written[rows] == handles.generations
-        return written
+        return self.written_for(rows, handles.generations)
 
     def _check_written(self, handles: Handles, operation: str) -> Ints:
         rows = self.space.rows_of(handles, f"{self.name}: {operation}", padded=True)

@@ -124,26 +124,13 @@ class Violation(BatchStateError, RuntimeError):
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for logs and JSON."""
-        return {
-            "code": self.code.value,
-            "problem": self.problem,
-            "object": self.object,
-            "operation": self.operation,
-            "column": self.column,
-            "row": self.row,
-            "slot": self.slot,
-            "generation": self.generation,
-            "step": self.step,
-            "writer": self.writer,
-            "reader": self.reader,
-            "expected": str(self.expected),
-            "actual": str(self.actual),
-            "remedy": self.remedy,
-        }
+        found = {name: getattr(self, name) for name in _PLACE}
+        words = {"expected": str(self.expected), "actual": str(self.actual), "remedy": self.remedy}
+        return {"code": self.code.value, "problem": self.problem, **found, **words}
 
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.problem}"]
-        for name in _SHOWN:
+        for name in (*_PLACE, "expected", "actual"):
             value = getattr(self, name)
             if value is not None:
                 lines.append(f"  {name:<10} {value}")
@@ -151,16 +138,5 @@ class Violation(BatchStateError, RuntimeError):
         return "\n".join(lines)
 
 
-_SHOWN = (
-    "object",
-    "operation",
-    "column",
-    "row",
-    "slot",
-    "generation",
-    "step",
-    "writer",
-    "reader",
-    "expected",
-    "actual",
-)
+_PLACE = ("object", "operation", "column", "row", "slot", "generation", "step", "writer", "reader")
+"""Attributes that say where, in the order of a report; those that are None are left out."""

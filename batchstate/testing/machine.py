@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError
-from batchstate.levels import Level, parse_level
+from batchstate.levels import Level
 from batchstate.runtime import CpuRuntime, Runtime, Stream, open_runtime
 from batchstate.testing.devices import window_of
 from batchstate.testing.fences import LateRuntime
@@ -89,7 +89,7 @@ def session(
     Raises:
         ArgumentError: unknown `level`.
     """
-    token = _current.set(MachineSession(runtimes, parse_level(level), on_example=on_example, automatic=automatic))
+    token = _current.set(MachineSession(runtimes, Level(level), on_example=on_example, automatic=automatic))
     try:
         yield _current.get()
     finally:

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from batchstate._arrays import count
 from batchstate._guidance import shown, shows_signature
 from batchstate.errors import ArgumentError
-from batchstate.levels import Level, parse_level
+from batchstate.levels import Level
 from batchstate.testing.devices import is_tool, open_device
 from batchstate.testing.machine import DisagreementError, Machine, OpenRuntime, current_session, session
 from batchstate.testing.race import Race, RaceReport
@@ -124,7 +124,7 @@ def run_machine(
         raise ArgumentError(problem, value=machine, remedy=remedy)
     if level is None:
         level = Level.CHEAP if is_tool(device) else Level.FULL
-    level = parse_level(level)  # before anything runs: an unknown level is not a failure of the machine
+    level = Level(level)  # before anything runs: an unknown level is not a failure of the machine
     for name, value in (("examples", examples), ("steps", steps)):
         count(value, f"run_machine: {name}", least=1)
     count(seed, "run_machine: seed")

@@ -13,7 +13,7 @@ import pytest
 
 from batchstate import levels
 from batchstate.errors import ArgumentError
-from batchstate.levels import Level, parse_level
+from batchstate.levels import Level
 
 if TYPE_CHECKING:
     from batchstate.runtime import Runtime
@@ -80,7 +80,7 @@ def chosen_level(config: pytest.Config) -> Level | None:
     text = config.getoption("batchstate_checks")
     if text is None and levels.ENVIRONMENT_VARIABLE not in os.environ:
         text = config.getini("batchstate_checks")
-    return parse_level(text) if text else None
+    return Level(text) if text else None
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def _whole(name: str, least: int) -> Callable[[object], None]:
 
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "device": _check_device,
-    "checks": parse_level,
+    "checks": Level,
     "steps_in_flight": _whole("steps_in_flight", 1),
     "seed": _whole("seed", 0),
     "min_depth": _whole("min_depth", 1),
