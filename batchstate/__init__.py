@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from batchstate.future_map import FutureMap as FutureMap
     from batchstate.future_map import relay_field as relay_field
     from batchstate.hybrid import HybridSlotPool as HybridSlotPool
-    from batchstate.indices import HostLocations as HostLocations
-    from batchstate.indices import Locations as Locations
-    from batchstate.indices import Pages as Pages
-    from batchstate.indices import Slots as Slots
     from batchstate.kv.hisparse import HiSparse as HiSparse
     from batchstate.kv.host_pool import HostKVPool as HostKVPool
     from batchstate.kv.pages import PagePool as PagePool
@@ -32,7 +28,11 @@ if TYPE_CHECKING:
     from batchstate.levels import checks as checks
     from batchstate.levels import set_checks as set_checks
     from batchstate.mirror import Contract as Contract
+    from batchstate.mirror import HostLocations as HostLocations
+    from batchstate.mirror import Locations as Locations
     from batchstate.mirror import MirroredTensor as MirroredTensor
+    from batchstate.mirror import Pages as Pages
+    from batchstate.mirror import Slots as Slots
     from batchstate.nvtx import set_nvtx as set_nvtx
     from batchstate.pools import SlotPool as SlotPool
     from batchstate.runtime import Runtime as Runtime
@@ -57,13 +57,12 @@ else:
             "forward.token_array": "TokenArray",
             "future_map": "FutureMap relay_field",
             "hybrid": "HybridSlotPool",
-            "indices": "HostLocations Locations Pages Slots",
             "kv.hisparse": "HiSparse",
             "kv.host_pool": "HostKVPool",
             "kv.pages": "PagePool",
             "kv.prefix_cache": "PrefixCache",
             "levels": "Level checks set_checks",
-            "mirror": "Contract MirroredTensor",
+            "mirror": "Contract HostLocations Locations MirroredTensor Pages Slots",
             "nvtx": "set_nvtx",
             "pools": "SlotPool",
             "runtime": "Runtime open_runtime",

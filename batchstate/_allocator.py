@@ -32,11 +32,10 @@ from batchstate._arrays import count
 from batchstate._guidance import shown
 from batchstate._source_lines import Line, users_line
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolBrokenError, PoolExhaustedError
-from batchstate.indices import Handles, Slots
 from batchstate.invariants import times_checked
-from batchstate.mirror import MirroredTensor
-from batchstate.runtime import Fence, Runtime
+from batchstate.mirror import Handles, MirroredTensor, Slots
 from batchstate.runtime.agreement import Queried, QueriedFence
+from batchstate.runtime.base import Fence, Runtime
 from batchstate.violations import Code, Where
 
 Ints = npt.NDArray[np.int64]

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from batchstate._arrays import Array
 from batchstate._guidance import own_names, point_elsewhere, shown
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
+
+Array = npt.NDArray[Any]
 
 _INSTEAD = {
     "cuda": "`.device` is the device side, uploaded where necessary",

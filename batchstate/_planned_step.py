@@ -1,6 +1,6 @@
-"""`PlannedStep`, what `StepPlanner` makes; a decode step; and what stays the same from one step to the next."""
+"""`PlannedStep`, what `StepPlanner` makes; a decode step; its tokens and its copy; and what stays from step to step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import attrs
@@ -9,29 +9,28 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import arange_per_row
+from batchstate._arrays import Array, amounts, arange_per_row
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._relay import PublishedRows
 from batchstate._rows import Layout, RowState
-from batchstate._step_layout import StepLayout
 from batchstate._upload import Extras
 from batchstate.batch import Batch
 from batchstate.errors import ArgumentError
 from batchstate.forward.inputs import ForwardInputs
-from batchstate.forward.plan import ForwardPlan
-from batchstate.indices import Slots
+from batchstate.forward.plan import STAND_IN, ForwardPlan, rows_that_sample
+from batchstate.forward.token_array import TokenArray
 from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import ReadyTensor
+from batchstate.mirror import MirroredTensor, Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime import PackedUpload, Stream
+from batchstate.runtime.base import Runtime, Stream
+from batchstate.runtime.memory import ALIGNMENT, PackedUpload, Place, ReadyTensor, StagingBlock
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
     from batchstate.future_map import FutureMap, Prefetched
 
 Ints = npt.NDArray[np.int64]
-Array = npt.NDArray[Any]
 
 Written = tuple[tuple[Ints, Ints], Ints, Ints]
 """Rows of a table and their owners' generations, and elements of the flat table with their values."""
@@ -43,6 +42,242 @@ _DERIVED_STALE, _CONSUMED = Code.DERIVED_STALE, Code.FUTURE_CONSUMED
 
 MOST_LAYOUTS = 256
 """Numbers of requests of which a planner remembers the layout."""
+
+
+INT64, INT32 = np.dtype(np.int64), np.dtype(np.int32)
+
+
+def pitch(n: int, dtype: "np.dtype[Any]") -> int:
+    """Elements from one row of `n` to the next: each begins at a multiple of `ALIGNMENT`."""
+    return n + -n * dtype.itemsize % ALIGNMENT // dtype.itemsize
+
+
+@final
+class StepLayout:
+    """Places and views for the steps of `n` requests: of the columns, and of what goes beside them in a decode step.
+
+    Attributes:
+        places: of the columns in the copy, one for each array of the batch's `Layout`.
+        num_places: how many.
+        columns_nbytes: of these.
+        nbytes: of the copy of a decode step.
+        ones, everyone: int64[n], 1 for each, and 0 to n - 1.
+        query_start_loc, last_token_indices: on the device, int32[n + 1] and int64[n].
+    """
+
+    __slots__ = (
+        "_beside",
+        "_n",
+        "_views",
+        "columns_nbytes",
+        "everyone",
+        "last_token_indices",
+        "nbytes",
+        "num_places",
+        "ones",
+        "places",
+        "query_start_loc",
+    )
+
+    def __init__(self, n: int, layout: Layout, query_start_loc: torch.Tensor, last_token_indices: torch.Tensor) -> None:
+        self._n = n
+        self.ones, self.everyone = np.ones(n, dtype=np.int64), np.arange(n)
+        for shared in (self.ones, self.everyone):  # by all steps of so many requests, whose plans hand them out
+            shared.setflags(write=False)
+        self.query_start_loc, self.last_token_indices = query_start_loc, last_token_indices
+        self.places: list[Place] = []
+        size = 0
+        for pad in layout.pads:
+            shape = (len(pad), pitch(n, pad.dtype)) if pad.ndim == 2 else (1, n, *pad.shape[2:])
+            self.places.append((size, pad.dtype, shape))
+            size += -(-int(np.prod(shape)) * pad.itemsize // ALIGNMENT) * ALIGNMENT
+        self.num_places, self.columns_nbytes = len(self.places), size
+        self._beside: list[slice] = []  # of positions and slot mapping, int64, and KV lengths, int32, in elements
+        for dtype in (INT64, INT64, INT32):
+            first = size // dtype.itemsize
+            self._beside.append(slice(first, first + n))
+            size += pitch(n, dtype) * dtype.itemsize
+        self.nbytes = size
+        self._views: dict[StagingBlock, list[Array]] = {}
+
+    def send(self, runtime: Runtime, groups: Sequence[Array], beside: Sequence[Array]) -> PackedUpload:
+        """One copy of the columns, and of positions, slot mapping and KV lengths beside them."""
+        block = runtime.staging_block(self.nbytes)
+        self.fill(block, groups, beside)
+        return runtime.send(block, self.nbytes, self.places)
+
+    def fill(self, block: StagingBlock, groups: Sequence[Array], beside: Sequence[Array]) -> None:
+        """Writes the columns, and what goes beside them in a decode step, or nothing, to where they go in `block`."""
+        views = self._views.get(block)
+        if views is None:
+            memory = block.bytes
+            views = [self._rows_at(memory, *place) for place in self.places]
+            (positions, mapping, lens), wide = self._beside, memory.view(INT64)
+            views += (wide[positions], wide[mapping], memory.view(INT32)[lens])
+            self._views[block] = views
+        for view, values in zip(views, (*groups, *beside), strict=False):
+            view[...] = values
+
+    def beside(self, upload: PackedUpload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions, slot mapping and KV lengths on the device, [n] each. A write into one is none into a column."""
+        memory = upload.buffer.data  # which begins where its storage does
+        wide, (positions, mapping, lens) = memory.view(torch.int64), self._beside
+        return wide[positions], wide[mapping], memory.view(torch.int32)[lens]
+
+    def _rows_at(self, memory: Array, start: int, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> Array:
+        """An array of `shape` from byte `start` on, the first `n` rows of it."""
+        rows: Array = np.ndarray(shape, dtype, memory, start)[:, : self._n]
+        return rows
+
+
+_WHAT, _IDS = "StepPlanner", "input_ids"
+
+NAMES = {"positions", "query_start_loc", "kv_lens", "slot_mapping", "last_token_indices", _IDS}
+NAMES |= {"sample_slots", "relay_slots", "relay_tokens"}
+"""What `StepTokens.arrays` may name."""
+
+
+def each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] | None, samples: object) -> bool:
+    """Whether each of `n` requests puts in the one token that the relay has for it, and samples."""
+    if type(query_lens) is int:
+        if query_lens != 1:
+            return False
+    elif (
+        not isinstance(query_lens, np.ndarray)
+        or query_lens.dtype.kind not in "iu"
+        or query_lens.shape != (n,)
+        or np.count_nonzero(query_lens != 1)
+    ):
+        return False
+    if prompt_ids is not None and (len(prompt_ids) != n or [1 for ids in prompt_ids if ids is not None]):
+        return False
+    return samples is None or (
+        isinstance(samples, np.ndarray)
+        and samples.dtype == np.bool_
+        and samples.shape == (n,)
+        and np.count_nonzero(samples) == n
+    )
+
+
+@final
+@attrs.frozen(eq=False)
+class StepTokens:
+    """The tokens of a step, of n requests.
+
+    Attributes:
+        counts: int64[n], tokens that each puts in.
+        starts: int64[n + 1], where those of each begin, and where the last end.
+        relay_rows: int64[r], requests whose token the relay has.
+        sample_rows: int64[s], requests that sample.
+        ids: int64[t], those that the host knows, 0 elsewhere; None where all come from the relay, or none are taken.
+        known: whether the host knows any.
+    """
+
+    counts: Ints
+    starts: Ints
+    relay_rows: Ints
+    sample_rows: Ints
+    ids: Array | None
+    known: bool
+
+    @classmethod
+    def of(
+        cls,
+        n: int,
+        query_lens: object,
+        prompt_ids: Sequence[object] | None,
+        samples: object,
+        *,
+        has_ids: bool,
+        fed: int,
+    ) -> "StepTokens | None":
+        """From the arguments of a plan; None where only the parts serve them, or refuse them.
+
+        `n` are the requests, and `fed` the tokens that the relay has of each; the others are as for `ForwardPlan.of`.
+
+        Raises:
+            As `ForwardPlan.of`, for these.
+        """
+        if isinstance(query_lens, MirroredTensor):
+            return None
+        counts = amounts(query_lens, n, f"{_WHAT}: query_lens")
+        if not counts.ndim:
+            counts = counts.repeat(n)
+        if 1 in (counts < 0).tobytes():
+            return None
+        prompts = None if prompt_ids is None else TokenArray(prompt_ids, torch.int64, fill=STAND_IN, non_negative=True)
+        given = [] if prompts is None else prompts.known(counts, n, f"{_WHAT}: prompt_ids")
+        relayed = counts > 0
+        if prompts is not None:
+            relayed &= np.array([ids is None for ids in given], dtype=np.bool_)
+        relay_rows = relayed.nonzero()[0] if has_ids else np.zeros(0, dtype=np.int64)
+        if 1 in (counts[relay_rows] != fed).tobytes():
+            return None
+        sample_rows = rows_that_sample(samples, counts, n)
+        starts = np.zeros(n + 1, dtype=np.int64)
+        counts.cumsum(out=starts[1:])
+        ids, known = None, False
+        if has_ids and relay_rows.size < n:
+            known = int(starts[-1]) > relay_rows.size  # these put in one token each
+            if prompts is not None and known:
+                ids = prompts.laid_out(given, starts, int(starts[-1]))
+                ids[starts[relay_rows]] = 0
+                prompts.check(ids, {"object": _WHAT, "operation": "plan", "column": _IDS})
+            else:
+                ids = np.zeros(int(starts[-1]), dtype=np.int64)
+        return cls(counts, starts, relay_rows, sample_rows, ids, known)
+
+    def arrays(self, rows: Ints, positions: Ints, locations: Ints, lens: Ints) -> dict[str, Array]:
+        """What the forward takes, by name, from the slots int64[n], the places of tokens int64[t], and all lengths."""
+        starts, sampling, relayed = self.starts, self.sample_rows, self.relay_rows
+        arrays: dict[str, Array] = {
+            "positions": positions,
+            "query_start_loc": starts.astype(np.int32),
+            "kv_lens": lens.astype(np.int32),
+            "slot_mapping": locations,
+        }
+        last = starts[1:] - 1
+        if sampling.size == rows.size:
+            arrays["last_token_indices"] = last
+        else:
+            arrays["last_token_indices"], arrays["sample_slots"] = last[sampling], rows[sampling]
+        if self.ids is not None:
+            arrays[_IDS] = self.ids
+            if relayed.size:
+                arrays["relay_slots"], arrays["relay_tokens"] = rows[relayed], starts[relayed]
+        return arrays
+
+    def plan(
+        self,
+        slots: Slots,
+        lens: Ints,
+        arrays: dict[str, Array],
+        pages: PagePool,
+        origin: Origin,
+        *,
+        has_ids: bool,
+        reach: int | None,
+    ) -> ForwardPlan:
+        """The plan of the forward; `arrays` are those of `arrays`, and `slots` have crossed with them."""
+        t = int(self.starts[-1])
+        return ForwardPlan(
+            slots=slots,
+            num_tokens=t,
+            num_padded_tokens=t,
+            query_lens=self.counts,
+            seq_lens=lens,
+            bounds=None,
+            relay_rows=self.relay_rows,
+            sample_rows=self.sample_rows,
+            extras=DerivedArrays(arrays, origin),
+            origin=origin,
+            pages=pages,
+            has_ids=has_ids,
+            token_arrays={_IDS: arrays[_IDS]} if self.known else {},
+            deferred=False,
+            reach=reach,
+            shares=pages.shares.last,
+        )
 
 
 @final

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate.indices import Slots
 from batchstate.invariants import times_checked
+from batchstate.mirror import Slots
 from batchstate.pools import SlotListener
-from batchstate.runtime import Fence, Runtime, Stream
+from batchstate.runtime.base import Fence, Runtime, Stream
 from batchstate.violations import Code, Where
 
 # Members of an enumeration that the hot path counts by, found once.

@@ -46,11 +46,10 @@ from batchstate.errors import (
     ShapeError,
     one_of,
 )
-from batchstate.indices import Slots
 from batchstate.invariants import times_checked
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
-from batchstate.runtime import Runtime, numpy_dtype
-from batchstate.runtime.memory import ALIGNMENT
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
+from batchstate.runtime.base import Runtime
+from batchstate.runtime.memory import ALIGNMENT, ReadyTensor, numpy_dtype
 from batchstate.violations import Code, Where
 
 GENERATION_SUFFIX = ".generation"

@@ -13,8 +13,9 @@ from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.columns import TensorColumn
 from batchstate.errors import ArgumentError, DeviceError, one_of
-from batchstate.mirror import DeviceSide, MirroredTensor, ReadyTensor, rows_of, write_count
-from batchstate.runtime import PackedUpload, Runtime
+from batchstate.mirror import DeviceSide, MirroredTensor, rows_of, write_count
+from batchstate.runtime.base import Runtime
+from batchstate.runtime.memory import PackedUpload, ReadyTensor
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 

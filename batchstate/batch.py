@@ -51,10 +51,10 @@ from batchstate._rows import (
 from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays, packed_step
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
-from batchstate.indices import Slots
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, StaleWindow, numbers_of, stale_reasons
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
 from batchstate.nvtx import ranges
-from batchstate.runtime import PackedUpload, Runtime, check_runtime
+from batchstate.runtime.base import Runtime, check_runtime
+from batchstate.runtime.memory import PackedUpload
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 

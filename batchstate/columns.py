@@ -15,9 +15,8 @@ import torch
 from batchstate._arrays import Array, padding_row, shape_of
 from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import DeclarationError, ShapeError
-from batchstate.indices import Slots, index_type
-from batchstate.mirror import Contract, MirroredTensor
-from batchstate.runtime import host_dtype, numpy_dtype
+from batchstate.mirror import Contract, MirroredTensor, Slots, index_type
+from batchstate.runtime.memory import host_dtype, numpy_dtype
 
 T = TypeVar("T")
 Self_ = TypeVar("Self_")

@@ -45,13 +45,12 @@ from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError, one_of
 from batchstate.forward.inputs import ForwardInputs, Sources, check_parts, end_to_end
 from batchstate.forward.plan import ForwardPlan
-from batchstate.indices import Slots
 from batchstate.invariants import times_checked
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
-from batchstate.runtime import NUMPY_DTYPES, Fence, Runtime, Stream, dtype_meant, host_dtype, numpy_dtype
-from batchstate.runtime.base import Download
+from batchstate.runtime.base import Download, Fence, Runtime, Stream
+from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, dtype_meant, host_dtype, numpy_dtype
 from batchstate.tables import Table
 from batchstate.violations import Code, Where
 

@@ -17,9 +17,9 @@ from batchstate._allocator import Allocator, size_of
 from batchstate._arrays import amounts, count
 from batchstate._guidance import methods_show_signature, shows_signature
 from batchstate.errors import ArgumentError, CaptureError
-from batchstate.indices import Slots
+from batchstate.mirror import Slots
 from batchstate.pools import Ints, SlotListener, SlotPool, SlotStats
-from batchstate.runtime import Fence, Runtime
+from batchstate.runtime.base import Fence, Runtime
 from batchstate.tables import Table, TableWrite
 from batchstate.violations import Where
 

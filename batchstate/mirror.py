@@ -4,17 +4,19 @@ Every operation returns a new value and acts on both sides: on the host side wit
 with one launch if the device side exists already, else at its first use. Nothing here waits for the device but
 `resolve`. Nothing that a launched kernel may still read is ever written in place.
 
-`repr`, `len`, `sum`, `max` and comparisons use the host side.
+`repr`, `len`, `sum`, `max` and comparisons use the host side. Each index space is a type of its own: slots, pages, and
+locations of tokens in device or host KV memory.
 """
 
 import contextlib
 import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self, SupportsIndex, cast, final
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
@@ -62,17 +64,8 @@ from batchstate.errors import (
     SideMissingError,
     one_of,
 )
-from batchstate.runtime import (
-    NUMPY_DTYPES,
-    Fence,
-    PackedUpload,
-    Runtime,
-    Stream,
-    check_runtime,
-    host_dtype,
-    numpy_dtype,
-    torch_dtype,
-)
+from batchstate.runtime.base import Runtime, check_runtime
+from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, host_dtype, numpy_dtype, torch_dtype
 from batchstate.violations import Where
 
 __all__ = ["Contract", "MirroredTensor"]
@@ -105,36 +98,6 @@ def weaker_contract(first: Contract, second: Contract) -> Contract:
     A `host_only` value is the strongest, since uploading it makes it exact. No operation strengthens a contract.
     """
     return first if _STRENGTH[first] <= _STRENGTH[second] else second
-
-
-class ReadyTensor(NamedTuple):
-    """A device tensor that exists, and what another stream has to know before it uses it. Made by the library.
-
-    Attributes:
-        tensor: on the device.
-        stream: the stream that made it.
-        ready: a fence recorded after the work that made it; None stands for all work of `stream`.
-        synchronised: keys of other streams that are synchronised with it; see `Runtime.use_on_current_stream`.
-    """
-
-    tensor: torch.Tensor
-    stream: Stream
-    ready: Fence | None
-    synchronised: set[object]
-
-    @classmethod
-    def uploaded(cls, tensor: torch.Tensor, packed: PackedUpload) -> Self:
-        """`tensor`, a view of a packed upload."""
-        return cls(tensor, packed.stream, packed.ready, packed.synchronised)
-
-    @classmethod
-    def made_now(cls, tensor: torch.Tensor, runtime: Runtime) -> Self:
-        """A tensor that the current stream has made."""
-        return cls(tensor, runtime.current_stream, None, set())
-
-    def on_current_stream(self, runtime: Runtime) -> torch.Tensor:
-        """The tensor, ordered before and kept alive for what the current stream does next."""
-        return runtime.use_on_current_stream(self.tensor, self.stream, self.ready, synchronised=self.synchronised)
 
 
 @final
@@ -267,7 +230,7 @@ def _called(cls: type, values: object) -> CallError:
 class MirroredTensor(HostValues):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 
-    Make one with `from_host`, `from_device` or `from_pair`. Subclasses in `batchstate.indices` carry an index space.
+    Make one with `from_host`, `from_device` or `from_pair`. Subclasses below carry an index space.
 
     Attributes:
         unit: index space of the values (`slot`, `page`, `location`, `host_location`), or None for plain numbers.
@@ -1167,3 +1130,156 @@ def _shown(values: Array) -> str:
     """The values as text of a line, those in the middle left out where there are many."""
     text = np.array2string(values, separator=", ", threshold=8, edgeitems=3, max_line_width=10_000)
     return " ".join(text.split()).replace("[ ", "[")
+
+
+# Index spaces: to a type checker their types differ, at run time `unit` goes with them and public functions compare it.
+# All are int64 vectors, and index 0 of each is padding.
+
+
+@methods_show_signature()
+class Handles(MirroredTensor):
+    """Numbers of an index space with the generation of each: they say whose they are, and go stale with their owner.
+
+    Pools make them. The generations go wherever the rows go; padded rows are index 0, generation 0.
+    """
+
+    _space: ClassVar[int] = 0
+    __slots__ = ("held_at",)
+
+    def __init__(
+        self, runtime: Runtime, host: Array | None = None, device: DeviceSide | None = None, **rest: Any
+    ) -> None:
+        """For the library. Without generations they have generation 0, which nothing live has.
+
+        `held_at` counts the changes of the pool when all of them were last found live; -1 before.
+        """
+        self.held_at = -1
+        if rest.get("generations") is None:
+            if "shape" not in rest:  # then `MirroredTensor` says how to make one
+                super().__init__(runtime, host, device)
+            rest["generations"] = np.zeros(rest["shape"][0], dtype=np.int64)
+        rest["generations"].setflags(write=False)  # once, and not for each read
+        super().__init__(runtime, host, device, **rest)
+        if device is None and self.contract is Contract.EXACT and not self._windows and self._pool_id:
+            self._plain = 4 * self._pool_id + self._space
+
+    @classmethod
+    def of_pool(
+        cls,
+        runtime: Runtime,
+        numbers: npt.NDArray[np.int64],
+        generations: npt.NDArray[np.int64],
+        *,
+        pool_id: int,
+        contract: Contract = Contract.EXACT,
+        name: str = "",
+        device: DeviceSide | None = None,
+    ) -> Self:
+        """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool, `device` their device side."""
+        handles = cls.__new__(cls)  # what a pool makes for each take: without a second dictionary of arguments
+        handles.held_at = -1
+        generations.setflags(write=False)
+        MirroredTensor.__init__(
+            handles,
+            runtime,
+            numbers,
+            device,
+            dtype=torch.int64,
+            shape=numbers.shape,
+            contract=contract,
+            name=name,
+            generations=generations,
+            pool_id=pool_id,
+        )
+        if device is None and pool_id and contract is Contract.EXACT:
+            handles._plain = 4 * pool_id + cls._space
+        return handles
+
+    @classmethod
+    def from_host(
+        cls,
+        runtime: Runtime,
+        values: object,
+        *,
+        dtype: torch.dtype | None = None,
+        contract: str | Contract = Contract.EXACT,
+        name: str = "",
+        generations: object = None,
+        pool_id: int = 0,
+    ) -> Self:
+        """Handles from numbers, for tools that rebuild state. `generations` int64[n] defaults to 0: nothing live's.
+
+        Raises:
+            ShapeError: not one generation per number. Else as `MirroredTensor.from_host`.
+        """
+        plain = super().from_host(runtime, values, dtype=dtype, contract=contract, name=name or cls.__name__)
+        numbers = plain.np.copy()
+        own = converted(
+            plain.generations if generations is None else generations, np.dtype(np.int64), "generations"
+        ).copy()
+        if own.shape != numbers.shape or numbers.ndim != 1:
+            raise ShapeError(
+                f"{list(own.shape)} generations for {list(numbers.shape)} {cls.unit}s",
+                value=own.shape,
+                remedy=f"one per {cls.unit}",
+            )
+        pool_id = count(pool_id, "pool_id")
+        return cls.of_pool(runtime, numbers, own, pool_id=pool_id, contract=plain.contract, name=name)
+
+    @property
+    def generations(self) -> npt.NDArray[np.int64]:
+        """The generation of each handle, int64[n], read-only."""
+        return self._generations  # type: ignore[return-value]
+
+    @property
+    def pool_id(self) -> int:
+        """Id of the pool that made the handles; 0 when none did."""
+        return self._pool_id
+
+
+class Slots(Handles):
+    """Rows of requests in every slot-indexed table. Made by `SlotPool.take`; padded rows are slot 0."""
+
+    unit: ClassVar[str | None] = "slot"
+    _space: ClassVar[int] = 1
+    __slots__ = ()
+
+    @property
+    def row_set(self) -> RowSet:
+        """The requests of the rows, which slots say themselves. For the library."""
+        if self._row_set is None:
+            self._row_set = RowSet(0, (self._host_side(), self.generations), self._pool_id)
+        return self._row_set
+
+
+class Pages(Handles):
+    """KV pages. Made by `PagePool.pages_of` and by leases. Page 0 is padding."""
+
+    unit: ClassVar[str | None] = "page"
+    _space: ClassVar[int] = 2
+    __slots__ = ()
+
+
+class Locations(Handles):
+    """Places of tokens in device KV memory, each with the generation of its page. Those of page 0 are padding."""
+
+    unit: ClassVar[str | None] = "location"
+    _space: ClassVar[int] = 3
+    __slots__ = ()
+
+
+@functools.cache
+def index_type(holds: str) -> type[MirroredTensor]:
+    """The type of plain indices of one space, without generations: those of a column that was declared with `holds=`.
+
+    Args:
+        holds: `page`, `location`, `host_location`, `state`, or an index space of the engine's own.
+    """
+    return type(f"{holds.title()}Indices", (MirroredTensor,), {"unit": holds, "__slots__": (), "__module__": __name__})
+
+
+class HostLocations(MirroredTensor):
+    """Places of tokens in the host tier's KV memory. Place 0 is padding."""
+
+    unit: ClassVar[str | None] = "host_location"
+    __slots__ = ()

@@ -18,10 +18,10 @@ from batchstate._allocator import DOUBLE_FREE, ONE, Allocator, Generations, Slot
 from batchstate._arrays import as_array, count
 from batchstate._guidance import Guided, Numbers, methods_show_signature, shows_signature
 from batchstate.errors import DtypeError
-from batchstate.indices import Slots
 from batchstate.invariants import times_checked
+from batchstate.mirror import Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
+from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table
 
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]

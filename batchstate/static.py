@@ -21,9 +21,9 @@ from batchstate._upload import Extras, append_needs, extra_array, joined_writes,
 from batchstate.batch import Batch
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
-from batchstate.mirror import Contract, DeviceSide, ReadyTensor, rows_of, write_count
-from batchstate.runtime import Fence, FixedMemory, PackedUpload, Runtime, check_fence, check_runtime
-from batchstate.runtime.memory import ALIGNMENT, Place, packed_places, view_at
+from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
+from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
+from batchstate.runtime.memory import ALIGNMENT, FixedMemory, PackedUpload, Place, ReadyTensor, packed_places, view_at
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 

@@ -33,6 +33,7 @@ from batchstate._arrays import count as counted
 from batchstate._guidance import Guided, check_kind, shown, shows_signature
 from batchstate._origin import Origin
 from batchstate._planned_step import (
+    NAMES,
     ONE,
     OPERATION,
     Declared,
@@ -40,11 +41,12 @@ from batchstate._planned_step import (
     PlannedStep,
     StepRequests,
     StepsInOnePiece,
+    StepTokens,
     Written,
+    each_puts_in_one,
 )
 from batchstate._relay import HOST, Publication, PublishedRows
 from batchstate._rows import GENERATION_SUFFIX, RowState, num_rows_of
-from batchstate._step_tokens import NAMES, StepTokens, each_puts_in_one
 from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
@@ -52,13 +54,12 @@ from batchstate.errors import ArgumentError, DeclarationError, DeviceError, one_
 from batchstate.forward.plan import ForwardPlan, checked_layouts
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap
-from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Contract, DeviceSide, ReadyTensor
+from batchstate.mirror import Contract, DeviceSide, Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime import Fence, PackedUpload, check_fence
-from batchstate.runtime.memory import packed_places
+from batchstate.runtime.base import Fence, check_fence
+from batchstate.runtime.memory import PackedUpload, ReadyTensor, packed_places
 from batchstate.tables import Table, TableWrite
 
 __all__ = ["PlannedStep", "StepPlanner"]

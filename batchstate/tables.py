@@ -22,9 +22,9 @@ from batchstate._arrays import Array, as_array, converted, read_only, select_row
 from batchstate._guidance import Guided, shown, shows_signature
 from batchstate._origin import Changes, Origin, RowSet
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
-from batchstate.indices import Handles
-from batchstate.mirror import MirroredTensor, ReadyTensor
-from batchstate.runtime import Fence, FixedMemory, Runtime, check_fence, numpy_dtype
+from batchstate.mirror import Handles, MirroredTensor
+from batchstate.runtime.base import Fence, Runtime, check_fence
+from batchstate.runtime.memory import FixedMemory, ReadyTensor, numpy_dtype
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:

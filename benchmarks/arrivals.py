@@ -9,9 +9,9 @@ import torch
 
 from batchstate.columns import TensorColumn
 from batchstate.future_map import FutureMap, relay_field
-from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
+from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime
 from batchstate.step import StepPlanner

@@ -75,7 +75,6 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 PARTS = {
     "batchstate.runtime": "runtime",
     "batchstate._upload": "upload",
-    "batchstate._step_layout": "upload",
     "batchstate.future_map": "relay",
     "batchstate._relay": "relay",
     "batchstate.kv": "pools and tables",
@@ -84,7 +83,6 @@ PARTS = {
     "batchstate._allocator": "pools and tables",
     "batchstate.step": "planner",
     "batchstate._planned_step": "planner",
-    "batchstate._step_tokens": "planner",
     "batchstate.forward": "planner",
     "batchstate.invariants": "invariants",
     "batchstate": "batch and values",

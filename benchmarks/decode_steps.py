@@ -11,8 +11,8 @@ import torch
 
 from batchstate.batch import Batch
 from batchstate.columns import TensorColumn, mirrored, slot_column
-from batchstate.indices import Slots
 from batchstate.levels import Level
+from batchstate.mirror import Slots
 from batchstate.runtime import Runtime
 from batchstate.static import StaticBuffers
 from benchmarks.baselines.persistent_buffers import MakePair, PersistentBuffers, PinnedPair

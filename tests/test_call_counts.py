@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from batchstate import PagePool, Runtime, SlotPool, checks, open_runtime
-from batchstate.indices import Slots
+from batchstate.mirror import Slots
 from benchmarks.arrivals import Prefill
 from benchmarks.steady_steps import Steady
 from benchmarks.timing import no_collector

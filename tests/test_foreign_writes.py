@@ -13,10 +13,9 @@ from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, relay_field
-from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
 from batchstate.levels import checks
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import MirroredTensor, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.selfcheck.machines.batch import COLUMNS, OPERATIONS, Decode, Written

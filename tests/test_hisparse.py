@@ -18,12 +18,11 @@ from batchstate.errors import (
     OwnerThreadError,
     ShapeError,
 )
-from batchstate.indices import HostLocations, Locations, Slots
 from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
 from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import HostLocations, Locations, MirroredTensor, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Fence, Runtime, open_runtime
 from batchstate.runtime.memory import bytes_of

@@ -5,7 +5,7 @@ import pytest
 
 from batchstate.errors import ArgumentError, CaptureError, OwnerThreadError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Slots
+from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.selfcheck.mutants.diffs import changed

@@ -9,7 +9,7 @@ import torch
 from batchstate import Batch, Code, Locations, MirroredTensor, PagePool, Runtime, SlotPool, StaticBuffers
 from batchstate.columns import device_only, mirrored, slot_column
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError
-from batchstate.indices import index_type
+from batchstate.mirror import index_type
 from tests.doubles import refused
 
 

@@ -20,11 +20,11 @@ from batchstate._allocator import Allocator
 from batchstate.errors import PoolBrokenError
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Slots
 from batchstate.kv.hisparse import HiSparse
 from batchstate.kv.host_pool import HostKVPool
 from batchstate.kv.pages import PagePool
 from batchstate.kv.prefix_cache import PrefixCache
+from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime
 from batchstate.selfcheck.machines.failures import Interrupt

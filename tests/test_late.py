@@ -10,8 +10,7 @@ import torch
 from batchstate.errors import ArgumentError
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence
-from batchstate.runtime.fences import DoneFence
+from batchstate.runtime import DoneFence, Fence
 from batchstate.testing import LateRuntime
 from batchstate.testing.fences import LateFence, is_behind
 from tests.doubles import Gate

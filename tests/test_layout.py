@@ -27,13 +27,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "invariants",
     ),
     "runtime": ("runtime",),
-    "mirrored values": ("_arrays", "_origin", "_host_values", "mirror", "indices"),
+    "mirrored values": ("_arrays", "_origin", "_host_values", "mirror"),
     "pools": ("tables", "_allocator", "pools", "hybrid"),
     "batches": ("columns", "_rows", "_upload", "batch", "static"),
     "KV memory": ("kv",),
     "forward inputs": ("forward",),
     "relay": ("_relay", "future_map"),
-    "steps": ("_step_layout", "_step_tokens", "_planned_step", "step"),
+    "steps": ("_planned_step", "step"),
     "watch": ("watch",),
     "transport": ("transport",),
     "traffic": ("traffic",),
@@ -52,7 +52,7 @@ OUTSIDE = {
 }
 """Private modules of the package that more than the core may import, and who may."""
 
-MOST_FLOORS = 15
+MOST_FLOORS = 12
 
 
 def part_of(module: str) -> str:

@@ -24,9 +24,8 @@ from batchstate.errors import (
     ShapeError,
 )
 from batchstate.future_map import FutureMap, relay_field
-from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import MirroredTensor, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Runtime, open_runtime
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from batchstate.future_map import FutureMap
-from batchstate.indices import Slots
+from batchstate.mirror import Slots
 from batchstate.selfcheck.machines import overlap as overlap_forward
 from batchstate.selfcheck.machines.overlap import CHOICES, READINGS, Arrival, Choices, OverlapMachine
 from batchstate.selfcheck.mutants import MUTANTS

@@ -25,8 +25,8 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Locations, Slots
 from batchstate.kv.pages import PagePool
+from batchstate.mirror import Locations, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.selfcheck.machines.page_pool import PagePoolMachine

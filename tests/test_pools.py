@@ -10,8 +10,8 @@ import pytest
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, BatchStateError, DeviceError, OwnerThreadError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
+from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.selfcheck.machines.pools import SlotMachine

@@ -12,7 +12,7 @@ import torch
 
 from batchstate import PagePool, PrefixCache, SlotPool, levels
 from batchstate.errors import ArgumentError, PoolExhaustedError
-from batchstate.indices import Slots
+from batchstate.mirror import Slots
 from batchstate.runtime import CpuRuntime
 from batchstate.testing.fences import ManualStream
 from batchstate.violations import Code

@@ -16,9 +16,9 @@ import pytest
 from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError, PoolBrokenError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Slots
 from batchstate.kv.pages import PageLease, PagePool
 from batchstate.kv.prefix_cache import PrefixCache
+from batchstate.mirror import Slots
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import CpuRuntime, Runtime
 from batchstate.violations import Violation

@@ -40,8 +40,8 @@ from batchstate.errors import (
     DtypeError,
     ShapeError,
 )
-from batchstate.indices import Slots
 from batchstate.invariants import times_checked
+from batchstate.mirror import Slots
 from batchstate.selfcheck.machines.failures import PlantedError, failing
 from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.step import PlannedStep

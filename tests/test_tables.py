@@ -13,9 +13,8 @@ from batchstate import levels
 from batchstate.batch import Batch
 from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError, ValueOverflowError
-from batchstate.indices import HostLocations, Locations, Slots
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import HostLocations, Locations, MirroredTensor, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import DoneFence, Runtime
 from batchstate.static import StaticBuffers

@@ -20,8 +20,8 @@ import torch
 
 from batchstate import levels, open_runtime
 from batchstate.errors import HandshakeError, PoolExhaustedError, TransferError
-from batchstate.indices import Locations
 from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
+from batchstate.mirror import Locations
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.plan import KVLayout
 from batchstate.transport.receiver import Lease, LeaseState, Receiver

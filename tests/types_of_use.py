@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from batchstate import Batch, MirroredTensor, Runtime, SlotPool, device_only, host_list, mirrored, slot_column
-from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
+from batchstate.mirror import Slots
 
 
 class Request:

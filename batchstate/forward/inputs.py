@@ -18,9 +18,8 @@ from batchstate._guidance import check_kind
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
 from batchstate.forward.plan import NO_END, ForwardPlan, handles_of
-from batchstate.indices import Slots
-from batchstate.mirror import DeviceSide
-from batchstate.runtime import Runtime
+from batchstate.mirror import DeviceSide, Slots
+from batchstate.runtime.base import Runtime
 from batchstate.tables import Table
 from batchstate.violations import Where
 

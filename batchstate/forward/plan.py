@@ -32,14 +32,14 @@ from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._upload import Extras, check_writes, named_arrays, packed_step
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, one_of
 from batchstate.forward.token_array import TokenArray, checked_arrays
-from batchstate.indices import Slots
 from batchstate.invariants import times_checked
 from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, ReadyTensor
+from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
-from batchstate.runtime import NUMPY_DTYPES, Runtime
+from batchstate.runtime.base import Runtime
+from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 

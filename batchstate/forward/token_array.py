@@ -12,7 +12,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import Array, converted, shape_of
 from batchstate._guidance import shows_signature
 from batchstate.errors import DeclarationError, ShapeError
-from batchstate.runtime import numpy_dtype
+from batchstate.runtime.memory import numpy_dtype
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]

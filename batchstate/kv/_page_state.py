@@ -12,11 +12,10 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations, SlotListener, Transaction
 from batchstate._arrays import arange_per_row
-from batchstate.indices import Handles
 from batchstate.kv._lengths import OVERWRITTEN
-from batchstate.mirror import Contract
-from batchstate.runtime import Fence, Runtime, Stream
+from batchstate.mirror import Contract, Handles
 from batchstate.runtime.agreement import QueriedFence
+from batchstate.runtime.base import Fence, Runtime, Stream
 from batchstate.violations import Where
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from batchstate import invariants
 from batchstate._arrays import arange_per_row, converted
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
-from batchstate.runtime import numpy_dtype
+from batchstate.runtime.memory import numpy_dtype
 from batchstate.tables import Table
 from batchstate.violations import Where
 

@@ -11,9 +11,9 @@ from batchstate import invariants
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import amounts, count, read_only
 from batchstate.errors import ArgumentError
-from batchstate.indices import Slots
 from batchstate.kv._lengths import SHORT_PREFIX, UNCOMMITTED, explain_total
-from batchstate.runtime import Fence, check_fence
+from batchstate.mirror import Slots
+from batchstate.runtime.base import Fence, check_fence
 
 if TYPE_CHECKING:
     from batchstate.kv.pages import Extension, PagePool

@@ -14,7 +14,8 @@ from batchstate.errors import ArgumentError, CaptureError, DtypeError, ShapeErro
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotListener
-from batchstate.runtime import Fence, PackedUpload
+from batchstate.runtime.base import Fence
+from batchstate.runtime.memory import PackedUpload
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]

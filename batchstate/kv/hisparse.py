@@ -25,15 +25,14 @@ from batchstate._allocator import AllFences
 from batchstate._arrays import MOST_ROWS, amounts, arange_per_row, count
 from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
 from batchstate.errors import ArgumentError, CaptureError, DeviceError
-from batchstate.indices import HostLocations, Locations, Slots
 from batchstate.kv._lengths import explained
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
 from batchstate.kv.host_pool import HostKVPool, HostRanges, HostStats
 from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import Extension, PagePool
-from batchstate.mirror import Contract, MirroredTensor
-from batchstate.runtime import Fence, Runtime, check_fence
+from batchstate.mirror import Contract, HostLocations, Locations, MirroredTensor, Slots
 from batchstate.runtime.agreement import QueriedFence
+from batchstate.runtime.base import Fence, Runtime, check_fence
 from batchstate.violations import Violation, Where
 
 __all__ = ["HiSparse", "InFlight", "LastLocation", "TierState", "TierStats"]

@@ -20,8 +20,9 @@ from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joi
 from batchstate._arrays import amounts, arange_per_row, as_array, read_only
 from batchstate._guidance import Guided, Numbers, shows_signature
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
-from batchstate.runtime import Fence, MappedMemory, Runtime, check_fence, check_runtime
 from batchstate.runtime.agreement import QueriedFence
+from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
+from batchstate.runtime.memory import MappedMemory
 from batchstate.violations import Where
 
 __all__ = ["HostBuffer", "HostKVPool", "HostRanges", "HostStats", "KVBuffer"]

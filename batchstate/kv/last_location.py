@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from batchstate.indices import HostLocations, Locations, Slots
+from batchstate.mirror import HostLocations, Locations, Slots
 from batchstate.tables import Table, TableWrite
 
 Ints = npt.NDArray[np.int64]

@@ -20,7 +20,6 @@ from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count,
 from batchstate._guidance import Guided, Numbers, check_kind, methods_show_signature, shows_signature
 from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, DeviceError, ShapeError
-from batchstate.indices import Locations, Pages, Slots
 from batchstate.invariants import times_checked
 from batchstate.kv._lengths import (
     BEHIND_THE_FRONT,
@@ -35,10 +34,10 @@ from batchstate.kv._lengths import (
 from batchstate.kv._page_state import ONE, KVWrites, PageOwners, PageReferences, PageSpace, PageTable
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
 from batchstate.kv._sharing import PageLease, PageSharing, Source
-from batchstate.mirror import MirroredTensor, lined_up
+from batchstate.mirror import Locations, MirroredTensor, Pages, Slots, lined_up
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Runtime, check_fence, check_runtime
+from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
 from batchstate.tables import Table, TableWrite
 from batchstate.violations import Code, Where
 

@@ -13,8 +13,8 @@ from batchstate import invariants, levels
 from batchstate._allocator import FREE, FreeIndices, size_of
 from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
 from batchstate.errors import ArgumentError, DtypeError
-from batchstate.indices import Slots
 from batchstate.kv.pages import PageLease, PagePool
+from batchstate.mirror import Slots
 from batchstate.violations import Where
 
 __all__ = ["CacheFit", "PrefixCache", "PrefixCacheStats"]

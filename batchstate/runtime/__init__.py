@@ -4,11 +4,19 @@ Nothing else in the library names a stream, an event or pinned memory, so the sa
 plain CPU and on test devices. `open_runtime` opens the runtime of a device.
 """
 
-from batchstate.runtime._dtypes import NUMPY_DTYPES, dtype_meant, host_dtype, numpy_dtype, torch_dtype
-from batchstate.runtime.base import Counters, FixedMemory, Runtime, check_runtime
+from batchstate.runtime.base import Counters, DoneFence, Fence, Runtime, Stream, check_fence, check_runtime
 from batchstate.runtime.devices import AcceleratorRuntime, CpuRuntime, open_runtime
-from batchstate.runtime.fences import DoneFence, Fence, Stream, check_fence
-from batchstate.runtime.memory import MappedMemory, PackedUpload, Staging
+from batchstate.runtime.memory import (
+    NUMPY_DTYPES,
+    FixedMemory,
+    MappedMemory,
+    PackedUpload,
+    Staging,
+    dtype_meant,
+    host_dtype,
+    numpy_dtype,
+    torch_dtype,
+)
 
 __all__ = [
     "NUMPY_DTYPES",

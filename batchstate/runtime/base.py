@@ -1,6 +1,7 @@
 """The protocol that a device has to speak, and everything that does not depend on the device.
 
-A copy to the host is a `Download`, whose pinned memory comes back when its values were taken out. Device memory whose
+The device runs what is enqueued on a `Stream` in order, and a `Fence` is a point in it. A copy to the host is a
+`Download`, whose pinned memory comes back when its values were taken out. Device memory whose
 address stays is `FixedMemory`: the device orders its reads and writes.
 """
 
@@ -14,7 +15,18 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex, TypeVar, Unpack, final
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Protocol,
+    Self,
+    SupportsIndex,
+    TypeVar,
+    Unpack,
+    final,
+    runtime_checkable,
+)
 
 import attrs
 import numpy as np
@@ -25,8 +37,6 @@ from batchstate import invariants, levels
 from batchstate._guidance import Guided, check_kind, shows_signature
 from batchstate.errors import ArgumentError, CallError, CaptureError, DtypeError, OwnerThreadError, ShapeError
 from batchstate.invariants import times_checked
-from batchstate.runtime._dtypes import numpy_dtype
-from batchstate.runtime.fences import Fence, Stream
 from batchstate.runtime.memory import (
     KnownMemory,
     MappedMemory,
@@ -34,12 +44,82 @@ from batchstate.runtime.memory import (
     Place,
     Staging,
     StagingBlock,
+    numpy_dtype,
     packed_places,
 )
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
     from batchstate.runtime.agreement import Agreement
+
+
+@runtime_checkable
+class Fence(Protocol):
+    """A point in a stream. The device waits for it through `Runtime.wait`; the host asks or waits here."""
+
+    def query(self) -> bool:
+        """Whether everything before this point has run. Never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Blocks the host until everything before this point has run."""
+        ...
+
+
+@attrs.frozen
+class DoneFence:
+    """A complete fence: a device that runs everything at once records it."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+@attrs.frozen(eq=False)
+class Stream:
+    """A queue of device operations that run in order.
+
+    Attributes:
+        name: for reports.
+        native: the backend's stream object, or None on a device without streams.
+        key: what two names of one backend stream have in common; streams compare by it.
+    """
+
+    name: str
+    native: Any
+    key: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def foreign_fence(fence: object) -> ArgumentError:
+    """The error for a fence that another runtime recorded: this one cannot know when it completes."""
+    return ArgumentError(
+        f"{fence!r} was not recorded by this runtime", value=fence, remedy="record fences with `Runtime.record`"
+    )
+
+
+def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
+    """Refuses anything but a fence, or None unless a fence is `needed`.
+
+    Raises:
+        ArgumentError: `fence` has no method `query()`, or is a class.
+    """
+    if fence is None and not needed:
+        return
+    if isinstance(fence, type) or not callable(getattr(fence, "query", None)):
+        raise ArgumentError(
+            f"{operation}: expected a fence as `after`, got {fence!r}",
+            value=fence,
+            remedy="pass what `Runtime.record()` returns",
+        )
 
 
 @attrs.define
@@ -817,79 +897,3 @@ def _declared_depth(steps_in_flight: SupportsIndex) -> int:
     if not 1 <= depth <= MOST_STEPS:
         raise ArgumentError(problem, value=depth, remedy=remedy)
     return depth
-
-
-@final
-class FixedMemory:
-    """Device memory whose address stays, written in place again and again while forwards read it.
-
-    Tables, and the buffers that a captured graph reads. A write comes behind every forward that still reads, and behind
-    what other streams wrote; a read comes behind the last write. The order is the device's: the host never waits.
-
-    Attributes:
-        runtime: the device.
-        memory: itself, in no order with any other use. `ordered` gives it for the current stream.
-    """
-
-    def __init__(self, runtime: "Runtime", memory: torch.Tensor) -> None:
-        self.runtime = runtime
-        self.memory = memory
-        self._last_writer: Stream = runtime.current_stream
-        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
-        self._synchronised: set[object] = set()
-        self._readers: list[tuple[Fence, set[Stream]]] = []
-
-    def __repr__(self) -> str:
-        return f"FixedMemory({self.memory.dtype}{list(self.memory.shape)}, {len(self._readers)} readers)"
-
-    def ordered(self) -> torch.Tensor:
-        """The memory, for the current stream, which waits for what another stream wrote last."""
-        return self.runtime.use_on_current_stream(
-            self.memory, self._last_writer, self._written, synchronised=self._synchronised
-        )
-
-    def read_until(self, fence: Fence) -> None:
-        """A launched forward reads until `fence`: each stream that writes next waits for it."""
-        self._forget_finished_readers()
-        self._readers.append((fence, set()))
-
-    def await_readers(self) -> None:
-        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
-        current = self.runtime.current_stream
-        if not self._readers and current is self._last_writer:
-            return
-        if self.runtime.capturing:
-            return  # a captured stream may not wait for what lies outside its graph: its replay is ordered instead
-        if self._readers:
-            self._forget_finished_readers()
-        for fence, waited in self._readers:
-            if current not in waited:
-                self.runtime.wait(fence, stream=current)
-                waited.add(current)
-        if current is not self._last_writer:
-            self.ordered()
-            self._last_writer = current
-
-    def note_write(self, fence: Fence | None = None) -> None:
-        """The next reader on another stream waits for this write, and for nothing behind it.
-
-        `fence` is behind it and what was launched with it; by default one is recorded now.
-        """
-        if fence is None and not self.runtime.capturing:
-            fence = self.runtime.record(self._last_writer)
-        self._written = fence
-        self._synchronised = set()
-
-    def note_unfenced_write(self) -> None:
-        """The same before there is a fence: until `note_write` tells of it, all that the stream has is waited for."""
-        self._written = None
-        self._synchronised = set()
-
-    def note_foreign_write(self) -> None:
-        """The same for a write that was launched by others on the current stream, in an order of their own."""
-        self._last_writer = self.runtime.current_stream
-        self.note_write()
-
-    def _forget_finished_readers(self) -> None:
-        if self._readers and not self.runtime.capturing:
-            self._readers = [reader for reader in self._readers if not reader[0].query()]

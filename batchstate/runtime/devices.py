@@ -11,8 +11,7 @@ import torch
 
 from batchstate._guidance import methods_show_signature, shows_signature
 from batchstate.errors import ArgumentError
-from batchstate.runtime.base import Array, Counters, Runtime
-from batchstate.runtime.fences import DoneFence, Fence, Stream, foreign_fence
+from batchstate.runtime.base import Array, Counters, DoneFence, Fence, Runtime, Stream, foreign_fence
 from batchstate.runtime.memory import MappedMemory, StagingBlock, device_view
 
 _DONE = DoneFence()

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from batchstate import invariants
 from batchstate.errors import PoolExhaustedError
-from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Contract, MirroredTensor
+from batchstate.mirror import Contract, MirroredTensor, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.tables import Table

@@ -21,8 +21,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import count
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, TransferError
-from batchstate.indices import HostLocations, Locations
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import HostLocations, Locations, MirroredTensor
 from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Region, Status
 from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, indices_of, location_rows, owned_by

@@ -17,8 +17,8 @@ import torch
 
 from batchstate.batch import Batch
 from batchstate.columns import TensorColumn, host_list, mirrored, slot_column
-from batchstate.indices import Slots
 from batchstate.levels import Level, checks
+from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from benchmarks.adoption.placeholders import stand_in

@@ -24,8 +24,7 @@ from batchstate.errors import (
     ShapeError,
     ValueOverflowError,
 )
-from batchstate.indices import Pages, Slots
-from batchstate.mirror import Contract, MirroredTensor, rows_of
+from batchstate.mirror import Contract, MirroredTensor, Pages, Slots, rows_of
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.runtime.memory import ALIGNMENT

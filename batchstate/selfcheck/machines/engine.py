@@ -14,9 +14,8 @@ from hypothesis.stateful import initialize, precondition, rule
 from batchstate import invariants
 from batchstate.columns import device_only, mirrored
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Locations
 from batchstate.kv.pages import Extension, PageLease, PagePool
-from batchstate.mirror import Contract, MirroredTensor
+from batchstate.mirror import Contract, Locations, MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
 from batchstate.tables import TableWrite

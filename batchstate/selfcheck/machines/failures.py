@@ -18,8 +18,8 @@ from batchstate import invariants
 from batchstate.errors import ArgumentError, PoolBrokenError, PoolExhaustedError
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Slots
 from batchstate.kv.pages import PageLease, PagePool
+from batchstate.mirror import Slots
 from batchstate.pools import Ints, SlotListener
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import Machine, agree, ask

@@ -21,9 +21,8 @@ from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import EntryState, FutureMap, Prefetched, RelayField, relay_field
-from batchstate.indices import Pages, Slots
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import MirroredTensor, Pages, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, Stream, open_runtime
 from batchstate.testing.fences import LateRuntime, is_behind

@@ -21,12 +21,11 @@ from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
-from batchstate.indices import Pages, Slots
 from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Contract, MirroredTensor
+from batchstate.mirror import Contract, MirroredTensor, Pages, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime
 from batchstate.runtime.base import Download

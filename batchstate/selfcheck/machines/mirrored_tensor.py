@@ -25,8 +25,7 @@ from batchstate.errors import (
     SideMissingError,
     ValueOverflowError,
 )
-from batchstate.indices import Handles, HostLocations, Locations, Pages, Slots
-from batchstate.mirror import Contract, MirroredTensor, weaker_contract
+from batchstate.mirror import Contract, Handles, HostLocations, Locations, MirroredTensor, Pages, Slots, weaker_contract
 from batchstate.runtime import numpy_dtype
 from batchstate.testing.machine import Machine, Misuse, agree, ask, disagree, misuses
 from batchstate.testing.models import Modelled, value_of

@@ -29,9 +29,8 @@ from batchstate._upload import Extras
 from batchstate.columns import device_only, mirrored
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, Prefetched, relay_field
-from batchstate.indices import Slots
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import MirroredTensor
+from batchstate.mirror import MirroredTensor, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, PackedUpload, Runtime, Stream
 from batchstate.runtime.base import Download

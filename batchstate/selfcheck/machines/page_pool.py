@@ -10,8 +10,8 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import levels
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
-from batchstate.indices import Handles, Locations, Pages, Slots
 from batchstate.kv.pages import Extension, PagePool
+from batchstate.mirror import Handles, Locations, Pages, Slots
 from batchstate.pools import SlotPool
 from batchstate.selfcheck.machines.pools import KVOwner, PagesMachine, TableModel
 from batchstate.testing.fences import ManualFence

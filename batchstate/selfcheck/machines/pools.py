@@ -16,8 +16,8 @@ from batchstate.batch import Batch
 from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
 from batchstate.hybrid import HybridSlotPool
-from batchstate.indices import Handles, Pages, Slots
 from batchstate.kv.pages import PagePool
+from batchstate.mirror import Handles, Pages, Slots
 from batchstate.pools import SlotPool, SlotStats
 from batchstate.runtime import numpy_dtype
 from batchstate.tables import Table, TableRows, TableWrite

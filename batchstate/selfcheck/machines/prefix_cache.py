@@ -7,9 +7,9 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import levels
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError
-from batchstate.indices import Slots
 from batchstate.kv.pages import PageLease
 from batchstate.kv.prefix_cache import PrefixCache
+from batchstate.mirror import Slots
 from batchstate.selfcheck.machines.pools import KVOwner, PagesMachine
 from batchstate.testing.fences import ManualFence
 from batchstate.testing.machine import agree, misuses

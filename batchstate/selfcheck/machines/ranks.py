@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate.errors import ArgumentError, PoolExhaustedError
-from batchstate.indices import Slots
 from batchstate.kv.hisparse import HiSparse
 from batchstate.kv.host_pool import HostKVPool
 from batchstate.kv.pages import PagePool
+from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime.agreement import Agreement, QueriedFence
 from batchstate.testing.fences import LateRuntime, ManualFence, ManualStream

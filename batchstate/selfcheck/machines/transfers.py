@@ -17,8 +17,8 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError, PoolExhaustedError, TransferError
-from batchstate.indices import Locations
 from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
+from batchstate.mirror import Locations
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, agree, ask

@@ -14,10 +14,10 @@ from batchstate._upload import BatchDevice, Extras
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap
-from batchstate.indices import HostLocations, Locations
 from batchstate.kv import host_pool
 from batchstate.kv.hisparse import HiSparse, LastLocation
 from batchstate.levels import Level
+from batchstate.mirror import HostLocations, Locations
 from batchstate.runtime import Fence, Runtime
 from batchstate.selfcheck.machines import batch as batches
 from batchstate.selfcheck.machines import mirrored_tensor as values

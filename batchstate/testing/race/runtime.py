@@ -16,8 +16,7 @@ import torch
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, MappedMemory, Runtime, Stream, check_runtime
-from batchstate.runtime.base import Array
-from batchstate.runtime.fences import foreign_fence
+from batchstate.runtime.base import Array, foreign_fence
 from batchstate.runtime.memory import StagingBlock
 from batchstate.testing.race.detector import Detector, OnRace
 from batchstate.testing.race.hints import HintFor, hint_for

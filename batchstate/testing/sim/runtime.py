@@ -17,8 +17,7 @@ import torch
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime import CpuRuntime, Fence, MappedMemory, Stream
-from batchstate.runtime.base import Array
-from batchstate.runtime.fences import foreign_fence
+from batchstate.runtime.base import Array, foreign_fence
 from batchstate.runtime.memory import StagingBlock
 from batchstate.testing.sim.calls import SpeculativeRead
 from batchstate.testing.sim.device import BlockAllocator, Device, DeviceStream, SimFence, poisoned
