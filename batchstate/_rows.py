@@ -434,16 +434,6 @@ class RowState:
             rows = DeviceRows.of(values, len(values))
         return rows if kept is None else rows.taken(kept)
 
-    def sliced(self, start: int, stop: int) -> "RowState":
-        """Rows start to stop, as copies: the columns of a group must stay contiguous."""
-        index = np.arange(start, stop, dtype=np.int64)
-        return RowState(
-            self.layout,
-            [group[:, start:stop].copy() for group in self.groups],
-            {name: rows.taken(index) for name, rows in self.device.items()},
-            {name: one[start:stop].copy() for name, one in self.objects.items()},
-        )
-
     def padded(self, count: int) -> "RowState":
         """These rows, then `count` padded rows; they have no objects."""
         padding = RowState.padding(self.layout, count)
@@ -467,10 +457,6 @@ class RowState:
         state = RowState(self.layout, groups, self.device, self.objects)
         state.changed = tuple(columns)  # without the arrays that a mapping has for them
         return state
-
-    def _fill(self, columns: Mapping[str, Array]) -> None:
-        for name, values in columns.items():
-            self.column(name)[...] = values
 
     def aligned(self) -> list[Array]:
         """All groups as they cross to the device: each column of one begins at a multiple of `ALIGNMENT`."""
@@ -537,7 +523,8 @@ class RowState:
     def replaced(self, new: "ColumnInputs") -> "RowState":
         """With other values in some columns."""
         state = self.copied(new.host)
-        state._fill(new.host)
+        for name, values in new.host.items():
+            state.column(name)[...] = values
         state.device = {name: rows for name, rows in self.device.items() if name not in new.host} | new.device
         state.objects = {**self.objects, **new.objects}
         return state

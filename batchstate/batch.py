@@ -103,11 +103,12 @@ _NEXT = (
     "Batch.next_batch(*, keep=None, joining=None, advance=(), n=1), as in "
     "batch.next_batch(keep=[0], joining=other, advance='seq_lens')"
 )
+_KEEP = "Batch.filter(keep), as in batch.filter([True, False]) or batch.filter([0])"
 _UPLOAD = "Batch.upload(*, writes=(), extras=None), as in batch.upload(writes=[entry], extras={'x': array})"
 
 
 @ranges("build", "filter", "merge", "next_batch", "advance", "update", "pad", "upload", "to_static", "on_device")
-@methods_show_signature("build", "update", "filter", "advance", next_batch=_NEXT, upload=_UPLOAD)
+@methods_show_signature("build", "update", "advance", filter=_KEEP, next_batch=_NEXT, upload=_UPLOAD)
 class Batch(metaclass=BatchType):
     """Base of declared batches. Subclass it to declare columns; never to override what is here.
 
@@ -552,7 +553,7 @@ class Batch(metaclass=BatchType):
             )
         starts = np.cumsum([0, *lengths])
         return [
-            self._derived("split", self._state.sliced(start, stop), stop - start)
+            self._derived("split", self._state.taken(np.arange(start, stop)), stop - start)
             for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         ]
 
@@ -864,16 +865,13 @@ class Batch(metaclass=BatchType):
     ) -> Mapping[str, object]:
         """Checks what is to be sent, and returns the extra arrays."""
         if type(writes) is not tuple or writes:
-            self._check_writes(writes, operation)
+            check_writes(writes, f"{type(self).__name__}.{operation}")
         arrays = {} if extras is None else self._checked_extras(extras, operation)
         if levels.full or self._exposed or self._device is not None:
             self._check_unwritten(operation)
         if levels.cheap and self._pool_id:
             self.check_live(operation)
         return arrays
-
-    def _check_writes(self, writes: object, operation: str) -> None:
-        check_writes(writes, f"{type(self).__name__}.{operation}")
 
     def _checked_extras(self, extras: Mapping[str, object], operation: str) -> Mapping[str, object]:
         arrays = named_arrays(extras, f"{type(self).__name__}.{operation}")

@@ -7,7 +7,7 @@ read columns; what would be lost in silence is refused.
 
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_origin, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_origin, overload
 
 import numpy as np
 import torch
@@ -18,20 +18,11 @@ from batchstate.errors import DeclarationError, ShapeError
 from batchstate.mirror import Contract, MirroredTensor, Slots, index_type
 from batchstate.runtime.memory import host_dtype, numpy_dtype
 
+if TYPE_CHECKING:
+    from batchstate.batch import Batch
+
 T = TypeVar("T")
 Self_ = TypeVar("Self_")
-
-
-class ColumnValues(Protocol):
-    """What a declaration asks of the batch that it is read from."""
-
-    def __getitem__(self, column: str) -> MirroredTensor:
-        """The value of a tensor column."""
-        ...
-
-    def objects(self, column: str) -> tuple[Any, ...]:
-        """The objects of a host column."""
-        ...
 
 
 class Column:
@@ -113,8 +104,8 @@ class TensorColumn(Column):
     @overload
     def __get__(self: Self_, instance: None, owner: type) -> Self_: ...
     @overload
-    def __get__(self, instance: "ColumnValues", owner: type) -> MirroredTensor: ...
-    def __get__(self, instance: "ColumnValues | None", owner: type) -> Any:
+    def __get__(self, instance: "Batch", owner: type) -> MirroredTensor: ...
+    def __get__(self, instance: "Batch | None", owner: type) -> Any:
         return self if instance is None else instance[self.name]
 
 
@@ -133,8 +124,8 @@ class SlotColumn(MirroredColumn):
     @overload
     def __get__(self: Self_, instance: None, owner: type) -> Self_: ...
     @overload
-    def __get__(self, instance: "ColumnValues", owner: type) -> Slots: ...
-    def __get__(self, instance: "ColumnValues | None", owner: type) -> Any:
+    def __get__(self, instance: "Batch", owner: type) -> Slots: ...
+    def __get__(self, instance: "Batch | None", owner: type) -> Any:
         return super().__get__(instance, owner)
 
 
@@ -148,8 +139,8 @@ class HostColumn(Column, Generic[T]):
     @overload
     def __get__(self, instance: None, owner: type) -> "HostColumn[T]": ...
     @overload
-    def __get__(self, instance: "ColumnValues", owner: type) -> tuple[T, ...]: ...
-    def __get__(self, instance: "ColumnValues | None", owner: type) -> Any:
+    def __get__(self, instance: "Batch", owner: type) -> tuple[T, ...]: ...
+    def __get__(self, instance: "Batch | None", owner: type) -> Any:
         return self if instance is None else instance.objects(self.name)
 
 

@@ -96,11 +96,6 @@ class RelayField:
         """Bytes of one entry."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def readers_named(self) -> str:
-        """The readers in words."""
-        return READERS[self.readers]
-
 
 @shows_signature
 def relay_field(
@@ -514,24 +509,22 @@ class FutureMap(Guided):
         try:
             # Two launches one by one, too.
             runs = self._runs(values) if len(values) > 2 else [[name] for name in values]
-            for run in runs:
-                memory, tensor, label = self._memory_of(run[0]), values[run[0]], self._publish_names[run[0]]
+            for run in (*runs, *records):
                 if len(run) > 1:
+                    memory, label = self._part_of_record(run), f"{self.name}: {', '.join(run)}"
+                else:
+                    memory, label = self._memory_of(run[0]), self._publish_names[run[0]]
+                if isinstance(run, tuple):
+                    tensor = records[run]
+                elif len(run) == 1:
+                    tensor = values[run[0]]
+                else:
                     parts = [values[name] for name in run]
-                    label = f"{self.name}: {', '.join(run)}"
                     tensor = self.runtime.launch(_as_record, parts, reads=parts, name=f"{label}: pack")
-                    memory = self._part_of_record(run)
                 self.runtime.launch(
                     put_rows, memory, index, tensor, reads=(index, tensor), writes=(memory,), name=label
                 )
                 launched += run
-            for several, tensor in records.items():
-                memory = self._part_of_record(several) if len(several) > 1 else self._memory_of(several[0])
-                label = f"{self.name}: {', '.join(several)}"
-                self.runtime.launch(
-                    put_rows, memory, index, tensor, reads=(index, tensor), writes=(memory,), name=label
-                )
-                launched += several
             stream = self.runtime.current_stream
             from_host = len(known) == len(names)
             fence, readers = self.runtime.record(stream), HOST if from_host else 0
@@ -921,7 +914,7 @@ class FutureMap(Guided):
                 )
             if reader & ~field.readers:
                 raise DeclarationError(
-                    f"{self.name}: {operation} of {name!r}, which is read by {field.readers_named}",
+                    f"{self.name}: {operation} of {name!r}, which is read by {READERS[field.readers]}",
                     value=name,
                     remedy="declare the field with read_by='both'",
                 )

@@ -724,7 +724,11 @@ class MirroredTensor(HostValues):
         self.check("pad")
         what = self._what("pad")
         rows = count(to, f"{what}: rows", least=len(self), most=MOST_ROWS)
-        fill = self._pad_row(value, what)
+        fill = padding_row(value, *host_dtype(self.dtype), what)
+        if fill.ndim and fill.shape != self.shape[1:]:
+            raise ShapeError(
+                f"{what}: a pad of {list(fill.shape)}", value=fill.shape, remedy="pass one number or one row"
+            )
         if self.unit is not None and fill.any():
             raise ArgumentError(f"{what}: padding {self.unit}s with {value}", value=value, remedy="pad indices with 0")
         padding = np.broadcast_to(fill, (rows - len(self), *self.shape[1:]))
@@ -741,14 +745,6 @@ class MirroredTensor(HostValues):
         if levels.cheap and host is not None:
             invariants.tail_stale(host[len(self) :], fill, len(self), **self._where("pad"))
         return result
-
-    def _pad_row(self, value: object, what: str) -> Array:
-        row = padding_row(value, *host_dtype(self.dtype), what)
-        if row.ndim and row.shape != self.shape[1:]:
-            raise ShapeError(
-                f"{what}: a pad of {list(row.shape)}", value=row.shape, remedy="pass one number or one row"
-            )
-        return row
 
     def update(self, rows: "Selection", values: "Values") -> Self:
         """The same value with other values in some rows, on both sides.
@@ -767,6 +763,7 @@ class MirroredTensor(HostValues):
         self.check("update")
         what = self._what("update")
         index = kept_rows(rows, len(self), what)
+        given: object = values
         if isinstance(values, MirroredTensor):
             self._check_alike(values, "update")
             if values._generations is not None and values._pool_id != self._pool_id and len(values):
@@ -775,7 +772,13 @@ class MirroredTensor(HostValues):
                     value=values._pool_id,
                     remedy="keep one column for each pool",
                 )
-        given = values.exact_host(what) if isinstance(values, MirroredTensor) else values
+            given = values.exact_host(what)
+        if self._generations is not None and type(values) is not type(self):
+            raise DtypeError(
+                f"{what}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers",
+                value=values,
+                remedy="pass what `pool.take` returned",
+            )
         new = carried(given, *host_dtype(self.dtype), what)
         shape = (len(index), *self.shape[1:])
         if new.ndim and new.shape != shape:
@@ -792,30 +795,18 @@ class MirroredTensor(HostValues):
             device = self.runtime.launch(
                 replace_rows, device, places, updates, reads=(device, places, updates), name="update", operations=2
             )
-        generations = self._updated_generations(index, values)
-        row_set = None if generations is not None else self._row_set
+        generations, row_set = None, self._row_set
+        if self._generations is not None and isinstance(values, MirroredTensor):
+            generations, row_set = self._generations.copy(), None
+            generations[index] = values._generations
         return self._derived(host, device, self.shape, "update", generations=generations, row_set=row_set)
-
-    def _updated_generations(self, rows: Rows, values: object) -> Array | None:
-        if self._generations is None:
-            return None
-        if type(values) is not type(self):
-            raise DtypeError(
-                f"{self._what('update')}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers",
-                value=values,
-                remedy="pass what `pool.take` returned",
-            )
-        generations = self._generations.copy()
-        generations[rows] = values._generations
-        return generations
 
     # Arithmetic
 
     def __add__(self, n: "Amount") -> Self:
         return self._added(n, 1)
 
-    def __radd__(self, n: "Amount") -> Self:
-        return self._added(n, 1)
+    __radd__ = __add__
 
     def __sub__(self, n: "Amount") -> Self:
         return self._added(n, -1)
@@ -845,13 +836,15 @@ class MirroredTensor(HostValues):
         device = self._device_if_needed()
         if device is not None:
             self.runtime.refuse_capture(f"`{operation}`")  # its kernel would not run now, and its result would be kept
-            delta: torch.Tensor | int = int(amount) if amount.ndim == 0 else self._amounts_on_device(amount)
+            delta: torch.Tensor | int = (
+                int(amount)
+                if amount.ndim == 0
+                else self.runtime.upload(
+                    [across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))]
+                ).view(0)
+            )
             device = self.runtime.launch(add, device, delta, reads=(device,), name=operation)
         return self._derived(host, device, self.shape, operation, row_set=self._row_set)
-
-    def _amounts_on_device(self, amount: Rows) -> torch.Tensor:
-        array = across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))
-        return self.runtime.upload([array]).view(0)
 
     # Contracts
 
@@ -951,7 +944,7 @@ class MirroredTensor(HostValues):
     @property
     def label(self) -> str:
         """What it is, without its values: for reports."""
-        kind = numpy_dtype(self.dtype).name if self.dtype in NUMPY_DTYPES else str(self.dtype)
+        kind = NUMPY_DTYPES[self.dtype].name if self.dtype in NUMPY_DTYPES else str(self.dtype)
         label = f" {self.name!r}" if self.name else ""
         return f"{type(self).__name__}{label} {kind}{list(self.shape)} {self.contract.value} on {self.runtime.device}"
 

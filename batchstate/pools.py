@@ -341,9 +341,7 @@ class SlotPool(Guided):
         """
         operation = "clear"
         self.transaction.enter(f"{self.name}: {operation}")
-        self._allocator.reap()
-        for query in self._before_take:
-            query()
+        self.query_fences()
         for query_free in self._before_free:
             query_free(self.live_slots())
         rows = self.live_slots()

@@ -47,7 +47,7 @@ from batchstate._planned_step import (
 )
 from batchstate._relay import HOST, Publication, PublishedRows
 from batchstate._rows import GENERATION_SUFFIX, RowState, num_rows_of
-from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
+from batchstate._upload import NO_EXTRAS, Extras, check_writes, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, one_of
@@ -223,7 +223,7 @@ class StepPlanner(Guided):
         if batch.runtime is not self._runtime:
             raise DeviceError(f"StepPlanner: {batch!r} has another runtime", value=batch, remedy="use one runtime")
         if writes:
-            batch._check_writes(writes, OPERATION)
+            check_writes(writes, f"{type(batch).__name__}.{OPERATION}")
         if levels.full:
             batch._check_unwritten(OPERATION)
         if published is not None and (type(published) is not dict or joining is None or self._relay is None):

@@ -410,7 +410,6 @@ class Table(Guided):
         Raises:
             CaptureError: the current stream is being captured.
         """
-        self.runtime.check_owner(f"{self.name}: write")
         self.entry(handles, positions, values).launch()
 
     def apply(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:

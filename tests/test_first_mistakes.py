@@ -308,7 +308,6 @@ def twin(**rest: Any) -> TwinSpec[Any, Any]:
 CALLS = {
     # a call of a method: (what the error says, what it tells to do)
     "batch.update(seq_lens=[1, 2])": ("expected Rows.update(column, rows, values)", "batch.replace(seq_lens=...)"),
-    "batch.filter()": ("expected Rows.filter(keep)", "batch.filter(keep)"),
     "batch.advance(seq_lens=1)": ("expected Rows.advance(columns, n=1)", "batch.advance('seq_lens', 1)"),
     "Rows.build()": ("expected Rows.build(runtime, /, **columns)", "Rows.build(runtime, slots=..., seq_lens=..."),
     "Rows()": ("Rows cannot be called directly", "Rows.build(runtime, ...)"),
@@ -342,6 +341,7 @@ PLAIN = {
     "pool.free()": "expected SlotPool.free(slots, *, after=None), as in pool.free(slots, after=fence); Python says",
     "pool.free(batch.slots, rt.record())": "expected SlotPool.free(slots, *, after=None), as in pool.free(slots",
     "pages.extend(batch.slots)": "expected PagePool.extend(slots, total_lens), as in pages.extend(batch.slots, ",
+    "batch.filter()": "expected Batch.filter(keep), as in batch.filter([True, False]) or batch.filter([0]); Python",
     "batch.upload(1)": "expected Batch.upload(*, writes=(), extras=None), as in batch.upload(writes=[entry], extras={",
     "batch.next_batch([0])": "expected Batch.next_batch(*, keep=None, joining=None, advance=(), n=1), as in batch",
     "batch.objects()": "expected Batch.objects(column); Python says of this call: Batch.objects() missing",

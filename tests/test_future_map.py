@@ -628,7 +628,6 @@ def test_says_what_it_is(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
     before = rt.counters.snapshot()
     assert repr(relay) == "FutureMap('relay', tokens, lens, outputs)"
     assert dict(relay.fields) == FIELDS
-    assert relay.fields["tokens"].readers_named == "the next forward and the host"
     assert (relay.slots, relay.runtime, relay.name) == (pool, rt, "relay")
     assert rt.counters == before
 
