@@ -135,11 +135,11 @@ def kv_row_between_workers() -> Steps:
 
 
 JOURNEYS: dict[Journey, int] = {
-    keep_through_filter: 8,
-    slot_from_take_to_reap: 10,
-    token_to_the_host: 13,
-    page_to_the_device: 16,
-    mirror_equal_to_the_report: 7,
+    keep_through_filter: 6,
+    slot_from_take_to_reap: 9,
+    token_to_the_host: 10,
+    page_to_the_device: 15,
+    mirror_equal_to_the_report: 6,
     kv_row_between_workers: 12,
 }
 """Journey -> the most files that it may cross."""
