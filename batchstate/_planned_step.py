@@ -565,62 +565,55 @@ class StepRequests:
         return positions, locations, ((self.rows[got], self.generations[got]), *written)
 
     def places(self, pages: PagePool, start: Ints, totals: Ints) -> tuple[Ints, Written | None]:
-        """Where the next token of each goes, int64[n], and what is written into the token table, if anything.
+        """Where the next token of each goes, int64[n], and what is written into the token table: pages that begin.
 
-        From the second step on each page is written as a whole: at once what is left of those that began before, then
-        each that begins. `start` are the lengths, `totals` those after.
+        From the second step on. `start` are the lengths, `totals` those after.
         """
-        owners = self.rows, self.generations
-        rows, size, steps = self.rows, pages.page_size, self.steps
-        if steps < 2:
-            pages.check_totals(totals, OPERATION)
-            locations = pages.next_locations(rows, start, OPERATION)
-            at = self.first_element + start
-            if not steps:
-                return locations, (owners, *pages.whole_pages(at, start, locations, self.row_width))
-            self.phases, self.whole = -start % size, True
+        size, steps = pages.page_size, self.steps
+        if steps == 1:
+            self.phases = (ONE - start) % size
             self.begins = np.bincount(self.phases, minlength=size).astype(np.bool_).tolist()
             self.longest = int(start.max())
-            begun: Ints = self.layout.everyone
+        pages.check_totals(totals, OPERATION, self.longest + steps)
+        if pages._references.shared:  # asks of each page who else has it
+            locations = pages.next_locations(self.rows, start, OPERATION)
         else:
-            pages.check_totals(totals, OPERATION, self.longest + steps)
-            if pages._references.shared:  # asks of each page who else has it
-                locations = pages.next_locations(rows, start, OPERATION)
-            else:
-                locations = self.locations + ONE
-            phase = (steps - 1) % size
-            if not self.begins[phase]:
-                return locations, None
-            begun = (self.phases == phase).nonzero()[0]
-            rows, start = rows[begun], start[begun]
-            owners = rows, self.generations[begun]
-            locations[begun] = pages.next_locations(rows, start, OPERATION)
-            at = self.first_element[begun] + start
-        return locations, (owners, *self._to_the_page_end(at, start, locations[begun], size))
+            locations = self.locations + ONE
+        phase = steps % size
+        if not self.begins[phase]:
+            return locations, None
+        begun = (self.phases == phase).nonzero()[0]
+        rows, start = self.rows[begun], start[begun]
+        locations[begun] = pages.next_locations(rows, start, OPERATION)
+        at = self.first_element[begun] + start
+        return locations, ((rows, self.generations[begun]), *self._to_the_page_end(at, start, locations[begun], size))
 
     def is_whole(self, state: RowState, pages: PagePool) -> bool:
         """Whether a batch of this state is the one after the last step, and has `whole` pages."""
         return self.whole and self.state is state and self.epoch == pages.epochs.last
 
-    def places_of_others(
+    def first_places(
         self, pages: PagePool, start: Ints, totals: Ints, arrived: int, whole: bool
-    ) -> tuple[Ints, Written]:
-        """As `places`, where the last `arrived` requests are new to the token table, with all their tokens.
+    ) -> tuple[Ints, Written | None]:
+        """As `places`, in the first step. The last `arrived` are new to the token table, with all their tokens.
 
-        `whole` says whether it has the last page of each of the others to its end.
+        `whole` says whether it has the last page of each of the others to its end; else what is left of it is written.
         """
         pages.check_totals(totals, OPERATION)
         locations = pages.next_locations(self.rows, start, OPERATION)
         self.whole, stay, size = True, self.rows.size - arrived, pages.page_size
-        written = pages.token_rows(self.rows[stay:], self.row_width)
+        written = pages.token_rows(self.rows[stay:], self.row_width) if arrived else None
         start = start[:stay]
         rewritten = (start % size == ZERO).nonzero()[0] if whole else self.layout.everyone[:stay]
         if rewritten.size:
             start = start[rewritten]
             at = self.first_element[rewritten] + start
             more = self._to_the_page_end(at, start, locations[rewritten], size)
-            written = np.concatenate((more[0], written[0])), np.concatenate((more[1], written[1]))
-        return locations, ((self.rows, self.generations), *written)
+            if written is None:
+                written = more
+            else:
+                written = np.concatenate((more[0], written[0])), np.concatenate((more[1], written[1]))
+        return locations, None if written is None else ((self.rows, self.generations), *written)
 
     def _to_the_page_end(self, at: Ints, start: Ints, locations: Ints, size: int) -> tuple[Ints, Ints]:
         """Elements of the flat token table and locations, from those of one token each to the end of its page."""

@@ -531,13 +531,14 @@ class StepPlanner(Guided):
             pages.check_readable(rows, start, OPERATION, window=self._declared.window)
             lens += ONE
             if requests.state is not state or requests.epoch != pages.epochs.last:
-                requests.steps, requests.whole = 0, False
-            if not taken_slots:
+                requests.steps = 0
+            if requests.steps:
                 locations, written = requests.places(pages, start, lens)
             else:
-                whole = before is not None and before.is_whole(given._state, pages)
-                locations, written = requests.places_of_others(pages, start, lens, arrived, whole)
-                arrived_elsewhere = 0
+                if taken_slots:
+                    arrived_elsewhere = 0
+                whole = before is not None and before.is_whole(given._state, pages) and not arrived_elsewhere
+                locations, written = requests.first_places(pages, start, lens, arrived - arrived_elsewhere, whole)
             beside = start, locations, lens
         else:
             fed = tokens.counts > 0
