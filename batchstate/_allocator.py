@@ -750,7 +750,9 @@ class Generations:
         Raises:
             Violation: SLOT_STALE_HANDLE, at `cheap`: a generation did not rise.
         """
-        return Slots.of_pool(self._runtime, rows, self.rise(rows), pool_id=self.pool_id, name=self.name)
+        slots = Slots.of_pool(self._runtime, rows, self.rise(rows), pool_id=self.pool_id, name=self.name)
+        slots.held_at = self._allocator.freed_total
+        return slots
 
     def rise(self, rows: Ints) -> Ints:
         """Raises the generations of `rows`, which were just taken, and returns them, int64[n]. See `new_handles`."""
@@ -761,6 +763,11 @@ class Generations:
             # A generation that stands still would make the handles of the former owner valid again.
             invariants.slot_stale_handle(rows, before + 1, generations, **self._where("take"))
         return generations
+
+    @property
+    def frees(self) -> int:
+        """How many indices were ever freed: while it stays, every handle that was live is live."""
+        return self._allocator.freed_total
 
     def of(self, rows: Ints) -> Ints:
         """The present generations of `rows`, int64[n]."""
@@ -774,15 +781,15 @@ class Generations:
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
         rows, held = self.numbers_of(slots, Slots, operation, padded=padded)
-        changes = self._allocator.taken_total + self._allocator.freed_total
-        if slots.held_at == changes and not levels.full:
+        frees = self._allocator.freed_total
+        if slots.held_at == frees and not levels.full:
             times_checked[STALE_HANDLE] += 1
         elif padded and rows.size and not rows[-1]:
             owned = np.count_nonzero(rows)
             self.check_held(rows[:owned], held[:owned], operation)
         else:
             self.check_held(rows, held, operation)
-            slots.held_at = changes
+            slots.held_at = frees
         if unique and self._allocator.repeated(rows):
             invariants.slot_shared(rows, **self._where(operation))
         return rows

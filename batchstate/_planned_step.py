@@ -501,7 +501,7 @@ class StepRequests:
         row_set: that of the batch.
         slots: handles; their device side is that of the first of these steps, and they are made when it has crossed.
         rows, generations: their numbers, int64[n].
-        held_at: `changes` of the slot pool when they were last found live.
+        held_at: `frees` of the slot pool when they were last found live.
         known: their ids in the relay, if there is one.
         row_width: elements of a row of `req_to_token`.
         first_element: int64[n], where the row of each begins in it, flat.

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import Generations
+from batchstate._allocator import STALE_HANDLE, Generations
 from batchstate._arrays import (
     MOST_ROWS,
     Amount,
@@ -51,6 +51,7 @@ from batchstate._rows import (
 from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays, packed_step
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
+from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import Runtime, check_runtime
@@ -124,6 +125,7 @@ class Batch(metaclass=BatchType):
         "_crossed",
         "_device",
         "_exposed",
+        "_held_at",
         "_most_slot",
         "_pool_id",
         "_row_number",
@@ -182,6 +184,7 @@ class Batch(metaclass=BatchType):
         self._device: BatchDevice | None = None  # once it is used
         self._crossed: PackedUpload | None = None  # the copy that has all columns, where a step sent them
         self._pool_id = pool_id
+        self._held_at = -1  # `frees` of the pool when all requests were last found live
         self._most_slot: int | None = None  # none of the slots is above it, once that is known
         self._windows = windows
         self._values: dict[str, Any] = {}
@@ -211,6 +214,8 @@ class Batch(metaclass=BatchType):
         num_rows = num_rows_of(columns, f"{cls.__name__}.build")
         state, pool_id = RowState.of(cls._layout, columns, num_rows, runtime, f"{cls.__name__}.build")
         batch = cls(runtime, state, num_rows, num_rows, pool_id)
+        if pool_id and cls._slot_column is not None:
+            batch._held_at = columns[cls._slot_column].held_at  # type: ignore[union-attr]
         if levels.full:
             batch.check("build")
             return batch
@@ -366,7 +371,7 @@ class Batch(metaclass=BatchType):
         if name == self._slot_column:
             generations = self._state.column(name + GENERATION_SUFFIX)
         device = self.device_side
-        return column.value_type(
+        value = column.value_type(
             self.runtime,
             self._state.column(name) if mirrored else None,
             DeviceSide(functools.partial(device.column, name), gathered_from=functools.partial(device.rows, name)),
@@ -380,6 +385,9 @@ class Batch(metaclass=BatchType):
             row_set=self.row_set,
             exposed=self._exposed,
         )
+        if isinstance(value, Slots) and self.num_rows == self.num_reqs:
+            value.held_at = self._held_at
+        return value
 
     @property
     def row_set(self) -> RowSet:
@@ -932,13 +940,16 @@ class Batch(metaclass=BatchType):
             Violation: SLOT_STALE_HANDLE.
         """
         pool = Generations.of_pool(self._pool_id)
-        known = self._values.get(self._slot_column or "")
-        if known is not None and pool is not None and self.num_reqs == self.num_rows:
-            pool.rows_of(known, operation)
-        elif pool is not None and self._slot_column is not None:
+        if pool is None or self._slot_column is None:
+            return
+        frees, known = pool.frees, self._values.get(self._slot_column)
+        if (frees == self._held_at or (known is not None and frees == known.held_at)) and not levels.full:
+            times_checked[STALE_HANDLE] += 1
+        else:
             column, live = self._state.column, slice(self.num_reqs)
             slots, held = column(self._slot_column), column(self._slot_column + GENERATION_SUFFIX)
             pool.check_held(slots[live], held[live], operation)
+        self._held_at = frees
 
     def _check_read_columns(self, operation: str) -> None:
         """Only what is exposed can have been written: device sides, and host sides as tensors."""
@@ -1024,10 +1035,11 @@ class Batch(metaclass=BatchType):
             self._row_number if same_rows or not moved else 0,
         )
         if slots_stay:  # some of them, and of those of `joined`
-            most = self._most_slot
-            if joined is not None and most is not None:
-                most = None if joined._most_slot is None else max(most, joined._most_slot)
-            batch._most_slot = most
+            most, held_at = self._most_slot, self._held_at
+            if joined is not None:
+                most = None if most is None or joined._most_slot is None else max(most, joined._most_slot)
+                held_at = held_at if held_at == joined._held_at else -1
+            batch._most_slot, batch._held_at = most, held_at
         changed = state.changed
         if changed is not None and (self._device is not None or self._crossed is not None):
             batch._device = self.device_side.kept(state, changed)
@@ -1045,6 +1057,7 @@ class Batch(metaclass=BatchType):
             self.runtime, state, self.num_reqs, self.num_rows, self._pool_id, NO_WINDOWS, self._row_number
         )
         batch._crossed, batch._row_set, batch._most_slot = crossed, self._row_set, self._most_slot
+        batch._held_at = self._held_at
         if levels.full:
             batch.check(operation)
         return batch

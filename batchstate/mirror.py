@@ -243,6 +243,7 @@ class MirroredTensor(HostValues):
     """
 
     unit: ClassVar[str | None] = None
+    _space: ClassVar[int] = 0  # of handles, a number for each index space
 
     __slots__ = (
         "__weakref__",
@@ -258,6 +259,7 @@ class MirroredTensor(HostValues):
         "_windows",
         "contract",
         "dtype",
+        "held_at",
         "name",
         "runtime",
         "shape",
@@ -285,6 +287,7 @@ class MirroredTensor(HostValues):
         `generations` int64[n] of slots move with the rows of the value; `pool_id` names the pool that made its indices.
         `row_set` says to which requests the rows belong, where that is known.
         The value adds itself to `exposed` once its host side can be written from outside, or may be stale.
+        `held_at` of handles is `frees` of the pool when all of them were last found live; -1 before.
         """
         if dtype is _UNSET:
             raise _called(type(self), runtime if host is None else host)
@@ -298,9 +301,15 @@ class MirroredTensor(HostValues):
         self._host_tensor: torch.Tensor | None = None
         self._side = device
         self._windows = windows
-        self._generations = generations
         self._pool_id = pool_id
         self._plain = 0  # of handles with nothing but a host side of their own, which pool and space they are of
+        if self._space:
+            self.held_at = -1
+            if generations is None:
+                generations = np.zeros(shape[0], dtype=np.int64)
+            if pool_id and device is None and contract is Contract.EXACT and not windows:
+                self._plain = 4 * pool_id + self._space
+        self._generations = generations
         self._row_set = row_set
         self._exposed = exposed
         self._seen = host.copy() if levels.full and host is not None else None
@@ -1133,28 +1142,11 @@ def _shown(values: Array) -> str:
 class Handles(MirroredTensor):
     """Numbers of an index space with the generation of each: they say whose they are, and go stale with their owner.
 
-    Pools make them. The generations go wherever the rows go; padded rows are index 0, generation 0.
+    Pools make them. The generations go wherever the rows go; padded rows are index 0, generation 0. Handles without
+    generations have generation 0, which nothing live has.
     """
 
-    _space: ClassVar[int] = 0
-    __slots__ = ("held_at",)
-
-    def __init__(
-        self, runtime: Runtime, host: Array | None = None, device: DeviceSide | None = None, **rest: Any
-    ) -> None:
-        """For the library. Without generations they have generation 0, which nothing live has.
-
-        `held_at` counts the changes of the pool when all of them were last found live; -1 before.
-        """
-        self.held_at = -1
-        if rest.get("generations") is None:
-            if "shape" not in rest:  # then `MirroredTensor` says how to make one
-                super().__init__(runtime, host, device)
-            rest["generations"] = np.zeros(rest["shape"][0], dtype=np.int64)
-        rest["generations"].setflags(write=False)  # once, and not for each read
-        super().__init__(runtime, host, device, **rest)
-        if device is None and self.contract is Contract.EXACT and not self._windows and self._pool_id:
-            self._plain = 4 * self._pool_id + self._space
+    __slots__ = ()
 
     @classmethod
     def of_pool(
@@ -1169,11 +1161,7 @@ class Handles(MirroredTensor):
         device: DeviceSide | None = None,
     ) -> Self:
         """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool, `device` their device side."""
-        handles = cls.__new__(cls)  # what a pool makes for each take: without a second dictionary of arguments
-        handles.held_at = -1
-        generations.setflags(write=False)
-        MirroredTensor.__init__(
-            handles,
+        return cls(
             runtime,
             numbers,
             device,
@@ -1184,9 +1172,6 @@ class Handles(MirroredTensor):
             generations=generations,
             pool_id=pool_id,
         )
-        if device is None and pool_id and contract is Contract.EXACT:
-            handles._plain = 4 * pool_id + cls._space
-        return handles
 
     @classmethod
     def from_host(
@@ -1222,7 +1207,9 @@ class Handles(MirroredTensor):
     @property
     def generations(self) -> npt.NDArray[np.int64]:
         """The generation of each handle, int64[n], read-only."""
-        return self._generations  # type: ignore[return-value]
+        generations: npt.NDArray[np.int64] = self._generations  # type: ignore[assignment]
+        generations.setflags(write=False)  # here, since few handles are asked for them
+        return generations
 
     @property
     def pool_id(self) -> int:

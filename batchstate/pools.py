@@ -170,9 +170,9 @@ class SlotPool(Guided):
         return self._allocator.capacity
 
     @property
-    def changes(self) -> int:
-        """How many slots were ever taken and freed: while it stays, every live handle is live. For the library."""
-        return self._allocator.taken_total + self._allocator.freed_total
+    def frees(self) -> int:
+        """How many slots were ever freed: while it stays, every handle that was live is live. For the library."""
+        return self._allocator.freed_total
 
     @property
     def stats(self) -> SlotStats:

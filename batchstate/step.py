@@ -377,11 +377,9 @@ class StepPlanner(Guided):
         return new, arrived
 
     def _are_live(self, batch: Batch) -> bool:
-        """Whether its requests were found live by the step before, and no slot was taken or freed since."""
+        """Whether its requests were found live by the step before, and no slot was freed since."""
         before = None if self._steps is None or levels.full else self._steps.requests
-        return (
-            before is not None and before.row_set.number == batch._row_number and before.held_at == self._slots.changes
-        )
+        return before is not None and before.row_set.number == batch._row_number and before.held_at == self._slots.frees
 
     def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:
         """Slots and generations, int64[n]."""
@@ -507,9 +505,9 @@ class StepPlanner(Guided):
             stayed = self._entries_of_those_that_stay(before, published, arrived)
         if requests is None or not same:
             requests = self._requests_of(steps, batch, live=live)
-        elif requests.held_at != self._slots.changes or levels.full:  # something was taken or freed since
+        elif requests.held_at != self._slots.frees or levels.full:  # something was freed since
             self._slots.check_rows(requests.rows, requests.generations, OPERATION)
-            requests.held_at = self._slots.changes
+            requests.held_at = self._slots.frees
         place, rows, entries, moved = self._place, requests.rows, None, state
         if published is not None and self._relay is not None:
             at = rows.size - arrived
@@ -580,7 +578,7 @@ class StepPlanner(Guided):
         self._slots.transaction.operation = None
         if not same and tokens is None:  # so that the next step need not look
             self._slots.check_rows(rows, requests.generations, OPERATION)
-            requests.held_at = self._slots.changes
+            requests.held_at = self._slots.frees
         if tokens is not None or not same:
             _ = advanced.device_side  # made before a forward can write into the slots, which are a part of the copy
         if tokens is None:
@@ -715,7 +713,7 @@ class StepPlanner(Guided):
             self._slots.rows_of(self._handles(batch), OPERATION, unique=True)
         layout = steps.layout(rows.size, self._kind._layout)
         requests = StepRequests(layout, batch.row_set, rows, generations, self._table.shape[1])
-        requests.held_at = self._slots.changes
+        requests.held_at = self._slots.frees
         requests.known = self._declared.published_rows(rows, generations)
         return requests
 

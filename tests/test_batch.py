@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from batchstate import Code, Contract, MirroredTensor, Runtime, Slots, Violation, checks, invariants
+from batchstate._allocator import Generations
 from batchstate.batch import Batch
 from batchstate.columns import Column, device_only, host_list, mirrored, slot_column
 from batchstate.errors import (
@@ -681,6 +682,37 @@ def test_one_look_at_live_slots_answers_for_three_invariants(numbers: list[int],
         {one.code for one in three} if hold else set()
     )
     assert hold == (not any(one.question(slots) for one in three))
+
+
+def test_requests_found_live_are_not_looked_at_again_until_a_slot_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches made of those requests ask SLOT_STALE_HANDLE each time, and answer by what is known until a slot goes."""
+    runtime, looks, check_held = open_device("cpu"), [], Generations.check_held
+
+    def noted(self: Generations, rows: Any, held: Any, operation: str) -> None:
+        looks.append(operation)
+        check_held(self, rows, held, operation)
+
+    monkeypatch.setattr(Generations, "check_held", noted)
+    pool = SlotPool(runtime, 6)
+    with checks("cheap"):
+        decode, other = Small.build(runtime, slots=pool.take(3)), pool.take(1)
+        asked = invariants.times_checked[Code.SLOT_STALE_HANDLE]
+        joined = decode.merge(Small.build(runtime, slots=pool.take(2)))
+        for batch in (decode, decode.filter([2, 0]), joined, joined.pad(8)):
+            batch.upload()
+        pool.check_handles(joined.slots, "a call")
+        assert invariants.times_checked[Code.SLOT_STALE_HANDLE] == asked + 5
+        assert not looks
+        pool.free(other)
+        joined.upload()
+        joined.filter([4, 0]).upload()
+        assert looks == ["upload"]
+        pool.free(decode.slots.take([1]))
+        for batch in (decode.filter([1]), joined, joined.pad(8)):
+            refused(Code.SLOT_STALE_HANDLE, batch.upload)
+        pool.take(1)
+        refused(Code.SLOT_STALE_HANDLE, joined.upload)
+        joined.filter([0, 2, 3, 4]).upload()
 
 
 def test_replaced_values_are_not_kept_alive() -> None:
