@@ -67,16 +67,18 @@ class Transaction:
 
     Attributes:
         operation: what is changing the pool now, or was interrupted while it did; None while the pool is whole.
+        undoing: whether what is released now counts as never taken.
         label: of the pool, for reports.
     """
 
-    __slots__ = ("_last", "_owner", "_querying", "_runtime", "label", "operation")
+    __slots__ = ("_last", "_owner", "_querying", "_runtime", "label", "operation", "undoing")
 
     def __init__(self, runtime: Runtime, label: str) -> None:
         self._runtime = runtime
         self._owner = runtime.owner
         self.label = label
         self.operation: str | None = None
+        self.undoing = False
         self._querying: FrameType | None = None
         self._last: QueriedFence | None = None
 
@@ -317,7 +319,8 @@ class Allocator:
         capacity: rows that a table indexed by these needs: size + reserve + 1.
         live, pending: how many are taken, and how many are behind a fence.
         peak_live: the most that were ever taken at once.
-        taken_total, freed_total: how many were ever taken and released.
+        taken_total, freed_total: how many were ever taken and released, but for takes that were undone.
+        frees: how many were ever released, of these takes too.
         takes: calls of `take` for at least one.
     """
 
@@ -339,8 +342,9 @@ class Allocator:
         self.capacity = size + reserve + 1
         self._total = size + reserve
         self.live = 0
-        self.peak_live = 0
+        self.peak_live = self._peak_before = 0  # of the last take
         self.taken_total = 0
+        self.frees = 0
         self.takes = 0
         self.freed_total = 0
         self._ordinary = free_list(1, size)
@@ -438,6 +442,7 @@ class Allocator:
             self.runtime.agreement.note(indices)
         self.taken_total += n
         self.takes += n > 0
+        self._peak_before = self.peak_live
         self.live = live = self.live + n
         if live > self.peak_live:
             self.peak_live = live
@@ -500,7 +505,13 @@ class Allocator:
             self._states[indices] = PENDING_MARK
             self._queue.defer(self.transaction.watch(after), indices)
         self.live -= n
-        self.freed_total += n
+        self.frees += n
+        if self.transaction.undoing:
+            self.taken_total -= n
+            self.takes -= 1
+            self.peak_live = self._peak_before
+        else:
+            self.freed_total += n
         if levels.cheap:
             if after is not None:
                 times_checked[IN_FLIGHT] += 1
@@ -767,7 +778,7 @@ class Generations:
     @property
     def frees(self) -> int:
         """How many indices were ever freed: while it stays, every handle that was live is live."""
-        return self._allocator.freed_total
+        return self._allocator.frees
 
     def of(self, rows: Ints) -> Ints:
         """The present generations of `rows`, int64[n]."""
@@ -781,7 +792,7 @@ class Generations:
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
         rows, held = self.numbers_of(slots, Slots, operation, padded=padded)
-        frees = self._allocator.freed_total
+        frees = self._allocator.frees
         if slots.held_at == frees and not levels.full:
             times_checked[STALE_HANDLE] += 1
         elif padded and rows.size and not rows[-1]:

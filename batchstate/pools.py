@@ -52,7 +52,7 @@ class SlotStats(Numbers):
         free_reserved: those among the free that only a reserved take hands out.
         pending: freed behind a fence that is not complete. They become free by themselves, so waiting helps.
         live: slots that have an owner.
-        taken_total, freed_total: since the pool was created.
+        taken_total, freed_total: since the pool was created. A take that was refused counts in none of these.
         peak_live: the most that were ever live at once.
         takes: calls that took some. As many as `taken_total` says that each slot is taken by a call of its own.
     """
@@ -172,7 +172,7 @@ class SlotPool(Guided):
     @property
     def frees(self) -> int:
         """How many slots were ever freed: while it stays, every handle that was live is live. For the library."""
-        return self._allocator.freed_total
+        return self._allocator.frees
 
     @property
     def stats(self) -> SlotStats:
@@ -231,7 +231,16 @@ class SlotPool(Guided):
     def give_back(self, rows: Ints, generations: Ints, operation: str) -> None:
         """Releases the slots int64[n] with all they own if a take that was not seen by a caller gave them out."""
         if self.transaction.operation is None and self._generations.all_held(rows, generations):
-            self.release_rows(rows, None, operation)
+            self.transaction.undoing = True
+            try:
+                self.release_rows(rows, None, operation)
+            finally:
+                self.transaction.undoing = False
+
+    def held_among(self, rows: Ints, generations: Ints) -> npt.NDArray[np.bool_]:
+        """Which of some handles of this pool, by number and generation int64[n], are live, bool[n]. For the library."""
+        held: npt.NDArray[np.bool_] = self._allocator.live_among(rows) & (self._generations.of(rows) == generations)
+        return held
 
     def _taken(self, wanted: int, reserved: bool, give: Callable[[Ints], None] | None) -> Slots:
         transaction, allocator = self.transaction, self._allocator
@@ -267,10 +276,12 @@ class SlotPool(Guided):
             Violation: the pool is not what it was, and stays broken.
         """
         self.transaction.operation = self._take
+        self.transaction.undoing = True
         for listener in self._listeners:
             if listener in done or listener not in self._taking:
                 listener.on_free(rows, None)
         self._allocator.release(rows, None, self._take)
+        self.transaction.undoing = False
         self._verify_host()
         self.transaction.operation = None
 

@@ -18,8 +18,7 @@ which the relay has the one token of each request, is the piece at its shortest:
 views that were made when these requests first came.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, SupportsIndex, cast, final
 
 import numpy as np
@@ -66,6 +65,12 @@ __all__ = ["PlannedStep", "StepPlanner"]
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
+
+Held = tuple[Ints, Ints]
+"""Slots and their generations, int64[n] each."""
+
+TakenSlots = list[Held]
+"""What a plan takes for those that join: given back if it fails."""
 
 
 @ranges("plan")
@@ -231,10 +236,11 @@ class StepPlanner(Guided):
         padding = pad_rows, pad_tokens
         taken_slots: TakenSlots = []
         try:
-            leaving: Ints | None = None
+            leaving: Held | None = None
+            frees: int | None = None
             given, arrived, live = batch, 0, False
             if keep is not None or joining is not None:
-                live = self._are_live(batch)
+                live, frees = self._are_live(batch), self._slots.frees
                 batch, leaving, arrived = self._turned_over(batch, keep, joining, after, live, taken_slots)
                 live = live and (bool(taken_slots) or not arrived)  # those with slots of a caller are looked at
             if after is not None and leaving is None:
@@ -247,10 +253,22 @@ class StepPlanner(Guided):
                 if not decodes:
                     tokens = StepTokens.of(n, query_lens, prompt_ids, samples, has_ids=self._has_ids, fed=fed)
                 if decodes or tokens is not None:
-                    release = None if leaving is None else partial(self._slots.release_rows, leaving, after, OPERATION)
                     own = own and not levels.full
                     return self._piece(
-                        steps, batch, tokens, writes, extras, published, arrived, own, release, given, live, taken_slots
+                        steps,
+                        batch,
+                        tokens,
+                        writes,
+                        extras,
+                        published,
+                        arrived,
+                        own,
+                        leaving,
+                        after,
+                        given,
+                        live,
+                        frees,
+                        taken_slots,
                     )
             joined = None if joining is None else self._handles(batch).filter(np.arange(n - arrived, n))
             entries = None
@@ -260,7 +278,17 @@ class StepPlanner(Guided):
                 entries.launch_alone()
             try:
                 step = self._composed(
-                    batch, query_lens, prompt_ids, samples, padding, writes, extras, token_arrays, joined
+                    batch,
+                    query_lens,
+                    prompt_ids,
+                    samples,
+                    padding,
+                    writes,
+                    extras,
+                    token_arrays,
+                    joined,
+                    leaving,
+                    frees,
                 )
             except BaseException:
                 if entries is not None and self._slots.transaction.operation is None:  # else a part was interrupted
@@ -269,7 +297,7 @@ class StepPlanner(Guided):
             self._slots.transaction.operation = OPERATION
             del taken_slots[:]  # from here on the step stands
             if leaving is not None:
-                self._slots.release_rows(leaving, after, OPERATION)
+                self._slots.release_rows(leaving[0], after, OPERATION)
             self._slots.transaction.operation = None
             return step
         except BaseException:
@@ -302,13 +330,13 @@ class StepPlanner(Guided):
         joining: Batch | Mapping[str, object] | None,
         after: Fence | None,
         live: bool,
-        taken_slots: "TakenSlots",
-    ) -> tuple[Batch, Ints | None, int]:
-        """The batch that runs, the slots of those that leave, checked and not released yet, and how many join.
+        taken_slots: TakenSlots,
+    ) -> tuple[Batch, Held | None, int]:
+        """The batch that runs, the handles of those that leave, checked and not released yet, and how many join.
 
         It is the same batch where no row moves. `live` says that its requests are known to be.
         """
-        leaving: Ints | None = None
+        leaving: Held | None = None
         num_reqs = batch._begin(OPERATION)
         index = None if keep is None else batch._kept(keep, num_reqs, f"StepPlanner.{OPERATION}")
         if index is not None:
@@ -319,8 +347,8 @@ class StepPlanner(Guided):
                 if batch._pool_id != self._slots.pool_id:
                     self._slots.rows_of(self._handles(batch), OPERATION)  # refuses them
                 numbers, generations = self._numbers(batch)
-                leaving = numbers[rows]
-                self._slots.check_leaving(leaving, generations[rows], after, OPERATION, live=live)
+                leaving = numbers[rows], generations[rows]
+                self._slots.check_leaving(*leaving, after, OPERATION, live=live)
         if index is None and joining is None:
             return batch, None, 0
         if isinstance(joining, Mapping):
@@ -328,7 +356,7 @@ class StepPlanner(Guided):
             return new, leaving, arrived
         state, num_reqs = batch._turned_over(index, num_reqs, joining, OPERATION)
         if leaving is not None and joining is not None:
-            _check_apart(leaving, joining._state.column(self._slot_column))
+            _check_apart(leaving[0], joining._state.column(self._slot_column))
         arrived = 0 if joining is None else joining.num_reqs
         return batch._derived(OPERATION, state, num_reqs, joined=joining), leaving, arrived
 
@@ -337,8 +365,8 @@ class StepPlanner(Guided):
         batch: Batch,
         index: Ints | None,
         joining: Mapping[str, object],
-        leaving: Ints | None,
-        taken_slots: "TakenSlots",
+        leaving: Held | None,
+        taken_slots: TakenSlots,
     ) -> tuple[Batch, int]:
         """The requests at `index`, all without one, and those of the columns `joining`; and how many these are.
 
@@ -358,7 +386,7 @@ class StepPlanner(Guided):
             takes = slots[first:], generations[first:] = self._slots.next_handles(arrived)
             pool_id = self._slots.pool_id
         elif leaving is not None:
-            _check_apart(leaving, slots[first:])
+            _check_apart(leaving[0], slots[first:])
         if first and arrived and batch._pool_id != pool_id:
             raise ArgumentError(
                 f"{what} of slots of pools {batch._pool_id} and {pool_id}",
@@ -397,8 +425,10 @@ class StepPlanner(Guided):
         extras: Mapping[str, object] | None,
         token_arrays: Mapping[str, TokenArray] | None,
         joined: Slots | None,
+        leaving: Held | None,
+        frees: int | None,
     ) -> PlannedStep:
-        """Any step, from the parts. The requests `joined` are the last ones."""
+        """Any step, from the parts. The requests `joined` are the last ones; for the others see `_piece`."""
         pages = self._pages
         advanced = batch.advance(self._seq_lens, query_lens)
         slots, lens = self._handles(advanced), advanced[self._seq_lens]
@@ -435,9 +465,12 @@ class StepPlanner(Guided):
                     new = self._without_token_row(joined.np, joined.generations)
                     writes = (pages.entry(joined.filter(new)), *writes) if new.size else writes
             uploaded = sent.upload(writes=writes, extras=plan.extras | dict(extras or {}))
+            if frees is not None and self._slots.frees != frees:
+                self._look_again(advanced, leaving)
         except BaseException:
             if self._slots.transaction.operation is None:  # else a part was interrupted
-                pages.truncate(slots, before)
+                held = self._slots.held_among(slots.np, slots.generations)  # the arguments may have released some
+                pages.truncate(slots.filter(held), before[held])
             raise
         return PlannedStep(self._declared, advanced, sent, plan, uploaded)
 
@@ -445,6 +478,12 @@ class StepPlanner(Guided):
         """Which of some requests have tokens that no step here has put into the token table, int64[k]."""
         missing: Ints = (~self._table.written_for(rows, generations) & self._pages.have_tokens(rows)).nonzero()[0]
         return missing
+
+    def _look_again(self, batch: Batch, leaving: Held | None) -> None:
+        """Refuses requests that code of the engine has released while it was run for the arguments of the plan."""
+        for handles in (self._numbers(batch), leaving):
+            if handles is not None:
+                self._slots.check_rows(*handles, OPERATION)
 
     def _handles(self, batch: Batch) -> Slots:
         return cast(Slots, batch[self._slot_column])
@@ -472,16 +511,19 @@ class StepPlanner(Guided):
         published: Mapping[str, object] | None,
         arrived: int,
         own: bool,
-        release: Callable[[], None] | None,
+        leaving: Held | None,
+        after: Fence | None,
         given: Batch,
         live: bool,
-        taken_slots: "TakenSlots",
+        frees: int | None,
+        taken_slots: TakenSlots,
     ) -> PlannedStep:
         """A step in which each request puts in the one token that the relay has, or `tokens`.
 
         The last `arrived` requests have joined with it, and `published` is for them. A batch of its `own` was made for
-        the step, which no caller has seen: its lengths are moved where they are. `release` lets others leave, once the
-        step is sent. `given` is the caller's batch. `live` says that all are known to be.
+        the step, which no caller has seen: its lengths are moved where they are. Those `leaving` do so behind `after`,
+        once the step is sent. `given` is the caller's batch. `live` says that all are known to be, and `frees` what
+        the pool's were when that and those that leave were looked at.
         """
         runtime, pages = self._runtime, self._pages
         references = pages._references
@@ -489,7 +531,9 @@ class StepPlanner(Guided):
             pages.reap()
         batch._begin(OPERATION)
         joined = joined_writes(runtime, writes) if writes else ()
-        arrays = batch._checked_extras(extras, OPERATION) if extras else {}
+        arrays: dict[str, Array] = {}
+        for name, value in batch._checked_extras(extras, OPERATION).items() if extras else ():
+            arrays[name] = extra_array(name, value)
         if tokens is not None and not NAMES.isdisjoint(arrays):
             taken = sorted(NAMES.intersection(arrays))
             raise DeclarationError(
@@ -512,6 +556,8 @@ class StepPlanner(Guided):
         if published is not None and self._relay is not None:
             at = rows.size - arrived
             entries = self._relay.packed(rows[at:], requests.generations[at:], published)
+        if frees is not None and self._slots.frees != frees:
+            self._look_again(batch, leaving)
         if not own:
             groups = list(state.groups)
             groups[place.group] = groups[place.group].copy()
@@ -573,8 +619,10 @@ class StepPlanner(Guided):
         self._slots.transaction.operation = OPERATION
         del taken_slots[:]  # from here on the step stands
         pages.commit_rows(rows, lens)
-        if release is not None:
-            release()  # before the plan notes when pages last changed, so that it need not look whose
+        if leaving is not None:
+            self._slots.release_rows(
+                leaving[0], after, OPERATION
+            )  # before the plan notes when pages last changed, so that it need not look whose
         self._slots.transaction.operation = None
         if not same and tokens is None:  # so that the next step need not look
             self._slots.check_rows(rows, requests.generations, OPERATION)
@@ -622,7 +670,7 @@ class StepPlanner(Guided):
         planned: dict[str, Array],
         written: Written | None,
         writes: Sequence[TableWrite],
-        extras: Mapping[str, object],
+        extras: Mapping[str, Array],
         values: Sequence[Array],
         arrived: int,
     ) -> tuple[PackedUpload, Extras, list[torch.Tensor]]:
@@ -661,10 +709,7 @@ class StepPlanner(Guided):
         first_value = base + len(further)
         further += values
         named = {}
-        for name in extras:
-            named[name] = base + len(further)
-            further.append(extra_array(name, extras[name]))
-        for name, array in planned.items():
+        for name, array in (*extras.items(), *planned.items()):
             named[name] = base + len(further)
             further.append(array)
         places, nbytes = layout.places, layout.nbytes if beside else layout.columns_nbytes
@@ -738,9 +783,6 @@ class StepPlanner(Guided):
 
 _MOST_IN_ONE_PIECE = 8192
 """Requests of a step that is planned in one piece; one of more is composed of the parts."""
-
-TakenSlots = list[tuple[Ints, Ints]]
-"""Slots that a plan takes for those that join, and their generations: they are given back if it fails."""
 
 
 def _check_apart(leaving: Ints, joining: Ints) -> None:

@@ -1,6 +1,7 @@
 """The accelerator runtime against a stand-in for torch's device module, where no accelerator is needed."""
 
 import contextlib
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +10,8 @@ import torch
 
 from batchstate import Batch, MirroredTensor, SlotPool, checks, device_only, mirrored
 from batchstate.errors import ArgumentError, CaptureError
-from batchstate.runtime import AcceleratorRuntime, DoneFence
-from batchstate.runtime.devices import EventFence, _stream_ids
+from batchstate.runtime import AcceleratorRuntime, DoneFence, Fence
+from batchstate.runtime.devices import MOST_EVENTS, EventFence, _stream_ids
 from benchmarks.steady_steps import Steady
 from tests.doubles import FakeModule, fake_accelerator
 
@@ -142,6 +143,35 @@ def test_some_steps_in_inference_mode(runtime: AcceleratorRuntime) -> None:
     for step in range(6):
         with torch.inference_mode(step % 3 == 0):
             steady.step()
+
+
+def test_a_fence_that_a_finalizer_keeps_has_its_event_alone(runtime: AcceleratorRuntime) -> None:
+    """A request in a cycle frees its slot when it is found as garbage: the fence, found with it, is still asked."""
+    kept: list[Fence] = []
+
+    class Request:
+        def __init__(self) -> None:
+            self.itself, self.fence = self, runtime.record()
+
+        def __del__(self) -> None:
+            kept.append(self.fence)
+
+    Request()
+    gc.collect()
+    fences = [runtime.record() for _ in range(3)]
+    events = [fence.event for fence in (*kept, *fences)]  # type: ignore[attr-defined]
+    assert len(kept) == 1
+    assert len({id(event) for event in events}) == 4
+
+
+def test_the_events_that_are_recorded_anew_are_bounded(runtime: AcceleratorRuntime) -> None:
+    """However many fences are held, and for however long, no event is recorded anew while one of them is."""
+    held = [runtime.record() for _ in range(2 * MOST_EVENTS)]
+    for _ in range(3 * MOST_EVENTS):
+        held.append(runtime.record())
+        runtime.record()
+        assert len(runtime._events) <= MOST_EVENTS
+    assert len({id(fence.event) for fence in held}) == len(held)  # type: ignore[attr-defined]
 
 
 def test_nothing_happens_under_capture(

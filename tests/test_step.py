@@ -1396,3 +1396,96 @@ def test_a_page_that_was_begun_elsewhere_is_written_when_others_join(rt: Runtime
         rows, _generations = world.next_handles(1)
         world.step(keep=[0, 1], joining=columns(rows, [2]), published={"last": [7]}, after=rt.record())
         check_rows_of_the_table(world)
+
+
+def test_a_row_is_written_by_the_step_after_one_that_failed(rt: Runtime) -> None:
+    """The second step writes the rest of each page: if its copy fails, the next one has the place of its token too."""
+    world = World.of(rt)
+    world.join([4, 5])
+    slots: Any = world.batch["slots"]
+    table: Any = world.pages.req_to_token
+    extension = world.pages.extend(slots, [5, 6])
+    world.pages.commit(slots, [5, 6])
+    table.write(slots, extension.positions, extension.locations.np)  # not the rest of the page that the first begins
+    world.batch = world.batch.replace(seq_lens=[5, 6])
+    world.step()
+    with failing(rt, "_copied_to_device", 1), pytest.raises(PlantedError):
+        world.planner.plan(world.batch)
+    rows, _generations = world.next_handles(1)
+    world.step(joining=columns(rows, [3]), published={"last": [7]})
+    check_rows_of_the_table(world)
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_a_plan_that_is_refused_counts_in_no_statistics(rt: Runtime, in_one_piece: bool) -> None:
+    """Slots that it took before the pages ran out were never taken, for who reads the pool's numbers."""
+    world = World.of(rt, pages=6, in_one_piece=in_one_piece)
+    world.join([4, 4])
+    world.step()
+    before = world.slots.stats
+    with pytest.raises(PoolExhaustedError, match="pages"):
+        world.planner.plan(world.batch, joining=columns(np.arange(2), [4, 4]), published={"last": [1, 2]})
+    assert world.slots.stats == before
+    world.step(joining=columns(np.arange(1), [4]), published={"last": [1]})
+    after = world.slots.stats
+    assert (after.taken_total, after.freed_total, after.peak_live) == (3, 0, 3)
+
+
+@attrs.define(eq=False)
+class Meddling:
+    """A fence, or values, of an engine that releases requests as soon as they are asked."""
+
+    world: World
+    row: int
+    values: list[int] = attrs.field(factory=list)
+
+    def act(self) -> None:
+        if self.row >= 0:
+            slots: Any = self.world.batch["slots"]
+            row, self.row = self.row, -1
+            self.world.pages.release_requests(slots.filter([row]))
+
+    def query(self) -> bool:
+        self.act()
+        return True
+
+    def wait(self) -> None:
+        raise AssertionError("the host waited")
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        self.act()
+        return np.array(self.values, dtype=dtype or np.int64)
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("asked", ["fence", "prompt_ids", "extras", "published", "joining"])
+def test_a_plan_whose_arguments_release_requests_is_refused(
+    rt: Runtime, asked: str, row: int, level: str, in_one_piece: bool
+) -> None:
+    """Whoever it releases, that runs or leaves, is released once, and the pools stay whole."""
+    with checks(level):
+        world = World.of(rt, in_one_piece=in_one_piece)
+        world.join([3, 4, 5])
+        world.step()
+        meddling = Meddling(world, row, [7])
+        joining = columns(np.arange(1), [3])
+        options: dict[str, Any] = {"published": {"last": [7]}}
+        if asked == "fence":
+            world.slots.free(world.slots.take(1), after=meddling)
+        elif asked == "joining":
+            joining["seed"] = meddling
+        elif asked == "prompt_ids":
+            joining, options = columns(np.arange(1), [0]), {"prompt_ids": [None, None, meddling]}
+        else:
+            options[asked] = {"last" if asked == "published" else "x": meddling}
+        with pytest.raises(Violation):
+            world.planner.plan(world.batch, keep=[0, 2], joining=joining, after=rt.record(), **options)
+        assert meddling.row == -1
+        assert world.slots.stats.live == 2
+        world.slots.verify()
+        world.pages.verify()

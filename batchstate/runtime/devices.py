@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -13,6 +14,9 @@ from batchstate._guidance import methods_show_signature, shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime.base import Array, Counters, DoneFence, Fence, Runtime, Stream, foreign_fence
 from batchstate.runtime.memory import MappedMemory, StagingBlock, device_view
+
+MOST_EVENTS = 256
+"""Events that are recorded anew once their fences are gone. One that is waited for longer is let go."""
 
 _DONE = DoneFence()
 _ids = itertools.count()
@@ -98,16 +102,10 @@ class CpuRuntime(Runtime):
 
 @final
 class EventFence:
-    """A recorded event. One that is gone gives its event back: to record an event anew takes a third of making one."""
+    """A recorded event."""
 
-    event: Any = None  # until it is made
-
-    def __init__(self, event: Any, counters: Counters, events: list[Any]) -> None:
-        self.event, self._counters, self._events = event, counters, events
-
-    def __del__(self) -> None:
-        if self.event is not None and sys.getrefcount(self.event) == 2:  # else somebody may still ask or await it
-            self._events.append(self.event)
+    def __init__(self, event: Any, counters: Counters) -> None:
+        self.event, self._counters = event, counters
 
     def query(self) -> bool:
         """Whether the event has happened. Never waits."""
@@ -147,7 +145,7 @@ class AcceleratorRuntime(Runtime):
         self._index = index
         super().__init__(torch.device(device.type, index), steps_in_flight=steps_in_flight)
         self._known: dict[object, Stream] = {}
-        self._events: list[Any] = []  # of fences that are gone
+        self._events: deque[Any] = deque()  # the last ones that were recorded
         self._current_ids = _stream_ids(module, self.device)
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
@@ -237,9 +235,18 @@ class AcceleratorRuntime(Runtime):
 
     def _fence_behind(self, stream: Stream) -> Fence:
         events = self._events
-        event = events.pop() if events else self._module.Event()
+        # To record the oldest event anew takes a third of making one. Whoever has it, or its fence, may still ask or
+        # await it. A finalizer of the fence could not tell: another finalizer may keep what is garbage with it.
+        oldest = [events.popleft()] if events else []
+        if oldest and sys.getrefcount(oldest[0]) == 2:
+            event = oldest[0]
+        else:
+            if len(events) < MOST_EVENTS - 1:
+                events.extend(oldest)
+            event = self._module.Event()
         event.record(stream.native)
-        return EventFence(event, self.counters, events)
+        events.append(event)
+        return EventFence(event, self.counters)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         if isinstance(fence, EventFence):
