@@ -1,7 +1,7 @@
 """`PlannedStep`, what `StepPlanner` makes; a decode step; its tokens and its copy; and what stays from step to step."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import attrs
 import numpy as np
@@ -353,12 +353,7 @@ class PlannedStep:
     @property
     def plan(self) -> ForwardPlan:
         """What the host knows of the forward."""
-        if self._plan is None:
-            self._plan = self._made_plan()
-        return self._plan
-
-    def _made_plan(self) -> ForwardPlan:
-        raise NotImplementedError  # pragma: no cover - only a decode step makes its plan when it is asked for
+        return cast(ForwardPlan, self._plan)
 
     def inputs(self) -> ForwardInputs:
         """The inputs of the forward, at its entry, on its stream; see `FutureMap.resolve_forward_inputs`.
@@ -507,7 +502,6 @@ class StepRequests:
         first_element: int64[n], where the row of each begins in it, flat.
         launched: state of the batch after the last step that was launched, if all tokens up to it are written.
         steps: taken so far, one behind the other with nothing between.
-        whole: whether the token table has the last page of each to its end.
         state: of the batch after the last of these.
         epoch: of the pages then.
         locations: of the tokens of that step, int64[n]: one further on goes the next token, but where a page begins.
@@ -534,7 +528,6 @@ class StepRequests:
         "slots",
         "state",
         "steps",
-        "whole",
     )
 
     slots: Slots
@@ -549,7 +542,7 @@ class StepRequests:
         self.held_at = -1
         self.row_width, self.first_element = row_width, rows * row_width
         self.launched: RowState | None = None
-        self.steps, self.epoch, self.whole = 0, -1, False
+        self.steps, self.epoch = 0, -1
         self.state: RowState | None = None
 
     def places_of_all(self, pages: PagePool, start: Ints, totals: Ints, counts: Ints) -> tuple[Ints, Ints, Written]:
@@ -588,9 +581,9 @@ class StepRequests:
         at = self.first_element[begun] + start
         return locations, ((rows, self.generations[begun]), *self._to_the_page_end(at, start, locations[begun], size))
 
-    def is_whole(self, state: RowState, pages: PagePool) -> bool:
-        """Whether a batch of this state is the one after the last step, and has `whole` pages."""
-        return self.whole and self.state is state and self.epoch == pages.epochs.last
+    def ended_with(self, state: RowState, pages: PagePool) -> bool:
+        """Whether the last step made this state: then the token table has the last page of each to its end."""
+        return self.state is state and self.epoch == pages.epochs.last
 
     def first_places(
         self, pages: PagePool, start: Ints, totals: Ints, arrived: int, whole: bool
@@ -601,7 +594,7 @@ class StepRequests:
         """
         pages.check_totals(totals, OPERATION)
         locations = pages.next_locations(self.rows, start, OPERATION)
-        self.whole, stay, size = True, self.rows.size - arrived, pages.page_size
+        stay, size = self.rows.size - arrived, pages.page_size
         written = pages.token_rows(self.rows[stay:], self.row_width) if arrived else None
         start = start[:stay]
         rewritten = (start % size == ZERO).nonzero()[0] if whole else self.layout.everyone[:stay]
@@ -659,6 +652,13 @@ class DecodeStep(PlannedStep):
         self.step = batch.runtime.step
         self._plan = self._results = None
         self._used, self._checked, self._sampled = False, True, requests.slots
+
+    @property
+    def plan(self) -> ForwardPlan:
+        """As of any step; made when it is first asked for."""
+        if self._plan is None:
+            self._plan = self._made_plan()
+        return self._plan
 
     def _made_plan(self) -> ForwardPlan:
         requests, declared, pages, n = self._requests, self._declared, self._declared.pages, self._lens.size

@@ -557,14 +557,10 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
     if isinstance(columns, str):
         return {columns: n}
     untyped: object = columns
-    if not isinstance(untyped, list | tuple):
-        if not isinstance(untyped, Iterable):
-            raise DeclarationError(
-                f"{what}: expected column names, got {columns!r}", value=columns, remedy="pass column names"
-            )
-        if isinstance(columns, Mapping):
-            return columns
-    names = tuple(columns)
+    is_list = isinstance(untyped, list | tuple)
+    if not is_list and isinstance(columns, Mapping):
+        return columns
+    names: tuple[Any, ...] = tuple(columns) if is_list or isinstance(untyped, Iterable) else (untyped,)
     if not all(isinstance(name, str) for name in names):
         raise DeclarationError(
             f"{what}: expected column names, got {columns!r}", value=columns, remedy="pass column names"

@@ -706,10 +706,6 @@ class Batch(metaclass=BatchType):
         """
         self._begin("tighten")
         what = f"{type(self).__name__}.tighten: column {column!r}"
-        if not isinstance(column, str):
-            raise DeclarationError(
-                f"{what}: expected a column name, got {column!r}", value=column, remedy="pass one column name"
-            )
         self._tensor_column(column, what)
         value = self[column]
         if slots is not None:

@@ -240,7 +240,8 @@ def declared_columns(cls: type, reserved: frozenset[str]) -> dict[str, Column]:
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             if isinstance(value, Column):
-                _check_name(cls, name, reserved)
+                if name in reserved or not name.isidentifier():
+                    raise _hides(cls, name, "choose another name for the column")
                 columns[name] = value
             elif name in columns:
                 raise DeclarationError(
@@ -257,40 +258,24 @@ def declared_columns(cls: type, reserved: frozenset[str]) -> dict[str, Column]:
     return columns
 
 
-def _check_name(cls: type, name: str, reserved: frozenset[str]) -> None:
-    if name in reserved or not name.isidentifier():
-        raise DeclarationError(
-            f"{cls.__name__}.{name} would hide what every batch has",
-            value=name,
-            remedy="choose another name for the column",
-        )
-
-
 def _check_own(cls: type, columns: Mapping[str, Column], reserved: frozenset[str]) -> None:
     for name, value in vars(cls).items():
         if name in columns:
             continue
         if name in ("__init__", "__new__") or (name in reserved and not name.startswith("__")):
-            raise DeclarationError(
-                f"{cls.__name__}.{name} would hide what every batch has",
-                value=name,
-                remedy="a subclass declares columns and may add methods; it overrides none",
-            )
-        if isinstance(value, torch.dtype) or _makes_columns(value):
-            raise DeclarationError(
-                f"{cls.__name__}.{name} is {value!r}, which declares nothing",
-                value=name,
-                remedy=f"write {name} = mirrored(dtype), device_only(dtype), slot_column() or host_list()",
-            )
+            raise _hides(cls, name, "a subclass declares columns and may add methods; it overrides none")
+        without_call = isinstance(value, types.FunctionType) and value.__module__ == Column.__module__
+        if isinstance(value, torch.dtype) or without_call:
+            raise _declares_nothing(cls, name, f"{value!r}, which declares nothing")
     for name, annotation in vars(cls).get("__annotations__", {}).items():
         if name not in vars(cls) and annotation is not ClassVar and get_origin(annotation) is not ClassVar:
-            raise DeclarationError(
-                f"{cls.__name__}.{name} is annotated and not declared",
-                value=name,
-                remedy=f"write {name} = mirrored(dtype), device_only(dtype), slot_column() or host_list()",
-            )
+            raise _declares_nothing(cls, name, "annotated and not declared")
 
 
-def _makes_columns(value: object) -> bool:
-    """Whether the parentheses were forgotten."""
-    return isinstance(value, types.FunctionType) and value.__module__ == Column.__module__
+def _hides(cls: type, name: str, remedy: str) -> DeclarationError:
+    return DeclarationError(f"{cls.__name__}.{name} would hide what every batch has", value=name, remedy=remedy)
+
+
+def _declares_nothing(cls: type, name: str, what: str) -> DeclarationError:
+    remedy = f"write {name} = mirrored(dtype), device_only(dtype), slot_column() or host_list()"
+    return DeclarationError(f"{cls.__name__}.{name} is {what}", value=name, remedy=remedy)

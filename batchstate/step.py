@@ -123,8 +123,8 @@ class StepPlanner(Guided):
                 value=seq_lens,
                 remedy="declare slot_column() and mirrored(torch.int64), and name the second: seq_lens=...",
             )
-        offset = None if kv_offset is None else batch.columns().get(kv_offset)
-        if kv_offset is not None and (not isinstance(offset, MirroredColumn) or offset.shape):
+        offset = column if kv_offset is None else batch.columns().get(kv_offset)
+        if not isinstance(offset, MirroredColumn) or offset.shape:
             raise DeclarationError(
                 f"StepPlanner of {batch.__name__}: no column {kv_offset!r} of one number per request",
                 value=kv_offset,
@@ -142,9 +142,7 @@ class StepPlanner(Guided):
         for name in (*names, *results, *(() if lengths is None else (lengths,))):
             if name not in fields:
                 raise DeclarationError(
-                    f"StepPlanner: field {name!r} is not declared",
-                    value=name,
-                    remedy=one_of(fields, name),
+                    f"StepPlanner: field {name!r} is not declared", value=name, remedy=one_of(fields, name)
                 )
         field = fields[names[0]] if names else None
         one_id_each = len(names) == 1 and has_ids and field is not None and field.dtype == torch.int64
@@ -310,10 +308,7 @@ class StepPlanner(Guided):
         if self._relay is None:
             problem, remedy = "plan with published= and no relay", "declare the planner with one: relay=..."
         elif joining is None:
-            problem, remedy = (
-                "plan with published=, and none joins",
-                "pass joining= with the requests that are published",
-            )
+            problem, remedy = "plan with published=, and none joins", "pass joining= with those that are published"
         elif not isinstance(published, Mapping):
             problem, remedy = (
                 f"plan: published: expected values by field, got {shown(published)}",
@@ -581,7 +576,7 @@ class StepPlanner(Guided):
             else:
                 if taken_slots:
                     arrived_elsewhere = 0
-                whole = before is not None and before.is_whole(given._state, pages) and not arrived_elsewhere
+                whole = before is not None and before.ended_with(given._state, pages) and not arrived_elsewhere
                 locations, written = requests.first_places(pages, start, lens, arrived - arrived_elsewhere, whole)
             beside = start, locations, lens
         else:

@@ -181,10 +181,7 @@ class AcceleratorRuntime(Runtime):
     @contextlib.contextmanager
     def _synchronisation_allowed(self) -> Iterator[None]:
         """Calls named for waiting may wait, also where the engine runs under torch's sync-debug mode."""
-        if not hasattr(self._module, "get_sync_debug_mode"):
-            yield
-            return
-        before = self._module.get_sync_debug_mode()
+        before = self._module.get_sync_debug_mode() if hasattr(self._module, "get_sync_debug_mode") else 0
         if before == 0:
             yield
             return
