@@ -259,15 +259,19 @@ def shape_of(shape: object, what: str, *, rows: int = 1) -> tuple[int, ...]:
     return sizes
 
 
-def counts(sizes: object, what: str) -> list[int]:
-    """`sizes` as a list of ints, each 0 or more.
+def sizes_of(sizes: object, num_rows: int, what: str) -> list[int]:
+    """`sizes` of the pieces of so many rows, as ints.
 
     Raises:
-        ArgumentError, DtypeError: not a list of counts.
+        ArgumentError, DtypeError: not a list of counts, or another sum.
     """
     if not isinstance(sizes, Iterable):
         raise ArgumentError(f"{what}: expected sizes, got {sizes!r}", value=sizes, remedy="pass a list of sizes")
-    return [count(size, f"{what}: size") for size in sizes]
+    lengths = [count(size, f"{what}: size") for size in sizes]
+    if sum(lengths) != num_rows:
+        problem = f"{what}: sizes {lengths} sum to {sum(lengths)}, not {num_rows}"
+        raise ArgumentError(problem, value=lengths, remedy="cover every row")
+    return lengths
 
 
 def natural_dtype(values: object, what: str) -> np.dtype[Any]:

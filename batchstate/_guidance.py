@@ -10,11 +10,11 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import attrs
 
-from batchstate.errors import ArgumentError, CallError, one_of
+from batchstate.errors import ArgumentError, CallError, DeviceError, one_of
 
 T = TypeVar("T")
 
@@ -301,6 +301,24 @@ class Guided:
         def _refuse(self, problem: str) -> NoReturn:
             name = type(self).__name__
             raise CallError(f"{name} {problem}", value=self, remedy=self._guide)
+
+
+class OfThisProcess:
+    """Base of immutable values of a runtime: a copy is the value itself, and another process cannot have it."""
+
+    __slots__ = ()
+
+    _to_send: ClassVar[str] = ""  # what to send instead
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        problem = f"{self!r} cannot be pickled: it belongs to a runtime of this process"
+        raise DeviceError(problem, value=type(self).__name__, remedy=self._to_send)
 
 
 class Numbers(Guided):

@@ -33,10 +33,10 @@ from batchstate._arrays import (
     Values,
     converted,
     count,
-    counts,
     kept_rows,
+    sizes_of,
 )
-from batchstate._guidance import methods_show_signature, own_names, point_elsewhere, shown
+from batchstate._guidance import OfThisProcess, methods_show_signature, own_names, point_elsewhere, shown
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import (
     GENERATION_SUFFIX,
@@ -110,7 +110,7 @@ _UPLOAD = "Batch.upload(*, writes=(), extras=None), as in batch.upload(writes=[e
 
 @ranges("build", "filter", "merge", "next_batch", "advance", "update", "pad", "upload", "to_static", "on_device")
 @methods_show_signature("build", "update", "advance", filter=_KEEP, next_batch=_NEXT, upload=_UPLOAD)
-class Batch(metaclass=BatchType):
+class Batch(OfThisProcess, metaclass=BatchType):
     """Base of declared batches. Subclass it to declare columns; never to override what is here.
 
     Attributes:
@@ -139,6 +139,7 @@ class Batch(metaclass=BatchType):
         "version",
     )
 
+    _to_send = "send the columns' `.np`, and build a batch on the other side"
     _columns: ClassVar[Mapping[str, Column]] = {}
     _layout: ClassVar[Layout] = Layout.of({})
     _slot_column: ClassVar[str | None] = None
@@ -248,19 +249,6 @@ class Batch(metaclass=BatchType):
             else:
                 values[name] = ()
         return cls.build(runtime, **values)
-
-    def __copy__(self) -> Self:
-        return self  # immutable
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self  # immutable, and of this runtime
-
-    def __reduce__(self) -> NoReturn:
-        raise DeviceError(
-            f"{self!r} cannot be pickled: it belongs to a runtime of this process",
-            value=type(self).__name__,
-            remedy="send the columns' `.np`, and build a batch on the other side",
-        )
 
     def __dir__(self) -> list[str]:
         return own_names(type(self))
@@ -550,16 +538,7 @@ class Batch(metaclass=BatchType):
         Raises:
             ArgumentError: a negative size, a sum that differs, or a padded batch.
         """
-        what = f"{type(self).__name__}.split"
-        num_reqs = self._begin("split")
-        lengths = counts(sizes, what)
-        if sum(lengths) != num_reqs:
-            raise ArgumentError(
-                f"{what}: sizes {lengths} sum to {sum(lengths)}, not {num_reqs}",
-                value=lengths,
-                remedy="cover every row",
-            )
-        starts = np.cumsum([0, *lengths])
+        starts = np.cumsum([0, *sizes_of(sizes, self._begin("split"), f"{type(self).__name__}.split")])
         return [
             self._derived("split", self._state.taken(np.arange(start, stop)), stop - start)
             for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)

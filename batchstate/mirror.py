@@ -38,7 +38,6 @@ from batchstate._arrays import (
     concatenate,
     converted,
     count,
-    counts,
     joined_rows,
     kept_rows,
     natural_dtype,
@@ -49,8 +48,9 @@ from batchstate._arrays import (
     select_rows,
     shifted,
     signed_twin,
+    sizes_of,
 )
-from batchstate._guidance import methods_show_signature, shown
+from batchstate._guidance import OfThisProcess, methods_show_signature, shown
 from batchstate._host_values import HostValues
 from batchstate._origin import RowSet, joined
 from batchstate.errors import (
@@ -227,7 +227,7 @@ def _called(cls: type, values: object) -> CallError:
 
 
 @methods_show_signature("from_host", "stale", "take")
-class MirroredTensor(HostValues):
+class MirroredTensor(HostValues, OfThisProcess):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 
     Make one with `from_host`, `from_device` or `from_pair`. Subclasses below carry an index space.
@@ -244,6 +244,7 @@ class MirroredTensor(HostValues):
 
     unit: ClassVar[str | None] = None
     _space: ClassVar[int] = 0  # of handles, a number for each index space
+    _to_send = "send `.np`, and make a value from it on the other side"
 
     __slots__ = (
         "__weakref__",
@@ -659,9 +660,7 @@ class MirroredTensor(HostValues):
             )
         for value in values:
             value.check("cat")
-        contract = first.contract
-        for other in values[1:]:
-            contract = weaker_contract(contract, other.contract)
+        contract = functools.reduce(weaker_contract, [value.contract for value in values])
         host = None
         if contract is not Contract.DEVICE_ONLY:
             host = np.concatenate([value._host_side() for value in values])
@@ -696,16 +695,8 @@ class MirroredTensor(HostValues):
             ArgumentError: a negative size, or a sum that differs.
         """
         self.check("split")
-        what = self._what("split")
-        lengths = counts(sizes, what)
-        if sum(lengths) != len(self):
-            raise ArgumentError(
-                f"{what}: sizes {lengths} sum to {sum(lengths)}, not {len(self)}",
-                value=lengths,
-                remedy="cover every row",
-            )
         pieces, start = [], 0
-        whole = self._device_if_needed()
+        lengths, whole = sizes_of(sizes, len(self), self._what("split")), self._device_if_needed()
         for size in lengths:
             rows = slice(start, start + size)
             host = None if self._host is None else self._host[rows]
@@ -932,19 +923,6 @@ class MirroredTensor(HostValues):
             )
         host, row_set = self.runtime.read_back(device), self._row_set
         return self._derived(host, device, self.shape, "resolve", contract=Contract.EXACT, row_set=row_set)
-
-    def __copy__(self) -> Self:
-        return self  # immutable
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self  # immutable, and of this runtime
-
-    def __reduce__(self) -> NoReturn:
-        raise DeviceError(
-            f"{self!r} cannot be pickled: it belongs to a runtime of this process",
-            value=self.name,
-            remedy="send `.np`, and make a value from it on the other side",
-        )
 
     def __repr__(self) -> str:
         values = "" if self._host is None else f": {_shown(self._host)}"

@@ -116,6 +116,10 @@ class SlotPool(Guided):
         reserve: further slots that only `take(n, reserved=True)` returns: for requests whose KV is still arriving.
         name: for reports.
 
+    Attributes:
+        capacity: rows that a table indexed by slots has in memory: size + reserve + 1.
+        pool_id: id of the pool, which its handles carry.
+
     Raises:
         ArgumentError, DtypeError: `runtime` is not a runtime; `size` is not a positive integer, or `reserve` not a
             count; their sum does not fit into int32.
@@ -137,6 +141,8 @@ class SlotPool(Guided):
         self.transaction = Transaction(runtime, label)  # of all that its slots own; for the library
         self._allocator = Allocator(runtime, ordinary, reserve=reserved, label=label, transaction=self.transaction)
         self._generations = Generations(runtime, self._allocator, name=name)
+        self.size, self.reserve, self.capacity = ordinary, reserved, self._allocator.capacity
+        self.pool_id = self._generations.pool_id
         self._take, self._free = f"{name}: take", f"{name}: free"
         runtime.declare_indices("slot", self.capacity)
         self._tables: list[Table] = []
@@ -148,26 +154,6 @@ class SlotPool(Guided):
             f"SlotPool({self.name!r}, size={self.size}, reserve={self.reserve}, "
             f"free={allocator.free}, pending={allocator.pending}, live={allocator.live})"
         )
-
-    @property
-    def pool_id(self) -> int:
-        """Id of the pool, which its handles carry."""
-        return self._generations.pool_id
-
-    @property
-    def size(self) -> int:
-        """Slots that can be taken ordinarily."""
-        return self._allocator.size
-
-    @property
-    def reserve(self) -> int:
-        """Further slots, for reserved takes."""
-        return self._allocator.reserve
-
-    @property
-    def capacity(self) -> int:
-        """Rows that a table indexed by slots has in memory: size + reserve + 1."""
-        return self._allocator.capacity
 
     @property
     def frees(self) -> int:

@@ -154,6 +154,9 @@ class Table(Guided):
         name: for reports.
         runtime: the device.
         space: the pool whose indices name its rows.
+        capacity: rows in memory, row 0 included.
+        shape: of the memory: rows first.
+        dtype: of the elements.
         holds: index space of its values (`slot`, `page`, `location`, ...), or None for plain numbers.
         of: the pool that its values are of, where the table was made with it.
     """
@@ -175,6 +178,7 @@ class Table(Guided):
         self.holds = holds
         self.of: IndexSpace | None = None
         self._memory = device
+        self.shape, self.capacity, self.dtype = tuple(device.shape), len(device), device.dtype
         invariants.table_capacity(self.capacity, space.capacity, **self._where("table"))
         self._dtype = numpy_dtype(device.dtype)
         self._row_width = int(np.prod(device.shape[1:], dtype=np.int64))
@@ -311,21 +315,6 @@ class Table(Guided):
     def host_memory(self) -> Array | None:
         """All rows on the host, read-only, for checks; None unless made with `host=True`. `host_for` is to read."""
         return None if self._host is None else read_only(self._host)
-
-    @property
-    def capacity(self) -> int:
-        """Rows in memory, row 0 included."""
-        return int(self._memory.shape[0])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the memory: rows first."""
-        return tuple(self._memory.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the elements."""
-        return self._memory.dtype
 
     # Writing
 
