@@ -770,7 +770,7 @@ class Generations:
         before = self._generations[rows]
         generations: Ints = before + ONE
         self._generations[rows] = generations
-        if levels.cheap and (generations > before).tobytes() != b"\1" * rows.size:
+        if levels.cheap and 1 in (generations <= before).tobytes():
             # A generation that stands still would make the handles of the former owner valid again.
             invariants.slot_stale_handle(rows, before + 1, generations, **self._where("take"))
         return generations
@@ -791,7 +791,9 @@ class Generations:
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
-        rows, held = self.numbers_of(slots, Slots, operation, padded=padded)
+        numbers, held = self.numbers_of(slots, Slots, operation, padded=padded)
+        rows = numbers.view()
+        rows.setflags(write=False)
         frees = self._allocator.frees
         if slots.held_at == frees and not levels.full:
             times_checked[STALE_HANDLE] += 1
@@ -843,14 +845,16 @@ class Generations:
     def numbers_of(
         self, slots: object, kind: type[Handles], operation: str, *, padded: bool = False
     ) -> tuple[Ints, Ints]:
-        """Numbers and generations of handles that are of this pool, or with `padded` all padding; both int64[n]."""
+        """The arrays of handles that are of this pool, or with `padded` all padding: numbers, generations."""
         if not isinstance(slots, kind):
             if isinstance(slots, MirroredTensor) and slots.unit is not None:
                 invariants.unit_mismatch(str(kind.unit), str(slots.unit), **self._where(operation))
             raise self._not_handles(slots, kind, operation)
         if levels.full:
             slots.check(operation)
-        rows: Ints = slots.np
+        if slots._windows:
+            slots._check_fresh("host")
+        rows: Ints = slots._host_side()
         if slots.runtime is not self._runtime:
             raise DeviceError(f"{self.name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
         if slots._pool_id != self.pool_id and (np.count_nonzero(rows) if padded else rows.size):

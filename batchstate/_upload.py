@@ -1,5 +1,6 @@
 """The device side of a batch: every column, the step's table writes and its extra arrays in one packed copy."""
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
@@ -246,6 +247,10 @@ class BatchDevice:
                 if len(rows.sources) > MOST_SOURCES or rows.wasteful():
                     self._gathered(name, rows)
         return uploaded
+
+    def side(self, name: str) -> DeviceSide:
+        """The device side of a column as a value has it."""
+        return DeviceSide(functools.partial(self.column, name), gathered_from=functools.partial(self.rows, name))
 
     def rows(self, name: str) -> DeviceRows | None:
         """The rows of a column whose host side is not a copy, as far as they are gathered."""

@@ -52,7 +52,7 @@ from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_write
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
 from batchstate.invariants import times_checked
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
+from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import Runtime, check_runtime
 from batchstate.runtime.memory import PackedUpload
@@ -358,11 +358,12 @@ class Batch(OfThisProcess, metaclass=BatchType):
         generations: Array | None = None
         if name == self._slot_column:
             generations = self._state.column(name + GENERATION_SUFFIX)
-        device = self.device_side
-        value = column.value_type(
+        value = column.value_type.__new__(column.value_type)
+        MirroredTensor.__init__(
+            value,
             self.runtime,
             self._state.column(name) if mirrored else None,
-            DeviceSide(functools.partial(device.column, name), gathered_from=functools.partial(device.rows, name)),
+            functools.partial(self.device_side.side, name),
             dtype=column.dtype,
             shape=(self.num_rows, *column.shape),
             contract=contract,

@@ -271,7 +271,7 @@ class MirroredTensor(HostValues, OfThisProcess):
         self,
         runtime: Runtime,
         host: Array | None = None,
-        device: DeviceSide | None = None,
+        device: DeviceSide | Callable[[], DeviceSide] | None = None,
         *,
         dtype: torch.dtype = _UNSET,
         shape: tuple[int, ...] = (),
@@ -285,6 +285,7 @@ class MirroredTensor(HostValues, OfThisProcess):
     ) -> None:
         """For the library. `host` becomes the property of the value; without `device` it is uploaded at first use.
 
+        `device` may be a function that makes the device side once it is asked for.
         `generations` int64[n] of slots move with the rows of the value; `pool_id` names the pool that made its indices.
         `row_set` says to which requests the rows belong, where that is known.
         The value adds itself to `exposed` once its host side can be written from outside, or may be stale.
@@ -485,15 +486,16 @@ class MirroredTensor(HostValues, OfThisProcess):
 
     @property
     def _device(self) -> DeviceSide:
-        """The device side: of a host side alone made when it is first asked for, since most handles never cross."""
+        """The device side, made when it is first asked for: many values are read on the host alone."""
         side = self._side
-        if side is None:
-            side = self._side = DeviceSide(functools.partial(_uploaded, self.runtime, self._host))
+        if type(side) is not DeviceSide:
+            made = DeviceSide(functools.partial(_uploaded, self.runtime, self._host)) if side is None else side()
+            side = self._side = made
         return side
 
     def _existing(self) -> torch.Tensor | None:
         """The device side if it exists already; see `DeviceSide.existing`."""
-        return None if self._side is None else self._side.existing
+        return self._side.existing if type(self._side) is DeviceSide else None
 
     def _own_device(self) -> torch.Tensor:
         self._plain = 0
@@ -951,7 +953,7 @@ class MirroredTensor(HostValues, OfThisProcess):
         where = self._where(operation)
         if levels.full:
             self._check_fully(where)  # first: it says which row
-        if self._side is not None:
+        if type(self._side) is DeviceSide:
             self._side.check_count(where)
         if self._host_tensor is not None and not self._host_tensor.is_inference():
             invariants.mirror_foreign_write("host", 0, self._host_tensor._version, **where)
@@ -997,7 +999,9 @@ class MirroredTensor(HostValues, OfThisProcess):
     ) -> Self:
         if isinstance(device, torch.Tensor):
             device = DeviceSide(ReadyTensor.made_now(device, self.runtime))
-        value = type(self)(
+        value = type(self).__new__(type(self))  # a call of the class packs its keywords twice: 0.2 of 0.6 us
+        MirroredTensor.__init__(
+            value,
             self.runtime,
             host,
             device,
@@ -1139,7 +1143,9 @@ class Handles(MirroredTensor):
         device: DeviceSide | None = None,
     ) -> Self:
         """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool, `device` their device side."""
-        return cls(
+        handles = cls.__new__(cls)  # as `_derived`
+        MirroredTensor.__init__(
+            handles,
             runtime,
             numbers,
             device,
@@ -1150,6 +1156,7 @@ class Handles(MirroredTensor):
             generations=generations,
             pool_id=pool_id,
         )
+        return handles
 
     @classmethod
     def from_host(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._allocator import LIVE_BYTE, AllFences, Allocator, Generations, SlotListener, Transaction
-from batchstate._arrays import arange_per_row
+from batchstate._arrays import arange_per_row, read_only
 from batchstate.kv._lengths import OVERWRITTEN
 from batchstate.mirror import Contract, Handles
 from batchstate.runtime.agreement import QueriedFence
@@ -530,7 +530,7 @@ class PageSpace:
         rows, held = self._generations.numbers_of(handles, self.kind, operation, padded=padded)
         owned = np.count_nonzero(rows) if padded else rows.size
         self._generations.check_held(self._pages(rows[:owned]), held[:owned], operation)
-        return rows
+        return read_only(rows)
 
     def _pages(self, numbers: Ints) -> Ints:
         return numbers if self.per_page == 1 else numbers // self._per_page
