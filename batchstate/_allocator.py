@@ -762,7 +762,7 @@ class Generations:
             Violation: SLOT_STALE_HANDLE, at `cheap`: a generation did not rise.
         """
         slots = Slots.of_pool(self._runtime, rows, self.rise(rows), pool_id=self.pool_id, name=self.name)
-        slots.held_at = self._allocator.freed_total
+        slots.held_at = self._allocator.frees
         return slots
 
     def rise(self, rows: Ints) -> Ints:
