@@ -397,6 +397,7 @@ class Allocator:
         if n > free:
             pending = self._queue.indices()
             usable = self.pending if reserved else int(np.count_nonzero(pending <= self.size))
+            since = min((queried.step for queried, _ in self._queue.groups()), default=None)
             raise PoolExhaustedError(
                 self.label,
                 requested=n,
@@ -404,6 +405,8 @@ class Allocator:
                 pending=usable,
                 size=self.size + (self.reserve if reserved else 0),
                 free_reserved=0 if reserved else self._reserved.count,
+                pending_since=since,
+                overdue=since is not None and self.runtime.step - since > self.runtime.steps_in_flight,
             )
 
     def next_free(self, n: int) -> Ints:

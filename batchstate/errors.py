@@ -144,6 +144,7 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
         pending: entries that become free once their fences complete. When `free + pending >= requested`, waiting helps.
         size: entries that such a request can ever have, or None where that is not known.
         free_reserved: entries free now that only a reserved take hands out.
+        pending_since: step of the runtime in which the oldest pending entry was freed, or None.
     """
 
     def __init__(
@@ -155,6 +156,8 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
         pending: int,
         size: int | None = None,
         free_reserved: int = 0,
+        pending_since: int | None = None,
+        overdue: bool = False,
     ) -> None:
         self.pool = pool
         self.requested = requested
@@ -162,11 +165,16 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
         self.pending = pending
         self.size = size
         self.free_reserved = free_reserved
+        self.pending_since = pending_since
         problem = f"{pool}: {requested} requested, {free} free, {pending} pending on a fence"
+        if pending_since is not None:
+            problem += f" since step {pending_since}"
         if free_reserved:
             problem += f"; {free_reserved} more are free in the reserve, for `take(n, reserved=True)` alone"
         if size is not None and requested > size:
             remedy = f"this can never succeed: the pool has {size}; ask for fewer, or make the pool larger"
+        elif overdue:  # more steps ago than are in flight
+            remedy = "the oldest fence should be complete by now; see what it was recorded behind: `SlotPool.pending()`"
         elif free + pending >= requested:
             remedy = "finish the steps in flight and ask again: the pending entries suffice"
         else:

@@ -342,6 +342,22 @@ def test_running_out_says_whether_it_can_ever_succeed(rt: Runtime) -> None:
     assert (caught.value.requested, caught.value.free, caught.value.pending) == (3, 0, 2)
 
 
+def test_running_out_says_when_a_fence_is_overdue(rt: Runtime) -> None:
+    """Where a fence is older than the steps in flight, waiting is not what helps: the error says where to look."""
+    pool = SlotPool(rt, 4)
+    pool.free(pool.take(3), after=Gate())
+    since = rt.step
+    for _ in range(rt.steps_in_flight + 1):
+        with pytest.raises(
+            PoolExhaustedError, match=f"3 pending on a fence since step {since}\n.*the pending entries suffice"
+        ):
+            pool.take(2)
+        rt.next_step()
+    with pytest.raises(PoolExhaustedError, match=r"should be complete by now.*`SlotPool.pending\(\)`") as caught:
+        pool.take(2)
+    assert caught.value.pending_since == since
+
+
 def test_a_handle_without_a_generation_has_no_owner(rt: Runtime) -> None:
     """Numbers wrapped by hand have generation 0, which no live slot has: refused also while the slot is free."""
     pool = SlotPool(rt, 4)

@@ -110,7 +110,7 @@ def test_manual_fences_complete_in_order() -> None:
     assert second.query()
     assert third.waits == 1
     assert (stream.depth, stream.last, stream.complete()) == (0, None, 0)
-    assert repr(first) == "ManualFence('forward', step 1, complete)"
+    assert repr(first) == "ManualFence('forward', number 1, complete)"
 
 
 def test_undeclared_states_are_refused() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from batchstate.cli import _output as options
 from batchstate.cli._output import Row, Section, progress, show
+from batchstate.errors import ArgumentError, one_of
 
 if TYPE_CHECKING:
     from batchstate.selfcheck.mutants import MutantReport, MutantResult
@@ -20,6 +21,7 @@ SUMMARY = "switch real bugs on in the library, one at a time, and show which inv
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     options.add_names(parser, "mutant", "--name")
+    parser.add_argument("--machine", metavar="NAME", help="only the mutants that this machine is to find")
     parser.add_argument(
         "--examples",
         metavar="N",
@@ -45,13 +47,20 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         show(f"{len(mutants.MUTANTS)} mutants", _list())
         return 0
-    clean_examples = args.clean_examples
+    names, clean_examples = args.names, args.clean_examples
+    if args.machine is not None:
+        of_machine = [one.name for one in mutants.MUTANTS.values() if one.machine == args.machine]
+        if not of_machine:
+            machines = sorted({one.machine for one in mutants.MUTANTS.values()})
+            problem = f"machine {args.machine!r} has no mutant"
+            raise ArgumentError(problem, value=args.machine, remedy=one_of(machines, args.machine))
+        names = [*names, *of_machine]
     if clean_examples is None:
-        clean_examples = CLEAN_NAMED if args.names else CLEAN
+        clean_examples = CLEAN_NAMED if names else CLEAN
     parts = 1000
     with progress("mutants", parts) as update:
         report = mutants.run(
-            args.names or None,
+            names or None,
             device=options.chosen_device(args.device),
             examples=args.examples,
             clean_examples=clean_examples,

@@ -104,8 +104,11 @@ class CpuRuntime(Runtime):
 class EventFence:
     """A recorded event."""
 
-    def __init__(self, event: Any, counters: Counters) -> None:
-        self.event, self._counters = event, counters
+    def __init__(self, event: Any, counters: Counters, stream: Stream) -> None:
+        self.event, self._counters, self._stream = event, counters, stream
+
+    def __repr__(self) -> str:
+        return f"EventFence({self._stream.name!r}, {'complete' if self.query() else 'pending'})"
 
     def query(self) -> bool:
         """Whether the event has happened. Never waits."""
@@ -243,7 +246,7 @@ class AcceleratorRuntime(Runtime):
             event = self._module.Event()
         event.record(stream.native)
         events.append(event)
-        return EventFence(event, self.counters)
+        return EventFence(event, self.counters, stream)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         if isinstance(fence, EventFence):

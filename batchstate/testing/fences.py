@@ -27,17 +27,17 @@ class ManualFence:
     """A fence of a `ManualStream`. Complete when the stream has completed it.
 
     Attributes:
-        step: its number in the stream, from 1.
+        number: in the order in which its stream recorded them, from 1.
         waits: how often the host waited for it.
     """
 
-    step: int
+    number: int
     _stream: "ManualStream"
     _done: bool = False
     waits: int = 0
 
     def __repr__(self) -> str:
-        return f"ManualFence({self._stream.name!r}, step {self.step}, {'complete' if self._done else 'pending'})"
+        return f"ManualFence({self._stream.name!r}, number {self.number}, {'complete' if self._done else 'pending'})"
 
     def query(self) -> bool:
         """Whether it is complete. Never waits."""
