@@ -34,7 +34,7 @@ from batchstate._source_lines import Line, users_line
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolBrokenError, PoolExhaustedError
 from batchstate.invariants import times_checked
 from batchstate.mirror import Handles, MirroredTensor, Slots
-from batchstate.runtime.agreement import Queried, QueriedFence
+from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, Runtime
 from batchstate.violations import Code, Where
 
@@ -112,7 +112,7 @@ class Transaction:
             last = self._last = QueriedFence(fence, step) if group is None else group.watch(fence, step)
         return last
 
-    def query(self, fences: Sequence[Queried]) -> list[bool]:
+    def query(self, fences: Sequence[Fence | QueriedFence]) -> list[bool]:
         """Whether each fence is complete, or, in a group of ranks, agreed to be. Never waits.
 
         A fence is code of the engine: it may raise, and may call the pool. While it does nothing is complete, so that

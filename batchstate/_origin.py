@@ -6,7 +6,7 @@ counts. Rows are matched by handle, never by position.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, Unpack, final
+from typing import TYPE_CHECKING, Any, Unpack, final
 
 import attrs
 import numpy as np
@@ -15,6 +15,9 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate.invariants import times_checked
 from batchstate.violations import Code, Where
+
+if TYPE_CHECKING:
+    from batchstate.mirror import MirroredTensor
 
 Ints = npt.NDArray[np.int64]
 Handles = tuple[Ints, Ints]
@@ -171,18 +174,6 @@ def joined(parts: "list[RowSet | None]") -> RowSet | None:
     return RowSet(0, (np.concatenate([one[0] for one in known]), np.concatenate([one[1] for one in known])), *pools)
 
 
-class HasRows(Protocol):
-    """A value that may know to which requests its rows belong."""
-
-    @property
-    def row_set(self) -> RowSet | None:
-        """The requests, or None."""
-        ...
-
-
-OfRequests = RowSet | HasRows
-
-
 @final
 @attrs.define(eq=False, repr=False)
 class Origin:
@@ -198,7 +189,7 @@ class Origin:
 
     kind: str
     step: int
-    of: OfRequests
+    of: "RowSet | MirroredTensor"
     read: Changes | None = None
     then: int = 0
 

@@ -488,6 +488,7 @@ class StepsInOnePiece:
 
 
 @final
+@attrs.define(eq=False)
 class StepRequests:
     """The requests of consecutive steps, and what stays the same until one joins or leaves.
 
@@ -506,44 +507,27 @@ class StepRequests:
         epoch: of the pages then.
         locations: of the tokens of that step, int64[n]: one further on goes the next token, but where a page begins.
         longest: tokens of the longest before the second of them.
-        phases: int64[n], steps from the second one to that in which a page begins, less whole pages.
+        phases: int64[n], the steps taken before that in which a page begins, less whole pages.
         begins: whether a page begins for any, by phase.
     """
 
-    __slots__ = (
-        "begins",
-        "epoch",
-        "first_element",
-        "generations",
-        "held_at",
-        "known",
-        "launched",
-        "layout",
-        "locations",
-        "longest",
-        "phases",
-        "row_set",
-        "row_width",
-        "rows",
-        "slots",
-        "state",
-        "steps",
-    )
-
-    slots: Slots
+    layout: StepLayout
+    row_set: RowSet
+    rows: Ints
+    generations: Ints
+    held_at: int
     known: PublishedRows | None
-    locations: Ints
-    longest: int
-    phases: Ints
-    begins: list[bool]
-
-    def __init__(self, layout: StepLayout, row_set: RowSet, rows: Ints, generations: Ints, row_width: int) -> None:
-        self.layout, self.row_set, self.rows, self.generations = layout, row_set, rows, generations
-        self.held_at = -1
-        self.row_width, self.first_element = row_width, rows * row_width
-        self.launched: RowState | None = None
-        self.steps, self.epoch = 0, -1
-        self.state: RowState | None = None
+    row_width: int
+    first_element: Ints
+    launched: RowState | None = attrs.field(default=None, init=False)
+    steps: int = attrs.field(default=0, init=False)
+    state: RowState | None = attrs.field(default=None, init=False)
+    epoch: int = attrs.field(default=-1, init=False)
+    slots: Slots = attrs.field(init=False)
+    locations: Ints = attrs.field(init=False)
+    longest: int = attrs.field(init=False)
+    phases: Ints = attrs.field(init=False)
+    begins: list[bool] = attrs.field(init=False)
 
     def places_of_all(self, pages: PagePool, start: Ints, totals: Ints, counts: Ints) -> tuple[Ints, Ints, Written]:
         """Positions and locations of the next `counts` tokens of each, int64[t], and what goes into the token table.

@@ -178,6 +178,7 @@ class Entries:
 
 
 @final
+@attrs.define(eq=False)
 class PublishedRows:
     """Entries of one field for the same requests, as their last publish or gather left them.
 
@@ -192,30 +193,16 @@ class PublishedRows:
         kinds: dtype, shape and bytes of their values, for the copy to the host.
     """
 
-    __slots__ = (
-        "_changes",
-        "counted",
-        "entries",
-        "generations",
-        "kinds",
-        "live",
-        "publications",
-        "read_on",
-        "rows",
-        "taken",
-    )
-
-    live: Slots
-
-    def __init__(self, entries: Entries, rows: Ints, generations: Ints, dtype: "np.dtype[Any]") -> None:
-        self.rows, self.generations = rows, generations
-        self.kinds = [(dtype, rows.shape, rows.size * dtype.itemsize)]
-        self.read_on: tuple[Stream, torch.Tensor, torch.Tensor] | None = None
-        self.counted: torch.Tensor | None = None
-        self.publications: list[Publication] = []
-        self.entries = entries
-        self.taken = 0
-        self._changes = -1
+    entries: Entries
+    rows: Ints
+    generations: Ints
+    kinds: "list[tuple[np.dtype[Any], tuple[int, ...], int]]"
+    live: Slots = attrs.field(init=False)
+    read_on: tuple[Stream, torch.Tensor, torch.Tensor] | None = attrs.field(default=None, init=False)
+    counted: torch.Tensor | None = attrs.field(default=None, init=False)
+    publications: list[Publication] = attrs.field(factory=list, init=False)
+    taken: int = attrs.field(default=0, init=False)
+    _changes: int = attrs.field(default=-1, init=False)
 
     @property
     def unchanged(self) -> bool:

@@ -292,6 +292,7 @@ class DeviceRows:
 
 
 @final
+@attrs.define(eq=False, repr=False)
 class RowState:
     """The rows of one batch, in three parts that move alike. An operation makes another one; no two batches share it.
 
@@ -307,20 +308,11 @@ class RowState:
 
     # What a step does runs a few times in each: numpy's methods with arguments by position, and no call in between.
 
-    __slots__ = ("changed", "device", "groups", "layout", "objects")
-
-    def __init__(
-        self,
-        layout: Layout,
-        groups: Sequence[Array],
-        device: Mapping[str, DeviceRows],
-        objects: Mapping[str, Array],
-    ) -> None:
-        self.layout = layout
-        self.groups = groups
-        self.device = device
-        self.objects = objects
-        self.changed: Collection[str] | None = None
+    layout: Layout
+    groups: Sequence[Array]
+    device: Mapping[str, DeviceRows]
+    objects: Mapping[str, Array]
+    changed: Collection[str] | None = attrs.field(default=None, init=False)
 
     @classmethod
     def of(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import final
 
 import attrs
 import numpy as np
@@ -75,14 +75,6 @@ class Extras(Mapping[str, torch.Tensor]):
 
 
 NO_EXTRAS = Extras()
-
-
-class StaticAddresses(Protocol):
-    """Memory that stays, as `Batch.to_static` knows it: `batchstate.static.StaticBuffers`."""
-
-    def receive(self, batch: Any, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
-        """Copies a step to the fixed addresses."""
-        ...
 
 
 @final

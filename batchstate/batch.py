@@ -48,7 +48,7 @@ from batchstate._rows import (
     device_rows,
     num_rows_of,
 )
-from batchstate._upload import BatchDevice, Extras, StaticAddresses, check_writes, named_arrays, packed_step
+from batchstate._upload import BatchDevice, Extras, check_writes, named_arrays, packed_step
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
 from batchstate.invariants import times_checked
@@ -58,6 +58,9 @@ from batchstate.runtime.base import Runtime, check_runtime
 from batchstate.runtime.memory import PackedUpload
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
+
+if TYPE_CHECKING:
+    from batchstate.static import StaticBuffers
 
 __all__ = ["Batch", "Extras"]
 
@@ -798,7 +801,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
     def to_static(
         self,
-        buffers: StaticAddresses,
+        buffers: "StaticBuffers",
         *,
         writes: Sequence[TableWrite] = (),
         extras: Mapping[str, object] | None = None,

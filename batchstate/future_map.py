@@ -175,6 +175,7 @@ class SelectedRecord:
 
 
 @final
+@attrs.define(eq=False, repr=False)
 class Prefetched(Mapping[str, MirroredTensor]):
     """Fields of some requests, asked for with `FutureMap.prefetch`; row i is that of `slots[i]`.
 
@@ -186,26 +187,15 @@ class Prefetched(Mapping[str, MirroredTensor]):
         slots: the requests.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        fields: Mapping[str, RelayField],
-        rows: Sequence[torch.Tensor | None],
-        read: tuple[Stream, Fence],
-        download: Download,
-        publications: Sequence[Publication],
-        relay: str,
-        record: "SelectedRecord | None" = None,
-    ) -> None:
-        self.slots = slots
-        self._fields = fields
-        self._rows = rows  # None where the device side is made from the host's when it is asked for
-        self._read = read  # the stream that selected the rows, and a fence behind that
-        self._download = download
-        self._publications = publications
-        self._relay = relay
-        self._record = record  # where the fields came in one piece
-        self._values: dict[str, MirroredTensor] | None = None
+    slots: Slots
+    _fields: Mapping[str, RelayField]
+    _rows: Sequence[torch.Tensor | None]  # None where the device side is made from the host's when it is asked for
+    _read: tuple[Stream, Fence]  # the stream that selected the rows, and a fence behind that
+    _download: Download
+    _publications: Sequence[Publication]
+    _relay: str
+    _record: SelectedRecord | None = None  # where the fields came in one piece
+    _values: dict[str, MirroredTensor] | None = attrs.field(default=None, init=False)
 
     def __repr__(self) -> str:
         return f"Prefetched({', '.join(self._fields)} of {len(self.slots)} requests)"
@@ -612,7 +602,8 @@ class FutureMap(Guided):
     def published_rows(self, field: str, rows: Array, generations: Array) -> PublishedRows:
         """What `gather_again` and `publish_again` remember of these requests, for which `live` is set later."""
         dtype = numpy_dtype(self._fields[field].dtype)
-        return PublishedRows(self._entries.fields[field], rows, generations, dtype)
+        kinds = [(dtype, rows.shape, rows.size * dtype.itemsize)]
+        return PublishedRows(self._entries.fields[field], rows, generations, kinds)
 
     def gather_again(self, known: PublishedRows, field: str, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """`gather` for checked handles on the current `stream`: the entries, and the slots on the device."""

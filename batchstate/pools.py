@@ -6,6 +6,7 @@ uses it. Bookkeeping is numpy on the host, on the owning thread; no operation he
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Self, SupportsIndex, final
 
 import attrs
@@ -71,18 +72,10 @@ class SlotStats(Numbers):
     @classmethod
     def of(cls, allocator: Allocator) -> Self:
         """The numbers of an allocator now."""
-        return cls(
-            size=allocator.size,
-            reserve=allocator.reserve,
-            free=allocator.free,
-            free_reserved=allocator.free_reserved,
-            pending=allocator.pending,
-            live=allocator.live,
-            taken_total=allocator.taken_total,
-            freed_total=allocator.freed_total,
-            peak_live=allocator.peak_live,
-            takes=allocator.takes,
-        )
+        return cls(*_NUMBERS(allocator))
+
+
+_NUMBERS = attrgetter(*(one.name for one in attrs.fields(SlotStats)))
 
 
 @final

@@ -751,11 +751,9 @@ class StepPlanner(Guided):
             self._slots.check_rows(rows, generations, OPERATION)
         else:
             self._slots.rows_of(self._handles(batch), OPERATION, unique=True)
-        layout = steps.layout(rows.size, self._kind._layout)
-        requests = StepRequests(layout, batch.row_set, rows, generations, self._table.shape[1])
-        requests.held_at = self._slots.frees
-        requests.known = self._declared.published_rows(rows, generations)
-        return requests
+        layout, width = steps.layout(rows.size, self._kind._layout), self._table.shape[1]
+        known = self._declared.published_rows(rows, generations)
+        return StepRequests(layout, batch.row_set, rows, generations, self._slots.frees, known, width, rows * width)
 
     @staticmethod
     def _check_parts(batch: object, pages: object, relay: object) -> None:

@@ -14,7 +14,7 @@ that of a writer that is gone, holds back what is behind it, and nothing else.
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import attrs
 import numpy as np
@@ -23,13 +23,8 @@ import numpy.typing as npt
 from batchstate import invariants
 from batchstate.errors import ArgumentError
 
-
-class Queried(Protocol):
-    """What can be asked whether it is complete."""
-
-    def query(self) -> bool:
-        """Whether it is complete. Never waits."""
-        ...
+if TYPE_CHECKING:
+    from batchstate.runtime.base import Fence
 
 
 @final
@@ -67,7 +62,7 @@ class Agreement:
     def __repr__(self) -> str:
         return f"Agreement({len(self._open)} of {self._newest} fences open)"
 
-    def watch(self, fence: Queried, step: int = 0) -> QueriedFence:
+    def watch(self, fence: "Fence", step: int = 0) -> QueriedFence:
         """Gives a fence the next number. It is `complete` when every rank has reported it.
 
         For an engine's own decisions too: `agreement.watch(lease.delivered)`, and admit when it is complete.
