@@ -597,6 +597,8 @@ class Allocator:
         lower ones, which no free list can hold, are found at `full`.
         """
         try:  # bytes are compared in a fraction of the time in which numpy compares two arrays and counts
+            if indices.size == 1:
+                return self._states.item(indices.item()) == state[0]
             return self._states[indices].tobytes() == state * indices.size
         except IndexError:
             return False
@@ -773,7 +775,9 @@ class Generations:
         before = self._generations[rows]
         generations: Ints = before + ONE
         self._generations[rows] = generations
-        if levels.cheap and 1 in (generations <= before).tobytes():
+        if levels.cheap and (
+            generations.item() <= before.item() if rows.size == 1 else 1 in (generations <= before).tobytes()
+        ):
             # A generation that stands still would make the handles of the former owner valid again.
             invariants.slot_stale_handle(rows, before + 1, generations, **self._where("take"))
         return generations

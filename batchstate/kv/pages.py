@@ -1068,10 +1068,14 @@ class PagePool(Guided):
 
     def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = explain_total) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
-        high = longer.view(np.uint64)  # in which negative numbers are the largest
-        if 1 not in (high > self._most).tobytes() and (  # a fraction of what `np.count_nonzero` takes
-            shorter is longer or 1 not in (shorter.view(np.uint64) > high).tobytes()
-        ):
+        if longer.size == 1:  # as plain numbers, in a fifth of the time
+            in_order = 0 <= shorter.item() <= longer.item() <= self.max_tokens_per_request
+        else:
+            high = longer.view(np.uint64)  # in which negative numbers are the largest
+            in_order = 1 not in (high > self._most).tobytes() and (  # a fraction of what `np.count_nonzero` takes
+                shorter is longer or 1 not in (shorter.view(np.uint64) > high).tobytes()
+            )
+        if in_order:
             times_checked[LENGTH_ORDER] += 1
             return
         most = self.max_tokens_per_request
