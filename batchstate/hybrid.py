@@ -318,8 +318,7 @@ class HybridSlotPool(SlotPool):
                 table.write(slots, None, self.states_of(slots, kind))
             return slots
         except BaseException:
-            if self.transaction.operation is None:  # else the table was interrupted
-                self.release_rows(slots.np, None, "take")
+            self.give_back(slots.np, slots.generations, "take")
             raise
 
     def _wanted(self, n: SupportsIndex, states: Mapping[str, object]) -> dict[str, Ints]:

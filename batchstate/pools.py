@@ -208,7 +208,10 @@ class SlotPool(Guided):
         return self._taken(n, False, give)
 
     def give_back(self, rows: Ints, generations: Ints, operation: str) -> None:
-        """Releases the slots int64[n] with all they own if a take that was not seen by a caller gave them out."""
+        """Releases the slots int64[n] with all they own if a take that was not seen by a caller gave them out.
+
+        Not after an interrupt of a part that changes the pool, of which nothing is known.
+        """
         if self.transaction.operation is None and self._generations.all_held(rows, generations):
             self.transaction.undoing = True
             try:

@@ -193,10 +193,12 @@ class StepPlanner(Guided):
                 as by `SlotPool.release_requests`, and what they had can be taken from the next step on.
             joining: requests that come after those: column -> values, as for `Batch.build`, one row each. Without
                 slots among them, the step takes slots, and pages for the tokens of the column of lengths, whose KV is
-                there, as `PagePool.take_requests`; `step.batch` has the slots. Or a batch, as for `Batch.merge`.
+                there, as `PagePool.take_requests`; `step.batch` has the slots. Or a batch, as for `Batch.merge`. What a
+                `HybridSlotPool` gives them besides is written in a copy of its own.
             after: the forward-done fence of the last forward of those that leave, if any do.
             published: relay field -> host values, one entry for each request that joins: what its first step starts
-                from, if no forward here has published that. They cross in the same copy.
+                from, if no forward here has published that. They cross in the same copy, or in one of their own where
+                the step is not planned as one piece.
             query_lens: tokens that each puts in, as for `ForwardPlan.of`.
             prompt_ids: as for `ForwardPlan.of`.
             samples: as for `ForwardPlan.of`.
@@ -211,6 +213,7 @@ class StepPlanner(Guided):
             DeviceError: a batch of another runtime.
             CaptureError: the stream is being captured.
             PoolExhaustedError: too few slots or pages are free for those that join, or pages for those that run.
+            Violation: SLOT_STALE_HANDLE: a request has left, or an argument or a fence released it when it was read.
             As `PagePool.advance`, `Batch.advance`, `Batch.build`, `ForwardPlan.of` and `Batch.upload`. No token was
             committed, and what was taken is given back.
         """
@@ -292,7 +295,6 @@ class StepPlanner(Guided):
                 if entries is not None and self._slots.transaction.operation is None:  # else a part was interrupted
                     entries.take_back()
                 raise
-            self._slots.transaction.operation = OPERATION
             del taken_slots[:]  # from here on the step stands
             if leaving is not None:
                 self._slots.release_rows(leaving[0], after, OPERATION)
@@ -434,9 +436,9 @@ class StepPlanner(Guided):
             held, totals = np.where(held > 0, held + offset, 0), np.where(totals > 0, totals + offset, 0)
         if lens.contract is Contract.EXACT:
             pages.check_committed(slots.np, held, OPERATION)
-        extension = pages.extend(slots, totals)
         rows, tokens = padding
         try:
+            extension = pages.extend(slots, totals)
             sent = advanced if rows is None else advanced.pad(rows)
             plan = ForwardPlan.of(
                 self._handles(sent),
@@ -462,10 +464,13 @@ class StepPlanner(Guided):
             uploaded = sent.upload(writes=writes, extras=plan.extras | dict(extras or {}))
             if frees is not None and self._slots.frees != frees:
                 self._look_again(advanced, leaving)
+            self._slots.transaction.operation = OPERATION  # an interrupt from here on finds a step that stands
         except BaseException:
             if self._slots.transaction.operation is None:  # else a part was interrupted
-                held = self._slots.held_among(slots.np, slots.generations)  # the arguments may have released some
-                pages.truncate(slots.filter(held), before[held])
+                grown = pages.committed_lengths[slots.np] != before
+                grown &= self._slots.held_among(slots.np, slots.generations)  # the arguments may have released some
+                if np.count_nonzero(grown):
+                    pages.truncate(slots.filter(grown), before[grown])
             raise
         return PlannedStep(self._declared, advanced, sent, plan, uploaded)
 
