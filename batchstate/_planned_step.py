@@ -65,20 +65,6 @@ class StepLayout:
         query_start_loc, last_token_indices: on the device, int32[n + 1] and int64[n].
     """
 
-    __slots__ = (
-        "_beside",
-        "_n",
-        "_views",
-        "columns_nbytes",
-        "everyone",
-        "last_token_indices",
-        "nbytes",
-        "num_places",
-        "ones",
-        "places",
-        "query_start_loc",
-    )
-
     def __init__(self, n: int, layout: Layout, query_start_loc: torch.Tensor, last_token_indices: torch.Tensor) -> None:
         self._n = n
         self.ones, self.everyone = np.ones(n, dtype=np.int64), np.arange(n)
@@ -252,13 +238,15 @@ class StepTokens:
         slots: Slots,
         lens: Ints,
         arrays: dict[str, Array],
-        pages: PagePool,
         origin: Origin,
+        declared: "Declared",
+        shares: int,
         *,
-        has_ids: bool,
-        reach: int | None,
+        used: bool = False,
     ) -> ForwardPlan:
         """The plan of the forward; `arrays` are those of `arrays`, and `slots` have crossed with them."""
+        for shared in (lens, arrays["slot_mapping"]):  # with the batch, and with the step after this one
+            shared.setflags(write=False)
         t = int(self.starts[-1])
         return ForwardPlan(
             slots=slots,
@@ -271,12 +259,13 @@ class StepTokens:
             sample_rows=self.sample_rows,
             extras=DerivedArrays(arrays, origin),
             origin=origin,
-            pages=pages,
-            has_ids=has_ids,
+            pages=declared.pages,
+            has_ids=declared.has_ids,
             token_arrays={_IDS: arrays[_IDS]} if self.known else {},
             deferred=False,
-            reach=reach,
-            shares=pages.shares.last,
+            reach=declared.window,
+            shares=shares,
+            used=used,
         )
 
 
@@ -641,45 +630,14 @@ class DecodeStep(PlannedStep):
     def plan(self) -> ForwardPlan:
         """As of any step; made when it is first asked for."""
         if self._plan is None:
-            self._plan = self._made_plan()
+            requests, declared, lens = self._requests, self._declared, self._lens
+            everyone = requests.layout.everyone
+            relayed = everyone if declared.has_ids else everyone[:0]
+            tokens = StepTokens(requests.layout.ones, np.arange(lens.size + 1), relayed, everyone, None, False)
+            arrays = tokens.arrays(requests.rows, lens - ONE, self._locations, lens)
+            origin = Origin(OPERATION, self.step, requests.row_set, declared.pages.epochs, self._changed)
+            self._plan = tokens.plan(requests.slots, lens, arrays, origin, declared, self._shared, used=self._used)
         return self._plan
-
-    def _made_plan(self) -> ForwardPlan:
-        requests, declared, pages, n = self._requests, self._declared, self._declared.pages, self._lens.size
-        everyone = requests.layout.everyone
-        relayed = everyone if declared.has_ids else everyone[:0]
-        for shared in (self._lens, self._locations):  # with the batch, and with the step after this one
-            shared.setflags(write=False)
-        origin = Origin(OPERATION, self.step, requests.row_set, pages.epochs, self._changed)
-        return ForwardPlan(
-            slots=requests.slots,
-            num_tokens=n,
-            num_padded_tokens=n,
-            query_lens=requests.layout.ones,
-            seq_lens=self._lens,
-            bounds=None,
-            relay_rows=relayed,
-            sample_rows=everyone,
-            extras=DerivedArrays(self._arrays(), origin),
-            origin=origin,
-            shares=self._shared,
-            pages=pages,
-            has_ids=declared.has_ids,
-            deferred=False,
-            reach=declared.window,
-            used=self._used,
-        )
-
-    def _arrays(self) -> dict[str, Array]:
-        """What the forward takes, by name: other ranks get it with the plan."""
-        lens = self._lens
-        return {
-            "positions": lens - ONE,
-            "query_start_loc": np.arange(lens.size + 1, dtype=np.int32),
-            "kv_lens": lens.astype(np.int32),
-            "last_token_indices": self._requests.layout.everyone,
-            "slot_mapping": self._locations,
-        }
 
     def inputs(self) -> ForwardInputs:
         """As of any step."""

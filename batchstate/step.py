@@ -644,10 +644,8 @@ class StepPlanner(Guided):
             pages.verify()
         if tokens is None:
             return DecodeStep(self._declared, steps, requests, state, advanced, uploaded, upload, lens, locations)
-        for shared in (lens, locations):  # with the batch and the plan
-            shared.setflags(write=False)
         origin = Origin(OPERATION, runtime.step, requests.row_set, pages.epochs, pages.epochs.last)
-        plan = tokens.plan(slots, lens, planned, pages, origin, has_ids=self._has_ids, reach=self._declared.window)
+        plan = tokens.plan(slots, lens, planned, origin, self._declared, pages.shares.last)
         return PlannedStep(self._declared, advanced, advanced, plan, uploaded, checked=True)
 
     def _entries_of_those_that_stay(
