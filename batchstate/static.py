@@ -19,7 +19,7 @@ from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import Layout, RowState
 from batchstate._upload import Extras, append_needs, extra_array, joined_writes, named_arrays
 from batchstate.batch import Batch
-from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
+from batchstate.columns import Column, MirroredColumn, TensorColumn
 from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
 from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
@@ -88,7 +88,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         if twice:
             raise ArgumentError(f"extras are named as columns: {twice}", value=twice, remedy="rename the extras")
         writes = 32 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
-        layout = Layout.of(self._columns)
+        layout = batch._layout
         arrays = [*RowState.padding(layout, self.rows).aligned(), *self._extras.values()]
         places, used = packed_places(arrays)
         capacity = used + writes * _BYTES_PER_WRITE + 2 * ALIGNMENT + _bytes_to_gather(self._columns, self.rows)
@@ -235,10 +235,10 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             invariants.mirror_foreign_write("device", before, self._write_count, **where)
 
     def _slots_of(self, state: RowState, copied: PackedUpload) -> tuple[Array, DeviceSide] | None:
-        for name, column in self._columns.items():
-            if isinstance(column, SlotColumn):
-                return state.column(name), DeviceSide(ReadyTensor.uploaded(self._views[name], copied))
-        return None
+        name = self._batch._slot_column
+        if name is None:
+            return None
+        return state.column(name), DeviceSide(ReadyTensor.uploaded(self._views[name], copied))
 
     def _copied(self, fixed: list[Array], others: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:
         """The copy to the fixed places, the copy that has the other arrays, and how many arrays it has before them.

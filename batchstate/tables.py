@@ -449,10 +449,7 @@ class Table(Guided):
         except Exception:
             transaction.operation = None
             raise
-        if fenced:
-            self._fixed.note_write()
-        else:
-            self._fixed.note_unfenced_write()
+        self._fixed.note_write(fenced=fenced)
         if self._host is not None:
             self._host.reshape(-1)[at] = written
         for rows, generations in owners:

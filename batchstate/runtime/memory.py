@@ -419,19 +419,15 @@ class FixedMemory:
             self.ordered()
             self._last_writer = current
 
-    def note_write(self, fence: "Fence | None" = None) -> None:
+    def note_write(self, fence: "Fence | None" = None, *, fenced: bool = True) -> None:
         """The next reader on another stream waits for this write, and for nothing behind it.
 
-        `fence` is behind it and what was launched with it; by default one is recorded now.
+        `fence` is behind it and what was launched with it; by default one is recorded now. Unless it is `fenced`, all
+        that the stream has is waited for, until another call tells of a fence.
         """
-        if fence is None and not self.runtime.capturing:
+        if fence is None and fenced and not self.runtime.capturing:
             fence = self.runtime.record(self._last_writer)
         self._written = fence
-        self._synchronised = set()
-
-    def note_unfenced_write(self) -> None:
-        """The same before there is a fence: until `note_write` tells of it, all that the stream has is waited for."""
-        self._written = None
         self._synchronised = set()
 
     def note_foreign_write(self) -> None:
