@@ -1489,3 +1489,22 @@ def test_a_plan_whose_arguments_release_requests_is_refused(
         assert world.slots.stats.live == 2
         world.slots.verify()
         world.pages.verify()
+
+
+def test_parts_that_are_interrupted_are_taken_back(rt: Runtime) -> None:
+    """An interrupt that comes as soon as the pages have grown leaves the lengths as they were."""
+    world = World.of(rt, in_one_piece=False)
+    world.join([3, 4])
+    before, real = state_of(world), world.pages.extend
+
+    def extend(*arguments: Any) -> None:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    world.pages.extend = extend  # type: ignore[assignment, method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        world.planner.plan(world.batch, joining=columns(np.arange(1), [2]), published={"last": [7]})
+    world.pages.extend = real  # type: ignore[method-assign]
+    assert state_of(world) == before
+    world.step()
+    check_rows_of_the_table(world)
