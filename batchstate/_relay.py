@@ -243,17 +243,12 @@ class PublishedRows:
 
 
 @final
+@attrs.define(eq=False, repr=False)
 class RelayEntries(SlotListener):
     """The entries of all fields of one relay, the publishes they come from, and the order of streams around them.
 
     A listener of the slot pool: entries end with their owner. It has no device memory, which goes when the relay does,
     however long the pool lives.
-
-    Args:
-        runtime: whose steps and streams reports name.
-        fields: name -> entries.
-        is_live: which of some slots int64[n] are live, bool[n].
-        label: of the relay, for reports.
 
     Attributes:
         fields: name -> entries.
@@ -262,17 +257,14 @@ class RelayEntries(SlotListener):
         prune_at: at how many publishes `prune` looks which are still needed.
     """
 
-    def __init__(
-        self, runtime: Runtime, fields: dict[str, Entries], is_live: Callable[[Ints], Mask], *, label: str
-    ) -> None:
-        self.fields = fields
-        self.publications: dict[int, Publication] = {}
-        self._by_fence: dict[int, Publication] = {}  # by the fence's id, which the publish keeps alive
-        self._runtime = runtime
-        self._is_live = is_live
-        self.label = label
-        self._count = 0
-        self.prune_at = 16
+    _runtime: Runtime
+    fields: dict[str, Entries]
+    _is_live: Callable[[Ints], Mask]  # which of some slots int64[n] are live, bool[n]
+    label: str
+    publications: dict[int, Publication] = attrs.field(factory=dict, init=False)
+    _by_fence: dict[int, Publication] = attrs.field(factory=dict, init=False)  # by its id: the publish keeps it alive
+    _count: int = attrs.field(default=0, init=False)
+    prune_at: int = attrs.field(default=16, init=False)
 
     # Writing
 
