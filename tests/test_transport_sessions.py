@@ -1,6 +1,6 @@
 """Leases, senders and receivers, one rule at a time, over the engine of one process.
 
-What histories show is not repeated here. The machine `transfers` and `test_transport_faults` show that all tokens of a
+What histories show is not repeated here. The machine `transfers` shows that all tokens of a
 request arrive, or none count; that repeated, late, lost and reordered messages and tags, aborts at any time, suspicions
 and other instances of a worker change no final state; and that memory has ended only when nothing can land any more.
 """

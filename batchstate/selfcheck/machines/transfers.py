@@ -1,12 +1,16 @@
-"""Transfers into host memory over an engine that injects faults: what is delivered is right, what is freed is quiet.
+"""Transfers into host memory over an engine that injects faults: no byte is wrong, and none is lost.
 
-A prefill group of one or two pipeline stages and ranks, whose workers end and start again, and one decode worker.
-Messages arrive in any order, twice, or late; writes split, fail, end unknown and go on landing. Memory is freed at any
-time, and the pools keep it until `Lease.ended`. KV is sent in the same turn as the forward that computes it, or later.
-With the KV go index keys and a state, into memory of the decode worker's device.
+A prefill group of one or two pipeline stages and ranks, and a decode worker; both end and start again. Messages arrive
+in any order, twice, or late; writes split, fail, end unknown and go on landing. Memory is freed at any time, and the
+pools keep it until `Lease.ended`. KV is sent in the same turn as the forward that computes it, or later. With the KV go
+index keys and a state, into memory of the decode worker's device.
+
+The model is a copy of each byte of the decode worker. It does not ask the library what may change: it follows from the
+requests, and from what the network still has under way.
 """
 
 import random
+from collections.abc import Iterable, Mapping
 
 import attrs
 import numpy as np
@@ -15,8 +19,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import invariants
-from batchstate.errors import ArgumentError, PoolExhaustedError, TransferError
+from batchstate import invariants, levels
+from batchstate.errors import ArgumentError, HandshakeError, PoolExhaustedError, TransferError
 from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
 from batchstate.mirror import Locations
 from batchstate.runtime.memory import bytes_of
@@ -36,6 +40,8 @@ HEADS, HEAD_BYTES = 2, 2
 OTHERS = (KVBuffer("index", (3,), torch.uint8, on_device=True), KVBuffer("state", (5,), torch.uint8, on_device=True))
 """Index keys have a row per token, and a state one per request; every rank of its stage has all of it."""
 SOURCE_PAGES = 24
+POISON = 0xC3
+"""What a pool writes, at `full`, over memory that is free."""
 
 
 def layouts_of(page_size: int, stage: int = 0, stages: int = 1, rank: int = 0, degree: int = 1) -> Layouts:
@@ -52,8 +58,24 @@ def layouts_of(page_size: int, stage: int = 0, stages: int = 1, rank: int = 0, d
     )
 
 
-BREEZE = Faults(delay=6, split=0.7, duplicate_tag=0.6, duplicate_rows=0.2)
-STORM = attrs.evolve(BREEZE, failed=0.05, unknown=0.25, stuck=0.2, lost_tag=0.05, refused=0.05)
+TURNS = st.integers(0, 5)
+"""Turns of both sides: every rule takes some, since Hypothesis leaves rules out of an example, `serve` too."""
+
+CALM = Faults()
+BREEZE = Faults(delay=5, split=0.7, duplicate_tag=0.6, duplicate_rows=0.2)
+STORM = attrs.evolve(BREEZE, failed=0.01, unknown=0.04, stuck=0.2, lost_tag=0.01, refused=0.01)
+HURRICANE = attrs.evolve(STORM, delay=6, failed=0.05, unknown=0.25, lost_tag=0.05, refused=0.05)
+
+
+def rows_of(spans: Iterable[tuple[int, int]], memories: Mapping[str, Bytes]) -> set[tuple[str, int]]:
+    """Buffer and row of each byte in spans of memory: addresses, and how many bytes from there on."""
+    found = set[tuple[str, int]]()
+    for address, nbytes in spans:
+        for name, memory in memories.items():
+            begin, size = address - memory.ctypes.data, memory.shape[1]
+            if 0 <= begin < memory.nbytes:
+                found |= {(name, row) for row in range(begin // size, (begin + nbytes - 1) // size + 1)}
+    return found
 
 
 @attrs.define(eq=False)
@@ -66,6 +88,7 @@ class Attempt:
         ranges: the host locations; None where it needs none.
         row: the row of its state.
         told: the final state, as `poll` has said it.
+        ended: whether the lease had ended when the memory was last looked at.
     """
 
     lease: Lease
@@ -73,6 +96,7 @@ class Attempt:
     ranges: HostRanges | None
     row: HostRanges
     told: LeaseState | None = None
+    ended: bool = False
 
     @property
     def tokens(self) -> Ints:
@@ -126,6 +150,7 @@ class TransfersMachine(Machine):
 
     NAME = "transfers"
     TARGETS = (
+        "a grant",
         "a lease delivered",
         "a lease failed",
         "a lease aborted",
@@ -141,17 +166,20 @@ class TransfersMachine(Machine):
         "pages of another size",
         "states without room",
         "the writer died while it wrote",
+        "the decode worker died while it was written to",
+        "an introduction of an earlier instance refused",
+        "all leases ended by themselves",
         "host tokens exhausted",
     )
 
     @initialize(
         seed=st.integers(0, 2**16),
-        page_size=st.integers(1, 3),
+        page_size=st.sampled_from([1, 2, 3, 1, 2, 16, 64]),
         one_token=st.booleans(),
         shape=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
         num_pages=st.integers(4, 10),
-        faults=st.sampled_from([STORM, STORM, BREEZE]),
-        max_rows=st.sampled_from([1, 2, 3]),
+        faults=st.sampled_from([HURRICANE, HURRICANE, STORM, BREEZE, CALM]),
+        max_rows=st.sampled_from([2, 3, 1024, 1]),
     )
     def begin(
         self,
@@ -167,27 +195,52 @@ class TransfersMachine(Machine):
         self.open()
         self.dice = random.Random(seed)
         self.network = Network(self.dice)
-        self.faults, self.max_rows = faults, max_rows
+        self.faults = faults
         self.page_size, (self.stages, self.degree) = page_size, shape
-        size = 1 if one_token else page_size
-        kv = [KVBuffer(layer, (HEADS * HEAD_BYTES,), torch.uint8) for layer in LAYERS]
-        self.host = HostKVPool(self.rt, num_pages * page_size // size, size, layers=[*kv, OTHERS[0]])
-        self.states = HostKVPool(self.rt, 5, layers=OTHERS[1:], name="states")
-        engine = InProcessEngine(self.network, faults, max_rows=max_rows)
-        buffers = (*self.host.contiguous_buffers(), *self.states.contiguous_buffers())
-        regions = [engine.register(buffer.memory, buffer.name) for buffer in buffers]
-        self.memories = {one.name: one.memory.reshape(-1, one.item_bytes) for one in buffers}
-        description = Description("decode", engine.instance, layouts_of(size), engine.endpoint())
+        self.part = max(page_size // 2, 1)
+        self.max_rows = max_rows * self.part
+        self.host_size = 1 if one_token else page_size
+        self.num_pages = num_pages * page_size // self.host_size
         self.reached("two stages and two ranks", shape == (2, 2))
-        self.reached("pages of another size", size != page_size)
-        self.receiver = Receiver(engine, description, regions, clock=self.now, grace_seconds=GRACE_STEPS)
-        self.attempts: list[Attempt] = []
+        self.reached("pages of another size", self.host_size != page_size)
         self.channel: list[tuple[bool, str, bytes]] = []  # to the decode worker from a writer, or from it to a writer
         self.named = 0
-        self.unkept = 0  # grants of memory that is free too early, which the library refuses
-        self.writers = [self._start_writer(number) for number in range(self.stages * self.degree)]
+        self.writers: list[PrefillInstance] = []
+        self._start_decode()
+        self.writers += [self._start_writer(number) for number in range(self.stages * self.degree)]
         for _ in range(2):
             self._request(2 * page_size)
+
+    def _start_decode(self) -> None:
+        """The decode worker begins, with memory that is its own, and meets the writers."""
+        kv = [KVBuffer(layer, (HEADS * HEAD_BYTES,), torch.uint8) for layer in LAYERS]
+        self.host = HostKVPool(self.rt, self.num_pages, self.host_size, layers=[*kv, OTHERS[0]])
+        self.states = HostKVPool(self.rt, 5, layers=OTHERS[1:], name="states")
+        self.engine = InProcessEngine(self.network, self.faults, max_rows=self.max_rows)
+        buffers = (*self.host.contiguous_buffers(), *self.states.contiguous_buffers())
+        regions = [self.engine.register(buffer.memory, buffer.name) for buffer in buffers]
+        self.memories = {one.name: one.memory.reshape(-1, one.item_bytes) for one in buffers}
+        self.of_host = {
+            name: bytes_of(memory).reshape(memory.shape)
+            for name, memory in self.memories.items()
+            if memory.device.type == "cpu"
+        }
+        self.shadow = {name: self._bytes(name).copy() for name in self.memories}
+        layouts = layouts_of(self.host_size)
+        description = Description("decode", self.engine.instance, layouts, self.engine.endpoint())
+        self.receiver = Receiver(self.engine, description, regions, clock=self.now, grace_seconds=GRACE_STEPS)
+        self.attempts: list[Attempt] = []
+        self.freed: list[Attempt] = []  # whose leases have not ended
+        self.told: set[Lease] = set()
+        self.granted: dict[tuple[str, int], dict[str, Bytes]] = {}  # the KV of each lease, by epoch and serial
+        self.earlier: list[bytes] = []  # introductions of writers that have ended
+        self.unkept = 0  # grants of memory that is free too early, which the library refuses
+        for writer in self.writers:
+            self._meet(writer.sender)
+
+    def _meet(self, sender: Sender) -> None:
+        self.receiver.accept(sender.introduce())
+        sender.accept(self.receiver.introduce())
 
     def now(self) -> float:
         """The clock of both sides: steps of the network."""
@@ -202,9 +255,10 @@ class TransfersMachine(Machine):
             layer: np.zeros((rows, one.item_bytes), dtype=np.uint8) for one in layouts for layer in one.stage
         }
         regions = [engine.register(memory, layer) for layer, memory in memories.items()]
-        sender = Sender(engine, Description(name, engine.instance, layouts, engine.endpoint()), regions, clock=self.now)
-        self.receiver.accept(sender.introduce())
-        sender.accept(self.receiver.introduce())
+        description = Description(name, engine.instance, layouts, engine.endpoint())
+        most = self.dice.choice((None, None, 30 * self.page_size))
+        sender = Sender(engine, description, regions, clock=self.now, max_bytes=most)
+        self._meet(sender)
         return PrefillInstance(name, layouts, engine, sender, memories, list(range(1, SOURCE_PAGES + 1)))
 
     @property
@@ -214,38 +268,72 @@ class TransfersMachine(Machine):
     # Checks
 
     def check(self) -> None:
-        """Memory that is free is as it was left, and what was delivered stays what was sent."""
+        """Every byte is as it was left, but where a writer may still write; every location is free, pending or live."""
+        self._look()
         self.host.verify()
         self.states.verify()
-        for attempt in self.attempts:
-            if attempt.told is LeaseState.DELIVERED:
-                self._compare(attempt)
-        self.reached("freed while its writer may still write", self.host.stats.pending > 0)
+        stats = self.host.stats
+        agree(stats.size, stats.free + stats.pending + stats.live, "free + pending + live host tokens")
+        self.reached("freed while its writer may still write", stats.pending > 0)
 
-    def _compare(self, attempt: Attempt) -> None:
+    def _bytes(self, name: str) -> Bytes:
+        """The rows of a buffer; a copy, where it is memory of a device."""
+        return self.of_host[name] if name in self.of_host else self.rt.inspect(self.memories[name])
+
+    def _look(self) -> None:
+        """Compares each byte. Those of leases that have not ended may change; free ones may be poisoned."""
+        if self.session.automatic:
+            return
+        leased = [*self.attempts, *self.freed]
+        for name, shadow in self.shadow.items():
+            memory = self._bytes(name)
+            owned, quiet = np.zeros(len(shadow), np.bool_), np.ones(len(shadow), np.bool_)
+            for attempt in leased:
+                rows = attempt.rows(name)
+                owned[rows] = True
+                quiet[rows] &= attempt.ended
+            changed = (memory != shadow).any(axis=1) & quiet & (owned | (memory != POISON).any(axis=1))
+            ask(invariants.transfer_late_write, np.arange(len(shadow)), changed, object=name, operation="look")
+            shadow[:] = memory
+        for attempt in leased:
+            if not attempt.ended and attempt.lease.ended.query():
+                attempt.ended = True
+                spans = [(one.target, one.nbytes) for one in self.network.under_way(self.engine)]
+                held = {(name, row) for name in self.of_host for row in attempt.rows(name).tolist()}
+                agree(set(), rows_of(spans, self.of_host) & held, "rows that are still written", attempt.lease)
+        self.freed = [attempt for attempt in self.freed if not attempt.ended]
+
+    def _delivered(self, attempt: Attempt) -> None:
+        """What has arrived is right, and all of it is there. Then decoding goes on, on its own memory."""
+        agree(True, attempt.lease.ended.query(), "ended", attempt.lease)
+        self._look()
         for name, kv in attempt.kv.items():
-            memory = self.memories[name]
-            rows = bytes_of(memory).reshape(memory.shape) if memory.device.type == "cpu" else self.rt.inspect(memory)
-            found = rows[attempt.rows(name)]
-            ask(invariants.mirror_equal, kv, found, object=attempt.lease, operation="delivered")
+            rows = attempt.rows(name)
+            ask(invariants.mirror_equal, kv, self._bytes(name)[rows], object=attempt.lease, operation="delivered")
+            if name in self.of_host:
+                self.of_host[name][rows] = self.shadow[name][rows] = ~kv
 
     # The decode worker
 
-    @rule(tokens=st.integers(0, 9))
-    def request(self, tokens: int) -> None:
+    @rule(tokens=st.integers(0, 9), times=TURNS)
+    def request(self, tokens: int, times: int) -> None:
         """A request is admitted: a lease, host memory, a grant."""
         self._request(tokens)
+        self._serve(times, True)
 
     def _request(self, tokens: int, again: Lease | None = None) -> None:
         try:
             if again is None:
                 self.named += 1
-                lease = self.receiver.lease(f"request {self.named}", tokens, self.names)
+                tokens = tokens * self.part - self.dice.randrange(self.part) * bool(tokens)
+                writers = self.dice.sample(self.names, len(self.names))
+                lease = self.receiver.lease(f"request {self.named}", tokens, writers)
             else:
                 lease = self.receiver.retry(again)
         except TransferError:
             return  # the writer is gone
         kept = self.dice.random() < 0.9
+        given_up = self.dice.random() < 0.05
         try:
             (row,) = self.states.take([1], [self.named], writer=lease.ended)
         except PoolExhaustedError:
@@ -264,22 +352,27 @@ class TransfersMachine(Machine):
             for name, memory in self.memories.items()
             for rows in [1 if name == "state" else tokens]
         }
+        if given_up:
+            self.receiver.abort(lease)
         try:
             self.receiver.grant(lease, ranges, row)
-        except ArgumentError:
-            if kept and not self.unkept:
+        except (ArgumentError, TransferError) as error:
+            if kept and not self.unkept and not (given_up and isinstance(error, TransferError)):
                 raise
             self.reached("a grant of memory that is not kept refused", not kept)
             self.receiver.abort(lease)
             self.host.free([ranges] if ranges is not None else [])
             self.states.free(row)
             return
+        self.reached("a grant")
         self.unkept += not kept and ranges is not None
         self.attempts.append(Attempt(lease, kv, ranges, row))
+        self.granted[lease.epoch, lease.serial] = kv
 
-    @rule(free=st.booleans(), retry=st.booleans())
-    def collect(self, free: bool, retry: bool) -> None:
+    @rule(times=TURNS, free=st.booleans(), retry=st.booleans())
+    def collect(self, times: int, free: bool, retry: bool) -> None:
         """The receiver says what has come of its leases; memory of those that failed is freed, behind their end."""
+        self._serve(times, False)
         self._collect()
         if free:
             self._free_failed(retry)
@@ -296,26 +389,30 @@ class TransfersMachine(Machine):
     def _collect(self) -> None:
         known = {attempt.lease: attempt for attempt in self.attempts}
         for lease in self.receiver.poll():
+            agree(False, lease in self.told, "told before", lease)
+            self.told.add(lease)
             attempt = known.get(lease)
             if attempt is not None:
                 attempt.told = lease.state
                 self.reached(f"a lease {lease.state.value}")
                 if lease.state is LeaseState.DELIVERED:
-                    self._compare(attempt)
+                    self._delivered(attempt)
         self.reached("a tag twice", self.receiver.ignored.duplicate > 0)
         self.reached("a late tag", self.receiver.ignored.late > 0)
 
     def _free(self, attempt: Attempt) -> None:
         self.attempts.remove(attempt)
+        self.freed += [] if attempt.ended else [attempt]
         if attempt.ranges is not None:
             self.host.free(attempt.ranges)
         self.states.free(attempt.row)
 
     @precondition(lambda self: any(one.told is LeaseState.DELIVERED for one in self.attempts))
-    @rule()
-    def finish(self) -> None:
+    @rule(times=TURNS)
+    def finish(self, times: int) -> None:
         """All requests that were delivered leave, and another takes their memory."""
         self._finish()
+        self._serve(times, True)
         self._request(1)
 
     def _finish(self) -> None:
@@ -323,13 +420,13 @@ class TransfersMachine(Machine):
             self._free(attempt)
 
     @precondition(lambda self: self.attempts)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    @rule(times=TURNS)
+    def abort(self, times: int) -> None:
         """A request is given up, in whatever state its attempt is."""
-        at = data.draw(st.integers(0, len(self.attempts) - 1), label="attempt")
-        self.receiver.abort(self.attempts[at].lease)
+        self._serve(times, False)
+        self.receiver.abort(self.dice.choice(self.attempts).lease)
 
-    @rule(tokens=st.integers(0, 6), times=st.integers(0, 4), steps=st.integers(0, 6), which=st.integers(0, 3))
+    @rule(tokens=st.integers(0, 6), times=TURNS, steps=st.integers(0, 6), which=st.integers(0, 3))
     def suspect(self, tokens: int, times: int, steps: int, which: int) -> None:
         """A writer is suspected to be gone; it writes on, and introduces itself again."""
         self._request(tokens)
@@ -338,25 +435,23 @@ class TransfersMachine(Machine):
         self.receiver.peer_lost(writer.name)
         self._collect()
         self._free_failed(False)
-        self.host.reap()
         self._pass(steps)
-        if not writer.engine.killed:
-            self.receiver.accept(writer.sender.introduce())
+        self.receiver.accept(writer.sender.introduce())
 
     # The prefill worker
 
     @rule(tokens=st.integers(1, 6), times=st.integers(2, 12), whole=st.booleans(), end=st.integers(0, 2))
     def exchange(self, tokens: int, times: int, whole: bool, end: int) -> None:
-        """Two requests are served for a while; they may be aborted, retried, and leave once they have arrived."""
-        self._request(tokens)
-        self._request(tokens)
+        """Three requests are served for a while; they may be aborted and retried, and leave once they have arrived."""
+        for _ in range(3):
+            self._request(tokens)
         self._serve(times, whole)
-        for attempt in self.attempts if end else ():
+        for attempt in self.attempts if end > 1 else ():
             self.receiver.abort(attempt.lease)
         self._collect()
         self._free_failed(end > 1)
-        for _ in range(4):
-            self._serve(times // 2, whole)
+        for _ in range(max(times, 6)):
+            self._serve(2, whole)
             self._collect()
             if end:
                 self._finish()
@@ -367,11 +462,14 @@ class TransfersMachine(Machine):
         self._serve(times, whole)
 
     def _serve(self, times: int, whole: bool) -> None:
+        self._use_the_rest()
         for _ in range(times):
             self._carry(0.8)
             for writer in self.writers:
-                self._prefill(writer, whole)
+                if not writer.engine.killed:
+                    self._prefill(writer, whole)
             self.network.step()
+            self._look()
 
     @rule(steps=st.integers(1, 4))
     def time_passes(self, steps: int) -> None:
@@ -379,10 +477,16 @@ class TransfersMachine(Machine):
         self._pass(steps)
 
     def _pass(self, steps: int) -> None:
+        self._use_the_rest()
         for _ in range(steps):
             self.network.step()
-            ask(self.host.verify)
-            ask(self.states.verify)
+            self._look()
+
+    def _use_the_rest(self) -> None:
+        """Another request has all memory that is free, for a moment. At `full` pools look at what they hand out."""
+        for pool in (self.host, self.states) if levels.full else ():
+            if free := pool.stats.free:
+                pool.free(pool.take([free], [0]))
 
     def _carry(self, share: float) -> None:
         self.channel += [(False, to, message) for to, message in self.receiver.outbox]
@@ -396,18 +500,26 @@ class TransfersMachine(Machine):
             arrives = self.dice.random() < share
             if not arrives or self.dice.random() < 0.2:
                 later.append((to_decode, name, message))
-            if arrives and to_decode:
+            writer = self.writers[self.names.index(name)]
+            if arrives and to_decode and not self.engine.killed:
                 self.receiver.on_message(message, name)
-            elif arrives:
-                self.writers[self.names.index(name)].sender.on_message(message, "decode")
+            elif arrives and not to_decode and not writer.engine.killed:
+                writer.sender.on_message(message, "decode")
         self.channel = later
 
     def _prefill(self, writer: PrefillInstance, whole: bool) -> None:
         writer.sender.poll()
         for transfer in [one for one in writer.pages if one.sources_free.query()]:
-            writer.free += writer.pages.pop(transfer)
+            pages = writer.pages.pop(transfer)
+            spans = [(one.source, one.nbytes) for one in self.network.under_way(writer.engine)]
+            for name, memory in writer.memories.items():
+                rows = np.array(pages) if name == "state" else self._rows(pages)
+                read = rows_of(spans, {name: memory}) & {(name, row) for row in rows.tolist()}
+                agree(set(), read, "source rows that count as free, and are still read", transfer)
+                memory[rows] = self.dice.randrange(256)  # they are another request's
+            writer.free += pages
             del writer.forwards[transfer]
-        if self.dice.random() < 0.7:
+        if self.dice.random() < 0.8:
             writer.run_forwards()
         for transfer in writer.sender.transfers():
             if transfer.state is TransferState.OPEN and not transfer.complete:
@@ -415,18 +527,19 @@ class TransfersMachine(Machine):
 
     def _send(self, writer: PrefillInstance, transfer: Transfer, whole: bool) -> None:
         size, total = self.page_size, transfer.grant.num_tokens
-        found = [one for one in self.attempts if one.lease.serial == transfer.grant.serial]
+        kv = self.granted.get((transfer.grant.sender, transfer.grant.serial))
         needed = max(-(-total // size), 1)  # the first has the state's row too
-        if not found or (transfer not in writer.pages and needed > len(writer.free)):
+        without = transfer not in writer.pages and needed > len(writer.free)
+        if kv is None or without or self.dice.random() < 0.02:
             writer.sender.fail(transfer, "no memory")
             return
         if transfer not in writer.pages:
             self.dice.shuffle(writer.free)  # so that rows are many
             pages = [writer.free.pop() for _ in range(needed)]
             writer.pages[transfer] = pages
-            writer.forwards[transfer] = writer.stream.record(), self._rows(pages)[:total], found[0].kv
+            writer.forwards[transfer] = writer.stream.record(), self._rows(pages)[:total], kv
         left = total - transfer.sent
-        tokens = left if whole or left <= size else size
+        tokens = left if whole or left <= size else size * self.dice.randint(1, min(2, left // size))
         rows = self._rows(writer.pages[transfer])[transfer.sent : transfer.sent + tokens]
         sources, last = Locations.from_host(self.rt, rows), transfer.sent + tokens == total
         computed = writer.forwards[transfer][0]
@@ -444,35 +557,81 @@ class TransfersMachine(Machine):
         size = self.page_size
         return (np.array(pages, dtype=np.int64)[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
 
-    @rule(told=st.booleans(), steps=st.integers(0, 3), which=st.integers(0, 3))
-    def writer_dies(self, told: bool, steps: int, which: int) -> None:
-        """A prefill process ends, and its supervisor says so; what it has sent lands for a while. Another starts."""
+    # Ends of processes
+
+    @rule(times=TURNS, told=st.booleans(), steps=st.integers(0, 3), which=st.integers(0, 3))
+    def writer_dies(self, times: int, told: bool, steps: int, which: int) -> None:
+        """A prefill process ends, as is known at once or later; what it has sent lands for a while. Another starts."""
+        self._serve(times, True)
         number = which % len(self.writers)
         writer = self.writers[number]
+        self._lose_half(True, writer.name)
         self.network.kill(writer.engine)
-        self.channel = [one for one in self.channel if one[:2] != (True, writer.name) or self.dice.random() < 0.5]
         self.reached("the writer died while it wrote", bool(writer.sender.transfers()))
         if told:
             self.receiver.peer_ended(writer.name)
             self._collect()
             self._free_failed(False)
-            self.host.reap()
             self._pass(steps)
+        else:
+            self._serve(steps, True)
+        self.earlier.append(writer.sender.introduce())
         self.writers[number] = self._start_writer(number)
 
+    def _lose_half(self, by_writer: bool, *names: str) -> None:
+        """Loses half of what a process that ends has said."""
+        self._carry(0.0)
+        said = [one for one in self.channel if one[0] == by_writer and one[1] in names]
+        lost = self.dice.sample(said, len(said) // 2)
+        self.channel = [one for one in self.channel if one not in lost]
+
+    @precondition(lambda self: len(self.told) > 2)
+    @rule(times=TURNS, told=st.integers(0, 3), steps=st.integers(0, 3))
+    def decode_worker_dies(self, times: int, told: int, steps: int) -> None:
+        """The decode process ends, with all its memory; some writers hear of it. Another starts, and all meet it."""
+        self._request(9)
+        self._serve(times, True)
+        self.reached("the decode worker died while it was written to", bool(self.network.under_way(self.engine)))
+        self._lose_half(False, *self.names)
+        self.network.kill(self.engine)
+        for writer in self.writers[:told]:
+            writer.sender.peer_ended("decode", self.engine.instance)
+        self._serve(steps, True)
+        self._start_decode()
+
+    @precondition(lambda self: self.earlier)
     @rule()
-    def all_end(self) -> None:
-        """All is given up and the writers end; after a while all memory is free again."""
+    def earlier_introduction(self) -> None:
+        """An introduction that was under way since before its writer ended arrives, and is refused."""
+        with self.refused(HandshakeError):
+            self.receiver.accept(self.dice.choice(self.earlier))
+        self.reached("an introduction of an earlier instance refused")
+
+    @precondition(lambda self: len(self.told) > 2)
+    @rule(by_themselves=st.booleans())
+    def all_end(self, by_themselves: bool) -> None:
+        """All is given up, and the writers drain or end; after a while all memory is free again."""
         for attempt in self.attempts:
             self.receiver.abort(attempt.lease)
-        for number in range(len(self.writers)):
-            self.writer_dies(True, 0, number)
+        if by_themselves and not self.faults.stuck:
+            for _ in range(200):
+                if all(lease.ended.query() for lease in self.receiver.leases()):
+                    break
+                self._serve(1, True)
+                self._collect()
+            agree([], [one for one in self.receiver.leases() if not one.ended.query()], "leases that never end")
+            self.reached("all leases ended by themselves")
+        else:
+            for number in range(len(self.writers)):
+                self.writer_dies(0, True, 0, number)
         self._collect()
         for attempt in list(self.attempts):
             self._free(attempt)
         for _ in range(GRACE_STEPS + 1):
             self.network.step()
+            self._look()
             self.receiver.poll()
+        agree((), self.receiver.leases(), "leases that have not ended when all have")
         for pool in (self.host, self.states):
             stats = pool.stats
             agree(
