@@ -67,7 +67,9 @@ def _print_page(path: Path) -> int:
 
 
 def _commit() -> str:
-    """The commit that is checked out, with a + if files differ from it; else `BATCHSTATE_COMMIT`, or `unknown`."""
+    """`BATCHSTATE_COMMIT`; else the commit that is checked out, with a + if files differ from it; else `unknown`."""
+    if "BATCHSTATE_COMMIT" in os.environ:
+        return os.environ["BATCHSTATE_COMMIT"]
     try:
         said = subprocess.run(
             ["git", "describe", "--always", "--abbrev=40", "--dirty=+"],
@@ -77,9 +79,9 @@ def _commit() -> str:
             check=True,
             timeout=20,
         )
-        return said.stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("BATCHSTATE_COMMIT", "unknown")
+        return "unknown"
+    return said.stdout.strip()
 
 
 def _seconds(text: str) -> float:
