@@ -280,7 +280,7 @@ BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
     },
 }
 
-BY_NUMBER = {(SlotPool, "is_live")}
+BY_NUMBER = {(SlotPool, "is_live"), (SlotPool, "check_leaving")}
 """What takes rows."""
 
 

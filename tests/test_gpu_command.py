@@ -229,10 +229,12 @@ def test_a_copy_across_is_no_operation_of_the_device() -> None:
     here, there = torch.zeros(3), torch.zeros(3, device="meta")
     with profiler.Dispatched() as dispatched:
         there.copy_(here)
+        here.to("meta", non_blocking=True, copy=True)
         here.copy_(here + 1)
+        here.to(torch.int32)
         here[1:].view(2, 1)
         torch.empty(4)
-    assert dict(dispatched.operations) == {"aten::add": 1, "aten::copy_": 1}
+    assert dict(dispatched.operations) == {"aten::add": 1, "aten::copy_": 1, "aten::_to_copy": 1}
 
 
 def test_mapped_memory_that_is_two_memories_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 State machine `prefix_cache` compares all of it with a model after every call.
 """
 
+import gc
 import sys
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -398,6 +399,7 @@ def calls(operation: Callable[[], object]) -> int:
         nonlocal number
         number += event == "call"
 
+    gc.collect()  # what it finalizes makes calls too
     sys.setprofile(note)
     operation()
     sys.setprofile(None)

@@ -176,12 +176,15 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
     ) -> Any:
         schema = func._schema
         views = any(one.alias_info is not None for one in schema.returns) and not schema.is_mutable
-        if not (views or "::empty" in schema.name or _crosses(schema.name, args)):
+        if not (views or "::empty" in schema.name or _crosses(schema.name, args, kwargs or {})):
             self.operations[schema.name] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _crosses(name: str, args: tuple[Any, ...]) -> bool:
+def _crosses(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether it is a copy between host and device, which are counted as copies."""
+    if name == "aten::_to_copy":  # `to(device)`
+        there: torch.device | None = kwargs.get("device")
+        return there is not None and bool(there.type != args[0].device.type)
     devices = {one.device.type for one in args[:2] if isinstance(one, torch.Tensor)}
     return name == "aten::copy_" and len(devices) == 2
