@@ -230,6 +230,8 @@ def test_parts_of_a_step_ask_each_question_once(rt: Runtime) -> None:
     """A table write is checked once, nothing is described, padding is sought once, and rows add no call."""
     with checks("cheap"):
         small, large = (calls_of_a_step_of_parts(rt, rows) for rows in (16, 256))
+    for one in (small, large):
+        one.pop("EventFence.wait", None)  # a GPU that others use too may not be done
     assert small == large
     assert small["Table.check_write"] == small["Table.launch_checked"] == 1
     assert [name for name in small if name.endswith((".label", ".__repr__"))] == []

@@ -44,6 +44,7 @@ def test_decode_steps(rt: Runtime, mode: str, leaving: int, level: str) -> None:
             for _ in range(20):
                 before.step()
                 inside.step()
+                rt.synchronize()  # one runtime may have two steps in flight, and here are two engines
         before.step()
 
 
