@@ -131,7 +131,7 @@ def converted(values: object, dtype: np.dtype[Any], what: str) -> Array:
     least, most = array.item(array.argmin()), array.item(array.argmax())  # numpy finds a place faster than its value
     if target in "iu" and kind in "iu":
         check_range(least, most, dtype, what)
-    if target == "f" and not -_LARGEST[dtype] <= least <= most <= _LARGEST[dtype]:  # or one is no number
+    if target == "f" and not -_LARGEST[dtype] <= least <= most <= _LARGEST[dtype]:  # NaN fails it too
         with np.errstate(over="ignore"):
             result = array.astype(dtype, order="C")
         if not np.array_equal(np.isfinite(result), np.isfinite(array)):

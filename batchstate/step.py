@@ -306,7 +306,7 @@ class StepPlanner(Guided):
             raise
 
     def _check_published(self, published: object, joining: object) -> None:
-        """Refuses first values that are none, or of which there is no use."""
+        """Refuses first values that are not a mapping of relay fields, or without a relay or a request that joins."""
         if self._relay is None:
             problem, remedy = "plan with published= and no relay", "declare the planner with one: relay=..."
         elif joining is None:

@@ -13,7 +13,7 @@ from batchstate.errors import ArgumentError, CaptureError
 from batchstate.runtime import AcceleratorRuntime, DoneFence, Fence
 from batchstate.runtime.devices import MOST_EVENTS, EventFence, _stream_ids
 from benchmarks.steady_steps import Steady
-from tests.doubles import FakeModule, fake_accelerator
+from tests.doubles import FakeEvent, FakeModule, fake_accelerator
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_fences_are_events(runtime: AcceleratorRuntime) -> None:
 
 
 def test_the_event_of_a_fence_that_is_gone_is_recorded_anew(runtime: AcceleratorRuntime) -> None:
-    """Unless somebody else still has the event: then it stays as it was recorded."""
+    """Unless it has another holder: then it stays as it was recorded."""
     fence = runtime.record()
     assert isinstance(fence, EventFence)
     number = id(fence.event)
@@ -135,6 +135,15 @@ def test_the_event_of_a_fence_that_is_gone_is_recorded_anew(runtime: Accelerator
     again = runtime.record()
     assert isinstance(again, EventFence)
     assert again.event is not held
+
+
+def test_a_fence_is_shown_without_being_asked(runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its repr names the stream. It may be printed under capture, where asking an event ends the capture."""
+    fence = runtime.record()
+    asked: list[object] = []
+    monkeypatch.setattr(FakeEvent, "query", asked.append)
+    assert repr(fence) == f"EventFence({runtime.current_stream.name!r})"
+    assert not asked
 
 
 def test_some_steps_in_inference_mode(runtime: AcceleratorRuntime) -> None:

@@ -108,7 +108,7 @@ class EventFence:
         self.event, self._counters, self._stream = event, counters, stream
 
     def __repr__(self) -> str:
-        return f"EventFence({self._stream.name!r}, {'complete' if self.query() else 'pending'})"
+        return f"EventFence({self._stream.name!r})"  # asks nothing: a report may be made while a graph is captured
 
     def query(self) -> bool:
         """Whether the event has happened. Never waits."""
@@ -235,7 +235,7 @@ class AcceleratorRuntime(Runtime):
 
     def _fence_behind(self, stream: Stream) -> Fence:
         events = self._events
-        # To record the oldest event anew takes a third of making one. Whoever has it, or its fence, may still ask or
+        # To record the oldest event anew takes a third of making one. A holder of it, or of its fence, may still ask or
         # await it. A finalizer of the fence could not tell: another finalizer may keep what is garbage with it.
         oldest = [events.popleft()] if events else []
         if oldest and sys.getrefcount(oldest[0]) == 2:

@@ -211,7 +211,7 @@ class PagesMachine(PoolMachine):
             one.tokens.append(token)
 
     def taken(self, pages: list[int]) -> None:
-        """Pages were handed out: nobody has them, and those that had them are done."""
+        """Pages were handed out: they have no other holder, and those that had them are done."""
         for page in pages:
             agree(True, _all_complete(self.behind.pop(page, [])), "the fences of a page that was taken")
             self.generations[page] += 1

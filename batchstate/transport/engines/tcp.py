@@ -244,7 +244,7 @@ class Incoming:
 
     def _run(self) -> None:
         try:
-            # The writer has gone, or says what makes no sense, or there is no memory for it.
+            # The writer is gone, its message is malformed, or the memory for it cannot be had.
             with contextlib.suppress(OSError, ValueError, struct.error, RuntimeError, MemoryError):
                 writer = nonce(self._connection.recv_bytes().decode())
                 staging = torch.empty(2 * PIECE, dtype=torch.uint8)
