@@ -668,6 +668,85 @@ def test_a_flag_that_a_request_needs_is_found(level: Any, monkeypatch: pytest.Mo
     assert (caught.value.code, caught.value.column) == (Code.DERIVED_STALE, "not sampling.greedy")
 
 
+@pytest.mark.parametrize("by_value", [False, True])
+def test_requests_are_known_by_identity_from_one_call_to_the_next(full: None, by_value: bool) -> None:
+    """What was asked in the last call is used again for the same requests, and for no others in their place."""
+    like: dict[str, Any] = {"__eq__": lambda one, other: True, "__hash__": lambda one: 1} if by_value else {}
+    equal = type("equal", (), {"wants": False, **like})
+    asked: list[Any] = []
+
+    def wants(req: Any) -> bool:
+        asked.append(req)
+        return bool(req.wants)
+
+    flags = {"not sampling.greedy": over_requests(any, wants)}
+    with watched(implied=flags, derived={}, indices={}, moves=[], adds={}):
+        batch, other = Engine([1] * 3), Engine([1] * 2)
+        batch.reqs, other.reqs = [equal() for _ in range(3)], [equal() for _ in range(2)]
+        batch.prepare_for_decode()
+        batch.prepare_for_decode()
+        batch.merge_batch(other)
+        assert len(asked) == len({id(one) for one in asked}) == 5
+        gone = weakref.ref(batch.reqs[1])
+        asked.clear()
+        batch.filter_batch([0, 2, 3, 4])
+        assert gone() is None
+        for row in (0, 3, 2):
+            before = batch.reqs[row]
+            batch.reqs[row] = equal()
+            batch.reqs[row].wants = True
+            with pytest.raises(Violation, match="greedy"):
+                batch.prepare_for_decode()
+            batch.reqs[row] = before
+            batch.prepare_for_decode()
+    assert len(asked) == 3
+
+
+def test_a_function_in_adds_is_called_round_its_method_alone(full: None) -> None:
+    """It need not be in `rows`, is named in reports, and takes part in the fuzzing."""
+    called: list[int] = []
+
+    def steps(batch: Any) -> list[int]:
+        called.append(len(batch.reqs))
+        return [getattr(req, "steps", 0) for req in batch.reqs]
+
+    class Counting(Engine):
+        def prepare_for_decode(self) -> None:
+            super().prepare_for_decode()
+            for req in self.reqs[: -1 if self.bug == "last" else None]:
+                req.steps = getattr(req, "steps", 0) + 1
+
+    adds = {"prepare_for_decode": {"seq_lens_cpu": 1, "seq_lens": 1, "orig_seq_lens": 1, steps: 1}}
+    with watched(Counting, adds=adds) as watching:
+        batch = Counting([1, 2, 3])
+        batch.merge_batch(Counting([4]))
+        batch.filter_batch([0, 3])
+        assert not called
+        batch.prepare_for_decode()
+        assert called == [2, 2]
+        Counting.bug = "last"
+        with pytest.raises(Violation) as caught:
+            batch.prepare_for_decode()
+    assert (caught.value.code, caught.value.column, caught.value.row) == (Code.ROW_KEPT, "steps", 1)
+    calls: dict[str, Any] = {"build": Counting, "filter": Counting.filter_batch, "merge": Counting.merge_batch}
+    spec = watching.spec(row=st.integers(1, 9), advance="prepare_for_decode", **calls)
+    result = fuzz_twins(spec, examples=20)
+    assert (result.code, "steps" in str(result.failure)) == ("MODEL", True)
+    Counting.bug = ""
+    result = fuzz_twins(spec, examples=20)
+    assert result.failure is None
+    assert "steps" not in result.unproved
+
+
+def test_a_function_in_adds_that_fails_is_named(full: None) -> None:
+    """As a column of `rows` would be."""
+    with (
+        watched(adds={"prepare_for_decode": {"seq_lens": 1, (lambda batch: batch.absent): 1}}),
+        pytest.raises(DeclarationError, match=r"column .*absent"),
+    ):
+        Engine([1, 2]).prepare_for_decode()
+
+
 @pytest.mark.parametrize("flag", [True, torch.tensor(True)])
 def test_a_value_that_was_right_may_become_wrong(full: None, flag: Any) -> None:
     """What was right for the same requests is not asked again, unless it is another value or may change in place."""

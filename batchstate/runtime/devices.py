@@ -71,15 +71,9 @@ class CpuRuntime(Runtime):
         """The stream of the innermost `use`."""
         return self._current
 
-    @contextlib.contextmanager
-    def use(self, stream: Stream) -> Iterator[None]:
+    def use(self, stream: Stream) -> "_Window":
         """A window in which `stream` is the current one."""
-        self.check_owner("use")
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
+        return _Window(self, stream)
 
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence that is complete: everything has run."""
@@ -98,6 +92,23 @@ class CpuRuntime(Runtime):
     def capturing(self) -> bool:
         """False: there are no graphs."""
         return False
+
+
+@final
+class _Window:
+    """A window of a CPU's stream: entered once. A generator would make it twice as expensive."""
+
+    __slots__ = ("_before", "_runtime", "_stream")
+
+    def __init__(self, runtime: CpuRuntime, stream: Stream) -> None:
+        self._runtime, self._stream = runtime, stream
+
+    def __enter__(self) -> None:
+        self._runtime.check_owner("use")
+        self._before, self._runtime._current = self._runtime._current, self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._runtime._current = self._before
 
 
 @final

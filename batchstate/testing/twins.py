@@ -798,7 +798,7 @@ def _check_spec(spec: TwinSpec[Any, Any]) -> None:
         return
     batch = batches[0]
     if spec.declared is not None:
-        _found(spec, "what is declared", partial(spec.declared.snapshot, batch))
+        _found(spec, "what is declared", partial(spec.declared.snapshot, batch, names=spec.declared.columns))
         return
     _found(spec, "num_rows", lambda: spec.num_rows(batch))
     for name in spec.attribute_names:

@@ -6,7 +6,6 @@ a private stream behind an event of its own. One launch and one copy for a sampl
 
 import threading
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, final
 
 import attrs
@@ -30,7 +29,7 @@ class _Sample:
     call: int
     place: Place
     hosts: list[tuple[Pair, Array | list[Any], Any]]
-    kinds: list[tuple[torch.dtype, torch.Size, int]]
+    kinds: list[tuple[torch.dtype, torch.Size]]
     download: Download
 
 
@@ -58,10 +57,12 @@ class Audit:
     def _lane(self, batch: Any = None, device: torch.device | None = None) -> _Lane | None:
         lane: _Lane | None = getattr(self._thread, "lane", None)
         own = getattr(batch, "runtime", None)
-        if lane is not None and isinstance(own, Runtime) and lane.runtime is not own and not lane.samples:
+        if own is not None and not isinstance(own, Runtime):
+            own = None
+        if lane is not None and own is not None and lane.runtime is not own and not lane.samples:
             lane = None  # a runtime may end before the watch does
         if lane is None and device is not None:
-            runtime = self._runtime or (own if isinstance(own, Runtime) else open_runtime(str(device)))
+            runtime = self._runtime or own or open_runtime(str(device))
             if runtime.owner.ident != threading.get_ident():
                 return None  # a runtime that was passed belongs to another thread
             lane = self._thread.lane = _Lane(runtime, runtime.stream("watch"))
@@ -76,11 +77,11 @@ class Audit:
         if lane is not None and (len(lane.samples) >= MOST_UNDER_WAY or lane.runtime.capturing):
             self._hooked.counters.skipped += 1
             return
-        declared, read = self._declared, {}
-        hosts, parts = [], []
+        declared, read = self._declared, dict[str, Any]()
+        hosts, parts, counted = [], [], bool(declared.upto)
         for pair, host, device in declared.sides(batch, n):
             if isinstance(device, torch.Tensor):
-                counts = declared.counts_of(pair, batch, n)
+                counts = declared.counts_of(pair, batch, n) if counted else None
                 if pair.host not in read:
                     read[pair.host] = copy_of(entries_of(host, n))
                 hosts.append((pair, read[pair.host], counts))
@@ -94,13 +95,8 @@ class Audit:
             if lane is None or lane.runtime.capturing:
                 self._hooked.counters.skipped += 1
                 return
-        runtime, made_on = lane.runtime, lane.runtime.current_stream
-        flat = [bytes_of(part) for part in parts]
-        packed = runtime.launch(torch.cat, flat, reads=flat, name="watch: pack")
-        with runtime.use(lane.stream):
-            runtime.use_on_current_stream(packed, made_on)
-            download = runtime.download([packed], name="watch")
-        kinds = [(part.dtype, part.shape, one.shape[0]) for part, one in zip(parts, flat, strict=True)]
+        download = lane.runtime.download([bytes_of(part) for part in parts], name="watch", stream=lane.stream)
+        kinds = [(part.dtype, part.shape) for part in parts]
         lane.samples.append(_Sample(call, place, hosts, kinds, download))
         self._hooked.counters.samples += 1
         self._hooked.pending += 1
@@ -118,18 +114,11 @@ class Audit:
             self._compare(sample)
 
     def _compare(self, sample: _Sample) -> None:
-        (packed,) = sample.download.resolve()
-        parts = _parts_of(packed, sample.kinds)
+        landed = zip(sample.download.resolve(), sample.kinds, strict=True)
+        arrays = (array_from(packed, dtype, shape) for packed, (dtype, shape) in landed)
         for pair, host, counts in sample.hosts:
-            device = next(parts)
+            device = next(arrays)
             if counts is not None:
-                counts = next(parts) if isinstance(counts, torch.Tensor) else counts
+                counts = next(arrays) if isinstance(counts, torch.Tensor) else counts
                 host, device = without_tails(host, counts), without_tails(device, counts)
             self._declared.compare(pair, host, device, sample.place)
-
-
-def _parts_of(packed: Array, kinds: list[tuple[torch.dtype, torch.Size, int]]) -> Iterator[Array]:
-    start = 0
-    for dtype, shape, nbytes in kinds:
-        yield array_from(packed[start : start + nbytes], dtype, shape)
-        start += nbytes

@@ -220,7 +220,7 @@ def watch(
     rows: Iterable[Name] | Mapping[str, Get] = (),
     key: Name | None = None,
     moves: Collection[Hook] = (),
-    adds: Mapping[str, Mapping[str, int]] | None = None,
+    adds: Mapping[str, Mapping[Name, int]] | None = None,
     when: Mapping[str, Name] | None = None,
     upto: Mapping[str, Name] | None = None,
     buffers: bool = False,
@@ -250,7 +250,8 @@ def watch(
         key: the column that says whose each row is: request ids, or request objects; None is a row without a request.
         moves: methods that move rows and change no entry. At `full` each request has to have what it had; of methods
             that are not in `after`, the device sides of pairs may come later.
-        adds: method -> column -> what the method adds to each entry of it, compared at `full`.
+        adds: method -> column -> what the method adds to each entry of it, compared at `full`. A function of the batch
+            that is not in `rows` is called before and after this method alone.
         when: column -> condition under which it is valid; without it the column and its pairs are left alone.
         upto: column -> how many entries of each row count, on both sides of a pair; what stands behind is garbage.
         buffers: tensors and arrays are longer than the batch, and their first `num_rows` rows count.

@@ -248,7 +248,7 @@ class Declaration:
         derived: Mapping[str, Get] | None = None,
         implied: Mapping[str, Get] | None = None,
         moves: Collection[str] = (),
-        adds: Mapping[str, Mapping[str, int]] | None = None,
+        adds: Mapping[str, Mapping[Name, int]] | None = None,
     ) -> None:
         self.name = name
         self._refuse("num_rows", num_rows, _is_name(num_rows), _NAME)
@@ -264,11 +264,15 @@ class Declaration:
         self._refuse_map("adds", adds, lambda one: isinstance(one, Mapping), "a dictionary from column to number")
         self.buffers = buffers
         self.moves = frozenset(moves)
-        self.adds = {method: dict(columns) for method, columns in (adds or {}).items()}
         self.columns: dict[str, Get] = {}
         self.pairs = [self._pair(pair) for pair in pairs]
         for one in list(rows.items()) if isinstance(rows, Mapping) else list(rows):
             self._column(one)
+        self._usual = frozenset(self.columns)
+        self.adds = {
+            method: {one if isinstance(one, str) else self._column(one): number for one, number in columns.items()}
+            for method, columns in (adds or {}).items()
+        }
         upto = self._of_both_sides(upto or {})
         self._counts = {counts for counts in upto.values() if counts in self.columns}
         self.pairs.sort(key=lambda pair: not self._counts & {pair.host, pair.device})
@@ -278,7 +282,7 @@ class Declaration:
         self._named = {name: get for name, get in self.columns.items() if isinstance(get, attrgetter | _Path)}
         self._functions = {name: get for name, get in self.columns.items() if name not in self._named}
         self._paired = frozenset(name for pair in self.pairs for name in (pair.host, pair.device))
-        self._read_all, self._read_named = _Reader(self.columns), _Reader(self._named)
+        self._read_all, self._read_named = self._reader_of(self._usual), _Reader(self._named)
         self._read_paired = self._reader_of(self._paired)
         self._read_added = {frozenset(columns): self._reader_of(columns) for columns in self.adds.values()}
         self.num_rows = getter(num_rows)
@@ -472,7 +476,7 @@ class Declaration:
         rows.requests = requests
         when, upto, found = self.when, self.upto, rows.columns
         for name, value in left:
-            if names is not None and name not in names:
+            if value is None or (names is not None and name not in names):
                 continue
             try:
                 if name in when and not self.uses(name, batch):
@@ -517,7 +521,7 @@ class Declaration:
 
     def columns_of(self, batch: Any, num_rows: int) -> dict[str, Snapshot]:
         """The columns in use, each with its dtype, in memory of their own."""
-        found = self.snapshot(batch, num_rows).own().entries()
+        found = self.snapshot(batch, num_rows, names=self.columns).own().entries()
         return {name: Snapshot(dtype_of(self.columns[name](batch)), array_of(one)) for name, one in found.items()}
 
     def counts_of(self, pair: Pair, batch: Any, n: int) -> Any:
@@ -590,15 +594,25 @@ class Declaration:
             if self._unread:
                 self._read_names(batch)
             return None
-        read = self._read_together(reader, values, n)
+        if names is None:
+            wanted, read = None, self._read_together(reader, values, n)
+        else:
+            wanted = self._paired.union(names) if names else self._paired
+            read = Rows(n, [], {}), list(zip(reader.names, values, strict=True))
+            if names and not self._usual.issuperset(names):
+                apart = self._read_added[frozenset(names)]
+                found = zip(apart.names, apart.read(batch), strict=True)
+                read[1].extend([one for one in found if one[0] not in self._usual])
         self._check_lengths(read[1], n, place)
         for one in self._by_batch:
             self._check_derived(one, batch, place)
-        wanted = None if names is None else self._paired.union(names)
         now = self.snapshot(batch, n, names=wanted, read=read)
         now.made_of(before)
         if self._by_request:
             self._check_by_request(batch, place, now)
+            last = self._last_of(batch)
+            if names is not None and self._answers.by_identity and (last is None or last.requests != now.requests):
+                self._remember(batch, Rows(n, now.requests, {}, kinds=now.kinds))
         for name, (get, flags) in self.indices.items():
             self._check_indices(name, get, flags, batch, n, place)
         raw = dict(zip(reader.names, values, strict=True))
@@ -681,7 +695,7 @@ class Declaration:
             if now is None:
                 kinds = frozenset(answers.kinds_of(self._requests(batch)))
             else:
-                now.kinds = now.kinds_by(answers.kinds_of)
+                now.kinds = now.kinds_by(answers, self._last_of(batch))
                 kinds = frozenset(now.kinds)
             if self._by_request_at_once is not None:
                 found = self._by_request_at_once(batch)
@@ -885,9 +899,15 @@ class Declaration:
                 )
         if now.layout is not None and now.kept:
             kept: dict[str, Any] = dict(zip(now.layout.lists, now.lists, strict=True))
-            with contextlib.suppress(TypeError):  # of an object without weak references
-                known = Rows(now.num_rows, now.requests, kept, kinds=now.kinds)
-                self._last = weakref.ref(batch, self._forget), known
+            self._remember(batch, Rows(now.num_rows, now.requests, kept, kinds=now.kinds))
+
+    def _last_of(self, batch: Any) -> Rows | None:
+        return self._last[1] if self._last is not None and self._last[0]() is batch else None
+
+    def _remember(self, batch: Any, now: Rows) -> None:
+        """Keeps what was right while the batch lives, so that less of it is copied and asked the next time."""
+        with contextlib.suppress(TypeError):  # of an object without weak references
+            self._last = weakref.ref(batch, self._forget), now
 
     def _forget(self, batch: "weakref.ref[Any]") -> None:
         if self._last is not None and self._last[0] is batch:

@@ -14,7 +14,7 @@ import torch
 from batchstate.invariants import times_checked
 from batchstate.runtime import numpy_dtype
 from batchstate.violations import Code
-from batchstate.watch._requests import MOST_KEPT, NEVER_CHANGE
+from batchstate.watch._requests import BY_IDENTITY, MOST_KEPT, NEVER_CHANGE, RequestAnswers
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -48,7 +48,6 @@ _ONLY_TORCH = frozenset(
 """Floats that numpy lacks (bfloat16, the 8-bit ones). float32 holds each of their values."""
 
 _COPIED = (list, dict, set)
-_BY_IDENTITY: Any = object.__eq__
 _SUMS_UP: dict[type, Callable[[Any], Any]] = {int: sum, bool: sum, float: sum, str: "".join}
 """What fails, or ends with another type, if an entry is neither a number nor text: a look at all types takes
 three times as long."""
@@ -284,7 +283,7 @@ class Rows:
             self.exact, self.kinds, there = True, known.kinds, known.columns
         else:
             kinds = set(map(type, self.requests))
-            by_identity = all(kind.__eq__ is _BY_IDENTITY and kind is not type(None) for kind in kinds)
+            by_identity = all(kind.__eq__ is BY_IDENTITY and kind is not type(None) for kind in kinds)
             self.exact = by_identity or all(issubclass(kind, PLAIN_KEYS) for kind in kinds)
         self.lists = [
             one if (one := there.get(name)) is not None and alike(one, entries) else copy_of(entries)
@@ -342,14 +341,24 @@ class Rows:
             end = self.num_rows if which[1] == ALL else which[1].stop
         self.exact = bool(before) and end == len(self.requests)
 
-    def kinds_by(self, ask: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-        """What `over_requests` knows of each request, asked of those alone of which it was not known before."""
-        if not self.exact or isinstance(self.requests[0], PLAIN_KEYS):
-            return ask(self.requests)
-        kinds: list[Any] = []
-        for part, (there, here) in zip(self.before, self.of, strict=True):  # type: ignore[misc]
-            kinds += ask(picked(self.requests, here)) if part.kinds is None else picked(part.kinds, there)
-        return kinds
+    def kinds_by(self, answers: RequestAnswers, last: "Rows | None") -> list[Any]:
+        """What `over_requests` knows of each request, asked of those alone of which it was not known before.
+
+        Args:
+            answers: asks.
+            last: the same batch when it was right the last time.
+        """
+        requests = self.requests
+        if self.exact and not isinstance(requests[0], PLAIN_KEYS):
+            kinds: list[Any] = []
+            for part, (there, here) in zip(self.before, self.of, strict=True):  # type: ignore[misc]
+                kinds += answers.kinds_of(picked(requests, here)) if part.kinds is None else picked(part.kinds, there)
+            return kinds
+        if last is not None and last.kinds is not None and answers.by_identity:
+            known = len(last.kinds)
+            if last.requests == (requests if known == len(requests) else requests[:known]):
+                return last.kinds + answers.kinds_of(requests[known:])
+        return answers.kinds_of(requests)
 
     def in_both(self, now: "Rows") -> tuple[Which, Which] | None:
         """The rows of the requests that are in `now` too, here and there; None if none is."""

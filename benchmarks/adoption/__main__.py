@@ -26,11 +26,15 @@ ENGINES = ("sglang", "vllm")
 
 def found_of(engine: Any, *, seeds: int, examples: int, fuzz_deletions: bool) -> dict[str, Any]:
     """What watch and fuzzer find in an engine as it is, and without a statement."""
+    clean = {}
     with checks("full"):
-        with engine.declare() as watched:
-            for seed in range(seeds):
-                engine.drive(seed)
-        spec = engine.spec(watched)
+        for way, options in engine.DECLARED.items():
+            with engine.declare(**options) as watched:
+                for seed in range(seeds):
+                    engine.drive(seed)
+            clean[way] = {"calls": watched.counters.calls, "violations": watched.counters.violations.total()}
+        with engine.declare(**list(engine.DECLARED.values())[-1]) as watched:  # the one that says most
+            spec = engine.spec(watched)
         fuzzed = fuzz_twins(spec, examples=examples, shrink=False)
 
         def fuzz() -> None:
@@ -40,30 +44,29 @@ def found_of(engine: Any, *, seeds: int, examples: int, fuzz_deletions: bool) ->
 
         rows = judge(engine, seeds=seeds, fuzz=fuzz if fuzz_deletions else None)
     real = [row for row in rows if row["real"]]
+    found = {
+        way: {
+            "found": sum(row[way] is not None for row in real),
+            "missed": [f"{row['class']}.{row['method']}: {row['text']}" for row in real if row[way] is None],
+        }
+        for way in (*engine.DECLARED, *(["fuzz"] if fuzz_deletions else []))
+    }
     return {
-        "clean": {"calls": watched.counters.calls, "violations": watched.counters.violations.total()},
+        "clean": clean,
         "fuzzed": {"examples": fuzzed.examples, "failure": fuzzed.failure, "unproved": list(fuzzed.unproved)},
         "deletions": len(rows),
         "real": len(real),
-        "found_by_watch": sum(row["watch"] is not None for row in real),
-        "found_by_fuzzer": sum(row["fuzz"] is not None for row in real) if fuzz_deletions else None,
-        "missed_by_watch": [f"{row['class']}.{row['method']}: {row['text']}" for row in real if row["watch"] is None],
+        "found": found,
     }
 
 
-WAYS: dict[str, tuple[str, dict[str, Any]] | None] = {
-    "bare": None,
-    "bare again": None,
-    "off": ("off", {}),
-    "cheap": ("cheap", {}),
-    "full": ("full", {}),
-    "lag=1, every=100": ("cheap", {"lag": 1, "every": 100}),
-}
+WAYS: dict[str, tuple[str, dict[str, Any]] | None] = {"bare": None, "bare again": None, "off": ("off", {})}
+"""Before those of an engine."""
 
 
-STEPS, WARM_UP = 100, 30
+STEPS, WARM_UP = 100, 150
 """Steps of a turn, so that a sample in a hundred calls is taken in each, and those before it: where a hook was just put
-the interpreter specialises its code anew."""
+or taken away, the interpreter specialises its code anew only after some fifty of them."""
 
 
 def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
@@ -73,12 +76,12 @@ def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
     and pauses of the garbage collector, only ever add. What an engine has in `BY_HAND` are checks without this library.
     """
     step = engine.step_of(num_rows)
-    by_hand = getattr(engine, "BY_HAND", {})
-    seconds = {way: [float("inf")] * STEPS for way in (*WAYS, *by_hand)}
+    ways = WAYS | engine.WAYS | getattr(engine, "BY_HAND", {})
+    seconds = {way: [float("inf")] * STEPS for way in ways}
     calls: dict[str, int] = {}
     watches = contextlib.ExitStack()
-    for turn in range(rounds):
-        for way, options in (WAYS | by_hand).items():
+    for _ in range(rounds):
+        for way, options in ways.items():
             with watches:
                 if callable(options):
                     watches.enter_context(options())
@@ -87,13 +90,13 @@ def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
                     watches.enter_context(engine.declare(**options[1]))
                 for _ in range(WARM_UP):
                     step()
-                if not turn:
-                    calls[way] = _python_calls(step)
                 least = seconds[way]
                 for at in range(STEPS):
                     start = time.process_time()
                     step()
                     least[at] = min(least[at], time.process_time() - start)
+                if way not in calls:  # behind the steps, so that samples are taken in the same ones in each turn
+                    calls[way] = _python_calls(step)
     bare = sum(seconds["bare"])
     return {
         "rows": num_rows,
@@ -140,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found["cost"] = cost_of(engine, num_rows=engine.COST_ROWS, rounds=options.rounds)
         found["version"] = version_of(name)
         report["engines"][name] = found
-        accused += found["clean"]["violations"] + (found["fuzzed"]["failure"] is not None)
+        accused += sum(one["violations"] for one in found["clean"].values())
+        accused += found["fuzzed"]["failure"] is not None
         print(json.dumps({name: found}, indent=1))
     if "vllm" in options.engines:
         report["prefix_cache"] = [compare(num_pages, rounds=20 * options.rounds) for num_pages in (1, 16, 64, 256)]

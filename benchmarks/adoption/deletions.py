@@ -112,7 +112,7 @@ def _append(ended: list[list[int]], states: Callable[[], list[int]]) -> None:
 
 
 def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = None) -> list[dict[str, Any]]:
-    """Deletes every statement of an engine's targets, and runs its driver without checks and under its declaration.
+    """Deletes every statement of an engine's targets, and runs its driver without checks and under its declarations.
 
     Args:
         engine: one of the modules beside this one.
@@ -126,25 +126,26 @@ def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = N
             engine.drive(seed, after_each=lambda batch: found.append(hash(repr(plain(batch)))))
         return found
 
-    def watched() -> None:
-        with engine.declare():
+    def watched(options: dict[str, Any]) -> None:
+        with engine.declare(**options):
             for seed in range(seeds):
                 engine.drive(seed)
 
     whole, rows = states(), []
     if states() != whole:
         raise ValueError("the driver does not do the same twice")
-    if (accused := outcome(watched)) is not None:
-        raise ValueError(f"the engine as it is was accused: {accused}")
+    for options in engine.DECLARED.values():
+        if (accused := outcome(partial(watched, options))) is not None:
+            raise ValueError(f"the engine as it is was accused: {accused}")
     for owner, method, module in engine.TARGETS:
         for one in deletions(owner, method, module):
             if engine.endless(one.text):
                 continue
             ended: list[list[int]] = []
             crash = in_place_of(one, partial(outcome, partial(_append, ended, states)))
-            found = in_place_of(one, partial(outcome, watched))
             real = ended != [whole]
             rows.append({"class": owner.__name__, "method": method, "text": one.text, "real": real, "crash": crash})
-            rows[-1]["watch"] = found
+            for way, options in engine.DECLARED.items():
+                rows[-1][way] = in_place_of(one, partial(outcome, partial(watched, options))) if real else None
             rows[-1]["fuzz"] = in_place_of(one, partial(outcome, fuzz)) if real and fuzz is not None else None
     return rows

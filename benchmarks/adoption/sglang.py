@@ -78,12 +78,11 @@ def some(wants: Callable[[Any], Any]) -> OverRequests:
 def declare(**options: Any) -> Watched:
     """The declaration."""
     return watch(
-        ScheduleBatch, after=["filter_batch", "merge_batch", "prepare_for_decode"], num_rows="batch_size", key="reqs",
-        moves=["filter_batch", "merge_batch"], adds={"prepare_for_decode": {"seq_lens": 1, "decode_steps": 1}},
+        ScheduleBatch, num_rows="batch_size", key="reqs",
         pairs=[("seq_lens_cpu", "seq_lens"), ("seq_lens_cpu", "orig_seq_lens"),
                ("req_pool_indices_cpu", "req_pool_indices")],
         rows=["input_ids", "multimodal_inputs", "top_logprobs_nums", "token_ids_logprobs", "out_cache_loc",
-              *(f"sampling_info.{name}" for name in SAMPLING.split()), penalties, decode_steps],
+              *(f"sampling_info.{name}" for name in SAMPLING.split()), penalties],
         indices={"sampling_info.sampling_mask_batch_indices": "sampling_info.return_sampling_masks"},
         derived={"seq_lens_sum": lambda b: int(b.seq_lens_cpu.sum()),
                  "sampling_info.sampling_support_logprobs_capture_indices": support,
@@ -96,7 +95,13 @@ def declare(**options: Any) -> Watched:
                  "sampling_info.need_min_p_sampling": some(lambda p: p.min_p > 0),
                  "sampling_info.need_top_k_sampling": some(lambda p: p.top_k != TOP_K_ALL),
                  "not sampling_info.npu_top_k_top_p_eligible": some(lambda p: not 1 <= p.top_k <= 1024),
-                 "sampling_info.max_top_k": over_requests(max, attrgetter("sampling_params.top_k"))}, **options)
+                 "sampling_info.max_top_k": over_requests(max, attrgetter("sampling_params.top_k"))},
+        **{"after": ["filter_batch", "merge_batch", "prepare_for_decode"]} | options)
+
+
+MOVES: dict[str, Any] = {
+    "moves": ["filter_batch", "merge_batch"], "adds": {"prepare_for_decode": {"seq_lens": 1, decode_steps: 1}}}
+"""What the methods do to rows: each request keeps what it had. The declaration with it has 20 lines."""
 # fmt: on
 
 
@@ -209,9 +214,19 @@ def spec(watched: Watched) -> WatchedSpec:
     )
 
 
+LAG: dict[str, Any] = {"lag": 1, "every": 100}
+DECLARED: dict[str, dict[str, Any]] = {"watch": {}, "watch_with_moves": MOVES}
 COST_ROWS = 256
 COST_LIMITS = {"cheap": 1.15, "full": 1.8, "lag=1, every=100": 1.02}
-"""What each way is to cost at most. `full` and `lag` miss it, and so do checks by hand: see docs/measurements."""
+"""What each way is to cost at most."""
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cheap": ("cheap", {}),
+    "full": ("full", {}),
+    "full, with moves": ("full", MOVES),
+    "lag=1, every=100": ("cheap", LAG | {"after": ["prepare_for_decode"]}),
+    "lag=1, every=100, each method": ("cheap", LAG),
+}
+"""The level and the declaration. In production the last method of a step is enough: what was written is still there."""
 BY_HAND = {way: partial(hooked, ScheduleBatch, hook) for way, hook in HOOKS.items()}
 
 

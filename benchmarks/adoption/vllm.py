@@ -156,8 +156,14 @@ def spec(watched: Watched) -> WatchedSpec:
     return watched.spec(row=ROWS, build=build, filter=keep_rows, add=join)
 
 
+DECLARED: dict[str, dict[str, Any]] = {"watch": {}}
 COST_ROWS = 60
 COST_LIMITS: dict[str, float] = {}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cheap": ("cheap", {}),
+    "full": ("full", {}),
+    "lag=1, every=100": ("cheap", {"lag": 1, "every": 100}),
+}
 
 
 def step_of(num_rows: int) -> Callable[[], None]:
