@@ -108,24 +108,6 @@ def test_values_arrive_in_order(rt: Runtime) -> None:
     assert rt.counters.forced_syncs == 0
 
 
-@pytest.mark.parametrize("number", [1, 2, 9])
-def test_a_download_on_another_stream_has_what_was_there(rt: Runtime, number: int) -> None:
-    """It is packed first, so that what the current stream writes next does not reach it; by one launch and one copy."""
-    tensors, other = on_device(rt, *ARRAYS)[:number], rt.stream("other")
-    before = rt.counters.snapshot()
-    download = rt.download(tensors, stream=other)
-    spent = rt.counters - before
-    assert (spent.device_operations, spent.device_to_host_copies, spent.forced_syncs) == (1, 1, 0)
-    assert rt.current_stream != other
-    for tensor in tensors:
-        rt.launch(tensor.zero_, writes=[tensor], name="next")
-    for array, expected in zip(download.resolve(), ARRAYS, strict=False):
-        assert np.array_equal(array, expected)
-    assert rt.download([], stream=other).resolve() == []
-    (same,) = rt.download(tensors[:1], stream=rt.current_stream).resolve()
-    assert not same.any()
-
-
 def test_one_tensor_needs_no_packing(rt: Runtime) -> None:
     """A single tensor is copied as it is; one that is not contiguous arrives in its own order."""
     plain, matrix = on_device(rt, [1, 2, 3], np.arange(6).reshape(2, 3))

@@ -644,16 +644,12 @@ class Runtime(Guided, abc.ABC):
         """Gives back a block whose copy failed, or was interrupted: behind a fence, since it may be under way."""
         staging.release(block, self.record(stream), self.step, stream.key)
 
-    def download(
-        self, tensors: Sequence[torch.Tensor], *, name: str = "download", stream: Stream | None = None
-    ) -> Download:
-        """Starts to bring device tensors to the host in one copy. The host does not wait.
+    def download(self, tensors: Sequence[torch.Tensor], *, name: str = "download") -> Download:
+        """Starts to bring device tensors to the host in one copy, on the current stream. The host does not wait.
 
         Args:
             tensors: made on the current stream, of dtypes that numpy has too.
             name: for reports.
-            stream: copies, behind what the current stream has enqueued; by default the current stream itself. The
-                tensors may then be written at once: they are packed first.
 
         Returns:
             what hands the values out once they are there.
@@ -675,18 +671,11 @@ class Runtime(Guided, abc.ABC):
             for tensor in tensors
             if tensor.numel()
         ]
-        made_on = self.current_stream
-        aside = stream is not None and stream != made_on
         packed = parts[0] if parts else None
-        if len(parts) > 1 or (parts and aside):  # a copy, which what the current stream enqueues next does not write
-            parts = [part if part.dtype is torch.uint8 else part.view(torch.uint8) for part in parts]
+        if len(parts) > 1:
+            parts = [part.view(torch.uint8) for part in parts]
             packed = self.launch(torch.cat, parts, reads=parts, name=f"{name}: pack")
-        if stream is None or not aside:
-            return self.land(packed, kinds, name, made_on)
-        with self.use(stream):
-            if packed is not None:
-                self.use_on_current_stream(packed, made_on)
-            return self.land(packed, kinds, name, stream)
+        return self.land(packed, kinds, name, self.current_stream)
 
     def land(
         self,

@@ -9,6 +9,7 @@ from collections import deque
 from typing import Any, final
 
 import attrs
+import numpy as np
 import torch
 
 from batchstate.runtime import Runtime, Stream, open_runtime
@@ -16,6 +17,8 @@ from batchstate.runtime.base import Download
 from batchstate.watch.hooks import Hooked
 from batchstate.watch.rows import Declaration, Pair, Place
 from batchstate.watch.snapshots import Array, array_from, bytes_of, copy_of, entries_of, without_tails
+
+_BYTE = np.dtype(np.uint8)
 
 MOST_UNDER_WAY = 8
 """Samples whose copies may be under way. While there are so many, no more are taken."""
@@ -95,7 +98,12 @@ class Audit:
             if lane is None or lane.runtime.capturing:
                 self._hooked.counters.skipped += 1
                 return
-        download = lane.runtime.download([bytes_of(part) for part in parts], name="watch", stream=lane.stream)
+        runtime, made_on = lane.runtime, lane.runtime.current_stream
+        flat = [bytes_of(part) for part in parts]
+        packed = runtime.launch(torch.cat, flat, reads=flat, name="watch: pack")
+        with runtime.use(lane.stream):
+            runtime.use_on_current_stream(packed, made_on)
+            download = runtime.land(packed, [(_BYTE, one.shape, one.shape[0]) for one in flat], "watch", lane.stream)
         kinds = [(part.dtype, part.shape) for part in parts]
         lane.samples.append(_Sample(call, place, hosts, kinds, download))
         self._hooked.counters.samples += 1

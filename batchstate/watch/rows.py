@@ -627,10 +627,9 @@ class Declaration:
         for name, value in columns:
             kind = type(value)
             if kind is tensor or kind is array:
-                if value.dtype is known(name) and value.ndim:
-                    rows = value.shape[0]
-                    if rows == n or (buffers and rows > n):
-                        continue
+                shape = value.shape
+                if value.dtype is known(name) and shape and (shape[0] == n or (buffers and shape[0] > n)):
+                    continue
             elif value is None or (kind is list and len(value) == n):
                 continue
             self._check_column(name, value, n, place)
