@@ -79,7 +79,7 @@ class RelayField:
         dtype: of the elements.
         shape: of one entry.
         readers: bits of those that take each publish once: `DEVICE`, `HOST`.
-        non_negative: whether a negative value is a stand-in that escaped.
+        non_negative: whether a negative value is a placeholder that escaped.
         must_read: whether an entry that a reader has not taken must not be overwritten.
         ragged: whether a forward may put in the first numbers of an entry alone.
     """

@@ -876,7 +876,7 @@ def length_order(
 def future_unwritten(slots: Ints, written: Mask, reader: str, **where: Unpack[Where]) -> Breach | None:
     """An entry is read only after it was published for the slot's present owner. `written` bool[n].
 
-    Cost: one mask. Broken by a first decode step without a token to start from, and by a stand-in for one.
+    Cost: one mask. Broken by a first decode step without a token to start from, and by a placeholder for one.
     """
     if (row := first_row(~written)) is None:
         return None

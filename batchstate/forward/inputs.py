@@ -246,7 +246,7 @@ class ForwardInputs:
     def check(self, runtime: Runtime) -> None:
         """For the library: nothing was written since it was sent, and the token table agrees with the pages.
 
-        Also no id is a stand-in, and the KV of each token goes to where its position lies. Reads device memory.
+        Also no id is a placeholder, and the KV of each token goes to where its position lies. Reads device memory.
         """
         plan = self.plan
         if runtime.checks_suspended():
