@@ -1,5 +1,6 @@
 """The runtime: copies that are staged, counted and never waited for."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,19 @@ def test_streams_and_fences(rt: Runtime) -> None:
     fence.wait()
     assert fence.query()
     assert DoneFence().query()
+
+
+def test_a_window_of_a_cpu_is_entered_again() -> None:
+    """Inside of itself and behind an error: the stream of before is the current one each time."""
+    rt = CpuRuntime()
+    default, forward = rt.current_stream, rt.stream("forward")
+    window = rt.use(forward)
+    for _ in range(2):
+        with window:
+            with contextlib.suppress(KeyError), window:
+                raise KeyError("theirs")
+            assert rt.current_stream == forward
+        assert rt.current_stream == default
 
 
 def test_device_memory_is_not_host_memory(rt: Runtime) -> None:

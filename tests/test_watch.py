@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import logging
@@ -212,6 +213,20 @@ def test_a_changed_dtype_is_found() -> None:
             watching.check(batch, "after merge_batch")
     assert (caught.value.code, caught.value.column) == (Code.ROW_KEPT, "seq_lens")
     assert (caught.value.expected, caught.value.actual) == ("torch.int64", "torch.float32")
+
+
+def test_functions_without_a_name_are_columns_apart(full: None) -> None:
+    """Two `functools.partial` are two columns, as two lambdas are."""
+
+    def entries(name: str, batch: Engine) -> Any:
+        return getattr(batch, name).tolist()
+
+    pair = functools.partial(entries, "seq_lens_cpu"), functools.partial(entries, "seq_lens")
+    batch = Engine([3, 4])
+    batch.seq_lens = batch.seq_lens + 1
+    with watched(pairs=[pair], adds={}) as watching, pytest.raises(Violation) as caught:
+        watching.check(batch)
+    assert (caught.value.code, caught.value.column) == (Code.MIRROR_EQUAL, "column 0 / column 1")
 
 
 def test_twins_that_share_memory_are_found(full: None) -> None:
@@ -702,6 +717,49 @@ def test_requests_are_known_by_identity_from_one_call_to_the_next(full: None, by
     assert len(asked) == 3
 
 
+def test_rows_without_a_request_are_not_compared(full: None) -> None:
+    """Of a row without a request nothing is kept from one call to the next: it may change, and says nothing."""
+
+    class Holes(Engine):
+        def filter_batch(self, keep: list[int]) -> None:
+            before = self.sampling.temperatures.clone()
+            before[1] = 99.0
+            self.sampling.temperatures = before[keep]
+
+    flags = {"sampling.greedy": over_requests(all, lambda req: req.length == 1)}
+    with watched(Holes, derived=flags, implied={}, indices={}, adds={}, moves=["filter_batch"]):
+        batch: Any = Holes([1, 1, 1])
+        batch.reqs[1] = None
+        for _ in range(3):
+            batch.prepare_for_decode()
+            batch.filter_batch([0, 1, 2])
+            batch.sampling.temperatures[1] = 0.5
+        batch.reqs[0], batch.sampling.greedy = Req(), False
+        batch.reqs[0].length = 2
+        batch.prepare_for_decode()
+        batch.sampling.greedy = True
+        with pytest.raises(Violation, match=r"'sampling.greedy' is not what follows"):
+            batch.filter_batch([0, 1, 2])
+
+
+def test_what_is_remembered_may_go_while_it_is_looked_up(full: None) -> None:
+    """Another thread, or the end of another batch, may take away what the last call left."""
+    batch: Any = Engine([1, 1])
+    batch.ones = True
+    with watched(derived={"ones": over_requests(all, lambda req: req.length == 1)}, implied={}) as watching:
+        declared: Any = watching.declared
+        watching.check(batch)
+        assert declared._last is not None
+
+        def look_up() -> Engine:
+            declared._last = None
+            found: Engine = batch
+            return found
+
+        declared._last = look_up, declared._last[1]
+        watching.check(batch)
+
+
 def test_a_function_in_adds_is_called_round_its_method_alone(full: None) -> None:
     """It need not be in `rows`, is named in reports, and takes part in the fuzzing."""
     called: list[int] = []
@@ -812,6 +870,19 @@ def test_every_nth_call_is_checked(full: None) -> None:
         drive()
         drive()
     assert (watching.counters.calls, watching.counters.checked) == (8, 3)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_figures_are_copied_and_pickled(copied: Any) -> None:
+    """A copy of the counters says what they said then, and equals them until another call."""
+    with watched() as watching:
+        drive()
+        then = copied(watching.counters)
+        assert then == watching.counters
+        assert then.as_dict() == watching.counters.as_dict()
+        drive()
+    assert then != watching.counters
+    assert (then.calls, watching.counters.calls) == (4, 8)
 
 
 def test_methods_keep_what_they_return_and_raise() -> None:
@@ -1102,6 +1173,11 @@ def test_the_audit_of_threads(full: None) -> None:
 # What is refused
 
 
+def seq_lens(batch: Engine) -> list[int]:
+    """A function that is called as a column is."""
+    return [1 for _ in batch.reqs]
+
+
 class Odd:
     count = property(lambda self: 1)
 
@@ -1124,6 +1200,8 @@ class Odd:
         ({"pairs": ["seq_lens"]}, "expected a pair"),
         ({"pairs": [("a", "b", "loose")]}, "expected a pair"),
         ({"rows": [3]}, "expected the name of a column or a function, got 3"),
+        ({"rows": [("seq_lens", lambda batch: batch.reqs)]}, "two columns are called 'seq_lens': 'seq_lens' and <func"),
+        ({"adds": {"prepare_for_decode": {seq_lens: 1}}}, "two columns are called 'seq_lens'"),
         ({"when": {"top_p": "fresh"}}, "top_p in `when`, and not in `pairs` or `rows`"),
         ({"upto": {"tokens": "n"}}, "tokens in `upto`"),
         ({"adds": {"prepare_for_decode": {"sum": 1}}}, "names sum, not in"),

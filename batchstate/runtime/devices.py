@@ -96,19 +96,21 @@ class CpuRuntime(Runtime):
 
 @final
 class _Window:
-    """A window of a CPU's stream: entered once. A generator would make it twice as expensive."""
+    """A window of a CPU's stream, which may be entered again. A generator would make it twice as expensive."""
 
     __slots__ = ("_before", "_runtime", "_stream")
 
     def __init__(self, runtime: CpuRuntime, stream: Stream) -> None:
         self._runtime, self._stream = runtime, stream
+        self._before: list[Stream] = []
 
     def __enter__(self) -> None:
         self._runtime.check_owner("use")
-        self._before, self._runtime._current = self._runtime._current, self._stream
+        self._before.append(self._runtime._current)
+        self._runtime._current = self._stream
 
     def __exit__(self, *_: object) -> None:
-        self._runtime._current = self._before
+        self._runtime._current = self._before.pop()
 
 
 @final

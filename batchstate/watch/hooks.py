@@ -32,7 +32,7 @@ class _Found(BaseException):
         self.error = error
 
 
-@attrs.define
+@attrs.define(on_setattr=attrs.setters.NO_OP)
 class WatchCounters:
     """What a watch has done so far, for a log line or an exporter of metrics.
 
@@ -46,12 +46,16 @@ class WatchCounters:
         violations: found, by code.
     """
 
-    numbers: Iterator[int] = attrs.field(factory=lambda: itertools.count(1), repr=False, eq=False)
+    numbers: Iterator[int] = attrs.field(default=1, converter=itertools.count, eq=repr)
     checked: int = 0
     samples: int = 0
     compared: int = 0
     skipped: int = 0
     violations: Counter[str] = attrs.field(factory=Counter)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy counts apart, and the iterator itself cannot be pickled
+        figures = attrs.astuple(self, recurse=False)
+        return type(self), (self.calls + 1, *figures[1:])
 
     @property
     def calls(self) -> int:

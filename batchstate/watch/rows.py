@@ -265,6 +265,7 @@ class Declaration:
         self.buffers = buffers
         self.moves = frozenset(moves)
         self.columns: dict[str, Get] = {}
+        self._given: dict[str, Name] = {}
         self.pairs = [self._pair(pair) for pair in pairs]
         for one in list(rows.items()) if isinstance(rows, Mapping) else list(rows):
             self._column(one)
@@ -340,22 +341,27 @@ class Declaration:
 
     def _column(self, name: Any) -> str:
         if isinstance(name, str):
-            self.columns[name] = getter(name)
-            return name
-        if isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], str) and callable(name[1]):
-            self.columns[name[0]] = name[1]
-            return name[0]
-        if callable(name):
-            label = getattr(name, "__name__", "column")
+            label, column = name, name
+        elif isinstance(name, tuple) and len(name) == 2 and isinstance(name[0], str) and callable(name[1]):
+            label, column = name
+        elif callable(name):
+            label, column = getattr(name, "__name__", "<lambda>"), name
             if label == "<lambda>":
                 label = f"column {len(self.columns)}"
-            self.columns[label] = name
-            return label
-        raise ArgumentError(
-            f"watch of {self.name}: expected the name of a column or a function, got {name!r}",
-            value=name,
-            remedy="name an attribute ('seq_lens', 'sampling.top_k'), or pass a function of the batch",
-        )
+        else:
+            raise ArgumentError(
+                f"watch of {self.name}: expected the name of a column or a function, got {name!r}",
+                value=name,
+                remedy="name an attribute ('seq_lens', 'sampling.top_k'), or pass a function of the batch",
+            )
+        if self._given.setdefault(label, column) != column:
+            raise ArgumentError(
+                f"watch of {self.name}: two columns are called {label!r}: {self._given[label]!r} and {column!r}",
+                value=label,
+                remedy="give a function a name of its own: ('label', function)",
+            )
+        self.columns[label] = getter(column)
+        return label
 
     def _pair(self, pair: Any) -> Pair:
         parts = tuple(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else ()
@@ -610,9 +616,11 @@ class Declaration:
         now.made_of(before)
         if self._by_request:
             self._check_by_request(batch, place, now)
-            last = self._last_of(batch)
-            if names is not None and self._answers.by_identity and (last is None or last.requests != now.requests):
-                self._remember(batch, Rows(n, now.requests, {}, kinds=now.kinds))
+            each_has_one = len(now.kinds or ()) == len(now.requests)  # a row without a request has no kind
+            if names is not None and self._answers.by_identity and each_has_one:
+                last = self._last_of(batch)
+                if last is None or last.requests != now.requests:
+                    self._remember(batch, Rows(n, now.requests, {}, kinds=now.kinds))
         for name, (get, flags) in self.indices.items():
             self._check_indices(name, get, flags, batch, n, place)
         raw = dict(zip(reader.names, values, strict=True))
@@ -901,7 +909,8 @@ class Declaration:
             self._remember(batch, Rows(now.num_rows, now.requests, kept, kinds=now.kinds))
 
     def _last_of(self, batch: Any) -> Rows | None:
-        return self._last[1] if self._last is not None and self._last[0]() is batch else None
+        last = self._last  # read once: another thread, or the end of a batch, may take it away
+        return last[1] if last is not None and last[0]() is batch else None
 
     def _remember(self, batch: Any, now: Rows) -> None:
         """Keeps what was right while the batch lives, so that less of it is copied and asked the next time."""
