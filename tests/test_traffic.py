@@ -137,7 +137,7 @@ def test_device_has_what_the_host_planned(rt: Runtime) -> None:
             assert seen.isdisjoint(tokens.tolist())
             seen.update(tokens.tolist())
         assert not any(token < TINY.page_size for token in seen)
-        for column in ("slots", "seq_lens", "temperature", "lora_ids"):
+        for column in ("slots", "seq_lens", "temperature", "lora_id"):
             np.testing.assert_array_equal(rt.inspect(batch[column].device), batch[column].np)
 
 

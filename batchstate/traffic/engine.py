@@ -5,18 +5,19 @@ One step, in the order in which it happens::
     leave     rows whose answer is complete, or whose client hung up, leave; their slot and pages are freed behind
               the fence of the last step, which may still read them
     retract   when the next tokens do not fit into the pages, the youngest rows give theirs back and wait again
-    admit     waiting requests join while slots, pages and this step's tokens last
-    plan      each row gets page space for the tokens it computes now: one to decode, a chunk to prefill; every
-              column, the table writes and the step's own inputs cross in one copy
+    admit     waiting requests are chosen while slots, pages and this step's tokens last
+    plan      those that were chosen join with slots of their own; each row gets page space for the tokens it computes
+              now: one to decode, a chunk to prefill; every column, the table writes and the step's own inputs cross in
+              one copy
     forward   (the model would run here) and a fence is recorded after it
 
-Leave, retract and admit are ordinary operations of an immutable batch, on the host (`scheduler`). The one copy tells
-the device of all of them at once, and only of the result.
+All but the plan is decided on the host (`scheduler`). The one copy tells the device of all of it at once, and only of
+the result.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import cast, final
+from typing import Any, cast, final
 
 import attrs
 import numpy as np
@@ -41,7 +42,7 @@ LONGEST_PATIENCE = 20.0
 @final
 @attrs.frozen
 class SamplingParams:
-    """How the tokens of one request are drawn. Every field becomes a column of the batch."""
+    """How the tokens of one request are drawn. Every field becomes a column of the batch, of the same name."""
 
     temperature: float
     top_p: float
@@ -147,9 +148,9 @@ class RunningBatch(ScheduledBatch):
     top_k = mirrored(torch.int32, pad=-1)
     min_p = mirrored(torch.float32)
     repetition_penalty = mirrored(torch.float32, pad=1.0)
-    seeds = mirrored(torch.int64)
-    eos_ids = mirrored(torch.int32)
-    lora_ids = mirrored(torch.int32)
+    seed = mirrored(torch.int64)
+    eos_id = mirrored(torch.int32)
+    lora_id = mirrored(torch.int32)
     requests: HostColumn[Request] = host_list()
 
 
@@ -311,28 +312,6 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
                 self.aborted += not complete
             self._hung_up.clear()
 
-    def join(self, requests: Sequence[Request]) -> RunningBatch:
-        """Takes slots and builds the rows of requests that join; nothing of them is computed yet."""
-        slots = self.when_free(lambda: self.slots.take(len(requests)))
-        sampling = [request.sampling for request in requests]
-        return RunningBatch.build(
-            self.runtime,
-            slots=slots,
-            seq_lens=[0] * len(requests),
-            prefill_lens=[request.tokens_to_prefill for request in requests],
-            max_seq_lens=[request.prompt_tokens + request.answer_tokens for request in requests],
-            priority=[request.priority for request in requests],
-            temperature=[params.temperature for params in sampling],
-            top_p=[params.top_p for params in sampling],
-            top_k=[params.top_k for params in sampling],
-            min_p=[params.min_p for params in sampling],
-            repetition_penalty=[params.repetition_penalty for params in sampling],
-            seeds=[params.seed for params in sampling],
-            eos_ids=[params.eos_id for params in sampling],
-            lora_ids=[params.lora_id for params in sampling],
-            requests=requests,
-        )
-
     def _launch(self, plan: StepPlan) -> StepResult:
         runtime = self.runtime
         # The host may run ahead of the device by so many steps, and no further.
@@ -340,10 +319,26 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
             self._in_flight.popleft().wait()
         runtime.next_step()
         samples = plan.samples
-        step = self.when_free(lambda: self._planner.plan(self.batch, plan.chunks, samples=samples))
+        joining = _rows(plan.joining) if plan.joining else None
+        step = self.when_free(lambda: self._planner.plan(self.batch, plan.chunks, joining=joining, samples=samples))
         # The forward would run here, on `step.inputs()` and the device sides of `step.batch`.
         forward_done = runtime.record()
         self.req_to_token.read_until(forward_done)
         self._in_flight.append(forward_done)
         self.batch = cast(RunningBatch, step.batch)
         return StepResult(len(self.batch), int(plan.chunks.sum()), int(np.count_nonzero(samples)))
+
+
+def _rows(requests: Sequence[Request]) -> dict[str, object]:
+    """The rows of requests that join, without slots, which the step takes; nothing of them is computed yet."""
+    rows: dict[str, list[Any]] = {
+        "seq_lens": [0] * len(requests),
+        "prefill_lens": [request.tokens_to_prefill for request in requests],
+        "max_seq_lens": [request.prompt_tokens + request.answer_tokens for request in requests],
+        "priority": [request.priority for request in requests],
+    }
+    for field in attrs.fields(SamplingParams):
+        rows[field.name] = [getattr(request.sampling, field.name) for request in requests]
+    # An array of the column's own dtype is taken as it is; each number of a list is looked at first.
+    columns = {name: np.array(values, getattr(RunningBatch, name).np_dtype) for name, values in rows.items()}
+    return {"requests": requests, **columns}

@@ -7,7 +7,7 @@ and so is the engine that the library fuzzes itself with.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import attrs
 import numpy as np
@@ -27,19 +27,21 @@ Mask = npt.NDArray[np.bool_]
 @final
 @attrs.frozen(eq=False)
 class StepPlan:
-    """What each row does in a step if no row leaves or joins before; see `plan_step`.
+    """What each row does in a step; see `plan_step`. The last rows are those of requests that join with it, if any do.
 
     Attributes:
         remaining: int64[rows], tokens to compute until the row's next token comes out: 1 when it decodes.
         chunks: int64[rows], tokens that it computes in this step.
         owned_pages: int64[rows], pages that it has.
         new_pages: int64[rows], pages that its chunk needs on top.
+        joining: the requests that join.
     """
 
     remaining: Ints
     chunks: Ints
     owned_pages: Ints
     new_pages: Ints
+    joining: Sequence[Any] = ()
 
     @property
     def samples(self) -> Mask:
@@ -48,7 +50,9 @@ class StepPlan:
         return samples
 
 
-def plan_step(seq_lens: Ints, prefill_lens: Ints, *, budget: int, page_size: int) -> StepPlan:
+def plan_step(
+    seq_lens: Ints, prefill_lens: Ints, joining: Sequence[Any] = (), *, budget: int, page_size: int
+) -> StepPlan:
     """Plans one step.
 
     Args:
@@ -56,11 +60,12 @@ def plan_step(seq_lens: Ints, prefill_lens: Ints, *, budget: int, page_size: int
         prefill_lens: int64[rows], tokens whose KV has to be computed before the row decodes.
         budget: tokens per step, at least the number of rows.
         page_size: tokens per page.
+        joining: the requests of the last rows, if they join.
     """
     remaining = np.maximum(prefill_lens - seq_lens, 1)
     chunks = chunk_lengths(remaining, budget)
     owned_pages = pages_for(seq_lens, page_size)
-    return StepPlan(remaining, chunks, owned_pages, pages_for(seq_lens + chunks, page_size) - owned_pages)
+    return StepPlan(remaining, chunks, owned_pages, pages_for(seq_lens + chunks, page_size) - owned_pages, joining)
 
 
 def chunk_lengths(remaining: Ints, budget: int) -> Ints:
@@ -174,9 +179,9 @@ class BatchScheduler(Generic[B, R]):
         """Gives back the rows of requests that are complete or aborted."""
         raise NotImplementedError
 
-    def join(self, requests: Sequence[R]) -> B:
-        """Takes slots and makes the rows of requests that join; nothing of them is computed yet."""
-        raise NotImplementedError
+    def join(self, requests: Sequence[R]) -> StepPlan:
+        """The step that requests join. Here its planner makes their rows, of which nothing is computed yet."""
+        return self.plan(requests)
 
     def wait_for_step(self) -> bool:
         """Waits for the oldest step in flight; False when there is none."""
@@ -198,21 +203,23 @@ class BatchScheduler(Generic[B, R]):
         self.leave()
         if not len(self.batch) and not self.waiting:
             return None
-        plan, pages, retracted = self._plan(), self._pages_available, False
+        plan, pages, retracted = self.plan(), self._pages_available, False
         while (fit := rows_that_fit(plan.new_pages, plan.owned_pages, pages)) < len(self.batch):
             if not self.reclaim():
                 self._retract(fit)
-                plan, retracted = self._plan(), True  # the rows left share the tokens of the step anew
+                plan, retracted = self.plan(), True  # the rows left share the tokens of the step anew
             pages = self._pages_available
-        return self._plan() if not retracted and self._admit(plan, pages) else plan
+        joining = [] if retracted else self._joining(plan, pages)
+        return self.join(joining) if joining else plan
 
-    def _plan(self) -> StepPlan:
-        return plan_step(
-            self.batch.seq_lens.np,
-            self.batch.prefill_lens.np,
-            budget=self._max_tokens_per_step,
-            page_size=self.pages.page_size,
-        )
+    def plan(self, joining: Sequence[R] = ()) -> StepPlan:
+        """What each running row does in the next step, then those of `joining`, of which nothing is computed."""
+        seq_lens, prefill_lens = self.batch.seq_lens.np, self.batch.prefill_lens.np
+        if joining:
+            seq_lens = np.concatenate((seq_lens, np.zeros(len(joining), np.int64)))
+            prefill_lens = np.concatenate((prefill_lens, [request.tokens_to_prefill for request in joining]))
+        budget, page_size = self._max_tokens_per_step, self.pages.page_size
+        return plan_step(seq_lens, prefill_lens, joining, budget=budget, page_size=page_size)
 
     @property
     def _pages_available(self) -> int:
@@ -236,19 +243,19 @@ class BatchScheduler(Generic[B, R]):
         self.batch = self.batch.filter(~leaves)
         return requests
 
-    def _admit(self, plan: StepPlan, pages: int) -> bool:
-        """Lets waiting requests join while this step's tokens, the slots and `pages` last. Whether any did."""
+    def _joining(self, plan: StepPlan, pages: int) -> list[R]:
+        """Waiting requests that join while this step's tokens, the slots and `pages` last; they wait no longer."""
+        joining: list[R] = []
         if not self.waiting:
-            return False
+            return joining
         tokens, slots = self._max_tokens_per_step - int(plan.remaining.sum()), self.slots_available
         if tokens <= 0 or not slots:
-            return False
+            return joining
         # What the running rows take up to their next token is reserved. What their answers will take is not: that
         # would leave pages idle. Where it comes to that, `schedule` retracts.
         page_size = self.pages.page_size
         reserved = int((pages_for(self.batch.seq_lens.np + plan.remaining, page_size) - plan.owned_pages).sum())
         pages -= reserved
-        joining: list[R] = []
         while self.waiting and tokens > 0 and slots > 0:
             request = self.waiting[0]
             needed = -(-request.tokens_to_prefill // page_size)
@@ -261,9 +268,7 @@ class BatchScheduler(Generic[B, R]):
             tokens -= request.tokens_to_prefill
             pages -= needed
             slots -= 1
-        if joining:
-            self.batch = self.batch.merge(self.join(joining))
-        return bool(joining)
+        return joining
 
     def when_free(self, take: Callable[[], T]) -> T:
         """What `take` returns. Plans count what is pending as free, so now and then steps in flight must end first."""

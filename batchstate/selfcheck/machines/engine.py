@@ -170,8 +170,8 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         self.cache = None
         return True
 
-    def join(self, requests: Sequence[EngineRequest]) -> EngineBatch:
-        """Takes slots and builds the rows of requests that join, some on a shared prefix."""
+    def join(self, requests: Sequence[EngineRequest]) -> StepPlan:
+        """Requests get slots and rows before the step, since some begin on a shared prefix."""
         hybrid = self.slots if isinstance(self.slots, HybridSlotPool) else None
         n = len(requests)
         slots = self.when_free(lambda: self.slots.take(n) if hybrid is None else hybrid.take(n, write=False))
@@ -191,7 +191,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
             request.forwards = 0
             request.last = 1000 * request.number + request.num_generated
             request.bound = request.most = start
-        return EngineBatch.build(
+        joined = EngineBatch.build(
             self.runtime,
             slots=slots,
             seq_lens=[request.bound for request in requests],
@@ -202,6 +202,8 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
             last_token=[request.last for request in requests],
             requests=requests,
         )
+        self.batch = self.batch.merge(joined)
+        return self.plan()
 
     def _launch(self, plan: StepPlan) -> None:
         while self.steps.depth >= DEPTH:

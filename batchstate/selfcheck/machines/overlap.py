@@ -527,8 +527,8 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         known = itertools.takewhile(lambda one: not one.in_flight, self.waiting)
         return min(self.slots.stats.free, sum(1 for _ in known))
 
-    def join(self, requests: Sequence[OverlapRequest]) -> OverlapBatch:
-        """Begins requests in slots of their own, prebuilt ones with their KV."""
+    def join(self, requests: Sequence[OverlapRequest]) -> StepPlan:
+        """Begins requests before the step, in slots of their own, prebuilt ones with their KV."""
         in_flight = self.depth > 0
         self._reached("joined while a step is in flight", in_flight and len(self.batch) > 0)
         self._reached("a retracted request came back", any(one.num_generated for one in requests))
@@ -548,7 +548,8 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         self.ages = self.ages.merge(MirroredTensor.from_host(self.runtime, np.zeros(len(requests), np.int64)))
         written = self._pages_of(prebuilt)
         self._reached("a prebuilt request on used pages", in_flight and not self._pages_used.isdisjoint(written))
-        return joined
+        self.batch = self.batch.merge(joined)
+        return self.plan()
 
     # A request begins on the stream that brings it, which sets its slot's state and waits for no forward. That is safe
     # because a slot changes hands only when the last forward of its owner is done. Nothing else orders the two: a slot
