@@ -760,6 +760,26 @@ def test_what_is_remembered_may_go_while_it_is_looked_up(full: None) -> None:
         watching.check(batch)
 
 
+@pytest.mark.parametrize("end", ["empty", "cheap", "stop"])
+def test_requests_are_let_go_of(full: None, end: str) -> None:
+    """What the last call left is kept no longer than it is of use: not of a batch without rows, nor without `full`."""
+    batch: Any = Engine([1, 1])
+    batch.ones = True
+    with watched(derived={"ones": over_requests(all, lambda req: req.length == 1)}, implied={}) as watching:
+        batch.prepare_for_decode()
+        gone = weakref.ref(batch.reqs[0])
+        batch.reqs = []
+        assert gone() is not None
+        if end == "empty":
+            batch.prepare_for_decode()
+        elif end == "cheap":
+            with checks("cheap"):
+                Engine([1]).prepare_for_decode()
+        else:
+            watching.stop()
+        assert gone() is None
+
+
 def test_a_function_in_adds_is_called_round_its_method_alone(full: None) -> None:
     """It need not be in `rows`, is named in reports, and takes part in the fuzzing."""
     called: list[int] = []
@@ -1095,6 +1115,28 @@ def test_a_write_on_the_device_is_named_without_a_wait(device: str) -> None:
     assert isinstance(first, Violation)
     assert (first.code, first.column, first.row) == (Code.MIRROR_EQUAL, "seq_lens_cpu / seq_lens", 1)
     assert first.step in range(18, 18 + 5)
+
+
+def test_a_view_with_gaps_is_sampled() -> None:
+    """A device side may be a column of a table: its entries are packed, and compared."""
+
+    class Table(Engine):
+        wrong = 0
+
+        def filter_batch(self, keep: list[int]) -> None:
+            super().filter_batch(keep)
+            self.seq_lens = torch.stack([self.seq_lens + self.wrong] * 2, dim=1)[:, 0]
+
+    with watched(Table, lag=1, moves=[], adds={}) as watching:
+        batch = Table([3, 4, 5])
+        batch.filter_batch([0, 2])
+        watching.flush()
+        batch.wrong = 1
+        batch.filter_batch([0, 1])
+        with pytest.raises(Violation) as caught:
+            watching.flush()
+    assert (caught.value.code, caught.value.column) == (Code.MIRROR_EQUAL, "seq_lens_cpu / seq_lens")
+    assert watching.counters.compared == 2
 
 
 def test_the_audit_raises_before_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,11 @@ class Watched(Hooked):
             self.declared, {"num_rows": self.declared.count, "name": self.name, "least_rows": 1, **calls}
         )
 
+    def stop(self) -> None:
+        """Takes the hooks away, and lets go of the requests that were checked last."""
+        super().stop()
+        self.declared.forget()
+
     def flush(self) -> None:
         """Waits for the samples of this thread that are under way, and compares them."""
         if self._audit is not None:

@@ -587,6 +587,8 @@ class Declaration:
             At `full` what was read, perhaps in the batch's memory; None of an empty batch.
         """
         n = self.count(batch)
+        if not full or (not n and self._last_of(batch) is not None):
+            self._last = None
         if not n:
             return None  # engines leave an empty batch as it was, since they never read it
         reader = self._read_all if full else self._read_named
@@ -915,10 +917,11 @@ class Declaration:
     def _remember(self, batch: Any, now: Rows) -> None:
         """Keeps what was right while the batch lives, so that less of it is copied and asked the next time."""
         with contextlib.suppress(TypeError):  # of an object without weak references
-            self._last = weakref.ref(batch, self._forget), now
+            self._last = weakref.ref(batch, self.forget), now
 
-    def _forget(self, batch: "weakref.ref[Any]") -> None:
-        if self._last is not None and self._last[0] is batch:
+    def forget(self, batch: "weakref.ref[Any] | None" = None) -> None:
+        """Lets go of the requests of a batch, by default of any: nothing is remembered."""
+        if batch is None or (self._last is not None and self._last[0] is batch):
             self._last = None
 
 

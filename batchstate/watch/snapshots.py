@@ -112,7 +112,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in one run, where it lies; its own memory if it is contiguous."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return (tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.reshape(-1)).view(torch.uint8)
+    return (tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)).view(torch.uint8)
 
 
 def array_from(packed: Array, dtype: torch.dtype, shape: torch.Size) -> Array:
