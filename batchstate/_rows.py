@@ -11,12 +11,11 @@ rows and added amounts cross in the batch's packed copy.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
@@ -27,27 +26,17 @@ from batchstate._arrays import (
     across,
     add,
     amounts,
-    carried,
     check_bound_can_move,
-    check_dense,
     concatenate,
     of_dtype,
     select_rows,
     shift,
     signed_twin,
 )
-from batchstate.columns import Column, DeviceColumn, HostColumn, MirroredColumn, SlotColumn, TensorColumn
-from batchstate.errors import (
-    ArgumentError,
-    ContractError,
-    DeclarationError,
-    DeviceError,
-    DtypeError,
-    ShapeError,
-    one_of,
-)
+from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
+from batchstate.errors import DeclarationError, DtypeError, one_of
 from batchstate.invariants import times_checked
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
+from batchstate.mirror import DeviceSide
 from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import ALIGNMENT, ReadyTensor, numpy_dtype
 from batchstate.violations import Code, Where
@@ -57,8 +46,6 @@ GENERATION_SUFFIX = ".generation"
 
 MOST_SOURCES = 8
 """A column of more sources than these is gathered at the next upload: each source is memory kept alive."""
-
-Objects = npt.NDArray[np.object_]
 
 _NOTHING = np.zeros((), dtype=np.int64)
 
@@ -93,9 +80,9 @@ class Layout:
         names: for each group a name for reports: the size of its items, or its only column.
         pads: for each group one padded row, [k, 1, ...].
         row_bytes: column -> bytes of one row of it.
-        plain: column of one number per row that names no index -> its dtype: an array of that dtype is taken as it is.
-        kinds: groups with each dtype that columns of one number per row in them have.
-        members: such a column -> its kind, and its row of the group.
+        plain: column of one number per row that takes any -> its dtype, its kind, and its row of the group: an array
+            of that dtype is taken as it is.
+        kinds: groups with each dtype that such columns in them have.
     """
 
     columns: Mapping[str, Column]
@@ -103,9 +90,8 @@ class Layout:
     names: tuple[str, ...]
     pads: tuple[Array, ...]
     row_bytes: Mapping[str, int]
-    plain: Mapping[str, "np.dtype[Any]"]
+    plain: "Mapping[str, tuple[np.dtype[Any], int, int]]"
     kinds: "tuple[tuple[int, np.dtype[Any]], ...]"
-    members: Mapping[str, tuple[int, int]]
 
     @classmethod
     def of(cls, columns: Mapping[str, Column]) -> Self:
@@ -135,15 +121,16 @@ class Layout:
             names.append(column.name)
             pads.append(column.pad.reshape(1, 1, *column.shape).copy())
         row_bytes = {name: math.prod(place.shape) * place.dtype.itemsize for name, place in places.items()}
-        plain = {
-            name: one.np_dtype
-            for name, one in columns.items()
-            if type(one) is MirroredColumn and not one.shape and one.holds is None
+        single = {
+            name: place
+            for name, place in places.items()
+            if not place.shape and isinstance(one := columns.get(name), TensorColumn) and one.takes_any
         }
-        single = {name: place for name, place in places.items() if not place.shape}
         kinds = list(dict.fromkeys((place.group, place.dtype) for place in single.values()))
-        members = {name: (kinds.index((place.group, place.dtype)), place.member) for name, place in single.items()}
-        return cls(columns, places, tuple(names), tuple(pads), row_bytes, plain, tuple(kinds), members)
+        plain = {
+            name: (place.dtype, kinds.index((place.group, place.dtype)), place.member) for name, place in single.items()
+        }
+        return cls(columns, places, tuple(names), tuple(pads), row_bytes, plain, tuple(kinds))
 
 
 @final
@@ -315,15 +302,6 @@ class RowState:
     changed: Collection[str] | None = attrs.field(default=None, init=False)
 
     @classmethod
-    def of(
-        cls, layout: Layout, values: Mapping[str, object], num_rows: int, runtime: Runtime, what: str
-    ) -> tuple["RowState", int]:
-        """From values of all columns, and the pool of their slots; see `ColumnInputs.read`."""
-        groups = [np.empty((len(pad), num_rows, *pad.shape[2:]), pad.dtype) for pad in layout.pads]
-        inputs = ColumnInputs.into(groups, 0, layout, values, num_rows, runtime, what)
-        return cls(layout, groups, inputs.device, inputs.objects), inputs.pool_id or 0
-
-    @classmethod
     def padding(cls, layout: Layout, num_rows: int) -> "RowState":
         """Padded rows alone, of the mirrored columns."""
         return cls(layout, [np.repeat(pad, num_rows, axis=1) for pad in layout.pads], {}, {})
@@ -398,26 +376,6 @@ class RowState:
         if objects:
             objects = {name: np.concatenate((one, other.objects[name])) for name, one in objects.items()}
         return RowState(self.layout, groups, device, objects)
-
-    def joined(
-        self, values: Mapping[str, object], num_rows: int, kept: Rows, runtime: Runtime, what: str
-    ) -> "tuple[RowState, int | None]":
-        """These rows at checked indices `kept` int64[k], then `num_rows` others from values of columns.
-
-        The second result is the pool of their slots; None if the values have none, and then they are to be filled in.
-        """
-        size = kept.size
-        if size:
-            index = np.zeros(size + num_rows, dtype=np.int64)
-            index[:size] = kept
-            groups = [group.take(index, 1, None, "wrap") for group in self.groups]
-        else:
-            groups = [np.empty((len(pad), num_rows, *pad.shape[2:]), pad.dtype) for pad in self.layout.pads]
-        inputs = ColumnInputs.into(groups, size, self.layout, values, num_rows, runtime, what)
-        if not (self.device or inputs.device or self.objects):
-            return RowState(self.layout, groups, {}, {}), inputs.pool_id
-        others = RowState(self.layout, [group[:, size:] for group in groups], inputs.device, inputs.objects)
-        return self.merged(others, kept, groups), inputs.pool_id
 
     def _device_rows(self, column: str, kept: Rows | None = None) -> DeviceRows:
         rows = self.device.get(column)
@@ -512,20 +470,23 @@ class RowState:
         state.device = {**self.device, column: old.merged(new).taken(index)}
         return state
 
-    def replaced(self, new: "ColumnInputs") -> "RowState":
-        """With other values in some columns."""
-        state = self.copied(new.host)
-        for name, values in new.host.items():
+    def replaced(
+        self, host: Mapping[str, Array], device: Mapping[str, DeviceRows], objects: Mapping[str, Array]
+    ) -> "RowState":
+        """With other checked values in some columns: host rows, device rows, and objects."""
+        state = self.copied(host)
+        for name, values in host.items():
             state.column(name)[...] = values
-        state.device = {name: rows for name, rows in self.device.items() if name not in new.host} | new.device
-        state.objects = {**self.objects, **new.objects}
+        state.device = {name: rows for name, rows in self.device.items() if name not in host} | dict(device)
+        state.objects = {**self.objects, **objects}
         return state
 
 
 def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column], label: str) -> Exception:
     if isinstance(column, TensorColumn):
+        some = "" if column.takes_any or column.unit else f", of which a {type(column).__name__} takes some"
         return DtypeError(
-            f"{label} holds {column.unit or column.np_dtype}",
+            f"{label} holds {column.unit or column.np_dtype}{some}",
             value=column.dtype,
             remedy="`advance` adds to columns of integers that are not indices; set others with `update` or `replace`",
         )
@@ -537,258 +498,3 @@ def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column]
     if column is not None:
         return DeclarationError(f"{label} holds Python objects", value=name, remedy=one_of(tensors, name))
     return DeclarationError(f"{label} is not declared", value=name, remedy=one_of(tensors, name))
-
-
-def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, what: str) -> Mapping[str, object]:
-    """Column -> what is added to it, from what `Batch.advance` takes.
-
-    Raises:
-        DeclarationError: not names.
-        ArgumentError: a column is named twice.
-    """
-    if isinstance(columns, str):
-        return {columns: n}
-    untyped: object = columns
-    is_list = isinstance(untyped, list | tuple)
-    if not is_list and isinstance(columns, Mapping):
-        return columns
-    names: tuple[Any, ...] = tuple(columns) if is_list or isinstance(untyped, Iterable) else (untyped,)
-    if not all(isinstance(name, str) for name in names):
-        raise DeclarationError(
-            f"{what}: expected column names, got {columns!r}", value=columns, remedy="pass column names"
-        )
-    added = dict.fromkeys(names, n)
-    if len(added) < len(names):
-        raise ArgumentError(
-            f"{what}: a column is named twice in {names}", value=names, remedy="name each column once, and add the sum"
-        )
-    return added
-
-
-@attrs.define
-class ColumnInputs:
-    """Column values of a caller, checked and sorted by side.
-
-    Attributes:
-        host: host rows of mirrored columns (and generations of slots).
-        device: rows of columns whose host side is not a copy.
-        objects: Python objects, object[n].
-        pool_id: the pool of the slots; None without slots.
-    """
-
-    host: dict[str, Array] = attrs.field(factory=dict)
-    device: dict[str, DeviceRows] = attrs.field(factory=dict)
-    objects: dict[str, Objects] = attrs.field(factory=dict)
-    pool_id: int | None = None
-
-    @classmethod
-    def into(
-        cls,
-        groups: Sequence[Array],
-        first: int,
-        layout: Layout,
-        values: Mapping[str, object],
-        num_rows: int,
-        runtime: Runtime,
-        what: str,
-    ) -> Self:
-        """`read`, of the last `num_rows` rows of `groups`, which begin at `first`: host rows go into them."""
-        kinds = [groups[group].view(dtype)[:, first:] for group, dtype in layout.kinds]
-        inputs = cls.read(layout, values, num_rows, runtime, what, kinds)
-        for name, rows in inputs.host.items():
-            place = layout.places[name]
-            target = groups[place.group][place.member].view(place.dtype)[first:]
-            target[...] = rows.reshape(target.shape)
-        return inputs
-
-    @classmethod
-    def read(
-        cls,
-        layout: Layout,
-        values: Mapping[str, object],
-        num_rows: int,
-        runtime: Runtime,
-        what: str,
-        kinds: Sequence[Array] = (),
-    ) -> Self:
-        """Checks and sorts values for some columns.
-
-        Arrays that are taken as they are go into the new rows at once, where these are given by `Layout.kinds`.
-
-        Raises:
-            DeclarationError: an undeclared name.
-            ShapeError: another number of rows, or another shape of a row.
-            DtypeError, ValueOverflowError: values that do not go into the column.
-            ContractError: a contract weaker than the column takes.
-            DeviceError: values of another runtime, or a tensor on another device.
-            Violation: UNIT_MISMATCH, MIRROR_STALE_READ.
-        """
-        inputs = cls()
-        columns, plain, members, shape = layout.columns, layout.plain, layout.members, (num_rows,)
-        for name, value in values.items():
-            if type(value) is np.ndarray and value.dtype is plain.get(name) and value.shape == shape:
-                if kinds:
-                    kind, member = members[name]
-                    kinds[kind][member] = value
-                else:
-                    inputs.host[name] = value  # which is copied into the rows of the batch
-                continue
-            column = columns.get(name)
-            label = f"{what}: column {name!r}"
-            if levels.full and isinstance(value, MirroredTensor):
-                value.check(what)
-            if isinstance(column, MirroredColumn):
-                inputs._read_mirrored(column, value, num_rows, runtime, label)
-            elif isinstance(column, DeviceColumn):
-                inputs.device[name] = device_rows(column, value, num_rows, runtime, label)
-            elif isinstance(column, HostColumn):
-                inputs.objects[name] = _object_rows(value, num_rows, label)
-            elif column is not None:
-                raise DeclarationError(
-                    f"{label}: expected a column of a known kind, got {type(column).__name__}",
-                    value=column,
-                    remedy="derive the class of the column from MirroredColumn, DeviceColumn or HostColumn",
-                )
-            else:
-                known = one_of(columns, name) if columns else "declare it, in a subclass of `Batch`"
-                raise DeclarationError(f"{label} is not declared", value=name, remedy=known)
-        return inputs
-
-    def _read_mirrored(
-        self, column: MirroredColumn, value: object, num_rows: int, runtime: Runtime, label: str
-    ) -> None:
-        name = column.name
-        if not isinstance(value, MirroredTensor):
-            of_slots = issubclass(column.value_type, Slots)
-            if of_slots and num_rows:
-                raise DtypeError(
-                    f"{label}: expected slots, got numbers",
-                    value=value,
-                    remedy="pass what `pool.take` returned; if the numbers come from your own allocator, "
-                    "`Slots.from_host(runtime, numbers)`",
-                )
-            self.host[name] = _host_rows(column, value, num_rows, runtime, label)
-            if of_slots:
-                self.host[name + GENERATION_SUFFIX] = np.zeros(num_rows, dtype=np.int64)
-                self.pool_id = 0
-            return
-        _check_value(column, value, runtime, label)
-        bounded = value.contract is Contract.UPPER_BOUND
-        if value.contract is Contract.DEVICE_ONLY or (bounded and column.contract is not Contract.UPPER_BOUND):
-            raise ContractError(
-                f"{label} takes {column.contract.value}, was given {value.contract.value}",
-                value=value.contract.value,
-                remedy="resolve the value, or declare the column with contract='upper_bound'",
-            )
-        self.host[name] = numbers = value.np
-        _check_shape(column, value.shape, num_rows, label)
-        check_indices(column, numbers, runtime, label)
-        if bounded:
-            self.device[name] = DeviceRows.of(value.device_side, num_rows)
-        if isinstance(value, Slots):
-            self.host[name + GENERATION_SUFFIX] = value.generations
-            self.pool_id = value.pool_id
-
-
-def num_rows_of(values: Mapping[str, object], what: str) -> int:
-    """The number of rows of the first column given.
-
-    Raises:
-        ArgumentError: no column, or a column without a length.
-    """
-    for name, value in values.items():
-        try:
-            return len(value)  # type: ignore[arg-type]
-        except TypeError:  # also of what has a length in general, and none as it is: an array of no dimensions
-            number = "the number " if isinstance(value, int | float) else ""
-            raise ArgumentError(
-                f"{what}: column {name!r}: expected one row per request, got {number}{value!r}",
-                value=value,
-                remedy="pass a list, array or tensor with one row per request; slots are what `pool.take` returned",
-            ) from None
-    raise ArgumentError(f"{what}: no columns", value=(), remedy="use `empty` for a batch of no requests")
-
-
-def device_rows(column: TensorColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> DeviceRows:
-    """Values of a column as rows of its device side: a mirrored value, a device tensor, or host values.
-
-    Raises:
-        DeviceError, DtypeError, ShapeError: they do not go into the column.
-        Violation: UNIT_MISMATCH; codes of indices.
-    """
-    if isinstance(value, MirroredTensor):
-        _check_value(column, value, runtime, label)
-        _check_shape(column, value.shape, num_rows, label)
-        return DeviceRows.of(value.device_side, num_rows)
-    if isinstance(value, torch.Tensor):
-        if value.device != runtime.device:
-            raise DeviceError(
-                f"{label}: a tensor on {value.device}, runtime on {runtime.device}",
-                value=str(value.device),
-                remedy="pass a tensor of the runtime's device, or host values as a list or array",
-            )
-        check_dense(value, label)
-        _check_dtype(column, value.dtype, label)
-        _check_shape(column, tuple(value.shape), num_rows, label)
-        return DeviceRows.of(DeviceSide(ReadyTensor.made_now(value, runtime)), num_rows)
-    return DeviceRows.of(_host_rows(column, value, num_rows, runtime, label), num_rows)
-
-
-def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
-    if not isinstance(value, Sized) or isinstance(value, str | bytes | Set | Mapping):
-        raise DtypeError(
-            f"{label}: expected a sequence, got {type(value).__name__}",
-            value=value,
-            remedy="pass one object per request",
-        )
-    if len(value) != num_rows:
-        raise ShapeError(f"{label}: {len(value)} rows of {num_rows}", value=len(value), remedy="pass one per request")
-    rows = np.fromiter(iter(value), dtype=np.object_)  # type: ignore[call-overload]
-    if rows.size != num_rows:
-        raise ShapeError(
-            f"{label}: {rows.size} objects in a sequence of length {num_rows}", value=value, remedy="pass a list"
-        )
-    return rows
-
-
-def _host_rows(column: TensorColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> Array:
-    values = carried(value, column.np_dtype, column.bits_of, label)
-    _check_shape(column, values.shape, num_rows, label)
-    check_indices(column, values, runtime, label)
-    return values
-
-
-def check_indices(column: TensorColumn, values: Array, runtime: Runtime, label: str) -> None:
-    """Refuses values of a column of indices that are none of its space; see `Runtime.check_indices`."""
-    if column.holds is not None:
-        runtime.check_indices(values, column.holds, object=label, column=column.name, step=runtime.step)
-
-
-def _check_value(column: TensorColumn, value: MirroredTensor, runtime: Runtime, label: str) -> None:
-    if value.runtime is not runtime:
-        raise DeviceError(f"{label}: {value!r} belongs to another runtime", value=value, remedy="use one runtime")
-    _check_dtype(column, value.dtype, label)
-    if value.unit != column.unit and (value.unit is not None or column.holds is None):
-        invariants.unit_mismatch(
-            str(column.unit), str(value.unit), object=value.label, column=column.name, step=runtime.step
-        )
-
-
-def _check_shape(column: TensorColumn, shape: tuple[int, ...], num_rows: int, label: str) -> None:
-    if shape != (num_rows, *column.shape):
-        if not shape:
-            problem = f"{label}: expected one row per request, got one number"
-        elif shape[1:] == column.shape:
-            problem = (
-                f"{label} has {shape[0]} row{'s' * (shape[0] != 1)}, expected {num_rows}, as the other columns have"
-            )
-        else:
-            problem = f"{label}: expected shape {[num_rows, *column.shape]}, got {list(shape)}"
-        raise ShapeError(problem, value=shape, remedy="pass one row per request, each of the declared shape")
-
-
-def _check_dtype(column: TensorColumn, dtype: torch.dtype, label: str) -> None:
-    if dtype != column.dtype:
-        raise DtypeError(
-            f"{label} is {column.dtype}, was given {dtype}", value=dtype, remedy="convert before, explicitly"
-        )

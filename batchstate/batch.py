@@ -31,26 +31,17 @@ from batchstate._arrays import (
     Rows,
     Selection,
     Values,
-    converted,
     count,
     kept_rows,
     sizes_of,
 )
+from batchstate._column_inputs import ColumnInputs, amounts_by_column, device_rows, host_values, rows_from
 from batchstate._guidance import OfThisProcess, methods_show_signature, own_names, point_elsewhere, shown
 from batchstate._origin import DerivedArrays, RowSet
-from batchstate._rows import (
-    GENERATION_SUFFIX,
-    ColumnInputs,
-    Layout,
-    RowState,
-    amounts_by_column,
-    check_indices,
-    device_rows,
-    num_rows_of,
-)
+from batchstate._rows import GENERATION_SUFFIX, Layout, RowState
 from batchstate._upload import BatchDevice, Extras, check_writes, named_arrays, packed_step
 from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, ShapeError, one_of
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, one_of
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
 from batchstate.nvtx import ranges
@@ -215,9 +206,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         check_runtime(runtime, f"{cls.__name__}.build")
         if columns.keys() != cls._columns.keys():
             cls._check_none_missing(columns, f"{cls.__name__}.build")
-        num_rows = num_rows_of(columns, f"{cls.__name__}.build")
-        state, pool_id = RowState.of(cls._layout, columns, num_rows, runtime, f"{cls.__name__}.build")
-        batch = cls(runtime, state, num_rows, num_rows, pool_id)
+        state, num_rows, pool_id = rows_from(cls._layout, columns, runtime, f"{cls.__name__}.build")
+        batch = cls(runtime, state, num_rows, num_rows, pool_id or 0)
         if pool_id and cls._slot_column is not None:
             batch._held_at = columns[cls._slot_column].held_at  # type: ignore[union-attr]
         if levels.full:
@@ -245,12 +235,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
     @classmethod
     def empty(cls, runtime: Runtime) -> Self:
         """A batch of no requests: what an idle step and a first merge start from."""
-        values: dict[str, Any] = {}
-        for name, column in cls._columns.items():
-            if isinstance(column, TensorColumn):
-                values[name] = np.empty((0, *column.shape), dtype=column.np_dtype)
-            else:
-                values[name] = ()
+        values: dict[str, Any] = {
+            name: np.empty((0, *column.shape), column.np_dtype) if isinstance(column, TensorColumn) else ()
+            for name, column in cls._columns.items()
+        }
         return cls.build(runtime, **values)
 
     def __dir__(self) -> list[str]:
@@ -607,14 +595,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
             raise ArgumentError(
                 f"{what} has no exact host side of its own", value=column, remedy=f"use replace({column}=...)"
             )
-        new = converted(values, declared.np_dtype, what)
-        shape = (len(index), *declared.shape)
-        if new.shape != shape and new.shape != declared.shape:
-            raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")
-        check_indices(declared, new, self.runtime, what)
-        values_now = self._state.column(column).copy()
-        values_now[index] = new
-        state = self._state.replaced(ColumnInputs(host={column: values_now}))
+        new = host_values(declared, values, index.size, self.runtime, what, some=True)
+        state = self._state.copied((column,))
+        state.column(column)[index] = new
         return self._derived("update", state, self.num_reqs, moved=False)
 
     def update_device(self, column: str, rows: "Selection", values: "Values", bound: object = None) -> Self:
@@ -665,12 +648,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if levels.full and isinstance(values, MirroredTensor):
             values.check("update_device")
         new = device_rows(declared, values, index.size, self.runtime, what)
-        known = None if bound is None else converted(bound, declared.np_dtype, what)
-        shape = (index.size, *declared.shape)
-        if known is not None and known.shape not in ((), shape):
-            raise ShapeError(
-                f"{what}: bounds {list(known.shape)} for {list(shape)}", value=known.shape, remedy="one each"
-            )
+        known = None
+        if bound is not None:
+            known = host_values(declared, bound, index.size, self.runtime, what, some=True, bounds=True)
         state = self._state.overwritten(column, index, new, known)
         return self._derived("update_device", state, self.num_reqs, moved=False)
 
@@ -689,8 +669,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """
         self._begin("tighten")
         what = f"{type(self).__name__}.tighten: column {column!r}"
-        self._tensor_column(column, what)
-        value = self[column]
+        declared, value = self._tensor_column(column, what), self[column]
         if slots is not None:
             bound = numbers_of(bound, slots, self.row_set, what)
         elif self._slot_column is not None and getattr(bound, "row_set", None) is None:
@@ -699,8 +678,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
                 value=bound,
                 remedy="pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots",
             )
-        lower, now = value.tighten(bound).np.copy(), self._state
-        state = now.replaced(ColumnInputs(host={column: lower}, device={column: now.device[column]}))
+        lower = value.tighten(bound).np
+        declared.check_values(lower, self.runtime, what)
+        state = self._state.copied((column,))
+        state.column(column)[...] = lower
         return self._derived("tighten", state, self.num_reqs, moved=False)
 
     def replace(self, /, **columns: ColumnValues) -> Self:
@@ -718,7 +699,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
                 self._check_same_rows(value, "replace", name)
         batch = self._derived(
             "replace",
-            self._state.replaced(inputs),
+            self._state.replaced(inputs.host, inputs.device, inputs.objects),
             num_reqs,
             pool_id=inputs.pool_id,
             windows={name: one for name, one in self._open_windows().items() if name not in columns},
@@ -904,10 +885,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
                 if not value.open_windows:
                     rows.check_sources(self.runtime, self._where(operation, name), value._host)
                 column = self._columns[name]
-                if isinstance(column, DeviceColumn) and column.holds is not None:
+                if isinstance(column, DeviceColumn) and not column.takes_any:
                     contents = rows.contents(self.runtime)
                     if contents is not None:
-                        check_indices(column, contents[1], self.runtime, operation)
+                        column.check_values(contents[1], self.runtime, operation)
             elif self.device_side.has(name):
                 value._device.tensor(self.runtime)  # a view of the copy
             value.check(operation)

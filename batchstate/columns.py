@@ -16,6 +16,7 @@ from batchstate._arrays import Array, padding_row, shape_of
 from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import DeclarationError, ShapeError
 from batchstate.mirror import Contract, MirroredTensor, Slots, index_type
+from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import host_dtype, numpy_dtype
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class TensorColumn(Column):
         holds: the same, where the column was declared with it.
         np_dtype: of the values on the host.
         bits_of: `dtype`, if the host has only the bits of its values; else None.
-        counted: whether the values can be computed: integers that have no index space.
+        takes_any: whether any value of the dtype is one of the column: it holds no indices, and its kind refuses none.
+        counted: whether the values can be computed: integers, of which the column takes any.
     """
 
     value_type: type[MirroredTensor] = MirroredTensor
@@ -86,7 +88,8 @@ class TensorColumn(Column):
         self.np_dtype, self.bits_of = host_dtype(dtype)
         self.shape = shape_of(shape, "a column")
         self.contract = contract
-        self.counted = self.np_dtype.kind in "iu" and self.unit is None and self.bits_of is None
+        self.takes_any = self.unit is None and type(self).check_values is TensorColumn.check_values
+        self.counted = self.takes_any and self.np_dtype.kind in "iu" and self.bits_of is None
         row = padding_row(pad, self.np_dtype, self.bits_of, "pad")
         if row.shape not in ((), self.shape):
             raise ShapeError(
@@ -100,6 +103,22 @@ class TensorColumn(Column):
     def unit(self) -> str | None:
         """Index space of the values, or None for plain numbers."""
         return self.value_type.unit
+
+    def check_values(self, values: Array, runtime: Runtime, label: str) -> None:
+        """Refuses values that have the dtype and the shape of the column, and are none of it. A kind overrides it.
+
+        Asked of all host values that a caller gives, and at `full` of what a device-only column holds.
+
+        Args:
+            values: of any number of rows, `[n, *shape]`, or one row. Not to be written.
+            runtime: the device.
+            label: operation and column, for messages.
+
+        Raises:
+            ArgumentError, Violation: indices outside of their space; see `Runtime.check_indices`.
+        """
+        if self.holds is not None:
+            runtime.check_indices(values, self.holds, object=label, column=self.name, step=runtime.step)
 
     @overload
     def __get__(self: Self_, instance: None, owner: type) -> Self_: ...

@@ -29,6 +29,7 @@ from batchstate import levels
 from batchstate._allocator import STALE_HANDLE
 from batchstate._arrays import Amount, Selection
 from batchstate._arrays import count as counted
+from batchstate._column_inputs import rows_from
 from batchstate._guidance import Guided, check_kind, shown, shows_signature
 from batchstate._origin import Origin
 from batchstate._planned_step import (
@@ -45,7 +46,7 @@ from batchstate._planned_step import (
     each_puts_in_one,
 )
 from batchstate._relay import HOST, Publication, PublishedRows
-from batchstate._rows import GENERATION_SUFFIX, RowState, num_rows_of
+from batchstate._rows import GENERATION_SUFFIX, RowState
 from batchstate._upload import NO_EXTRAS, Extras, check_writes, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
@@ -153,6 +154,7 @@ class StepPlanner(Guided):
             and lengths is None
             and not layouts
             and column.dtype == torch.int64
+            and column.counted  # else `advance` refuses it
             and pages.req_to_token is not None
             and pages.req_to_token.dtype == torch.int32
             and set(results) <= set(names)
@@ -372,10 +374,9 @@ class StepPlanner(Guided):
         what, name = f"StepPlanner: {OPERATION}: joining", self._slot_column
         if len(joining) != len(self._kind._columns) - 1 or name in joining:
             self._kind._check_none_missing(joining, what, but=name)
-        arrived = num_rows_of(joining, what)
         kept = np.arange(batch.num_reqs) if index is None else index
         first = kept.size
-        state, pool_id = batch._state.joined(joining, arrived, kept, self._runtime, what)
+        state, arrived, pool_id = rows_from(self._kind._layout, joining, self._runtime, what, (batch._state, kept))
         slots, generations = state.column(name), state.column(name + GENERATION_SUFFIX)
         takes: tuple[Ints, Ints] | None = None
         if pool_id is None:

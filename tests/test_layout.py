@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "runtime": ("runtime",),
     "mirrored values": ("_arrays", "_origin", "_host_values", "mirror"),
     "pools": ("tables", "_allocator", "pools", "hybrid"),
-    "batches": ("columns", "_rows", "_upload", "batch", "static"),
+    "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),
     "forward inputs": ("forward",),
     "relay": ("_relay", "future_map"),
