@@ -31,7 +31,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import count
 from batchstate._guidance import shown
 from batchstate._source_lines import Line, users_line
-from batchstate.errors import ArgumentError, DeviceError, DtypeError, PoolBrokenError, PoolExhaustedError
+from batchstate.errors import ArgumentError, DtypeError, PoolBrokenError, PoolExhaustedError, another_runtime
 from batchstate.invariants import times_checked
 from batchstate.mirror import Handles, MirroredTensor, Slots
 from batchstate.runtime.agreement import QueriedFence
@@ -100,8 +100,8 @@ class Transaction:
         raise PoolBrokenError(
             f"{asked}: `{self.operation}` has not ended in {self.label}, which may be half changed",
             value=self.operation,
-            remedy="it was interrupted, or could not be undone: make the pool anew with all that is over it. If it is "
-            "running, do not call the pool from a listener, a finalizer or a signal handler",
+            remedy="if it was interrupted or could not be undone, make the pool anew, and what is over it. If it "
+            "is running, do not call the pool from a listener, a finalizer or a signal handler",
         )
 
     def watch(self, fence: Fence) -> QueriedFence:
@@ -863,14 +863,14 @@ class Generations:
             slots._check_fresh("host")
         rows: Ints = slots._host_side()
         if slots.runtime is not self._runtime:
-            raise DeviceError(f"{self.name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
+            raise another_runtime(self.name, slots)
         if slots._pool_id != self.pool_id and (np.count_nonzero(rows) if padded else rows.size):
             other = _pools.get(slots.pool_id)
             raise ArgumentError(
-                f"{operation}: {kind.unit}s of {'no pool' if other is None else f'pool {other.name!r}'} "
-                f"given to pool {self.name!r}",
+                f"{operation}: expected {kind.unit}s of pool {self.name!r}, got {kind.unit}s of "
+                f"{'no pool' if other is None else f'pool {other.name!r}'}",
                 value=slots,
-                remedy=f"use {kind.unit}s with the pool that handed them out, and with what was made over it",
+                remedy=f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it",
             )
         return rows, slots._generations  # type: ignore[return-value]
 

@@ -32,7 +32,9 @@ from batchstate.errors import (
     DeviceError,
     DtypeError,
     ShapeError,
+    another_runtime,
     one_of,
+    wrong_shape,
 )
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.runtime.base import Runtime
@@ -143,7 +145,7 @@ class ColumnInputs:
         bounded = value.contract is Contract.UPPER_BOUND
         if value.contract is Contract.DEVICE_ONLY or (bounded and column.contract is not Contract.UPPER_BOUND):
             raise ContractError(
-                f"{label} takes {column.contract.value}, was given {value.contract.value}",
+                f"{label}: expected contract {column.contract.value!r}, got {value.contract.value!r}",
                 value=value.contract.value,
                 remedy="resolve the value, or declare the column with contract='upper_bound'",
             )
@@ -210,8 +212,8 @@ def host_values(
     if not some:
         _check_shape(column, values.shape, num_rows, label)
     elif values.shape != shape and values.shape != (() if bounds else column.shape):
-        what, remedy = ("bounds ", "one each") if bounds else ("", "one row each")
-        raise ShapeError(f"{label}: {what}{list(values.shape)} for {list(shape)}", value=values.shape, remedy=remedy)
+        what, each = (": bound", "one bound for each value") if bounds else ("", "one row of values for each row")
+        raise wrong_shape(f"{label}{what}", shape, values.shape, f"pass {each}, or one for all")
     column.check_values(values, runtime, label)
     return values
 
@@ -230,7 +232,7 @@ def device_rows(column: TensorColumn, value: object, num_rows: int, runtime: Run
     if isinstance(value, torch.Tensor):
         if value.device != runtime.device:
             raise DeviceError(
-                f"{label}: a tensor on {value.device}, runtime on {runtime.device}",
+                f"{label}: expected a tensor on {runtime.device}, got one on {value.device}",
                 value=str(value.device),
                 remedy="pass a tensor of the runtime's device, or host values as a list or array",
             )
@@ -262,7 +264,7 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
     added = dict.fromkeys(names, n)
     if len(added) < len(names):
         raise ArgumentError(
-            f"{what}: a column is named twice in {names}", value=names, remedy="name each column once, and add the sum"
+            f"{what}: a column is named twice in {names}", value=names, remedy="name each once, with the sum"
         )
     return added
 
@@ -290,18 +292,20 @@ def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
             remedy="pass one object per request",
         )
     if len(value) != num_rows:
-        raise ShapeError(f"{label}: {len(value)} rows of {num_rows}", value=len(value), remedy="pass one per request")
+        raise ShapeError(
+            f"{label}: expected {num_rows} objects, got {len(value)}", value=len(value), remedy="pass one per request"
+        )
     rows = np.fromiter(iter(value), dtype=np.object_)  # type: ignore[call-overload]
     if rows.size != num_rows:
         raise ShapeError(
-            f"{label}: {rows.size} objects in a sequence of length {num_rows}", value=value, remedy="pass a list"
+            f"{label}: expected {num_rows} objects, as `len` says, got {rows.size}", value=value, remedy="pass a list"
         )
     return rows
 
 
 def _check_value(column: TensorColumn, value: MirroredTensor, runtime: Runtime, label: str) -> None:
     if value.runtime is not runtime:
-        raise DeviceError(f"{label}: {value!r} belongs to another runtime", value=value, remedy="use one runtime")
+        raise another_runtime(label, value)
     _check_dtype(column, value.dtype, label)
     if value.unit != column.unit and (value.unit is not None or column.holds is None):
         invariants.unit_mismatch(
@@ -325,5 +329,5 @@ def _check_shape(column: TensorColumn, shape: tuple[int, ...], num_rows: int, la
 def _check_dtype(column: TensorColumn, dtype: torch.dtype, label: str) -> None:
     if dtype != column.dtype:
         raise DtypeError(
-            f"{label} is {column.dtype}, was given {dtype}", value=dtype, remedy="convert before, explicitly"
+            f"{label}: expected {column.dtype}, got {dtype}", value=dtype, remedy="convert the values first"
         )

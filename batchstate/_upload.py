@@ -13,7 +13,7 @@ from batchstate._arrays import Array, as_array
 from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.columns import TensorColumn
-from batchstate.errors import ArgumentError, DeviceError, one_of
+from batchstate.errors import ArgumentError, another_runtime, one_of
 from batchstate.mirror import DeviceSide, MirroredTensor, rows_of, write_count
 from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import PackedUpload, ReadyTensor
@@ -393,7 +393,7 @@ def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableW
     """One write per table, all checked again; see `BatchDevice.upload` for what is refused."""
     for write in writes:
         if write.table.runtime is not runtime:
-            raise DeviceError(f"upload of {write!r}, of another runtime", value=write, remedy="use one runtime")
+            raise another_runtime("upload", write)
         write.table.check_write(write, "upload")
     joined = list(writes)
     if len(writes) > 1:

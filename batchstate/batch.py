@@ -506,9 +506,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
             joining._begin(operation)
             if self._pool_id != joining._pool_id and num_reqs and joining.num_reqs:
                 raise ArgumentError(
-                    f"{operation} of slots of pools {self._pool_id} and {joining._pool_id}",
+                    f"{operation}: expected slots of pool {self._pool_id}, got slots of pool {joining._pool_id}",
                     value=joining._pool_id,
-                    remedy="requests of one batch take their slots from one pool",
+                    remedy="take the slots of all requests of a batch from one pool",
                 )
             state = state.merged(joining._state, index)
         elif index is not None:
@@ -593,7 +593,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         index = kept_rows(rows, self._begin("update"), what)
         if not isinstance(declared, MirroredColumn) or column in self._state.device or column == self._slot_column:
             raise ArgumentError(
-                f"{what} has no exact host side of its own", value=column, remedy=f"use replace({column}=...)"
+                f"{what}: the host does not have its exact values", value=column, remedy=f"use replace({column}=...)"
             )
         new = host_values(declared, values, index.size, self.runtime, what, some=True)
         state = self._state.copied((column,))
@@ -626,11 +626,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
         mirrored = isinstance(declared, MirroredColumn)
         if declared.contract is Contract.EXACT:
             raise ContractError(
-                f"{what} is exact", value=column, remedy="declare it with contract='upper_bound', or use `update`"
+                f"{what}: expected a column of bounds, got an exact one",
+                value=column,
+                remedy="declare it with contract='upper_bound', or use `update`",
             )
         if mirrored != (bound is not None):
             raise ArgumentError(
-                f"{what} {'has a host side' if mirrored else 'has none'}, and the bound is {bound!r}",
+                f"{what}: expected {'a bound' if mirrored else 'no bound'}, got {bound!r}",
                 value=bound,
                 remedy="pass bound= for a mirrored column, and no bound for a device-only one",
             )

@@ -72,6 +72,11 @@ class ShapeError(BatchStateError, ValueError):
     """Shapes do not go together (a mask of another length, a trailing shape that differs)."""
 
 
+def wrong_shape(what: str, expected: Iterable[int], got: Iterable[int], remedy: str) -> ShapeError:
+    """The error of values of another shape than the one that is expected."""
+    return ShapeError(f"{what}: expected shape {[*expected]}, got {[*got]}", value=tuple(got), remedy=remedy)
+
+
 class DtypeError(BatchStateError, TypeError):
     """A dtype is wrong for the operation: floats where integers are meant, or one side unlike the other."""
 
@@ -102,6 +107,11 @@ class SideMissingError(BatchStateError, RuntimeError):
 
 class DeviceError(BatchStateError, ValueError):
     """Operands belong to different runtimes or devices, or a tensor lies on the wrong one."""
+
+
+def another_runtime(what: str, value: object) -> DeviceError:
+    """The error of a value that belongs to another runtime than the one that it is used with."""
+    return DeviceError(f"{what}: {value!r} belongs to another runtime", value=value, remedy="open one runtime for both")
 
 
 class OwnerThreadError(BatchStateError, RuntimeError):

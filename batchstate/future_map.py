@@ -42,7 +42,16 @@ from batchstate._relay import (
     RelayEntries,
 )
 from batchstate._upload import Extras
-from batchstate.errors import ArgumentError, CaptureError, DeclarationError, DeviceError, DtypeError, ShapeError, one_of
+from batchstate.errors import (
+    ArgumentError,
+    CaptureError,
+    DeclarationError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    another_runtime,
+    one_of,
+)
 from batchstate.forward.inputs import ForwardInputs, Sources, check_parts, end_to_end
 from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
@@ -1067,7 +1076,7 @@ def _check_device_values(
     """
     if isinstance(value, MirroredTensor):
         if value.runtime is not runtime:
-            raise DeviceError(f"{what}: {value!r} has another runtime", value=value, remedy="use one runtime")
+            raise another_runtime(what, value)
         _ = value.device_side  # refuses one that is knowingly old
         if levels.full:
             value.check("publish")
@@ -1081,7 +1090,7 @@ def _check_device_values(
         check_dense(value, what)
     if value.dtype != field.dtype:
         raise DtypeError(
-            f"{what}: {value.dtype} for {field.dtype}", value=value.dtype, remedy="convert it in the forward"
+            f"{what}: expected {field.dtype}, got {value.dtype}", value=value.dtype, remedy="convert it in the forward"
         )
     _check_shape(tuple(value.shape), field, num_rows, what)
 
@@ -1109,9 +1118,9 @@ def _filled(value: object, width: int) -> object:
 
 def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], what: str) -> None:
     if not shape or shape[1:] != field.shape or shape[0] not in num_rows:
-        rows = " or ".join(str(number) for number in dict.fromkeys(num_rows))
+        expected = " or ".join(str([number, *field.shape]) for number in dict.fromkeys(num_rows))
         raise ShapeError(
-            f"{what}: {list(shape)} for {rows} rows of {list(field.shape)}",
+            f"{what}: expected shape {expected}, got {list(shape)}",
             value=shape,
             remedy="pass one entry per request, in the order of the slots",
         )

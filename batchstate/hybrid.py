@@ -243,7 +243,7 @@ class HybridSlotPool(SlotPool):
             return next(iter(self._owners.values()))
         if kind not in self._owners:
             raise ArgumentError(
-                f"{self.name}: states of kind {kind!r}", value=kind, remedy=f"name one of: {', '.join(self._owners)}"
+                f"{self.name}: no states of kind {kind!r}", value=kind, remedy=f"name one of: {', '.join(self._owners)}"
             )
         return self._owners[kind]
 
@@ -426,9 +426,9 @@ def _kinds(states: object, per_slot: object, name: str) -> dict[str, tuple[int, 
     wrong = [kind for kind in sizes if not (isinstance(kind, str) and kind.isidentifier()) or kind in taken]
     if not sizes or unknown or wrong:
         raise ArgumentError(
-            f"{name}: states of {[*sizes] or 'no kind'}, counts of {[*counts]}",
+            f"{name}: expected kinds of states and a count for each, got states {[*sizes]} and counts {[*counts]}",
             value=(unknown or wrong or [*sizes]),
-            remedy=f"name each kind with an identifier other than {', '.join(taken)}, and counts of these kinds",
+            remedy=f"name each kind by an identifier other than {', '.join(taken)}, and count these kinds only",
         )
     kinds = {}
     for kind, size in sizes.items():

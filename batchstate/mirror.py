@@ -62,7 +62,9 @@ from batchstate.errors import (
     DtypeError,
     ShapeError,
     SideMissingError,
+    another_runtime,
     one_of,
+    wrong_shape,
 )
 from batchstate.runtime.base import Runtime, check_runtime
 from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, host_dtype, numpy_dtype, torch_dtype
@@ -359,7 +361,7 @@ class MirroredTensor(HostValues, OfThisProcess):
         chosen = natural_dtype(values, what) if dtype is None else numpy_dtype(dtype)
         if cls.unit is not None and chosen != np.int64:
             if dtype is not None or chosen.kind not in "iu":
-                raise DtypeError(f"{what}: {cls.unit}s of {chosen}", value=chosen, remedy="indices are int64")
+                raise DtypeError(f"{what}: expected int64 {cls.unit}s, got {chosen}", value=chosen, remedy="pass int64")
             chosen = np.dtype(np.int64)
         torch_dtype(chosen)
         host = converted(values, chosen, what)
@@ -784,7 +786,7 @@ class MirroredTensor(HostValues, OfThisProcess):
         new = carried(given, *host_dtype(self.dtype), what)
         shape = (len(index), *self.shape[1:])
         if new.ndim and new.shape != shape:
-            raise ShapeError(f"{what}: {list(new.shape)} for {list(shape)}", value=new.shape, remedy="one row each")
+            raise wrong_shape(what, shape, new.shape, "pass one row of values for each row, or one for all")
         new = np.broadcast_to(new, shape)
         host = None
         if self._host is not None:
@@ -865,7 +867,7 @@ class MirroredTensor(HostValues, OfThisProcess):
             )
         if weaker_contract(wanted, self.contract) is not wanted or wanted is Contract.HOST_ONLY:
             raise ContractError(
-                f"{self!r} is {self.contract.value} and does not become {wanted.value}",
+                f"{self!r}: the contract {self.contract.value!r} cannot become {wanted.value!r}",
                 value=wanted.value,
                 remedy="only `resolve()` strengthens a contract, and it waits for the device",
             )
@@ -892,15 +894,15 @@ class MirroredTensor(HostValues, OfThisProcess):
         what = self._what("tighten")
         if self.contract is not Contract.UPPER_BOUND:
             raise ContractError(
-                f"{what}: {self!r} is {self.contract.value}",
+                f"{what}: expected a bound, got {self!r}",
                 value=self.contract.value,
-                remedy="only a bound can be tightened; `update` changes exact values on both sides",
+                remedy="use `update`, which changes exact values on both sides",
             )
         if levels.full:
             self.check("tighten")
         host = converted(lined_up(bound, self.row_set, what), numpy_dtype(self.dtype), what)
         if host.shape != self.shape:
-            raise ShapeError(f"{what}: {list(host.shape)} for {list(self.shape)}", value=host.shape, remedy="one each")
+            raise wrong_shape(what, self.shape, host.shape, "pass one bound for each value")
         higher = np.argwhere(~(host <= self.np))  # of any trailing shape, and of no rows too
         if higher.size:
             raise ArgumentError(
@@ -1028,22 +1030,22 @@ class MirroredTensor(HostValues, OfThisProcess):
         what = self._what(operation)
         if not isinstance(other, MirroredTensor):
             raise DeclarationError(
-                f"{what}: expected a MirroredTensor, got {type(other).__name__}", value=other, remedy="wrap it"
+                f"{what}: expected a MirroredTensor, got {type(other).__name__}",
+                value=other,
+                remedy="make one: MirroredTensor.from_host(runtime, values)",
             )
         if self.unit != other.unit:
             invariants.unit_mismatch(str(self.unit), str(other.unit), **self._where(operation))
         if self.runtime is not other.runtime:
-            raise DeviceError(
-                f"{what}: {self!r} and {other!r} have two runtimes", value=other, remedy="use one runtime"
-            )
+            raise another_runtime(what, other)
         if self.dtype != other.dtype:
-            raise DtypeError(f"{what}: {self.dtype} with {other.dtype}", value=other.dtype, remedy="use one dtype")
-        if self.shape[1:] != other.shape[1:]:
-            raise ShapeError(
-                f"{what}: rows of {list(self.shape[1:])} with rows of {list(other.shape[1:])}",
-                value=other.shape,
-                remedy="rows must have one shape",
+            raise DtypeError(
+                f"{what}: expected {self.dtype}, got {other.dtype}",
+                value=other.dtype,
+                remedy="convert one first",
             )
+        if self.shape[1:] != other.shape[1:]:
+            raise wrong_shape(f"{what}: rows", self.shape[1:], other.shape[1:], "pass rows of one shape")
 
 
 def _all_plain(values: "Sequence[MirroredTensor]", plain: int) -> bool:
@@ -1080,9 +1082,7 @@ def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, what: str)
         raise ArgumentError(f"{what}: slots are {slots!r}", value=slots, remedy="pass handles, as `batch.slots`")
     numbers = as_array(lined_up(values, handles, what), what)
     if numbers.shape[:1] != (len(slots),):
-        raise ShapeError(
-            f"{what}: {list(numbers.shape)} for {len(slots)} slots", value=numbers.shape, remedy="one row each"
-        )
+        raise wrong_shape(what, (len(slots), *numbers.shape[1:]), numbers.shape, "pass one row for each slot")
     rows = handles.rows_of(wanted, what, operation=what, step=slots.runtime.step)
     return numbers if rows is None else numbers[rows]
 
@@ -1181,11 +1181,7 @@ class Handles(MirroredTensor):
             plain.generations if generations is None else generations, np.dtype(np.int64), "generations"
         ).copy()
         if own.shape != numbers.shape or numbers.ndim != 1:
-            raise ShapeError(
-                f"{list(own.shape)} generations for {list(numbers.shape)} {cls.unit}s",
-                value=own.shape,
-                remedy=f"one per {cls.unit}",
-            )
+            raise wrong_shape("generations", (numbers.size,), own.shape, f"pass one generation for each {cls.unit}")
         pool_id = count(pool_id, "pool_id")
         return cls.of_pool(runtime, numbers, own, pool_id=pool_id, contract=plain.contract, name=name)
 

@@ -20,7 +20,7 @@ from batchstate._rows import Layout, RowState
 from batchstate._upload import Extras, append_needs, extra_array, joined_writes, named_arrays
 from batchstate.batch import Batch
 from batchstate.columns import Column, MirroredColumn, TensorColumn
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
 from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
 from batchstate.runtime.memory import ALIGNMENT, FixedMemory, PackedUpload, Place, ReadyTensor, packed_places, view_at
@@ -72,7 +72,11 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         runtime.check_owner("StaticBuffers")
         untyped: object = batch
         if not isinstance(untyped, type) or not issubclass(untyped, Batch):
-            raise ArgumentError(f"StaticBuffers of {batch!r}", value=batch, remedy="pass a class that declares columns")
+            raise ArgumentError(
+                f"StaticBuffers: expected a batch class, got {batch!r}",
+                value=batch,
+                remedy="pass a class that declares columns",
+            )
         self.runtime = runtime
         self.rows = size_of(rows, "StaticBuffers: rows", least=1)
         self.num_reqs = 0
@@ -255,10 +259,12 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         what = f"{type(batch).__name__}.to_static"
         if type(batch) is not self._batch:
             raise DeclarationError(
-                f"{what} into buffers of {self._batch.__name__}", value=self, remedy="make buffers for each batch class"
+                f"{what}: expected buffers of {type(batch).__name__}, got buffers of {self._batch.__name__}",
+                value=self,
+                remedy="make StaticBuffers for each batch class",
             )
         if batch.runtime is not self.runtime:
-            raise DeviceError(f"{what}: buffers of another runtime", value=self, remedy="use one runtime")
+            raise another_runtime(what, self)
         if batch.num_rows > self.rows:
             raise ArgumentError(
                 f"{what}: {batch.num_rows} rows into buffers of {self.rows}",
@@ -280,16 +286,13 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             array = arrays[name]
             if array.dtype != declared.dtype:
                 raise DtypeError(
-                    f"{what}: extra {name!r} is {array.dtype}, declared {declared.dtype}",
+                    f"{what}: extra {name!r}: expected {declared.dtype}, got {array.dtype}",
                     value=array.dtype,
                     remedy="give it the dtype that the graph was captured with",
                 )
             if array.shape != declared.shape:
-                raise ShapeError(
-                    f"{what}: extra {name!r} is {list(array.shape)}, declared {list(declared.shape)}",
-                    value=array.shape,
-                    remedy="pad it to the rows of the graph: what is not written would be of an earlier step",
-                )
+                remedy = "pad it to the rows of the graph: what is not written would be of an earlier step"
+                raise wrong_shape(f"{what}: extra {name!r}", declared.shape, array.shape, remedy)
         return arrays
 
     def _check(self, state: RowState, extras: Mapping[str, Array]) -> None:

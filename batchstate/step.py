@@ -50,7 +50,7 @@ from batchstate._rows import GENERATION_SUFFIX, RowState
 from batchstate._upload import NO_EXTRAS, Extras, check_writes, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, one_of
+from batchstate.errors import ArgumentError, DeclarationError, another_runtime, one_of
 from batchstate.forward.plan import ForwardPlan, checked_layouts
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap
@@ -229,7 +229,7 @@ class StepPlanner(Guided):
                 remedy=f"pass what `{self._kind.__name__}.build` returned; each batch class has a planner of its own",
             )
         if batch.runtime is not self._runtime:
-            raise DeviceError(f"StepPlanner: {batch!r} has another runtime", value=batch, remedy="use one runtime")
+            raise another_runtime("StepPlanner", batch)
         if writes:
             check_writes(writes, f"{type(batch).__name__}.{OPERATION}")
         if levels.full:
@@ -387,9 +387,9 @@ class StepPlanner(Guided):
             _check_apart(leaving[0], slots[first:])
         if first and arrived and batch._pool_id != pool_id:
             raise ArgumentError(
-                f"{what} of slots of pools {batch._pool_id} and {pool_id}",
+                f"{what}: expected slots of pool {pool_id}, got slots of pool {batch._pool_id}",
                 value=pool_id,
-                remedy="requests of one batch take their slots from one pool",
+                remedy="take the slots of all requests of a batch from one pool",
             )
         new = batch._derived(OPERATION, state, first + arrived, pool_id=pool_id if arrived else batch._pool_id)
         if levels.cheap or takes is None:

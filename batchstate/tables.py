@@ -21,7 +21,15 @@ from batchstate import invariants, levels
 from batchstate._arrays import Array, as_array, converted, read_only, select_rows, shape_of, signed_twin
 from batchstate._guidance import Guided, shown, shows_signature
 from batchstate._origin import Changes, Origin, RowSet
-from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError
+from batchstate.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    RowIndexError,
+    ShapeError,
+    another_runtime,
+    wrong_shape,
+)
 from batchstate.mirror import Handles, MirroredTensor
 from batchstate.runtime.base import Fence, Runtime, check_fence
 from batchstate.runtime.memory import FixedMemory, ReadyTensor, numpy_dtype
@@ -356,9 +364,7 @@ class Table(Guided):
             shape = (rows.size,)
             index = rows * self._row_width + self._positions(positions, rows.size, what)
         if array.shape != shape:
-            raise ShapeError(
-                f"{what}: values {list(array.shape)} for {list(shape)}", value=array.shape, remedy="one for each place"
-            )
+            raise wrong_shape(f"{what}: values", shape, array.shape, "pass one value for each element that is written")
         if levels.full:
             copy = invariants.first_duplicate(index)
             if copy is not None:
@@ -531,30 +537,38 @@ class Table(Guided):
     def _positions(self, positions: object, n: int, what: str) -> Ints:
         array = self._integers(positions, f"{what}: positions")
         if array.size != n:
-            raise ShapeError(f"{what}: {array.size} positions for {n} rows", value=array.size, remedy="one each")
+            raise ShapeError(
+                f"{what}: expected {n} positions, got {array.size}",
+                value=array.size,
+                remedy="pass one position for each row",
+            )
         if array.size:
             invariants.sentinel_escaped(array, **self._where("write"))
             most = int(array.max())
             if most >= self._row_width:
                 raise RowIndexError(
-                    f"{what}: position {most} of a row of {self._row_width}",
+                    f"{what}: expected positions of 0 to {self._row_width - 1}, got {most}",
                     value=most,
-                    remedy="positions lie in 0 to the row's width - 1",
+                    remedy="pass positions inside the row, or make the table wider",
                 )
         return array
 
     def _integers(self, values: object, what: str) -> Ints:
         array = as_array(values, what)
         if array.ndim != 1:
-            raise ShapeError(f"{what}: {array.ndim} dimensions", value=array.shape, remedy="pass one dimension")
+            raise ShapeError(
+                f"{what}: expected one dimension, got {array.ndim}",
+                value=array.shape,
+                remedy="pass a flat array",
+            )
         if array.size and array.dtype.kind not in "iu":
-            raise DtypeError(f"{what}: dtype {array.dtype}", value=array.dtype, remedy="pass integers")
+            raise DtypeError(f"{what}: expected integers, got {array.dtype}", value=array.dtype, remedy="pass integers")
         return array.astype(np.int64, copy=False)
 
     def _values(self, values: object, what: str) -> Array:
         if isinstance(values, MirroredTensor):
             if values.runtime is not self.runtime:
-                raise DeviceError(f"{what}: {values!r} has another runtime", value=values, remedy="use one runtime")
+                raise another_runtime(what, values)
             if self.holds is not None and values.unit is not None and values.unit != self.holds:
                 invariants.unit_mismatch(self.holds, values.unit, **self._where("write"))
             array = converted(values.exact_host(what), self._dtype, what)

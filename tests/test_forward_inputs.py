@@ -441,7 +441,7 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
         (ArgumentError, not_uploaded, lambda: resolve(plan, bare)),
         (ArgumentError, "were not uploaded with this batch", lambda: resolve(plan, theirs)),
         (ArgumentError, "a table of slots of", lambda: resolve(plan, uploaded, req_to_token=others.table)),
-        (ArgumentError, "given to pool", lambda: others.resolve(plan, uploaded)),
+        (ArgumentError, "expected slots of pool", lambda: others.resolve(plan, uploaded)),
         (DeviceError, "another runtime", lambda: far.resolve(plan, uploaded)),
     ]
     before = rt.counters.snapshot()

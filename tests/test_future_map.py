@@ -481,23 +481,23 @@ TEXTS = {
     "publish an undeclared field": "publish of 'tokens', which is not declared",
     "publish nothing": "publish of no field",
     "publish None": "publish of 'token'.* expected numbers",
-    "publish int32": "int32 for torch.int64",
-    "publish a mirrored int32": "int32 for torch.int64",
-    "publish a row too many": r"relay: publish of 'token': \[3\] for 2 rows of \[\]",
-    "publish a mirrored row too many": r"\[3\] for 2 rows",
-    "publish rows for numbers": r"\[2, 1\] for 2 rows of \[\]",
-    "publish drafts of another shape": r"publish of 'drafts': \[2, 3\] for 2 rows of \[2\]",
-    "publish a scalar": r"\[\] for 2 rows",
+    "publish int32": "expected torch.int64, got torch.int32",
+    "publish a mirrored int32": "expected torch.int64, got torch.int32",
+    "publish a row too many": r"relay: publish of 'token': expected shape \[2\], got \[3\]",
+    "publish a mirrored row too many": r"expected shape \[2\], got \[3\]",
+    "publish rows for numbers": r"expected shape \[2\], got \[2, 1\]",
+    "publish drafts of another shape": r"publish of 'drafts': expected shape \[2, 2\], got \[2, 3\]",
+    "publish a scalar": r"expected shape \[2\], got \[\]",
     "publish from another device": "expected a tensor on .*, got one on meta",
     "publish a value of another runtime": "another runtime",
     "publish a sparse tensor": "layout",
     "publish a good field and a bad one": "publish of 'lengths'",
-    "publish a list of a row too few": r"publish of 'token': \[1\] for 2 rows",
-    "publish a host number": r"\[\] for 2 rows",
+    "publish a list of a row too few": r"publish of 'token': expected shape \[2\], got \[1\]",
+    "publish a host number": r"expected shape \[2\], got \[\]",
     "publish half a token": "float64 do not go into int64",
     "publish None in a list": "expected numbers",
     "publish more than int64": "does not fit",
-    "publish a good field and a bad host one": r"publish of 'lengths': \[3\] for 2 rows",
+    "publish a good field and a bad host one": r"publish of 'lengths': expected shape \[2\], got \[3\]",
     "gather what only the host reads": "gather of 'accepted', which is read by the host",
     "gather an undeclared field": "use one of: token, drafts, lengths, accepted, hidden",
     "gather by a list of names": r"gather of \['token'\], which is not declared",
@@ -572,7 +572,7 @@ def test_dead_and_foreign_slots_change_nothing(rt: Runtime, device: str, pool: S
     live = pool.take(2)
     mixed = live.pad(3).take([2, 0, 1])  # padding is at the end; elsewhere a zero is a mistake
     for act in operations(relay, others.take(2)).values():
-        untouched(relay, ArgumentError, "slots of pool 'others' given to pool 'slots'", act)
+        untouched(relay, ArgumentError, "expected slots of pool 'slots', got slots of pool 'others'", act)
     for act in operations(relay, distant.take(2)).values():
         untouched(relay, DeviceError, "another runtime", act)
     for slots, code in ((Pages.from_host(rt, [1, 2]), Code.UNIT_MISMATCH), (mixed, Code.SLOT_ZERO_ALLOCATED)):
@@ -985,7 +985,7 @@ def test_padded_rows_cost_no_copy(rt: Runtime) -> None:
     found = relay.prefetch(batch.slots, "x")
     assert (rt.counters - before).host_to_device_copies == 0
     assert found["x"].np.tolist() == [5, 6]
-    untouched(relay, ShapeError, r"\[3\] for 2 or 4 rows of", lambda: relay.publish(batch.slots, x=values[:3]))
+    untouched(relay, ShapeError, r"shape \[2\] or \[4\], got \[3\]", lambda: relay.publish(batch.slots, x=values[:3]))
 
 
 def test_there_are_no_bounds_of_indices(rt: Runtime) -> None:

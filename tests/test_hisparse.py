@@ -222,7 +222,7 @@ def test_foreign_handles_and_threads(rt: Runtime, world: World) -> None:
         lambda slots: tier.finish(slots),
         lambda slots: tier.abort(slots),
     ):
-        with pytest.raises(ArgumentError, match="given to pool"):
+        with pytest.raises(ArgumentError, match="expected slots of pool"):
             call(foreign)
         assert isinstance(in_a_thread(lambda call=call: call(mine)), OwnerThreadError)  # type: ignore[misc]
     assert isinstance(in_a_thread(tier.poll_staged), OwnerThreadError)

@@ -77,7 +77,7 @@ def test_best_fit_and_fragments(make: Make) -> None:
         token for start, n in pieces.table.tolist() for token in range(start, start + n)
     ]
     assert pieces.locations(3, 2).tolist() == [pieces.table[0].sum() - 1, pieces.table[1, 0]]
-    with pytest.raises(ArgumentError, match="stay inside the ranges"):
+    with pytest.raises(ArgumentError, match="expected positions inside of"):
         pieces.locations(5, 3)
     with pytest.raises(ArgumentError):
         pieces.locations(-1, 1)

@@ -114,10 +114,10 @@ def test_page_lists_begin_behind_the_encoder(rt: Runtime, world: World, layout: 
 
 
 WRONG: dict[str, tuple[type[BatchStateError], str, dict[str, Any]]] = {
-    "less than none": (ArgumentError, "kv_offset -1", {"kv_offset": -1}),
+    "less than none": (ArgumentError, "expected a kv_offset of 0 or more and a PagePool, got -1", {"kv_offset": -1}),
     "half a token": (DtypeError, "kv_offset", {"kv_offset": 0.5}),
     "too many": (ShapeError, "kv_offset", {"kv_offset": [1, 2, 3, 4]}),
-    "without pages": (ArgumentError, "with None", {"kv_offset": 1, "pages": None}),
+    "without pages": (ArgumentError, "and None", {"kv_offset": 1, "pages": None}),
     "more than allocated": (ArgumentError, "pages for", {"kv_offset": 20}),
     "a tier that is none": (ArgumentError, "tier: expected a LastLocation, got ", {"tier": 3}),
 }

@@ -364,7 +364,7 @@ def test_empty_keep_lists(lens: MirroredTensor, keep: Any, full: None) -> None:
         (lambda v: v.cat([None]), ArgumentError, "no values"),
         (lambda v: v.merge(MirroredTensor.from_host(v.runtime, [1], dtype=torch.int32)), DtypeError, "int32"),
         (lambda v: v.merge(MirroredTensor.from_host(v.runtime, [[1, 2]])), ShapeError, r"\[2\]"),
-        (lambda v: v.merge(MirroredTensor.from_host(open_device(v.runtime.device.type), [1])), DeviceError, "two"),
+        (lambda v: v.merge(MirroredTensor.from_host(open_device(v.runtime.device.type), [1])), DeviceError, "another"),
         (lambda v: v.merge(Slots.from_host(v.runtime, [1])), Code.UNIT_MISMATCH, ""),
         (lambda v: Slots.from_host(v.runtime, [1]).merge(v), Code.UNIT_MISMATCH, ""),
         (lambda v: Locations.from_host(v.runtime, Slots.from_host(v.runtime, [1])), Code.UNIT_MISMATCH, ""),

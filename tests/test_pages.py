@@ -511,10 +511,10 @@ def test_entries_of_one_page_go_together(rt: Runtime, slots: SlotPool) -> None:
     ("tokens", "dtype", "holds", "num_pages", "expected", "match"),
     [
         (16, torch.int32, "page", 12, Code.UNIT_MISMATCH, "page"),
-        (15, torch.int32, "location", 12, ShapeError, r"rows of \[15\] for 16 tokens"),
+        (15, torch.int32, "location", 12, ShapeError, r"rows of at least 16 locations, got shape \[15\]"),
         (16, torch.int8, "location", 200, ValueOverflowError, "req_to_token"),
         (16, torch.bool, "location", 12, DtypeError, "req_to_token"),
-        (16, torch.float16, None, 12, DtypeError, "tokens are integers"),
+        (16, torch.float16, None, 12, DtypeError, "expected integers, got float16"),
     ],
 )
 def test_a_token_table_holds_locations(
@@ -734,7 +734,7 @@ def test_refusals_say_what_was_asked_for(slots: SlotPool, pages: PagePool) -> No
         assert refused(Code.PAGE_OWNER, functools.partial(write, one)).slot == lease.pages[0]
     pages.release_requests(one)
     assert "1 leaked" in str(refused(Code.SLOT_CONSERVATION, pages.expect_idle))
-    with pytest.raises(ArgumentError, match="use slots with the pool that handed them out"):
+    with pytest.raises(ArgumentError, match="use slots with the pool that returned them"):
         pages.extend(SlotPool(slots.runtime, 2).take(1), 3)
 
 

@@ -161,7 +161,7 @@ def test_refuses_bytes_that_are_no_plan(ranks: list[World]) -> None:
     for wrong, error in ((None, DtypeError), ("plan", DtypeError), (planned(ranks[0], slots[0]), DtypeError)):
         with pytest.raises(error):
             ForwardPlan.from_bytes(wrong, world.slots)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="owner is int"):
+    with pytest.raises(ArgumentError, match="owner: expected a SlotPool or a Runtime, got int"):
         ForwardPlan.from_bytes(data, 3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="pages"):
         ForwardPlan.from_bytes(data, world.slots, pages=ranks[0].pages)

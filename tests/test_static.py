@@ -273,8 +273,8 @@ def test_a_write_into_the_buffers_is_found_by_the_next_step(rt: Runtime) -> None
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"batch": Batch.__mro__[1]}, ArgumentError, "StaticBuffers of"),
-        ({"batch": "Decode"}, ArgumentError, "StaticBuffers of 'Decode'"),
+        ({"batch": Batch.__mro__[1]}, ArgumentError, "expected a batch class"),
+        ({"batch": "Decode"}, ArgumentError, "StaticBuffers: expected a batch class, got 'Decode'"),
         ({"rows": 0}, ArgumentError, "rows is 0"),
         ({"rows": 2**62}, ArgumentError, "rows is"),
         ({"rows": 2.5}, DtypeError, "2.5"),

@@ -523,7 +523,7 @@ def test_a_table_is_named_by_its_own_handles(rt: Runtime, pool: SlotPool, pages:
     for table, handles in wrong:
         refused(Code.UNIT_MISMATCH, functools.partial(table.write, handles, None, [1] * len(handles)))
     others = PagePool(rt, pool, 3, 4, max_tokens_per_request=8, name="others")
-    with pytest.raises(ArgumentError, match="locations of pool 'pages' given to pool 'others'"):
+    with pytest.raises(ArgumentError, match="expected locations of pool 'others', got locations of pool 'pages'"):
         others.table("theirs").write(locations, None, [1, 2])
     with pytest.raises(DtypeError, match="does not say whose location it is"):
         by_location.write(locations.np, None, [1, 2])  # type: ignore[arg-type]
@@ -531,7 +531,7 @@ def test_a_table_is_named_by_its_own_handles(rt: Runtime, pool: SlotPool, pages:
     refused(Code.SLOT_OUT_OF_RANGE, lambda: by_location.write(_forged(locations, 16), None, [1]))
     refused(Code.SLOT_ZERO_ALLOCATED, lambda: by_location.write(_forged(locations, 3), None, [1]))
     refused(Code.TABLE_CAPACITY, lambda: pages.adopt(rt.device_zeros((12,), torch.int32), "without page 0"))
-    with pytest.raises(ArgumentError, match="a table by 'slot'"):
+    with pytest.raises(ArgumentError, match="a table: expected by='location' or by='page', got 'slot'"):
         pages.table("wrong", by="slot")  # type: ignore[arg-type]
     by_page.memory[0] = 1
     refused(Code.SLOT_ZERO_DIRTY, pages.verify)

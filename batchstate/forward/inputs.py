@@ -67,7 +67,7 @@ class Sources:
             raise DeclarationError(
                 f"{what}: ids from {', '.join(self.ids)} for {plan!r}, which has none",
                 value=self.ids,
-                remedy="leave `ids` out, or plan with has_ids=True",
+                remedy="leave `ids` out, or make the plan with has_ids=True",
             )
         queries = plan.query_lens[plan.relay_rows]
         for row in plan.relay_rows[(queries > self.width) | (queries < (self.least or self.width))].tolist():

@@ -305,7 +305,9 @@ class ForwardPlan:
         names = checked_layouts(layouts, int32, _WHAT)
         named = checked_arrays(token_arrays, _WHAT)
         if pages is not None and not isinstance(pages, PagePool):
-            raise ArgumentError(f"{_WHAT}: pages are {type(pages).__name__}", value=pages, remedy="pass a PagePool")
+            raise ArgumentError(
+                f"{_WHAT}: expected a PagePool, got {shown(pages)}", value=pages, remedy="pass pages=pool"
+            )
         numbers_of_slots = slots.np
         num_rows, used = len(slots), np.flatnonzero(numbers_of_slots)
         num_reqs = int(used[-1]) + 1 if used.size else 0  # behind them lie padded rows
@@ -339,9 +341,9 @@ class ForwardPlan:
         offset = None if kv_offset is None else _per_request(kv_offset, num_reqs, num_rows, f"{_WHAT}: kv_offset")
         if offset is not None and (pages is None or np.count_nonzero(offset < 0)):
             raise ArgumentError(
-                f"{_WHAT}: kv_offset {offset.min(initial=0)} with {pages!r}",
+                f"{_WHAT}: expected a kv_offset of 0 or more and a PagePool, got {offset.min(initial=0)} and {pages!r}",
                 value=int(offset.min(initial=0)),
-                remedy="pass 0 or more, and the pages that hold the tokens",
+                remedy="pass pages=, the pool that holds the tokens of the encoder, and how many there are",
             )
         window = None
         if tier is not None:
@@ -486,9 +488,17 @@ class ForwardPlan:
         untyped: object = owner
         pool = owner if isinstance(owner, SlotPool) else None
         if not isinstance(untyped, SlotPool | Runtime):
-            raise ArgumentError(f"{what}: owner is {type(owner).__name__}", value=owner, remedy="pass a SlotPool")
+            raise ArgumentError(
+                f"{what}: owner: expected a SlotPool or a Runtime, got {type(owner).__name__}",
+                value=owner,
+                remedy="pass the SlotPool of this rank, or its runtime where it has no pools",
+            )
         if pages is not None and getattr(pages, "slots", None) is not pool:
-            raise ArgumentError(f"{what}: pages {pages!r} of {owner!r}", value=pages, remedy="pass pages of its slots")
+            raise ArgumentError(
+                f"{what}: expected pages over {owner!r}, got {pages!r}",
+                value=pages,
+                remedy="pass pages of its slots",
+            )
         header, arrays = _unpacked(data, what)
         runtime = owner.runtime if isinstance(owner, SlotPool) else owner
         numbers, generations = arrays.pop("slots"), arrays.pop("generations")
@@ -610,7 +620,7 @@ class ForwardPlan:
             arrays["slot_mapping"] = self._indices("slot_mapping", mapping, size)
             if self.bounded and "flashinfer" in layouts:
                 raise ContractError(
-                    f"{_WHAT}: layout 'flashinfer' of bounded lengths",
+                    f"{_WHAT}: expected exact lengths for layout 'flashinfer', got bounds",
                     value="upper_bound",
                     remedy="resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'",
                 )
@@ -622,11 +632,13 @@ class ForwardPlan:
                     arrays |= LAYOUTS[name](table, self.seq_lens, page_size, num_rows)
         elif layouts:
             raise ArgumentError(
-                f"{_WHAT}: layouts {list(layouts)} without pages", value=layouts, remedy="pass pages=PagePool"
+                f"{_WHAT}: layouts {list(layouts)} need pages", value=layouts, remedy="pass pages=, the PagePool"
             )
         taken = sorted(({*arrays, *_INDICES} - {_IDS}) & self.token_arrays.keys())
         if taken:
-            raise DeclarationError(f"{_WHAT}: token arrays named {taken}", value=taken, remedy="rename them")
+            raise DeclarationError(
+                f"{_WHAT}: token arrays {taken} have names that the plan uses itself", value=taken, remedy="rename them"
+            )
         if not self.deferred:
             arrays |= self.token_arrays
         if self.has_ids and self.prompt_ids is None and not self.direct:
@@ -742,9 +754,9 @@ def _window(tier: LastLocation, row_set: RowSet, lens: Ints, queries: Ints, wher
     if wrong.size:
         row = int(wrong[0])
         raise ArgumentError(
-            f"{_WHAT}: row {row} puts in {queries[row]} tokens of {lens[row]}, {tier!r} mapped others",
+            f"{_WHAT}: row {row} puts in {queries[row]} tokens up to length {lens[row]}, but {tier!r} mapped others",
             value=int(lens[row]),
-            remedy="map the last location of the same lengths, in the same step",
+            remedy="give `map_last_location` the same lengths and tokens, in the same step",
         )
     return window
 
@@ -756,9 +768,9 @@ def _check_queries(queries: Ints, lens: Ints) -> None:
     if wrong.size:
         row = int(wrong[0])
         raise ArgumentError(
-            f"{_WHAT}: row {row} puts in {queries[row]} tokens of {lens[row]}",
+            f"{_WHAT}: row {row}: expected 0 <= query_lens <= seq_lens, got {queries[row]} and {lens[row]}",
             value=int(queries[row]),
-            remedy="seq_lens counts the tokens of this step too; a request puts in 0 to seq_len of them",
+            remedy="let seq_lens count the tokens of this step too",
         )
 
 
@@ -770,9 +782,9 @@ def rows_that_sample(samples: object, queries: Ints, num_rows: int) -> Ints:
         mask = mask[:num_reqs]
     if mask.shape != (num_reqs,) or (mask.dtype != np.bool_ and mask.size):
         raise ShapeError(
-            f"{_WHAT}: samples are {mask.dtype}{list(mask.shape)}",
+            f"{_WHAT}: samples: expected bool[{num_reqs}], got {mask.dtype}{list(mask.shape)}",
             value=mask.shape,
-            remedy="pass a mask bool[num_reqs]",
+            remedy="pass a mask, one boolean per request",
         )
     rows = np.flatnonzero(mask)
     without = rows[queries[rows] == 0]

@@ -53,12 +53,16 @@ def check_buffers(pool: "PagePool", buffers: tuple[torch.Tensor, ...]) -> None:
     for one in buffers:
         what, given = f"{pool.name}: register_kv", type(one).__name__
         if not isinstance(one, torch.Tensor):
-            raise ArgumentError(f"{what} of {given}", value=one, remedy="pass tensors of the device")
+            raise ArgumentError(f"{what}: expected a device tensor, got {given}", value=one, remedy="pass tensors")
         if one.device != pool.runtime.device:
-            raise DeviceError(f"{what}: a tensor on {one.device}", value=one.device, remedy="use one device")
+            raise DeviceError(
+                f"{what}: expected a tensor on {pool.runtime.device}, got one on {one.device}",
+                value=one.device,
+                remedy="pass KV memory of the pool's device",
+            )
         if not one.ndim or one.shape[0] not in (pool.location_capacity, pool.num_pages + 1):
             raise ShapeError(
-                f"{what}: {list(one.shape)}",
+                f"{what}: expected one row for each location or page, got shape {list(one.shape)}",
                 value=tuple(one.shape),
                 remedy=f"pass [{pool.location_capacity}, ...] or [{pool.num_pages + 1}, ...]",
             )
@@ -78,16 +82,16 @@ def check_req_to_token(pool: "PagePool", table: Table) -> None:
     if not isinstance(untyped, Table) or table.space is not pool.slots:
         other = f", of another pool, {table.space.name!r}" if isinstance(untyped, Table) else ""
         raise ArgumentError(
-            f"{pool.name}: req_to_token is {table!r}{other}",
+            f"{pool.name}: expected a table of its slots as req_to_token, got {table!r}{other}",
             value=table,
             remedy=f"make it with `table(...)` of {pool.slots!r}",
         )
     shape, dtype = table.shape, numpy_dtype(table.dtype)
     if dtype.kind not in "iu":
         raise DtypeError(
-            f"{pool.name}: req_to_token of {dtype}",
+            f"{pool.name}: req_to_token: expected integers, got {dtype}",
             value=dtype,
-            remedy="tokens are integers: use int32 or int64",
+            remedy="it holds locations: use int32 or int64",
         )
     where = pool._where("req_to_token")
     invariants.table_capacity(table.capacity, pool.slots.capacity, **where)
@@ -96,7 +100,7 @@ def check_req_to_token(pool: "PagePool", table: Table) -> None:
     most = pool.max_tokens_per_request
     if len(shape) != 2 or shape[1] < most:
         raise ShapeError(
-            f"{pool.name}: rows of {list(shape[1:])} for {most} tokens",
+            f"{pool.name}: req_to_token: expected rows of at least {most} locations, got shape {list(shape[1:])}",
             value=shape,
             remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`",
         )

@@ -77,7 +77,7 @@ class KVCopier:
         backed = [one for one in host.specs if not one.on_device]
         if len(self.kv) != len(backed):
             raise ShapeError(
-                f"{len(self.kv)} device buffers for {len(backed)} layers",
+                f"expected {len(backed)} device buffers, got {len(self.kv)}",
                 value=len(self.kv),
                 remedy="pass one for each layer that the host pool has in host memory",
             )
@@ -85,9 +85,9 @@ class KVCopier:
             layer, wanted = spec.name, (pages.location_capacity, *spec.item_shape)
             if tensor.dtype is not spec.dtype:
                 raise DtypeError(
-                    f"layer {layer}: {tensor.dtype} on the device, {spec.dtype} in the host tier",
+                    f"layer {layer}: expected {spec.dtype}, as in the host tier, got {tensor.dtype}",
                     value=tensor.dtype,
-                    remedy="use one dtype",
+                    remedy="make the device buffer and that of the host pool with one dtype",
                 )
             if tuple(tensor.shape) != wanted or tensor.device != self._runtime.device:
                 raise ShapeError(

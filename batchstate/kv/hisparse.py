@@ -24,7 +24,7 @@ from batchstate import invariants, levels
 from batchstate._allocator import AllFences
 from batchstate._arrays import MOST_ROWS, amounts, arange_per_row, count
 from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
-from batchstate.errors import ArgumentError, CaptureError, DeviceError
+from batchstate.errors import ArgumentError, CaptureError, another_runtime
 from batchstate.kv._lengths import explained
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
 from batchstate.kv.host_pool import HostKVPool, HostRanges, HostStats
@@ -115,7 +115,7 @@ class HiSparse(Guided):
         self.host = host
         self.hot_tokens = count(hot_tokens, "hot_tokens", least=2)
         if pages.runtime is not host.runtime:
-            raise DeviceError(f"{host!r} has another runtime", value=host, remedy="use one runtime")
+            raise another_runtime("HiSparse", host)
         if pages.max_tokens_per_request < self.hot_tokens:
             raise ArgumentError(
                 f"hot buffers of {self.hot_tokens} tokens in {pages!r} for {pages.max_tokens_per_request} per request",
@@ -413,9 +413,9 @@ class HiSparse(Guided):
         most = np.broadcast_to(amounts(max_tokens, rows.size, operation), rows.shape)
         if length.size and int(length.min()) < 1:
             raise ArgumentError(
-                f"{operation} of {length.min()} tokens",
+                f"{operation}: expected at least 1 token per request, got {length.min()}",
                 value=int(length.min()),
-                remedy="a request has at least one token",
+                remedy="admit requests that have a prompt",
             )
         where = self._where(operation)
         invariants.length_order(length, most, self.host.num_tokens, explain=_not_reserved, **where)

@@ -161,9 +161,9 @@ class HostRanges:
         stop = most if count is None else begin + operator.index(count)
         if not 0 <= begin <= stop <= most:
             raise ArgumentError(
-                f"positions {first} to {stop} (exclusive) of {self!r}",
+                f"expected positions inside of {self!r}, got {first} to {stop} (exclusive)",
                 value=(first, stop),
-                remedy="stay inside the ranges",
+                remedy=f"pass positions of 0 to {most}",
             )
         return arange_per_row(self.starts, self.lengths)[begin:stop]
 
@@ -411,7 +411,11 @@ class HostKVPool(Guided):
         whose = self._integers(owners, "take: owners")
         wanted = np.broadcast_to(amounts(tokens, whose.size, f"{self.name}: take"), whose.shape)
         if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
-            raise ArgumentError(f"{self.name}: take {wanted.min()}", value=int(wanted.min()), remedy="take at least 1")
+            raise ArgumentError(
+                f"{self.name}: take: expected 1 to {MOST_TOKENS} tokens each, got {wanted.min()} to {wanted.max()}",
+                value=int(wanted.min()),
+                remedy="take at least 1 token for each",
+            )
         counts = (-(-wanted // self.page_size)).tolist()
         self._allocator.reap()
         self._allocator.check_available(sum(counts))

@@ -19,7 +19,7 @@ from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count, read_only, shape_of
 from batchstate._guidance import Guided, Numbers, check_kind, methods_show_signature, shows_signature
 from batchstate._origin import Changes, Origin
-from batchstate.errors import ArgumentError, DeviceError, ShapeError
+from batchstate.errors import ArgumentError, ShapeError, another_runtime
 from batchstate.invariants import times_checked
 from batchstate.kv._lengths import (
     BEHIND_THE_FRONT,
@@ -234,7 +234,7 @@ class PagePool(Guided):
             (-(-self.max_tokens_per_request // self.page_size),), f"{name}: pages per request", rows=slots.capacity
         )
         if slots.runtime is not runtime:
-            raise DeviceError(f"{name}: {slots!r} has another runtime", value=slots, remedy="use one runtime")
+            raise another_runtime(name, slots)
         self._table = PageTable(slots.capacity, self.page_size, self.max_tokens_per_request)
         self.transaction = slots.transaction
         self._references = PageReferences(
@@ -340,7 +340,7 @@ class PagePool(Guided):
         rows = self.slots.rows_of(slots, operation)
         if rows.size != 1 or end < begin:
             raise ArgumentError(
-                f"{self.name}: {operation} {begin} to {end} of {rows.size} slots",
+                f"{self.name}: {operation}: expected positions of one slot, got {begin} to {end} of {rows.size} slots",
                 value=(begin, end),
                 remedy="name one slot, and positions in ascending order",
             )
@@ -425,9 +425,9 @@ class PagePool(Guided):
         spaces = {space.kind.unit: space for space in (self._space_of_locations, self._space_of_pages)}
         if by not in spaces:
             raise ArgumentError(
-                f"{self.name}: a table by {by!r}",
+                f"{self.name}: a table: expected by='location' or by='page', got {by!r}",
                 value=by,
-                remedy='pass by="location" or by="page"; slots have their own',
+                remedy="name one of the two; `SlotPool.table` makes tables by slot",
             )
         if of is not None:
             check_map_to(self, by, holds, shape, of)

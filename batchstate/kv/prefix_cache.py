@@ -294,7 +294,7 @@ class PrefixCache(Guided):
         pages.transaction.enter(f"{pages.name}: PrefixCache")
         if self._references.cached is not None:
             raise ArgumentError(
-                f"{pages.name} has a prefix cache", value=pages, remedy="use the one that was made first"
+                f"{pages.name} has a prefix cache already", value=pages, remedy="use the one that was made first"
             )
         self._cached = self._references.cached = self._references.allocator.replace_free_list(CachedPages)
         if notices:

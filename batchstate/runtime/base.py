@@ -490,7 +490,11 @@ class Runtime(Guided, abc.ABC):
         self.check_owner("declare_indices")
         number = operator.index(capacity)
         if not space or number < 1:
-            raise ArgumentError(f"{number} indices of {space!r}", value=space, remedy="pass a name, and at least 1")
+            raise ArgumentError(
+                f"declare_indices: expected a name and a capacity of 1 or more, got {space!r} and {number}",
+                value=space,
+                remedy="name the index space, and say how many indices it has",
+            )
         self._index_spaces[space] = max(number, self._index_spaces.get(space, 0))
 
     def check_indices(self, indices: Array, space: str, *, declared: bool = True, **where: Unpack[Where]) -> None:
@@ -509,7 +513,7 @@ class Runtime(Guided, abc.ABC):
         capacity = self._index_spaces.get(space)
         if capacity is None and declared:
             raise ArgumentError(
-                f"indices of {space!r}, whose capacity is not known",
+                f"the capacity of index space {space!r} is not known",
                 value=space,
                 remedy=f"make the pool first, or call `runtime.declare_indices({space!r}, capacity)`",
             )
@@ -606,7 +610,11 @@ class Runtime(Guided, abc.ABC):
                 f"upload: expected arrays, got {arrays!r}", value=arrays, remedy="pass a list of numpy arrays"
             ) from None
         if into is not None and into.numel() < nbytes:
-            raise ShapeError(f"upload of {nbytes} bytes into {into.numel()}", value=nbytes, remedy="pass more memory")
+            raise ShapeError(
+                f"upload: expected at least {nbytes} bytes of memory, got {into.numel()}",
+                value=nbytes,
+                remedy="pass a larger tensor as `into`",
+            )
         block = self.staging_block(nbytes)
         for array, place in zip(arrays, places, strict=True):
             block.write(array, place[0])
@@ -665,7 +673,9 @@ class Runtime(Guided, abc.ABC):
         except (AttributeError, TypeError) as error:
             if isinstance(error, DtypeError):
                 raise
-            raise DtypeError(f"{name} of {tensors!r}", value=tensors, remedy="pass a list of tensors") from None
+            raise DtypeError(
+                f"{name}: expected tensors, got {tensors!r}", value=tensors, remedy="pass a list of tensors"
+            ) from None
         parts = [
             tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
             for tensor in tensors

@@ -329,7 +329,7 @@ class InProcessEngine(Engine):
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
         dice = self.network.dice
         if dice.random() < self.faults.refused:
-            raise TransferError("the write was refused", value=handle.tag, remedy="try another time")
+            raise TransferError("the write was refused", value=handle.tag, remedy="write again, with another tag")
         fate = chosen(self.faults, dice)
         pieces = self.network.pieces(fate, copies, sources, targets)
         flight = Flight(self, handle.peer.native, handle, fate, pieces, fate.delay)
