@@ -737,8 +737,12 @@ def page_owner(held: Ints, recorded: Ints, *, pages: Ints | None = None, **where
     if (row := first_row(held != recorded)) is None:
         return None
     page = row if pages is None else int(pages[row])
+    problem = f"page {page} has other holders than it has references"
+    if recorded[row] == -1:
+        holders = f"is free and has {held[row] + 1} holders" if held[row] >= 0 else f"is free {-held[row]} times"
+        problem = f"page {page} {holders}"
     return Breach(
-        f"page {page} has other holders than it has references",
+        problem,
         expected=f"{recorded[row]} (recorded; -1 is free)",
         actual=f"{held[row]} (counted)",
         slot=page,

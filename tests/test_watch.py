@@ -885,11 +885,28 @@ def test_violations_are_handed_to_a_function(full: None, monkeypatch: pytest.Mon
 
 
 def test_every_nth_call_is_checked(full: None) -> None:
-    """`every=3` checks the first call and each third behind it."""
+    """`every=3` checks the first call of each method, and each third behind it."""
     with watched(every=3) as watching:
         drive()
         drive()
-    assert (watching.counters.calls, watching.counters.checked) == (8, 3)
+    assert (watching.counters.calls, watching.counters.checked) == (8, 4)
+
+
+@pytest.mark.parametrize("lag", [None, 1])
+def test_methods_that_are_called_in_turn_are_checked_each(
+    full: None, lag: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`every` divides by the number of methods in a step: each of them is still checked."""
+    monkeypatch.setattr(Engine, "bug", "one side")
+    found: list[BatchStateError] = []
+    options: dict[str, Any] = {"lag": lag, "every": 4, "on_violation": found.append, "moves": [], "adds": {}}
+    with watched(**options) as watching:
+        for _ in range(9):
+            batch = Engine([1, 2, 3])
+            batch.prepare_for_decode()
+            batch.filter_batch([1, 2])
+    assert {one.operation for one in found if isinstance(one, Violation)} == {"after filter_batch"}
+    assert watching.counters.checked == 6
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
@@ -1201,15 +1218,65 @@ def test_what_is_no_batch_is_not_audited() -> None:
 
 
 def test_the_audit_of_threads(full: None) -> None:
-    """Each thread has samples of its own, and compares them."""
+    """Each thread has samples of its own, and compares them; those of a thread that has ended another one compares."""
     with watched(lag=1) as watching:
         threads = [threading.Thread(target=drive) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        watching.flush()
     figures = watching.counters.as_dict()
-    assert (figures["samples"], figures["compared"], figures["violations"]) == (16, 12, 0)
+    assert (figures["samples"], figures["compared"], figures["violations"]) == (16, 16, 0)
+
+
+def test_what_a_thread_left_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread for each step, as some servers have: the next call anywhere reports what the last one did."""
+    found: list[BatchStateError] = []
+    monkeypatch.setattr(Engine, "bug", "host")
+    with watched(lag=1, on_violation=found.append) as watching:
+        for number in range(5):
+            thread = threading.Thread(target=Engine([3, 4]).prepare_for_decode)
+            thread.start()
+            thread.join()
+            assert len(found) == 2 * number  # of two pairs
+        monkeypatch.setattr(Engine, "bug", "")
+        Engine([1]).prepare_for_decode()
+        assert len(found) == 10
+        assert len(watching.pending) == 1  # its own
+        watching.flush()
+        assert not watching.pending
+
+
+def test_a_row_that_differs_is_named_by_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `lag` rows have moved by the time a report is read: it says whose row it was."""
+    found: list[BatchStateError] = []
+    batch = Engine([3, 4, 5])
+    for number, req in enumerate(batch.reqs):
+        req.rid = f"r{number}"
+    for level, lag in (("full", None), ("cheap", 1)):
+        with checks(level), watched(lag=lag, on_violation=found.append, moves=[], adds={}) as watching:
+            batch.seq_lens[1] += 7
+            batch.prepare_for_decode()
+            batch.seq_lens[1] -= 7
+            watching.flush()
+    named = [one for one in found if isinstance(one, Violation) and one.column == "seq_lens_cpu / seq_lens"]
+    assert [(one.row, "request 'r1'" in one.problem) for one in named] == [(1, True)] * 2
+
+
+def test_a_value_that_is_checked_now_and_then_accuses_no_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At `cheap`, and with `every`, the call that made it wrong may be an earlier one, and the remedy says so."""
+    batch: Any = Engine([3, 4])
+    with checks("cheap"), watched(implied={}, derived={"count": lambda batch: len(batch.reqs)}):
+        batch.count = 2
+        batch.merge_batch(Engine([5]))
+        with pytest.raises(Violation, match=r"prepare_for_decode`, or what ran since .*, changes rows"):
+            collections.deque((batch.prepare_for_decode() for _ in range(9)), maxlen=0)
+    batch.count = 3
+    with checks("full"), watched(implied={}, derived={"count": lambda batch: len(batch.reqs)}):
+        batch.count = 9
+        with pytest.raises(Violation, match="prepare_for_decode` changes rows"):
+            batch.prepare_for_decode()
 
 
 # What is refused

@@ -78,6 +78,7 @@ def test_pages_freed_while_a_request_reads_them(monkeypatch: pytest.MonkeyPatch)
         "after finish_prefill",
     )
     assert violation.slot in range(16)
+    assert violation.problem == f"page {violation.slot} is free and has 1 holders"
     assert "`PrefixCache.finish_prefill`" in violation.remedy
     monkeypatch.setattr(PrefixCache, "repaired", True)
     with watched_cache() as watching:
@@ -91,9 +92,12 @@ def test_a_page_that_is_nowhere_is_a_leak(monkeypatch: pytest.MonkeyPatch) -> No
     with watched_cache() as watching:
         cache = serve_twins()
         cache.free_pages.pop()
-        with pytest.raises(Violation, match="of 16 pages 1 are nowhere") as caught:
+        with pytest.raises(Violation, match="1 of 16 pages are neither free") as caught:
             watching.check(cache)
-    assert caught.value.code == Code.SLOT_CONSERVATION
+        assert caught.value.code == Code.SLOT_CONSERVATION
+        cache.num_pages = 8
+        with pytest.raises(Violation, match="there are 7 more pages than `num_pages`, 8"):
+            watching.check(cache)
 
 
 class Slots:

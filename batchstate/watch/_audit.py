@@ -31,6 +31,7 @@ class _Sample:
 
     call: int
     place: Place
+    requests: list[Any]
     hosts: list[tuple[Pair, Array | list[Any], Any]]
     kinds: list[tuple[torch.dtype, torch.Size]]
     download: Download
@@ -48,7 +49,7 @@ class _Lane:
 
 @final
 class Audit:
-    """Samples on their way, of what is hooked: its `pending` says roughly how many."""
+    """Samples on their way, of what is hooked: its `pending` says how many."""
 
     def __init__(self, declared: Declaration, hooked: Hooked, lag: int, runtime: Runtime | None) -> None:
         self._declared = declared
@@ -56,6 +57,8 @@ class Audit:
         self._lag = lag
         self._runtime = runtime
         self._thread = threading.local()
+        self._lanes: list[_Lane] = []
+        self._of_ended = threading.RLock()
 
     def _lane(self, batch: Any = None, device: torch.device | None = None) -> _Lane | None:
         lane: _Lane | None = getattr(self._thread, "lane", None)
@@ -69,6 +72,8 @@ class Audit:
             if runtime.owner.ident != threading.get_ident():
                 return None  # a runtime that was passed belongs to another thread
             lane = self._thread.lane = _Lane(runtime, runtime.stream("watch"))
+            with self._of_ended:
+                self._lanes = [*(one for one in self._lanes if one.samples), lane]
         return lane
 
     def sample(self, batch: Any, place: Place, call: int) -> None:
@@ -78,7 +83,7 @@ class Audit:
             return
         lane = self._lane(batch)
         if lane is not None and (len(lane.samples) >= MOST_UNDER_WAY or lane.runtime.capturing):
-            self._hooked.counters.skipped += 1
+            self._hooked.count("skipped")
             return
         declared, read = self._declared, dict[str, Any]()
         hosts, parts, counted = [], [], bool(declared.upto)
@@ -96,7 +101,7 @@ class Audit:
         if lane is None:
             lane = self._lane(batch, parts[0].device)
             if lane is None or lane.runtime.capturing:
-                self._hooked.counters.skipped += 1
+                self._hooked.count("skipped")
                 return
         runtime, made_on = lane.runtime, lane.runtime.current_stream
         flat = [bytes_of(part) for part in parts]
@@ -105,20 +110,32 @@ class Audit:
             runtime.use_on_current_stream(packed, made_on)
             download = runtime.land(packed, [(_BYTE, one.shape, one.shape[0]) for one in flat], "watch", lane.stream)
         kinds = [(part.dtype, part.shape) for part in parts]
-        lane.samples.append(_Sample(call, place, hosts, kinds, download))
-        self._hooked.counters.samples += 1
-        self._hooked.pending += 1
+        lane.samples.append(_Sample(call, place, declared.requests(batch), hosts, kinds, download))
+        self._hooked.count("samples")
+        self._hooked.pending.append(None)
 
     def compare(self, call: int | None) -> None:
-        """Compares what has arrived and is old enough; with None everything, and waits for it."""
+        """Compares what has arrived and is old enough; with None everything, and waits for it.
+
+        These are samples of this thread, and of threads that have ended.
+        """
         lane = self._lane()
-        while lane is not None and lane.samples and (call is None or not lane.runtime.capturing):
+        if lane is not None:
+            self._compare_lane(lane, call)
+        if len(self._lanes) > (lane is not None):
+            with self._of_ended:
+                for one in self._lanes:
+                    if not one.runtime.owner.ident:
+                        self._compare_lane(one, call)
+
+    def _compare_lane(self, lane: _Lane, call: int | None) -> None:
+        while lane.samples and (call is None or not lane.runtime.capturing):
             sample = lane.samples[0]
             if call is not None and (call - sample.call < self._lag or not sample.download.ready()):
                 return
             lane.samples.popleft()
-            self._hooked.pending -= 1
-            self._hooked.counters.compared += 1
+            self._hooked.pending.pop()
+            self._hooked.count("compared")
             self._compare(sample)
 
     def _compare(self, sample: _Sample) -> None:
@@ -129,4 +146,4 @@ class Audit:
             if counts is not None:
                 counts = next(arrays) if isinstance(counts, torch.Tensor) else counts
                 host, device = without_tails(host, counts), without_tails(device, counts)
-            self._declared.compare(pair, host, device, sample.place)
+            self._declared.compare(pair, host, device, sample.place, sample.requests)

@@ -46,7 +46,6 @@ class Watched(Hooked):
 
     Attributes:
         declared: the columns, and the questions.
-        counters: what happened so far.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Watched(Hooked):
         try:
             self.ask(operation, self.declared.check, batch, place, full=levels.full if full is None else full)
         finally:
-            self.counters.compared += place.compared
+            self.count("compared", place.compared)
 
     def around(self, name: str, before: bool, after: bool) -> Around:
         """What runs in the place of a method, made once for each."""
@@ -120,21 +119,24 @@ class Watched(Hooked):
         added = declared.adds.get(name)
         moving = added is not None or name in declared.moves
 
-        def run(step: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run(
+            step: int, due: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
             if audit is not None and self.pending:
                 self.ask(began, audit.compare, step)
-                if not self.due(step):
+                if not due:
                     return function(*args, **kwargs)
             subject = args[0] if args else None
             if not isinstance(subject, cls):  # a function, or a class method, which may make one
                 subject = next(iter(_objects(cls, (*args, *kwargs.values()))), None)
             if not self.enter(subject):
                 return function(*args, **kwargs)
-            full, place = levels.full and audit is None, Place(self.name, ended, step, report)
+            full, since = levels.full and audit is None, self.every > 1
+            place = Place(self.name, ended, step, report, since)
             compared, checked = False, subject is not None
             try:
                 if before and checked:
-                    first = Place(self.name, began, step, report)
+                    first = Place(self.name, began, step, report, since)
                     self.ask(began, declared.check, subject, first, full=full)
                     compared = first.compared
                     if audit is not None:
@@ -265,7 +267,7 @@ def watch(
         derived: column -> the function that computes it from the rows. None is never wrong.
         implied: column -> what it has to be at least: a flag may be set without need, a maximum too large.
         on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
-        every: check each n-th call.
+        every: check every n-th call of each method, beginning with the first.
         lag: for production. Pairs are compared at every level but `off`, without a wait: the device sides are packed
             and copied in the background, and compared so many hooked calls later, or once they have arrived. Nothing
             else on the device is read.
@@ -331,7 +333,7 @@ def audit(
     Args:
         cls: a batch class.
         before: operations before which it is sampled.
-        every: sample before each n-th of them.
+        every: sample before every n-th call of each.
         lag: calls until a sample is compared, at least.
         on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
 

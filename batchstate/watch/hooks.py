@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType, TracebackType
 from typing import Any, Literal, Self, TypeAlias, final
 
@@ -32,12 +32,12 @@ class _Found(BaseException):
         self.error = error
 
 
-@attrs.define(on_setattr=attrs.setters.NO_OP)
+@attrs.frozen
 class WatchCounters:
-    """What a watch has done so far, for a log line or an exporter of metrics.
+    """What a watch has done up to now, for a log line or an exporter of metrics.
 
     Attributes:
-        numbers: gives each call of a hooked method its number. Threads share it without a lock.
+        calls: calls of hooked methods.
         checked: of these, calls that were checked.
         samples: device sides copied for a comparison a step later.
         compared: checks of `watch` and `audit` in which values were compared: calls at `full` with both sides of a pair
@@ -46,26 +46,16 @@ class WatchCounters:
         violations: found, by code.
     """
 
-    numbers: Iterator[int] = attrs.field(default=1, converter=itertools.count, eq=repr)
-    checked: int = 0
-    samples: int = 0
-    compared: int = 0
-    skipped: int = 0
-    violations: Counter[str] = attrs.field(factory=Counter)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy counts apart, and the iterator itself cannot be pickled
-        figures = attrs.astuple(self, recurse=False)
-        return type(self), (self.calls + 1, *figures[1:])
-
-    @property
-    def calls(self) -> int:
-        """Calls of hooked methods."""
-        return int(repr(self.numbers)[len("count(") : -1]) - 1
+    calls: int
+    checked: int
+    samples: int
+    compared: int
+    skipped: int
+    violations: Counter[str]
 
     def as_dict(self) -> dict[str, int]:
         """Metric -> value; violations as `violations_MIRROR_EQUAL`, and their sum as `violations`."""
-        figures = {name: getattr(self, name) for name in ("calls", "checked", "samples", "compared", "skipped")}
-        figures["violations"] = self.violations.total()
+        figures = attrs.asdict(self) | {"violations": self.violations.total()}
         return figures | {f"violations_{code}": number for code, number in sorted(self.violations.items())}
 
 
@@ -73,12 +63,11 @@ class Hooked:
     """Methods with hooks round them, until `stop` or the end of a `with` block.
 
     Attributes:
-        counters: what happened so far.
         name: of what is watched, for reports.
         active: whether the hooks do anything.
-        every: each so-manieth call is checked, the first among them.
-        lock: of the counters, since hooked methods may run in several threads.
-        pending: how many answers are on their way, which each call looks for.
+        every: every n-th call of each method is checked, the first among them.
+        numbers: gives each call its number. Threads share it, as they do `pending`, without a lock.
+        pending: an entry for each answer on its way, which each call looks for.
     """
 
     def __init__(self, name: str, on_violation: OnViolation, every: int) -> None:
@@ -93,13 +82,15 @@ class Hooked:
                 f"watch of {name}: expected every=1 or more, got {every!r}", value=every, remedy="1 checks each call"
             )
         self.name = name
-        self.counters = WatchCounters()
         self._on_violation = on_violation
         self.every = every
-        self.lock = threading.Lock()
+        self.numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._figures = dict.fromkeys(("checked", "samples", "compared", "skipped"), 0)
+        self._violations: Counter[str] = Counter()
         self._thread = threading.local()
         self._logged: set[tuple[Any, ...]] = set()
-        self.pending = 0
+        self.pending: list[None] = []
         self.active = False
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
@@ -152,9 +143,17 @@ class Hooked:
                 ) from error
             self.active = True
 
-    def due(self, number: int) -> bool:
-        """Whether a call is to be checked."""
-        return number % self.every == 1 % self.every
+    @property
+    def counters(self) -> WatchCounters:
+        """What happened up to now."""
+        with self._lock:
+            calls = int(repr(self.numbers)[len("count(") : -1]) - 1
+            return WatchCounters(calls, **self._figures, violations=self._violations.copy())
+
+    def count(self, figure: str, number: int = 1) -> None:
+        """Adds to one of the counters."""
+        with self._lock:
+            self._figures[figure] += number
 
     def report(self, error: BatchStateError) -> None:
         """Raises what was found, logs it, or calls what was given for it. Only for questions of `ask`."""
@@ -164,8 +163,8 @@ class Hooked:
         else:
             code = type(error).__name__
             place = (code, str(error.value))
-        with self.lock:
-            self.counters.violations[code] += 1
+        with self._lock:
+            self._violations[code] += 1
             new = place not in self._logged
             self._logged.add(place)
         if self._on_violation == "raise":
@@ -211,9 +210,9 @@ class Hooked:
 
     def leave(self, subject: object, *, checked: bool = True, compared: bool = False) -> None:
         """Ends what `enter` began, and counts it."""
-        with self.lock:
-            self.counters.checked += checked
-            self.counters.compared += compared
+        with self._lock:
+            self._figures["checked"] += checked
+            self._figures["compared"] += compared
         self._thread.inside.discard(id(subject))
 
 
@@ -231,9 +230,9 @@ def _misdeclared(name: str, operation: str, error: Exception) -> DeclarationErro
     return found
 
 
-Around: TypeAlias = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a method with its arguments, and asks what is to be asked before and after: number of the call, the method as a
-plain function, arguments."""
+Around: TypeAlias = Callable[[int, bool, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a method with its arguments, and checks before and after: number of the call, whether it is to be checked, the
+method as a plain function, arguments."""
 
 
 def _method(watched: str, owner: Any, name: str) -> Any:
@@ -279,15 +278,15 @@ def _method(watched: str, owner: Any, name: str) -> Any:
 
 def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
     function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
-    number_of, every = hooked.counters.numbers.__next__, hooked.every
-    first = 1 % every
+    number_of, every = hooked.numbers.__next__, hooked.every
+    turn, first = itertools.count(1).__next__, 1 % every  # a count of its own: methods are called in turn
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
         if levels.cheap and hooked.active:
-            number = number_of()
-            if number % every == first or hooked.pending:
-                return around(number, function, args, kwargs)
+            number, due = number_of(), turn() % every == first
+            if due or hooked.pending:
+                return around(number, due, function, args, kwargs)
         return function(*args, **kwargs)
 
     setattr(watched, _WATCHER, hooked)

@@ -10,7 +10,7 @@ from batchstate import invariants, levels
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
-from batchstate.watch.rows import Name, Place, getter
+from batchstate.watch.rows import Name, Place, getter, suspects
 from batchstate.watch.snapshots import Snapshot, rows_of
 
 __all__ = ["WatchedPool", "watch_copy", "watch_pages", "watch_slots"]
@@ -25,7 +25,7 @@ class WatchedPool(Hooked):
     """A pool, or what manages it, that is watched, until `stop` or the end of a `with` block.
 
     Attributes:
-        counters: what happened so far.
+        counters: what happened up to now.
     """
 
     def __init__(
@@ -47,13 +47,15 @@ class WatchedPool(Hooked):
         """What runs in the place of a method."""
         ended = f"after {name}"
 
-        def run(step: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run(
+            step: int, due: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
             subject = next((one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)), None)
             if subject is None or not self.enter(subject):
                 return function(*args, **kwargs)
             try:
                 result = function(*args, **kwargs)
-                place = Place(self.name, ended, step, self.report)
+                place = Place(self.name, ended, step, self.report, self.every > 1)
                 self.ask(ended, self._question, subject, place, *((args[1:],) if pass_on else ()))
                 return result
             finally:
@@ -115,7 +117,7 @@ def watch_pages(
         cached: pages that nobody holds and that are kept for their content.
         num_pages: how many pages there are in all. With it, a page that is nowhere is a leak.
         on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
-        every: check each n-th call.
+        every: check every n-th call of each method, beginning with the first.
 
     Raises:
         ArgumentError: `cls` is not a class, or a method does not exist.
@@ -146,18 +148,25 @@ def watch_pages(
             recorded,
             pages=pages,
             column="pages",
-            remedy=f"look at what `{place.object}.{place.operation.rpartition(' ')[2]}` frees, shares or takes: a page "
-            "goes to the free list when its last holder has let go, once",
+            remedy=f"look at what {suspects(place)} frees, shares or takes: a page goes to the free list when its "
+            "last holder has let go, once",
         )
         if size is not None:
             total = size if isinstance(size, int) else int(size(pool))
+            lost, problem = total - len(pages), None
+            if lost:
+                problem = f"there are {-lost} more pages than `num_pages`, {total}"
+            if lost > 0:
+                gone = np.setdiff1d(np.arange(total), pages)
+                named = f": {gone[:8].tolist()}" if len(gone) == lost else ""  # unless they begin at 1
+                problem = f"{lost} of {total} pages are neither free nor cached nor held{named}"
             place.ask(
                 invariants.slot_conservation,
                 int((listed > 0).sum()),
                 len(np.unique(kept)),
                 int(((holding > 0) & (listed == 0)).sum()),
                 total,
-                problem=f"of {total} pages {total - len(pages)} are nowhere: not free, not cached, held by nobody",
+                problem=problem,
                 column="pages",
                 remedy="an exit of a request (finish, abort, retraction, error) did not give its pages back",
             )
@@ -187,7 +196,7 @@ def watch_slots(
         size: how many there are in all. With it, a slot that is nowhere is a leak.
         zero: whether slot 0 may have a request; in most engines it is padding.
         on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
-        every: check each n-th call.
+        every: check every n-th call of each method, beginning with the first.
 
     Raises:
         ArgumentError: `cls` is not a class, or a method does not exist.
@@ -198,7 +207,7 @@ def watch_slots(
 
     def question(pool: Any, place: Place) -> None:
         used, freed = _ints(read_live(pool)), _ints(read_free(pool))
-        method = f"`{place.object}.{place.operation.rpartition(' ')[2]}`"
+        method = suspects(place)
         if not zero:
             place.ask(
                 invariants.slot_zero_allocated,
@@ -249,7 +258,7 @@ def watch_copy(
         host: the side that is copied.
         device: where it goes.
         on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
-        every: check each n-th call.
+        every: check every n-th call of each method, beginning with the first.
 
     Raises:
         ArgumentError: `cls` is not a class, or the method does not exist.

@@ -168,6 +168,8 @@ class Place:
     operation: str
     step: int | None
     report: Report
+    since: bool = False
+    """Whether calls before this one were not checked for the same."""
     compared: bool = False
     """Whether values were compared here: both sides of a pair, or rows with what they were."""
 
@@ -446,9 +448,10 @@ class Declaration:
 
     def key_list(self, batch: Any) -> list[Hashable]:
         """Whose each row is: ids as they are, other objects by identity; None is a row without a request."""
-        return keys_of(self._requests(batch))
+        return keys_of(self.requests(batch))
 
-    def _requests(self, batch: Any) -> list[Any]:
+    def requests(self, batch: Any) -> list[Any]:
+        """What `key` says of each row, in a list of its own; empty without `key`."""
         if self.key is None:
             return []
         try:
@@ -471,7 +474,7 @@ class Declaration:
 
         Of `names` alone, if they are given; of what was `read`, if it was. They may be in the batch's memory.
         """
-        requests, reader = self._requests(batch), self._read_all
+        requests, reader = self.requests(batch), self._read_all
         n = num_rows if num_rows is not None else len(requests) if self.key is not None else self.count(batch)
         del requests[n:]
         if read is None:
@@ -629,7 +632,7 @@ class Declaration:
         for pair in self.pairs:
             if pair.host in now.columns and pair.device in now.columns:
                 self._check_aliased(pair, address_range(raw[pair.host]), address_range(raw[pair.device]), place)
-                self.compare(pair, now.columns[pair.host], now.columns[pair.device], place)
+                self.compare(pair, now.columns[pair.host], now.columns[pair.device], place, now.requests)
         return now
 
     def _check_lengths(self, columns: Iterable[tuple[str, Any]], n: int, place: Place) -> None:
@@ -675,8 +678,8 @@ class Declaration:
             n,
             {name: rows},
             column=name,
-            remedy=f"look in {_method(place)} for the line that treats {name!r}: every column moves with the requests; "
-            f"or `num_rows` is wrong{hint}",
+            remedy=f"look in {suspects(place)} for the line that treats {name!r}: every column moves with the "
+            f"requests; or `num_rows` is wrong{hint}",
         )
 
     def _check_range(self, name: str, indices: Array, n: int, place: Place) -> None:
@@ -685,12 +688,12 @@ class Declaration:
             indices,
             n,
             column=name,
-            remedy=f"{name!r} names rows of this batch of {n}: renumber it in {_method(place)} as rows move",
+            remedy=f"{name!r} names rows of this batch of {n}: renumber it in {method_of(place)} as rows move",
         )
 
     def _check_in_turn(self, batch: Any, place: Place) -> None:
         """Asks of one of the derived values, or of all that follow from the requests; not of what lies on a device."""
-        asked, self._calls = self._in_turn[self._turn], 0
+        asked, self._calls, place = self._in_turn[self._turn], 0, attrs.evolve(place, since=True)
         self._turn = (self._turn + 1) % len(self._in_turn)
         if asked is self._by_request:
             self._check_by_request(batch, place, None)
@@ -702,7 +705,7 @@ class Declaration:
         answers, found, kinds = self._answers, None, None
         try:
             if now is None:
-                kinds = frozenset(answers.kinds_of(self._requests(batch)))
+                kinds = frozenset(answers.kinds_of(self.requests(batch)))
             else:
                 now.kinds = now.kinds_by(answers, self._last_of(batch))
                 kinds = frozenset(now.kinds)
@@ -729,7 +732,7 @@ class Declaration:
                 expected: Any = True
             elif isinstance(one.want, OverRequests):
                 if kinds is None:
-                    kinds = frozenset(self._answers.kinds_of(self._requests(batch)))
+                    kinds = frozenset(self._answers.kinds_of(self.requests(batch)))
                 expected = self._answers.combined(one.want, kinds)
             else:
                 expected = one.want(batch)
@@ -751,7 +754,7 @@ class Declaration:
             np.array(True),
             lambda _: (problem, expected, found),
             column=one.name,
-            remedy=f"{_method(place)} {remedy.format(repr(one.name))}",
+            remedy=f"{suspects(place)} {remedy.format(repr(one.name))}",
         )
 
     def _check_indices(self, name: str, get: Get, flags: Get | None, batch: Any, n: int, place: Place) -> None:
@@ -781,7 +784,8 @@ class Declaration:
             np.array(True),
             lambda _: (f"{name!r} names other rows than those that are meant", expected, found.tolist()),
             column=name,
-            remedy=f"row numbers change when rows move: make {name!r} anew in {_method(place)}, or shift it on a merge",
+            remedy=f"row numbers change when rows move: make {name!r} anew in {method_of(place)}, or shift it on a "
+            "merge",
         )
 
     def sides(self, batch: Any, n: int) -> Iterator[tuple[Pair, Any, Any]]:
@@ -816,7 +820,9 @@ class Declaration:
             remedy="one memory cannot disagree with itself: on a CPU make the device side with `.clone()`",
         )
 
-    def compare(self, pair: Pair, host: Array | list[Any], device: Array | list[Any], place: Place) -> None:
+    def compare(
+        self, pair: Pair, host: Array | list[Any], device: Array | list[Any], place: Place, requests: Sequence[Any] = ()
+    ) -> None:
         """Asks whether two sides agree, by value: a list or an int32 side may stand beside an int64 one."""
         place.compared = True
         right = array_of(device)
@@ -837,9 +843,10 @@ class Declaration:
             invariant,
             left,
             right,
+            names=requests,
             column=pair.name,
-            remedy=f"one side was written alone: look in {_method(place)}, and at what ran since the last check, for a "
-            f"line that changes {pair.host!r} or {pair.device!r} without the other",
+            remedy=f"one side was written alone: look in {method_of(place)}, and at what ran since the last check, for "
+            f"a line that changes {pair.host!r} or {pair.device!r} without the other",
         )
 
     def _check_short(self, names: Collection[str], batch: Any, now: Rows, n: int, place: Place) -> None:
@@ -903,8 +910,9 @@ class Declaration:
                     rows=picked(np.arange(len(now.requests)), which[1]),
                     names=now.requests,
                     column=name,
-                    remedy=f"{_method(place)} {'advances' if added else 'moves'} rows: let it treat {name!r} as it "
-                    f"treats the other columns{hint}",
+                    remedy=f"{method_of(place)} is to add {added[name]} to {name!r} of each request, as `adds` declares"
+                    if added is not None
+                    else f"{method_of(place)} moves rows: let it treat {name!r} as it treats the other columns{hint}",
                 )
         if now.layout is not None and now.kept:
             kept: dict[str, Any] = dict(zip(now.layout.lists, now.lists, strict=True))
@@ -925,8 +933,14 @@ class Declaration:
             self._last = None
 
 
-def _method(place: Place) -> str:
+def method_of(place: Place) -> str:
+    """The method that a remedy names."""
     return f"`{place.object}.{place.operation.rpartition(' ')[2]}`"
+
+
+def suspects(place: Place) -> str:
+    """Where what was found may have happened."""
+    return f"{method_of(place)}, or what ran since this was last checked," if place.since else method_of(place)
 
 
 def _shown(request: Any) -> str:
