@@ -652,6 +652,25 @@ def test_columns_that_come_into_use_are_compared(full: None) -> None:
             assert (caught.value.code, caught.value.column) == (Code.ROW_KEPT, "slots")
 
 
+def test_columns_with_gaps_are_compared(full: None) -> None:
+    """A column may be one of a table, alone or beside others whose memory is whole."""
+
+    class Table(Engine):
+        def filter_batch(self, keep: list[int]) -> None:
+            super().filter_batch(keep)
+            self.sampling.temperatures = torch.stack([self.sampling.temperatures] * 2, dim=1)[:, 0]
+            self.seq_lens_cpu = torch.stack([self.seq_lens_cpu] * 2, dim=1)[:, 0]
+
+    with watched(Table):
+        batch = Table([3, 4, 5])
+        for _ in range(3):
+            batch.filter_batch([0, 1, 2])
+        batch.bug = "order"
+        with pytest.raises(Violation) as caught:
+            batch.filter_batch([0, 1, 2])
+    assert (caught.value.code, caught.value.column) == (Code.ROW_KEPT, "sampling.temperatures")
+
+
 # What follows from the requests
 
 
@@ -683,11 +702,14 @@ def test_a_flag_that_a_request_needs_is_found(level: Any, monkeypatch: pytest.Mo
     assert (caught.value.code, caught.value.column) == (Code.DERIVED_STALE, "not sampling.greedy")
 
 
-@pytest.mark.parametrize("by_value", [False, True])
-def test_requests_are_known_by_identity_from_one_call_to_the_next(full: None, by_value: bool) -> None:
+@pytest.mark.parametrize(("by_value", "in_their_place"), [(False, False), (True, True), (False, True)])
+def test_requests_are_known_by_identity_from_one_call_to_the_next(
+    full: None, by_value: bool, in_their_place: bool
+) -> None:
     """What was asked in the last call is used again for the same requests, and for no others in their place."""
-    like: dict[str, Any] = {"__eq__": lambda one, other: True, "__hash__": lambda one: 1} if by_value else {}
-    equal = type("equal", (), {"wants": False, **like})
+    like: dict[str, Any] = {"__eq__": lambda one, other: True, "__hash__": lambda one: 1}
+    equal = type("equal", (), {"wants": False, **(like if by_value else {})})
+    replacing = type("replacing", (), {"wants": True, **(like if in_their_place else {})})
     asked: list[Any] = []
 
     def wants(req: Any) -> bool:
@@ -708,8 +730,7 @@ def test_requests_are_known_by_identity_from_one_call_to_the_next(full: None, by
         assert gone() is None
         for row in (0, 3, 2):
             before = batch.reqs[row]
-            batch.reqs[row] = equal()
-            batch.reqs[row].wants = True
+            batch.reqs[row] = replacing()
             with pytest.raises(Violation, match="greedy"):
                 batch.prepare_for_decode()
             batch.reqs[row] = before

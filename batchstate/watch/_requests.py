@@ -15,9 +15,6 @@ __all__ = ["OverRequests", "over_requests"]
 NEVER_CHANGE: Final = frozenset({int, float, bool, str, bytes, type(None)})
 """Types of values that cannot change in place."""
 
-BY_IDENTITY: Any = object.__eq__
-"""What a class has whose objects are equal only to themselves."""
-
 MOST_KEPT = 1_000
 """Values found right that are remembered."""
 
@@ -76,11 +73,7 @@ class Kind:
 
 @final
 class RequestAnswers:
-    """What several functions say of requests. Keeps no request alive.
-
-    Attributes:
-        by_identity: whether `==` of two requests that were asked says that they are the same one.
-    """
+    """What several functions say of requests. Keeps no request alive."""
 
     def __init__(self, wants: Sequence[OverRequests]) -> None:
         self._wants = wants
@@ -88,7 +81,6 @@ class RequestAnswers:
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._kinds: weakref.WeakValueDictionary[tuple[Any, ...], Kind] = weakref.WeakValueDictionary()
         self._right: set[tuple[Any, ...]] = set()
-        self.by_identity = True
 
     def kinds_of(self, requests: Sequence[Any]) -> list[Kind]:
         """The kind of each request, without rows that have none."""
@@ -105,7 +97,6 @@ class RequestAnswers:
         )
         kind = self._kinds.setdefault(answers, Kind(answers))
         number, known, alive = id(request), self._kind_of, self._alive
-        self.by_identity &= type(request).__eq__ is BY_IDENTITY
 
         def forget(_: object) -> None:
             known.pop(number, None)

@@ -621,11 +621,10 @@ class Declaration:
         now.made_of(before)
         if self._by_request:
             self._check_by_request(batch, place, now)
-            each_has_one = len(now.kinds or ()) == len(now.requests)  # a row without a request has no kind
-            if names is not None and self._answers.by_identity and each_has_one:
-                last = self._last_of(batch)
-                if last is None or last.requests != now.requests:
-                    self._remember(batch, Rows(n, now.requests, {}, kinds=now.kinds))
+            last, kinds = self._last_of(batch), now.kinds or ()
+            # of the same requests the answers are the last ones, and a row without a request has none
+            if names is not None and len(kinds) == len(now.requests) and (last is None or kinds is not last.kinds):
+                self._remember(batch, Rows(n, now.requests, {}, kinds=now.kinds))
         for name, (get, flags) in self.indices.items():
             self._check_indices(name, get, flags, batch, n, place)
         raw = dict(zip(reader.names, values, strict=True))

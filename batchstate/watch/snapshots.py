@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from itertools import compress
-from operator import add
+from operator import add, is_
 from typing import Any, Self, TypeAlias, final
 
 import attrs
@@ -14,7 +14,7 @@ import torch
 from batchstate.invariants import times_checked
 from batchstate.runtime import numpy_dtype
 from batchstate.violations import Code
-from batchstate.watch._requests import BY_IDENTITY, MOST_KEPT, NEVER_CHANGE, RequestAnswers
+from batchstate.watch._requests import MOST_KEPT, NEVER_CHANGE, RequestAnswers
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -48,6 +48,7 @@ _ONLY_TORCH = frozenset(
 """Floats that numpy lacks (bfloat16, the 8-bit ones). float32 holds each of their values."""
 
 _COPIED = (list, dict, set)
+_BY_IDENTITY: Any = object.__eq__
 _SUMS_UP: dict[type, Callable[[Any], Any]] = {int: sum, bool: sum, float: sum, str: "".join}
 """What fails, or ends with another type, if an entry is neither a number nor text: a look at all types takes
 three times as long."""
@@ -228,7 +229,7 @@ class Layout:
         """The bytes of each group, one column behind the other."""
         try:
             return [b"".join(arrays[where]) for *_, where in self.groups]
-        except (BufferError, ValueError):  # of memory with gaps
+        except TypeError:  # of memory with gaps
             return [b"".join([one.tobytes() for one in arrays[where]]) for *_, where in self.groups]
 
     def unpack(self, packed: list[bytes], num_rows: int) -> dict[str, Array]:
@@ -279,12 +280,11 @@ class Rows:
         """
         names = [] if self.layout is None else self.layout.lists
         there: dict[str, Any] = {}
-        if known is not None and known.requests == self.requests:
-            self.exact, self.kinds, there = True, known.kinds, known.columns
-        else:
-            kinds = set(map(type, self.requests))
-            by_identity = all(kind.__eq__ is BY_IDENTITY and kind is not type(None) for kind in kinds)
-            self.exact = by_identity or all(issubclass(kind, PLAIN_KEYS) for kind in kinds)
+        kinds = set(map(type, self.requests))
+        by_identity = all(kind.__eq__ is _BY_IDENTITY and kind is not type(None) for kind in kinds)
+        self.exact = by_identity or all(issubclass(kind, PLAIN_KEYS) for kind in kinds)
+        if self.exact and known is not None and known.requests == self.requests:
+            self.kinds, there = known.kinds, known.columns
         self.lists = [
             one if (one := there.get(name)) is not None and alike(one, entries) else copy_of(entries)
             for name, entries in zip(names, self.lists, strict=True)
@@ -346,19 +346,21 @@ class Rows:
 
         Args:
             answers: asks.
-            last: the same batch when it was right the last time.
+            last: the same batch when it was right the last time; its answers, if its requests are the same objects.
         """
         requests = self.requests
-        if self.exact and not isinstance(requests[0], PLAIN_KEYS):
-            kinds: list[Any] = []
-            for part, (there, here) in zip(self.before, self.of, strict=True):  # type: ignore[misc]
-                kinds += answers.kinds_of(picked(requests, here)) if part.kinds is None else picked(part.kinds, there)
-            return kinds
-        if last is not None and last.kinds is not None and answers.by_identity:
-            known = len(last.kinds)
-            if last.requests == (requests if known == len(requests) else requests[:known]):
-                return last.kinds + answers.kinds_of(requests[known:])
-        return answers.kinds_of(requests)
+        if not requests or isinstance(requests[0], PLAIN_KEYS):
+            return answers.kinds_of(requests)
+        if last is not None and last.kinds is not None:
+            number = len(last.requests)
+            if number <= len(requests) and all(map(is_, last.requests, requests)):
+                return last.kinds + answers.kinds_of(requests[number:]) if number < len(requests) else last.kinds
+        if not self.exact:
+            return answers.kinds_of(requests)
+        kinds: list[Any] = []
+        for part, (there, here) in zip(self.before, self.of, strict=True):  # type: ignore[misc]
+            kinds += answers.kinds_of(picked(requests, here)) if part.kinds is None else picked(part.kinds, there)
+        return kinds
 
     def in_both(self, now: "Rows") -> tuple[Which, Which] | None:
         """The rows of the requests that are in `now` too, here and there; None if none is."""
