@@ -76,6 +76,7 @@ class Layout:
 
     Attributes:
         columns: all declarations of the class.
+        tensors: those of tensor columns; the mirrored ones of them have places.
         places: column -> place; a slot column has a second entry for its generations.
         names: for each group a name for reports: the size of its items, or its only column.
         pads: for each group one padded row, [k, 1, ...].
@@ -86,6 +87,7 @@ class Layout:
     """
 
     columns: Mapping[str, Column]
+    tensors: Mapping[str, TensorColumn]
     places: Mapping[str, Place]
     names: tuple[str, ...]
     pads: tuple[Array, ...]
@@ -98,7 +100,8 @@ class Layout:
         """Groups the columns: widest first, in the order of declaration within a width."""
         groups: dict[int, list[tuple[str, MirroredColumn]]] = {}
         alone: list[MirroredColumn] = []
-        for column in columns.values():
+        tensors = {name: one for name, one in columns.items() if isinstance(one, TensorColumn)}
+        for column in tensors.values():
             if not isinstance(column, MirroredColumn):
                 continue
             if math.prod(column.shape) != 1:
@@ -124,13 +127,13 @@ class Layout:
         single = {
             name: place
             for name, place in places.items()
-            if not place.shape and isinstance(one := columns.get(name), TensorColumn) and one.takes_any
+            if not place.shape and name in tensors and tensors[name].takes_any
         }
         kinds = list(dict.fromkeys((place.group, place.dtype) for place in single.values()))
         plain = {
             name: (place.dtype, kinds.index((place.group, place.dtype)), place.member) for name, place in single.items()
         }
-        return cls(columns, places, tuple(names), tuple(pads), row_bytes, plain, tuple(kinds))
+        return cls(columns, tensors, places, tuple(names), tuple(pads), row_bytes, plain, tuple(kinds))
 
 
 @final
@@ -387,13 +390,8 @@ class RowState:
     def padded(self, count: int) -> "RowState":
         """These rows, then `count` padded rows; they have no objects."""
         padding = RowState.padding(self.layout, count)
-        for name in self.device:
-            column = self.layout.columns[name]
-            if isinstance(column, TensorColumn):
-                padding.device = {
-                    **padding.device,
-                    name: DeviceRows.of(np.repeat(column.pad[None], count, axis=0), count),
-                }
+        pads = {name: self.layout.tensors[name].pad for name in self.device}
+        padding.device = {name: DeviceRows.of(np.repeat(pad[None], count, axis=0), count) for name, pad in pads.items()}
         padding.objects = {name: objects[:0] for name, objects in self.objects.items()}
         return self.merged(padding)
 
@@ -436,14 +434,14 @@ class RowState:
             ValueOverflowError: a value would leave the column's dtype.
             ContractError: a bound of an unsigned dtype is lowered.
         """
-        places, columns = self.layout.places, self.layout.columns
+        places, columns = self.layout.places, self.layout.tensors
         state = self if in_place else self.copied([name for name in added if name in places])
         same: object = None  # the amount of the column before, which mostly is that of all
         amount = _NOTHING
         for name, by in added.items():
             column = columns.get(name)
-            if not isinstance(column, TensorColumn) or not column.counted:
-                raise _not_counted(column, name, columns, f"{what}: column {name!r}")
+            if column is None or not column.counted:
+                raise _not_counted(self.layout, name, f"{what}: column {name!r}")
             if type(by) is int and name not in state.device and -(2**63) <= by < 2**63:  # what a decode step adds
                 shift(state.column(name), by, what, name)
                 continue
@@ -482,19 +480,15 @@ class RowState:
         return state
 
 
-def _not_counted(column: Column | None, name: str, columns: Mapping[str, Column], label: str) -> Exception:
-    if isinstance(column, TensorColumn):
+def _not_counted(layout: Layout, name: str, label: str) -> Exception:
+    column = layout.tensors.get(name)
+    if column is not None:
         some = "" if column.takes_any or column.unit else f", of which a {type(column).__name__} takes some"
         return DtypeError(
             f"{label} holds {column.unit or column.np_dtype}{some}",
             value=column.dtype,
             remedy="`advance` adds to columns of integers that are not indices; set others with `update` or `replace`",
         )
-    tensors = [
-        one
-        for one, declared in columns.items()
-        if isinstance(declared, TensorColumn) and declared.unit is None and declared.np_dtype.kind in "iu"
-    ]
-    if column is not None:
-        return DeclarationError(f"{label} holds Python objects", value=name, remedy=one_of(tensors, name))
-    return DeclarationError(f"{label} is not declared", value=name, remedy=one_of(tensors, name))
+    what = "holds Python objects" if name in layout.columns else "is not declared"
+    remedy = one_of([one for one, declared in layout.tensors.items() if declared.counted], name)
+    return DeclarationError(f"{label} {what}", value=name, remedy=remedy)

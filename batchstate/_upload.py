@@ -12,7 +12,6 @@ from batchstate import invariants, levels
 from batchstate._arrays import Array, as_array
 from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
-from batchstate.columns import TensorColumn
 from batchstate.errors import ArgumentError, another_runtime, one_of
 from batchstate.mirror import DeviceSide, MirroredTensor, rows_of, write_count
 from batchstate.runtime.base import Runtime
@@ -309,7 +308,7 @@ class BatchDevice:
         state = self.state
         if not self._runtime.capturing:
             for name in state.layout.places:
-                known = name in state.layout.columns and name not in state.device
+                known = name in state.layout.tensors and name not in state.device
                 if known and self.has(name) and self._sent_with(name) is sent:
                     device = self._runtime.inspect(sent.shared(name, state))
                     if state.column(name).tobytes() != device.tobytes():
@@ -325,9 +324,7 @@ class BatchDevice:
             packed, places = self._needs[name]
             crossed = [self._runtime.use_part_on_current_stream(packed, place) for place in places]
         where: Where = {"object": rows, "operation": "gather", "column": name, "step": self._runtime.step}
-        column = self.state.layout.columns[name]
-        dtype = column.dtype if isinstance(column, TensorColumn) else torch.int64
-        gathered = rows.gathered(self._runtime, crossed, dtype, where)
+        gathered = rows.gathered(self._runtime, crossed, self.state.layout.tensors[name].dtype, where)
         if self._gathered_views.get(name, (None,))[0] is not gathered.tensor:
             contents = rows.contents(self._runtime) if levels.full else None
             if contents is not None:
@@ -381,8 +378,8 @@ def append_needs(arrays: list[Array], state: RowState, known: Collection[str] = 
     """
     needs = {}
     for name, rows in state.device.items():
-        column = state.layout.columns[name]
-        if isinstance(column, TensorColumn) and name not in known:
+        if name not in known:
+            column = state.layout.tensors[name]
             wanted = rows.arrays(column.dtype, 1 + len(column.shape))
             needs[name] = range(len(arrays), len(arrays) + len(wanted))
             arrays += wanted

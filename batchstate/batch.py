@@ -40,7 +40,7 @@ from batchstate._guidance import OfThisProcess, methods_show_signature, own_name
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import GENERATION_SUFFIX, Layout, RowState
 from batchstate._upload import BatchDevice, Extras, check_writes, named_arrays, packed_step
-from batchstate.columns import Column, DeviceColumn, MirroredColumn, SlotColumn, TensorColumn, declared_columns
+from batchstate.columns import Column, SlotColumn, TensorColumn, declared_columns
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, one_of
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
@@ -137,16 +137,14 @@ class Batch(OfThisProcess, metaclass=BatchType):
     _columns: ClassVar[Mapping[str, Column]] = {}
     _layout: ClassVar[Layout] = Layout.of({})
     _slot_column: ClassVar[str | None] = None
-    _tensor_columns: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         declared = declared_columns(cls, reserved=frozenset(own_names(Batch)) - frozenset(dir(object)))
         cls._columns = declared
         cls._layout = Layout.of(declared)
-        cls._tensor_columns = tuple(name for name, one in declared.items() if isinstance(one, TensorColumn))
         cls._slot_column = next((name for name, one in declared.items() if isinstance(one, SlotColumn)), None)
-        for name in cls._tensor_columns:
+        for name in cls._layout.tensors:
             both = f"`.{name}` has both sides: `.{name}.np` or `.host` on the host, `.{name}.device`"
             point_elsewhere(cls, {f"{name}_{side}": both for side in _SIDES})
 
@@ -236,9 +234,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def empty(cls, runtime: Runtime) -> Self:
         """A batch of no requests: what an idle step and a first merge start from."""
         values: dict[str, Any] = {
-            name: np.empty((0, *column.shape), column.np_dtype) if isinstance(column, TensorColumn) else ()
-            for name, column in cls._columns.items()
+            name: np.empty((0, *column.shape), column.np_dtype) for name, column in cls._layout.tensors.items()
         }
+        values |= {name: () for name in cls._columns if name not in values}
         return cls.build(runtime, **values)
 
     def __dir__(self) -> list[str]:
@@ -267,17 +265,17 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """
         try:
             value = self._values.get(column)
-            declared = self._columns.get(column) if value is None else None
+            declared = self._layout.tensors.get(column) if value is None else None
         except TypeError:  # a list of names, say
             value = declared = None
         if value is None:
-            if not isinstance(declared, TensorColumn):
+            if declared is None:
                 if not isinstance(column, str):
                     raise self._not_a_name(column)
                 raise DeclarationError(
                     f"{type(self).__name__} has no tensor column {column!r}",
                     value=column,
-                    remedy=one_of(self._tensor_columns, column),
+                    remedy=one_of(self._layout.tensors, column),
                 )
             value = self._values[column] = self._value(declared)
         return value
@@ -333,16 +331,16 @@ class Batch(OfThisProcess, metaclass=BatchType):
             Violation: MIRROR_STALE_READ inside a stale window of a host side.
         """
         found: dict[str, Array | tuple[Any, ...]] = {}
-        for name, column in self._columns.items():
-            if isinstance(column, MirroredColumn):
+        for name in self._columns:
+            if name in self._layout.places:
                 found[name] = self[name].np
-            elif not isinstance(column, TensorColumn):
+            elif name not in self._layout.tensors:
                 found[name] = self.objects(name)
         return found
 
     def _value(self, column: TensorColumn) -> MirroredTensor:
         name = column.name
-        mirrored = isinstance(column, MirroredColumn)
+        mirrored = name in self._layout.places
         contract = Contract.EXACT
         if name in self._state.device:
             contract = Contract.UPPER_BOUND if mirrored else Contract.DEVICE_ONLY
@@ -591,7 +589,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         what = f"{type(self).__name__}.update: column {column!r}"
         declared = self._tensor_column(column, what)
         index = kept_rows(rows, self._begin("update"), what)
-        if not isinstance(declared, MirroredColumn) or column in self._state.device or column == self._slot_column:
+        if column not in self._layout.places or column in self._state.device or column == self._slot_column:
             raise ArgumentError(
                 f"{what}: the host does not have its exact values", value=column, remedy=f"use replace({column}=...)"
             )
@@ -623,7 +621,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         what = f"{type(self).__name__}.update_device: column {column!r}"
         declared = self._tensor_column(column, what)
         index = kept_rows(rows, self._begin("update_device"), what)
-        mirrored = isinstance(declared, MirroredColumn)
+        mirrored = column in self._layout.places
         if declared.contract is Contract.EXACT:
             raise ContractError(
                 f"{what}: expected a column of bounds, got an exact one",
@@ -727,7 +725,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             DeclarationError: no such column, or one of Python objects.
             Violation: MIRROR_STALE_READ, MIRROR_FOREIGN_WRITE, and at `full` those of `check`.
         """
-        names = columns or self._tensor_columns
+        names = columns or self._layout.tensors
         for name in columns:
             if not isinstance(name, str):
                 raise DeclarationError(
@@ -881,13 +879,12 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
     def _check_sides(self, operation: str) -> None:
         """Each side is as it was, and the sides agree, also those that were not read yet: nothing is launched."""
-        for name in self._tensor_columns:
+        for name, column in self._layout.tensors.items():
             value, rows = self[name], self._state.device.get(name)
             if rows is not None:
                 if not value.open_windows:
                     rows.check_sources(self.runtime, self._where(operation, name), value._host)
-                column = self._columns[name]
-                if isinstance(column, DeviceColumn) and not column.takes_any:
+                if not column.takes_any and name not in self._layout.places:
                     contents = rows.contents(self.runtime)
                     if contents is not None:
                         column.check_values(contents[1], self.runtime, operation)
@@ -950,8 +947,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def _check_tail(self, operation: str) -> None:
         if self.num_rows == self.num_reqs:
             return
-        for name, column in self._columns.items():
-            if isinstance(column, MirroredColumn):
+        for name, column in self._layout.tensors.items():
+            if name in self._layout.places:
                 tail = self._state.column(name)[self.num_reqs :]
                 invariants.tail_stale(tail, column.pad, self.num_reqs, **self._where(operation, name))
 
@@ -1046,10 +1043,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
     def _tensor_column(self, name: str, what: str) -> TensorColumn:
         known: object = name
-        column = self._columns.get(name) if isinstance(known, str) else None
-        if not isinstance(column, TensorColumn):
+        column = self._layout.tensors.get(name) if isinstance(known, str) else None
+        if column is None:
             raise DeclarationError(
-                f"{what} is not a tensor column", value=name, remedy=one_of(self._tensor_columns, name)
+                f"{what} is not a tensor column", value=name, remedy=one_of(self._layout.tensors, name)
             )
         return column
 

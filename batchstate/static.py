@@ -19,7 +19,6 @@ from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import Layout, RowState
 from batchstate._upload import Extras, append_needs, extra_array, joined_writes, named_arrays
 from batchstate.batch import Batch
-from batchstate.columns import Column, MirroredColumn, TensorColumn
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
 from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
@@ -85,19 +84,19 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self._version = 0
         self._origin: Origin | None = None
         self._batch = batch
-        self._columns = batch.columns()
+        self._columns = batch._layout.tensors
         declared = {} if extras is None else named_arrays(extras, "StaticBuffers")
         self._extras = {name: extra_array(name, one) for name, one in declared.items()}
-        twice = [name for name in self._extras if name in self._columns]
+        twice = [name for name in self._extras if name in batch.columns()]
         if twice:
             raise ArgumentError(f"extras are named as columns: {twice}", value=twice, remedy="rename the extras")
         writes = 32 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
         layout = batch._layout
         arrays = [*RowState.padding(layout, self.rows).aligned(), *self._extras.values()]
         places, used = packed_places(arrays)
-        capacity = used + writes * _BYTES_PER_WRITE + 2 * ALIGNMENT + _bytes_to_gather(self._columns, self.rows)
+        capacity = used + writes * _BYTES_PER_WRITE + 2 * ALIGNMENT + _bytes_to_gather(layout, self.rows)
         packed = -(-capacity // ALIGNMENT) * ALIGNMENT
-        own, total = _own_places(self._columns, self.rows, packed)
+        own, total = _own_places(layout, self.rows, packed)
         self._fixed = FixedMemory(runtime, runtime.device_zeros((total,), torch.uint8, name="static buffers"))
         by_name = {**dict(zip(self._extras, places[len(places) - len(self._extras) :], strict=True)), **own}
         self._views = {
@@ -110,7 +109,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
     def _view(self, name: str, place: Place) -> torch.Tensor:
         column, view = self._columns.get(name), view_at(self._fixed.memory, place)
-        return of_dtype(view, column.dtype) if isinstance(column, TensorColumn) else view
+        return view if column is None else of_dtype(view, column.dtype)
 
     def __repr__(self) -> str:
         return f"StaticBuffers({self._batch.__name__}, {self.num_reqs} requests in {self.rows} rows)"
@@ -305,12 +304,12 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         for name, device in self._held.items():
             column = self._columns.get(name)
             where: Where = {"object": self, "operation": "to_static", "column": name, "step": self.runtime.step}
-            if not isinstance(column, TensorColumn):
+            if column is None:
                 invariants.mirror_equal(extras[name], device, **where)
                 continue
             invariants.tail_stale(device[self.num_reqs :], column.pad, self.num_reqs, **where)
             rows = state.device.get(name)
-            if isinstance(column, MirroredColumn):
+            if name in state.layout.places:
                 invariant = invariants.mirror_equal if rows is None else invariants.mirror_bound
                 invariant(state.column(name), device, **where)
             contents = None if rows is None else rows.contents(self.runtime)
@@ -323,30 +322,24 @@ def _packed_views(
 ) -> dict[str, torch.Tensor]:
     """The mirrored columns, where a step packs them."""
     views = {}
-    for name, column in layout.columns.items():
-        if isinstance(column, MirroredColumn):
-            place = layout.places[name]
+    for name, column in layout.tensors.items():
+        if (place := layout.places.get(name)) is not None:
             group = view_at(memory, places[place.group]).view(column.dtype)
             views[name] = group[place.member, :num_rows].view(num_rows, *place.shape)
     return views
 
 
-def _bytes_to_gather(columns: Mapping[str, Column], num_rows: int) -> int:
+def _bytes_to_gather(layout: Layout, num_rows: int) -> int:
     """Capacity for what gathering takes: an index, an amount, and rows that are still on the host."""
-    gathered = [
-        column
-        for column in columns.values()
-        if isinstance(column, TensorColumn)
-        and not (isinstance(column, MirroredColumn) and column.contract is Contract.EXACT)
-    ]
+    gathered = [column for column in layout.tensors.values() if column.contract is not Contract.EXACT]
     return sum(num_rows * (16 + 2 * column.pad.nbytes) + 4 * ALIGNMENT for column in gathered)
 
 
-def _own_places(columns: Mapping[str, Column], num_rows: int, start: int) -> tuple[dict[str, Place], int]:
+def _own_places(layout: Layout, num_rows: int, start: int) -> tuple[dict[str, Place], int]:
     """Places of the columns that are not packed, from byte `start` on, and where they end."""
     places = {}
-    for name, column in columns.items():
-        if isinstance(column, TensorColumn) and not isinstance(column, MirroredColumn):
+    for name, column in layout.tensors.items():
+        if name not in layout.places:
             places[name] = (start, column.np_dtype, (num_rows, *column.shape))
             start += -(-num_rows * column.pad.nbytes // ALIGNMENT) * ALIGNMENT
     return places, start

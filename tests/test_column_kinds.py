@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from batchstate import Batch, MirroredTensor, PagePool, Runtime, SlotPool, StaticBuffers, StepPlanner, slot_column
-from batchstate.columns import DeviceColumn, MirroredColumn
-from batchstate.errors import ArgumentError, DtypeError
+from batchstate.columns import DeviceColumn, MirroredColumn, device_only, mirrored
+from batchstate.errors import ArgumentError, DeclarationError, DtypeError
 from batchstate.mirror import Contract
 
 MOST = 9
@@ -129,6 +129,19 @@ def test_what_checks_its_values_is_not_computed(pages: PagePool, batch: Capped) 
         with pytest.raises(DtypeError, match="'seq_lens' holds int64, of which a CappedColumn takes some"):
             refused()
     assert pages.committed(batch.slots).tolist() == [4, 9]
+
+
+def test_what_advance_names_can_be_advanced(rt: Runtime) -> None:
+    """A wrong name is answered with the columns that take an amount: not bits, nor what checks its values."""
+
+    class Mixed(Batch):
+        capped = CappedColumn(torch.int64, (), 0, Contract.EXACT)
+        bits = device_only(torch.bfloat16)
+        lens = mirrored(torch.int64)
+
+    with pytest.raises(DeclarationError, match="column 'nope' is not declared") as refused:
+        Mixed.empty(rt).advance("nope")
+    assert refused.value.remedy == "use one of: lens"
 
 
 @pytest.mark.usefixtures("full")
