@@ -41,7 +41,7 @@ def test_correct_class_is_left_in_peace(device: str) -> None:
 
 
 def test_forgotten_field_is_found(device: str) -> None:
-    """A field that one operation forgets is reported by name, with the shortest program that shows it."""
+    """A field that one operation forgets is reported by name, with a short program that shows it."""
     result = fuzz_twins(on(device, ForgetfulBatch), examples=60)
     assert result.code == "ROW_COUNT"
     report = str(result.failure)

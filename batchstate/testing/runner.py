@@ -229,7 +229,7 @@ def _report(error: BaseException, flaky: Flaky | None) -> str:
     if program:
         lines += [
             "",
-            "The shortest program that shows it:",
+            "A short program that shows it:",
             *(f"    {line}" for note in program for line in note.splitlines()),
         ]
     return "\n".join(lines)
