@@ -304,7 +304,7 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
         leaves = batch.seq_lens.np + 1 == batch.max_seq_lens.np
         if self._hung_up:
             leaves |= np.fromiter((request in self._hung_up for request in batch.requests), np.bool_, len(batch))
-        if leaves.any():
+        if np.count_nonzero(leaves):
             for request in self.give_back(leaves):
                 request.done = True
                 complete = request.num_generated == request.answer_tokens

@@ -30,18 +30,28 @@ class StepPlan:
     """What each row does in a step; see `plan_step`. The last rows are those of requests that join with it, if any do.
 
     Attributes:
+        seq_lens: int64[rows], tokens whose KV is computed.
         remaining: int64[rows], tokens to compute until the row's next token comes out: 1 when it decodes.
         chunks: int64[rows], tokens that it computes in this step.
-        owned_pages: int64[rows], pages that it has.
-        new_pages: int64[rows], pages that its chunk needs on top.
+        page_size: tokens per page.
         joining: the requests that join.
     """
 
+    seq_lens: Ints
     remaining: Ints
     chunks: Ints
-    owned_pages: Ints
-    new_pages: Ints
+    page_size: int
     joining: Sequence[Any] = ()
+
+    @property
+    def owned_pages(self) -> Ints:
+        """Pages that each row has, int64[rows]."""
+        return pages_for(self.seq_lens, self.page_size)
+
+    @property
+    def new_pages(self) -> Ints:
+        """Pages that the chunk of each row needs on top, int64[rows]."""
+        return pages_for(self.seq_lens + self.chunks, self.page_size) - self.owned_pages
 
     @property
     def samples(self) -> Mask:
@@ -63,9 +73,7 @@ def plan_step(
         joining: the requests of the last rows, if they join.
     """
     remaining = np.maximum(prefill_lens - seq_lens, 1)
-    chunks = chunk_lengths(remaining, budget)
-    owned_pages = pages_for(seq_lens, page_size)
-    return StepPlan(remaining, chunks, owned_pages, pages_for(seq_lens + chunks, page_size) - owned_pages, joining)
+    return StepPlan(seq_lens, remaining, chunk_lengths(remaining, budget), page_size, joining)
 
 
 def chunk_lengths(remaining: Ints, budget: int) -> Ints:
@@ -204,7 +212,8 @@ class BatchScheduler(Generic[B, R]):
         if not len(self.batch) and not self.waiting:
             return None
         plan, pages, retracted = self.plan(), self._pages_available, False
-        while (fit := rows_that_fit(plan.new_pages, plan.owned_pages, pages)) < len(self.batch):
+        most = self._max_tokens_per_step // self.pages.page_size + len(self.batch)  # pages that a step takes
+        while pages < most and (fit := rows_that_fit(plan.new_pages, plan.owned_pages, pages)) < len(self.batch):
             if not self.reclaim():
                 self._retract(fit)
                 plan, retracted = self.plan(), True  # the rows left share the tokens of the step anew
@@ -237,7 +246,7 @@ class BatchScheduler(Generic[B, R]):
         """Takes rows out of the batch and returns their requests; slots and pages are freed behind `last_step`."""
         leaving = self.batch.filter(leaves)
         requests: Sequence[R] = leaving.requests
-        for request, length in zip(requests, leaving.seq_lens.np.tolist(), strict=True):
+        for request, length in zip(requests, self.batch.seq_lens.np[leaves].tolist(), strict=True):
             request.num_generated += max(length + 1 - request.tokens_to_prefill, 0)
         self.pages.release_requests(leaving.slots, after=self.last_step)
         self.batch = self.batch.filter(~leaves)
