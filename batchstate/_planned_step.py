@@ -552,7 +552,8 @@ class StepRequests:
         rows, start = self.rows[begun], start[begun]
         locations[begun] = pages.next_locations(rows, start, OPERATION)
         at = self.first_element[begun] + start
-        return locations, ((rows, self.generations[begun]), *self._to_the_page_end(at, start, locations[begun], size))
+        written = self._to_the_page_end(at, start, locations[begun], size, begin=True)
+        return locations, ((rows, self.generations[begun]), *written)
 
     def ended_with(self, state: RowState, pages: PagePool) -> bool:
         """Whether the last step made this state: then the token table has the last page of each to its end."""
@@ -574,17 +575,24 @@ class StepRequests:
         if rewritten.size:
             start = start[rewritten]
             at = self.first_element[rewritten] + start
-            more = self._to_the_page_end(at, start, locations[rewritten], size)
+            more = self._to_the_page_end(at, start, locations[rewritten], size, begin=whole)
             if written is None:
                 written = more
             else:
                 written = np.concatenate((more[0], written[0])), np.concatenate((more[1], written[1]))
         return locations, None if written is None else ((self.rows, self.generations), *written)
 
-    def _to_the_page_end(self, at: Ints, start: Ints, locations: Ints, size: int) -> tuple[Ints, Ints]:
-        """Elements of the flat token table and locations, from those of one token each to the end of its page."""
+    def _to_the_page_end(self, at: Ints, start: Ints, locations: Ints, size: int, *, begin: bool) -> tuple[Ints, Ints]:
+        """Elements of the flat token table and locations, from those of one token each to the end of its page.
+
+        `begin` says that each of these tokens is the first of its page.
+        """
+        if begin and start.item(start.argmax()) + size <= self.row_width:
+            page = np.arange(size)
+            return (at[:, None] + page).reshape(-1), (locations[:, None] + page).reshape(-1)
         left = np.minimum(size - start % size, self.row_width - start)
-        return arange_per_row(at, left), arange_per_row(locations, left)
+        elements = arange_per_row(at, left)
+        return elements, elements + (locations - at).repeat(left)
 
 
 @final

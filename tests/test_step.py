@@ -97,11 +97,20 @@ class World:
     fails: tuple[object, str, int] | None = None  # a method of a part that fails in the plan of the next steps, when
 
     @classmethod
-    def of(cls, rt: Runtime, size: int = 8, *, pages: int = 64, in_one_piece: bool = True, **options: Any) -> "World":
+    def of(
+        cls,
+        rt: Runtime,
+        size: int = 8,
+        *,
+        pages: int = 64,
+        longest: int = LONGEST,
+        in_one_piece: bool = True,
+        **options: Any,
+    ) -> "World":
         """No requests yet."""
         slots = SlotPool(rt, size)
-        table = slots.table("req_to_token", (LONGEST,), torch.int32, holds="location", host=True)
-        pool = PagePool(rt, slots, pages, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table)
+        table = slots.table("req_to_token", (longest,), torch.int32, holds="location", host=True)
+        pool = PagePool(rt, slots, pages, PAGE_SIZE, max_tokens_per_request=longest, req_to_token=table)
         fields = {"last": relay_field(torch.int64, read_by="both"), "logit": relay_field(torch.float32, read_by="host")}
         relay = FutureMap(slots, fields)
         options = {"ids": "last", "results": ("last",), **options}
@@ -636,6 +645,17 @@ def test_the_longest_request(rt: Runtime) -> None:
     world.join([LONGEST])
     refused(Code.LENGTH_ORDER, lambda: world.planner.plan(world.batch))
     assert world.pages.committed(world.batch.slots).tolist() == [LONGEST]
+
+
+@pytest.mark.parametrize("left", [None, 2])
+def test_a_row_of_the_token_table_may_end_within_a_page(rt: Runtime, left: int | None) -> None:
+    """A page that begins there is written to the end of the row, and not into the next one, also where one leaves."""
+    world = World.of(rt, longest=LONGEST - 2)
+    world.join([LONGEST - 6, 5, 3])
+    assert world.batch.slots.np.tolist() == [1, 2, 3]
+    for k in range(4):
+        world.step(**{"keep": [0, 1], "after": rt.record()} if k == left else {})
+        check_rows_of_the_table(world)
 
 
 def test_several_fields_are_published_together(rt: Runtime) -> None:

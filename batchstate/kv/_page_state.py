@@ -90,7 +90,8 @@ class PageTable:
             return self.locations_at(rows.repeat(counts), positions)
         first, stop = start // self._size, start + counts
         num_pages = (stop + self._rounding) // self._size - first
-        columns, at = arange_per_row(first, num_pages), arange_per_row(rows * self._width + first, num_pages)
+        columns = arange_per_row(first, num_pages)
+        at = columns + (rows * self._width).repeat(num_pages)
         tokens = np.full(columns.size, self.page_size, dtype=np.int64)
         there = num_pages > ZERO
         ends = num_pages.cumsum()
@@ -125,7 +126,8 @@ class PageTable:
         else:
             there = positions[last]
             left = np.minimum(size - 1 - there % self._size, width - 1 - there)
-            rests = [arange_per_row(one[last] + ONE, left) for one in (index, locations)]
+            rest = arange_per_row(index[last] + ONE, left)
+            rests = [rest, rest + (locations[last] - index[last]).repeat(left)]
         return np.concatenate([index, rests[0]]), np.concatenate([locations, rests[1]])
 
     def token_rows(self, rows: Ints, width: int) -> tuple[Ints, Ints]:
