@@ -130,7 +130,7 @@ def test_a_group_is_joined_first_and_once() -> None:
     late.next_step()
     with pytest.raises(ArgumentError, match="has begun"):
         late.join_group()
-    with pytest.raises(ArgumentError, match="watch 3"):
+    with pytest.raises(ArgumentError, match="watch: expected a fence, got 3"):
         group.watch(3)  # type: ignore[arg-type]
     SlotPool(runtime, 2).take(1)
     report = group.report()

@@ -280,7 +280,7 @@ def test_missing_fields_are_refused(field: str) -> None:
         ({"heads": 10**400}, ["heads is 1000"]),
         ({"degree": 2**17}, ["expected <= "]),
         ({"degree": 3}, ["8 heads", "3 ranks"]),
-        ({"rank": 1}, ["rank 1 of 1"]),
+        ({"rank": 1}, ["rank of 0 to 0, got 1"]),
         ({"layers": "0.keys"}, ["layers"]),
         ({"layers": [1]}, ["layers"]),
         ({"layers": [["a"]]}, ["layers"]),

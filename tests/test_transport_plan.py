@@ -113,7 +113,7 @@ def test_layout_of_page_bytes() -> None:
         ({"layers": ("k", "v", "k")}, ArgumentError, ["'k' is named 2 times"]),
         ({"dtype": ""}, DtypeError, ["''"]),
         ({"dtype": 8}, DtypeError, ["8"]),
-        ({"rank": 2, "degree": 2, "heads": 2}, ArgumentError, ["rank 2 of 2"]),
+        ({"rank": 2, "degree": 2, "heads": 2}, ArgumentError, ["rank of 0 to 1, got 2"]),
         ({"rank": -1}, ArgumentError, ["rank is -1"]),
         ({"degree": 3, "heads": 4}, ArgumentError, ["4 heads", "3 ranks"]),
         ({"degree": 6, "heads": 4}, ArgumentError, ["4 heads", "6 ranks"]),
@@ -219,7 +219,7 @@ def test_rows_of_the_layers_that_both_sides_have() -> None:
     assert found.target_regions.tolist() == [21, 21, 22, 22]
     assert not len(location_rows([1], [5], stage, layout(stage=("0.keys",)), [7, 9], [20]))
     complains(
-        ArgumentError, lambda: location_rows([1], [5], stage, whole, [7, 8, 9], [20, 21, 22]), "source", "2 layers"
+        ArgumentError, lambda: location_rows([1], [5], stage, whole, [7, 8, 9], [20, 21, 22]), "source", "2 different"
     )
 
 
@@ -267,7 +267,7 @@ def test_expanding_refuses_bad_pages() -> None:
     complains(ValueOverflowError, lambda: expand_pages(np.array([2**63], dtype=np.uint64), 4, 4), 2**63)
     complains(DtypeError, lambda: expand_pages([1.5], 4, 4), "float64")
     complains(DtypeError, lambda: expand_pages([True], 4, 4), "bool")
-    complains(ShapeError, lambda: expand_pages([[1]], 4, 4), "2 dimensions")
+    complains(ShapeError, lambda: expand_pages([[1]], 4, 4), "expected one dimension, got 2")
     complains(ArgumentError, lambda: expand_pages([1], 0, 4), "page_size is 0")
     complains(ArgumentError, lambda: expand_pages([1], 4, -1), "num_tokens is -1")
     assert expand_pages([1], 2**40, 2).tolist() == [HUGE, HUGE + 1]
@@ -340,7 +340,7 @@ def test_ownership_refuses_bad_ranges() -> None:
     complains(ArgumentError, lambda: owned_by([], [[0, 4]]), "[0, 4]")
     complains(ArgumentError, lambda: owned_by([], [[4, 0]]), "[4, 0]")
     complains(ArgumentError, lambda: owned_by([], [[2**63 - 1, 4]]), "4]")
-    complains(ShapeError, lambda: owned_by([1], [1, 4]), "(2,)")
+    complains(ShapeError, lambda: owned_by([1], [1, 4]), "got [2]")
     complains(DtypeError, lambda: owned_by([1.0], [[1, 4]]), "float64")
     error = complains(ArgumentError, lambda: owned_by([5, 3, 5], [[1, 9]]), "location 5", "row 2")
     assert error.value == 5
@@ -432,7 +432,7 @@ def test_rows_refuse_what_does_not_fit() -> None:
     assert len(location_rows([1], [1], single, single, three, three)) == 3
     complains(ArgumentError, lambda: location_rows([1], [1], layout(), layout(), [0, 1], three), "source", "[0, 1]")
     complains(
-        ArgumentError, lambda: location_rows([1], [1], layout(), layout(), three, [0, 1, 1]), "target", "3 layers"
+        ArgumentError, lambda: location_rows([1], [1], layout(), layout(), three, [0, 1, 1]), "target", "3 different"
     )
     complains(
         ArgumentError, lambda: location_rows([1], [1], layout(), layout(), three, [0, 1, -1]), "target region is -1"
@@ -526,8 +526,8 @@ def test_long_rows_are_cut() -> None:
 def test_empty_rows_are_refused() -> None:
     """A row of no bytes, or of fewer, is a mistake in the plan, and cannot hide in another row."""
     bad = rows((0, 0, 0, 0, 10), (0, 10, 0, 10, -5))
-    complains(ArgumentError, lambda: coalesced(bad), "row 1", "-5 bytes")
-    complains(ArgumentError, lambda: chunked(attrs.evolve(bad, lengths=[0, 1]), 4), "row 0", "0 bytes")
+    complains(ArgumentError, lambda: coalesced(bad), "row 1", "got -5")
+    complains(ArgumentError, lambda: chunked(attrs.evolve(bad, lengths=[0, 1]), 4), "row 0", "got 0")
     complains(ArgumentError, lambda: chunked(rows((0, 0, 0, 0, 4)), 0), "max_rows is 0")
     complains(ArgumentError, lambda: chunked(rows((0, 0, 0, 0, 4)), 4, 0), "max_bytes is 0")
 

@@ -71,7 +71,9 @@ class Agreement:
             ArgumentError: not a fence.
         """
         if not callable(getattr(fence, "query", None)):
-            raise ArgumentError(f"watch {fence!r}", value=fence, remedy="pass a fence, or what else has `query()`")
+            raise ArgumentError(
+                f"watch: expected a fence, got {fence!r}", value=fence, remedy="pass an object with `query()`"
+            )
         self._newest += 1
         watched = self._open[self._newest] = QueriedFence(fence, step)
         return watched
@@ -110,11 +112,13 @@ class Agreement:
             len(one) >= 2 and all(type(number) is int and 0 <= number < 2**63 for number in one) for one in heard
         ):
             raise ArgumentError(
-                f"agree on {reports!r:.200}", value=reports, remedy="pass what `report` of each returned"
+                f"agree: expected reports of all ranks, got {reports!r:.200}",
+                value=reports,
+                remedy="pass a list of what `report()` returned on each",
             )
         if not self._reported or self._reported not in heard:
             raise ArgumentError(
-                f"{self!r}: agree on reports of {len(heard)} ranks without this one's last",
+                f"{self!r}: agree: the last report of this rank is not among the {len(heard)} given",
                 value=len(heard),
                 remedy="exchange `report()` among all ranks, and pass all of them to each",
             )

@@ -457,7 +457,7 @@ class Runtime(Guided, abc.ABC):
             raise OwnerThreadError(
                 f"{operation} was called from thread {name!r}, which does not own {self!r}",
                 value=name,
-                remedy="make one runtime a thread and a process, or pass the call to the owning thread",
+                remedy="make one runtime per thread and process, or pass the call to the owning thread",
             )
 
     def next_step(self) -> int:

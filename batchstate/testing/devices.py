@@ -60,7 +60,9 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
         ArgumentError: no such device, or none here; no such scheduler.
     """
     if not isinstance(device, str):
-        raise ArgumentError(f"device {device!r}", value=device, remedy="use 'cpu', 'cuda', 'race' or 'sim'")
+        raise ArgumentError(
+            f"expected the name of a device, got {device!r}", value=device, remedy="use 'cpu', 'cuda', 'race' or 'sim'"
+        )
     tool, _, rest = device.partition(":")
     if tool == RACE:
         from batchstate.testing.race import RaceRuntime

@@ -66,7 +66,9 @@ def held_by(rank: int, degree: int, heads: int) -> Held:
             remedy="use a degree that divides the number of KV heads, or a multiple of it",
         )
     if not 0 <= rank < degree:
-        raise ArgumentError(f"rank {rank} of {degree}", value=rank, remedy=f"ranks count from 0 to {degree - 1}")
+        raise ArgumentError(
+            f"expected a rank of 0 to {degree - 1}, got {rank}", value=rank, remedy="number the ranks from 0"
+        )
     local, replicas = max(1, heads // degree), max(1, degree // heads)
     return Held(rank // replicas * local, local, rank % replicas, replicas)
 
@@ -610,12 +612,12 @@ def indices_of(values: npt.ArrayLike, what: str) -> Ints:
         values = list(values)  # numpy would make floats of an empty one
     indices = converted(values, np.dtype(np.int64), what)
     if as_array(values, what).dtype.kind == "b":
-        raise DtypeError(
-            f"{what}: booleans", value="bool", remedy="pass indices; `np.flatnonzero` makes them of a mask"
-        )
+        raise DtypeError(f"{what}: expected integers, got booleans", value="bool", remedy="pass np.flatnonzero(mask)")
     if indices.ndim != 1:
         raise ShapeError(
-            f"{what}: {indices.ndim} dimensions", value=indices.shape, remedy="pass a one-dimensional array"
+            f"{what}: expected one dimension, got {indices.ndim}",
+            value=indices.shape,
+            remedy="pass a one-dimensional array",
         )
     return indices
 
@@ -630,9 +632,9 @@ def _region_per_layer(regions: Sequence[SupportsIndex], layout: KVLayout, side: 
     indices = [count(region, f"{side} region") for region in regions]
     if len(indices) != len(layout.stage) or len(set(indices)) != len(indices):
         raise ArgumentError(
-            f"{side} regions {indices} for {len(layout.stage)} layers",
+            f"expected {len(layout.stage)} different {side} regions, one per layer, got {indices}",
             value=indices,
-            remedy="pass the index of one region for each layer, no two the same",
+            remedy="pass the index of one region for each layer",
         )
     return np.array(indices, dtype=np.int64)
 
@@ -641,5 +643,7 @@ def _check_lengths(copies: Copies) -> None:
     if len(copies) and int(copies.lengths.min()) < 1:
         row = int(copies.lengths.argmin())
         raise ArgumentError(
-            f"row {row} has {copies.lengths[row]} bytes", value=int(copies.lengths[row]), remedy="leave empty rows out"
+            f"row {row}: expected at least 1 byte, got {copies.lengths[row]}",
+            value=int(copies.lengths[row]),
+            remedy="leave empty rows out",
         )

@@ -268,7 +268,9 @@ class Receiver(Session):
         names = given if isinstance(given, Sequence) and not isinstance(given, str) else ()
         if not names or not all(isinstance(name, str) for name in names):
             raise ArgumentError(
-                f"writers are {writers!r}", value=writers, remedy="pass a list of at least one worker's name"
+                f"expected the names of writers, got {writers!r}",
+                value=writers,
+                remedy="pass a list of at least one name",
             )
         total = count(num_tokens, "num_tokens", most=MOST_TOKENS)
         which = count(attempt, "attempt", least=1, most=MOST_ATTEMPTS)
@@ -298,9 +300,9 @@ class Receiver(Session):
         """
         self._check_own("retry", lease)
         if lease.state not in (LeaseState.FAILED, LeaseState.ABORTED):
-            raise ArgumentError(f"{lease!r} has not failed", value=lease.serial, remedy="retry what failed")
+            raise ArgumentError(f"{lease!r} has not failed", value=lease.serial, remedy="retry it once it fails")
         if lease.retried:
-            raise ArgumentError(f"{lease!r} was tried again", value=lease.serial, remedy="retry the last attempt")
+            raise ArgumentError(f"{lease!r} was retried already", value=lease.serial, remedy="use its last attempt")
         names = [writer.worker.name for writer in lease.writers] if writers is None else writers
         following = self.lease(lease.request, lease.num_tokens, names, attempt=lease.attempt + 1)
         lease.retried = True
@@ -327,14 +329,14 @@ class Receiver(Session):
         if lease.state is not LeaseState.WAITING:
             raise TransferError(f"{lease!r}: {lease.reason}", value=lease.serial, remedy="free the memory, and retry")
         if lease.ranges is not None or self._leases.get(lease.serial) is not lease:
-            raise ArgumentError(f"{lease!r} is granted", value=lease.serial, remedy="grant each lease once")
+            raise ArgumentError(f"{lease!r} is granted already", value=lease.serial, remedy="grant each once")
         check_ranges(memory, lease.num_tokens)
         state_row = self._state_row(lease, states)
         if memory.size and int(memory.sum(axis=1).max()) > self._capacity:
             raise ArgumentError(
-                f"ranges end at host location {memory.sum(axis=1).max()}, the regions have {self._capacity}",
+                f"expected ranges below host location {self._capacity}, got one up to {memory.sum(axis=1).max()}",
                 value=int(memory.sum(axis=1).max()),
-                remedy="grant host memory whose regions the receiver was made with",
+                remedy="grant memory of the host pool whose regions the receiver was made with",
             )
         _check_unleased(lease, memory, state_row, self._leases.values())
         said = lease.serial, lease.attempt, lease.request
@@ -434,8 +436,9 @@ class Receiver(Session):
         rows = _kept_behind(lease, states)
         wanted = any(one.per_request for one in self._description.layouts)
         if rows[:, 1].sum() != wanted or (wanted and int(rows[0, 0]) >= self._state_capacity):
+            expected = f"one row of {self._state_capacity}" if wanted else "no row"
             raise ArgumentError(
-                f"{lease!r}: states {rows.tolist()} of {self._state_capacity} rows",
+                f"{lease!r}: expected {expected} for states, got {rows.tolist()}",
                 value=rows.tolist(),
                 remedy="pass one row of the pool of the `per_request` buffers, or None without such buffers",
             )

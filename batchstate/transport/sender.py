@@ -172,7 +172,9 @@ class Sender(Session):
         super().__init__(engine, description, regions, clock=clock, grace_seconds=0.0)
         if holds not in (Locations.unit, HostLocations.unit):
             raise ArgumentError(
-                f"a sender of {holds!r}", value=holds, remedy=f"use {Locations.unit!r} or {HostLocations.unit!r}"
+                f"expected holds={Locations.unit!r} or {HostLocations.unit!r}, got {holds!r}",
+                value=holds,
+                remedy="say which memory the regions of this sender are",
             )
         self._holds = holds
         self._max_bytes = None if max_bytes is None else count(max_bytes, "max_bytes", least=1)
@@ -300,15 +302,17 @@ class Sender(Session):
     ) -> list[Copies]:
         """The writes, once everything that can be checked has been."""
         if transfer.state is not TransferState.OPEN:
-            raise TransferError(f"{transfer!r}: {transfer.reason}", value=transfer.state, remedy="send what is OPEN")
+            raise TransferError(
+                f"{transfer!r}: {transfer.reason}", value=transfer.state, remedy="send while it is OPEN"
+            )
         if not isinstance(last, bool | np.bool_):
-            raise DtypeError(f"last is {last!r}", value=last, remedy="pass True or False")
+            raise DtypeError(f"expected last=True or False, got {last!r}", value=last, remedy="pass one of them")
         sources = self._sources(locations)
         check_chunk(first, sources.size, transfer.grant.num_tokens, self._description.layouts[0].page_size, last)
         if transfer.complete or first != transfer.sent:
             sent = f"{transfer.sent} are sent" + (", all" if transfer.complete else "")
             raise ArgumentError(
-                f"{transfer!r}: tokens from {first} on, {sent}",
+                f"{transfer!r}: expected the tokens from {transfer.sent} on, got those from {first} on; {sent}",
                 value=first,
                 remedy="send the tokens of a request once, in order",
             )
@@ -335,9 +339,9 @@ class Sender(Session):
         wanted = last and any(one.per_request and one.stage for one in self._description.layouts)
         if bool(given) != wanted:
             raise ArgumentError(
-                f"send of {'the last' if last else 'some'} tokens with state_row {given}",
+                f"send: expected {'a' if wanted else 'no'} state_row, got {given}",
                 value=given,
-                remedy="pass the row of the states with the last tokens, if this worker has buffers of them",
+                remedy="if this worker has buffers of states, pass their row with the last tokens, and only then",
             )
         return np.array([given] if given else [], dtype=np.int64)
 
@@ -345,7 +349,7 @@ class Sender(Session):
         """Where the tokens lie, int64[k], in the index space of the regions."""
         if not isinstance(locations, MirroredTensor):
             raise DtypeError(
-                f"send: source locations are {type(locations).__name__}",
+                f"send: expected locations, got {type(locations).__name__}",
                 value=locations,
                 remedy="pass `pages.locations(...)`, or `Locations.from_host` of numbers of your own allocator",
             )
@@ -355,7 +359,9 @@ class Sender(Session):
     def _write(self, transfer: Transfer, copies: Copies, last: bool) -> None:
         peer = transfer.worker.peer
         if peer is None:
-            raise TransferError(f"{transfer.worker.name} is not connected", value=transfer, remedy="accept it first")
+            raise TransferError(
+                f"{transfer.worker.name} is not connected", value=transfer, remedy="accept its introduction first"
+            )
         chunk = len(transfer.handles)
         grant = transfer.grant
         tag = Tag(grant.sender, grant.serial, grant.attempt, grant.writer, chunk, chunk + 1 if last else 0).packed()

@@ -346,7 +346,9 @@ def packed(message: Grant | Notice) -> bytes:
     data = json.dumps(fields, default=np.ndarray.tolist).encode()
     if len(data) > MOST_BYTES:
         raise ArgumentError(
-            f"a message of {len(data)} bytes", value=len(data), remedy="grant memory in fewer and longer ranges"
+            f"expected a message of at most {MOST_BYTES} bytes, got {len(data)}",
+            value=len(data),
+            remedy="grant memory in fewer and longer ranges",
         )
     return data
 
@@ -374,7 +376,9 @@ def check_ranges(ranges: Ints, num_tokens: int) -> tuple[Ints, Ints]:
     """
     if ranges.ndim != 2 or ranges.shape[1] != 2:
         raise ShapeError(
-            f"ranges of shape {ranges.shape}", value=ranges.shape, remedy="pass start and length of each range"
+            f"expected ranges of shape [r, 2], got {[*ranges.shape]}",
+            value=ranges.shape,
+            remedy="pass start and length of each range",
         )
     starts, lengths = ranges[np.argsort(ranges[:, 0])].T.copy()  # a column in one piece: much faster below
     wrong = (starts < 1) | (lengths < 1) | (lengths > LARGEST - starts)

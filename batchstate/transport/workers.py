@@ -299,15 +299,19 @@ class Session(abc.ABC):
         buffers = buffers_of(description.layouts)
         if [region.name for region in regions] != [layer for layer, _ in buffers]:
             raise ArgumentError(
-                f"regions {[region.name for region in regions]} for layers {[layer for layer, _ in buffers]}",
+                f"expected regions {[layer for layer, _ in buffers]}, got {[region.name for region in regions]}",
                 value=len(regions),
                 remedy="register one region per layer under the layer's name, and pass them in the layout's order",
             )
         if isinstance(grace_seconds, bool) or not isinstance(grace_seconds, int | float):
-            raise DtypeError(f"grace_seconds is {grace_seconds!r}", value=grace_seconds, remedy="pass seconds")
+            raise DtypeError(
+                f"grace_seconds: expected a number, got {grace_seconds!r}", value=grace_seconds, remedy="pass seconds"
+            )
         if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
             raise ArgumentError(
-                f"grace_seconds is {grace_seconds}", value=grace_seconds, remedy="pass 0 or more, and finite"
+                f"grace_seconds: expected 0 or more, and finite, got {grace_seconds}",
+                value=grace_seconds,
+                remedy="pass the seconds in which bytes of an ended worker may still arrive",
             )
         self.outbox: list[tuple[str, bytes]] = []
         self._engine = engine
@@ -479,13 +483,15 @@ class Session(abc.ABC):
         self._engine.check_owner("on_message")
         heard = unpacked(message)
         if heard.kind not in kinds:
-            raise ArgumentError(f"{heard!r} is not what the other side says", value=heard, remedy="swap the two sides")
+            raise ArgumentError(
+                f"{heard!r} is not what the other side says", value=heard, remedy="give it to the other side"
+            )
         if heard.to != self._engine.instance or heard.sender in self._ended:
             return None
         worker = self._named(name)
         if heard.sender != worker.instance:
             raise HandshakeError(
-                f"a message of {name!r} from instance {heard.sender}; known is {worker.instance}",
+                f"expected a message of instance {worker.instance} of {name!r}, got one of instance {heard.sender}",
                 value=heard.sender,
                 remedy="accept its introduction first",
             )

@@ -155,7 +155,9 @@ class Copies:
         shapes = {one.shape for one in self.arrays()}
         if len(shapes) != 1 or self.lengths.ndim != 1:
             raise ShapeError(
-                f"copies of {[one.shape for one in self.arrays()]}", value=shapes, remedy="pass five int64[n] of one n"
+                f"Copies: expected five arrays of one length, got shapes {[one.shape for one in self.arrays()]}",
+                value=shapes,
+                remedy="pass int64[n] for each",
             )
 
     def __repr__(self) -> str:
@@ -685,16 +687,20 @@ class Engine(abc.ABC):
             raise OwnerThreadError(
                 f"{operation} of {self!r} was called from thread {threading.current_thread().name!r}",
                 value=threading.current_thread().name,
-                remedy="make one engine a thread",
+                remedy="make one engine per thread",
             )
         if self._closed:
-            raise TransferError(f"{operation} of {self!r}, which is closed", value=operation, remedy="make a new one")
+            raise TransferError(f"{operation} of {self!r}, which is closed", value=operation, remedy="open a new one")
 
     def _check_tag(self, tag: object) -> None:
         if not isinstance(tag, bytes) or not 0 < len(tag) <= MOST_TAG_BYTES:
-            raise ArgumentError(f"tag {tag!r}", value=tag, remedy=f"a tag is 1 to {MOST_TAG_BYTES} bytes")
+            raise ArgumentError(
+                f"a tag is 1 to {MOST_TAG_BYTES} bytes, got {tag!r}", value=tag, remedy="pass a shorter one, as bytes"
+            )
         if tag in self._used or tag in self._open:
-            raise ArgumentError(f"tag {tag!r} was used before", value=tag, remedy="a retry has a tag of its own")
+            raise ArgumentError(
+                f"tag {tag!r} was used before", value=tag, remedy="give each write, also a retry, a new tag"
+            )
 
     def _end(self, handle: Handle) -> None:
         handle.drained = True
@@ -710,7 +716,7 @@ def _addresses(
     """Address of each row here and there, int64[n] each; refuses rows outside, too many, and that overlap there."""
     if len(copies) > max_rows:
         raise ArgumentError(
-            f"{len(copies)} rows in one write; {name} takes {max_rows}",
+            f"expected at most {max_rows} rows in one write of {name}, got {len(copies)}",
             value=len(copies),
             remedy="cut it with `transport.plan.chunked`",
         )
@@ -724,7 +730,9 @@ def _addresses(
     if overlaps.any():
         row = int(order[1:][overlaps][0])
         raise ArgumentError(
-            f"row {row} of a write lands on bytes of another row", value=row, remedy="name each destination once"
+            f"row {row} of a write overlaps another row at its destination",
+            value=row,
+            remedy="name each destination once",
         )
     return sources, targets
 
