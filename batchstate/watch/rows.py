@@ -104,7 +104,11 @@ class _Reader:
     """Reads columns: what are attributes by one call, as long as no part of a path is None, the others one by one."""
 
     def __init__(self, columns: Mapping[str, Get]) -> None:
-        plain = [name for name, get in columns.items() if isinstance(get, attrgetter | _Path) and _is_plain(name)]
+        plain = [
+            name
+            for name, get in columns.items()  # an `attrgetter` that was given may read another attribute
+            if _is_plain(name) and (isinstance(get, _Path) or repr(get) == repr(attrgetter(name)))
+        ]
         self._at_once = _all_of(plain)
         if self._at_once is None:
             plain = []

@@ -111,9 +111,12 @@ def entries_of(value: Any, num_rows: int | None = None) -> Array | list[Any]:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in one run, where it lies; its own memory if it is contiguous."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return (tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)).view(torch.uint8)
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    if flat.ndim != 1:
+        flat = flat.reshape(-1)
+    if flat.stride(0) != 1:  # a single entry of a table is contiguous, whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def array_from(packed: Array, dtype: torch.dtype, shape: torch.Size) -> Array:
