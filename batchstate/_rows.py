@@ -124,15 +124,12 @@ class Layout:
             names.append(column.name)
             pads.append(column.pad.reshape(1, 1, *column.shape).copy())
         row_bytes = {name: math.prod(place.shape) * place.dtype.itemsize for name, place in places.items()}
-        single = {
-            name: place
-            for name, place in places.items()
-            if not place.shape and name in tensors and tensors[name].takes_any
-        }
-        kinds = list(dict.fromkeys((place.group, place.dtype) for place in single.values()))
-        plain = {
-            name: (place.dtype, kinds.index((place.group, place.dtype)), place.member) for name, place in single.items()
-        }
+        kinds: dict[tuple[int, np.dtype[Any]], int] = {}
+        plain = {}
+        for name, one in tensors.items():
+            place = places.get(name)
+            if place is not None and one.takes_any and not one.shape:
+                plain[name] = place.dtype, kinds.setdefault((place.group, place.dtype), len(kinds)), place.member
         return cls(columns, tensors, places, tuple(names), tuple(pads), row_bytes, plain, tuple(kinds))
 
 

@@ -641,10 +641,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
                 remedy="pass what a kernel has found; `update` and `replace` take host values",
             )
         for one in (values, bound):
-            theirs = one.row_set if isinstance(one, MirroredTensor) and levels.cheap else None
-            ours = None if theirs is None else self.row_set.taken(index)
-            if theirs is not None and ours is not None:
-                ours.check_same(theirs, one, **self._where("update_device", column))
+            self._check_same_rows(one, "update_device", column, index)
         if levels.full and isinstance(values, MirroredTensor):
             values.check("update_device")
         new = device_rows(declared, values, index.size, self.runtime, what)
@@ -1036,10 +1033,14 @@ class Batch(OfThisProcess, metaclass=BatchType):
             )
         return num_reqs
 
-    def _check_same_rows(self, value: object, operation: str, column: str | None = None) -> None:
-        """Refuses a value whose rows are of other requests; one that does not say is taken as it is."""
+    def _check_same_rows(
+        self, value: object, operation: str, column: str | None = None, rows: Rows | None = None
+    ) -> None:
+        """Refuses a value that is not of the requests in `rows`, all by default; one that does not say is taken."""
         if isinstance(value, MirroredTensor) and value.row_set is not None and levels.cheap:
-            self.row_set.check_same(value.row_set, value, **self._where(operation, column))
+            ours = self.row_set if rows is None else self.row_set.taken(rows)
+            if ours is not None:
+                ours.check_same(value.row_set, value, **self._where(operation, column))
 
     def _tensor_column(self, name: str, what: str) -> TensorColumn:
         known: object = name

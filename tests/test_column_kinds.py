@@ -16,15 +16,16 @@ MOST = 9
 
 
 def _check_cap(name: str, values: Any, label: str) -> None:
-    if values.size and int(values.max()) > MOST:
-        raise ArgumentError(f"{label}: {name} of {values.max()}", value=int(values.max()), remedy=f"at most {MOST}")
+    wrong = values[(values < 0) | (values > MOST)]
+    if wrong.size:
+        raise ArgumentError(f"{label}: {name} of {wrong[0]}", value=int(wrong[0]), remedy=f"pass 0 to {MOST}")
 
 
 class CappedColumn(MirroredColumn):
-    """Numbers of at most `MOST`."""
+    """Numbers of 0 to `MOST`."""
 
     def check_values(self, values: Any, runtime: Runtime, label: str) -> None:
-        """Refuses higher ones."""
+        """Refuses others."""
         _check_cap(self.name, values, label)
 
 
@@ -32,7 +33,7 @@ class CappedDeviceColumn(DeviceColumn):
     """The same without a host side."""
 
     def check_values(self, values: Any, runtime: Runtime, label: str) -> None:
-        """Refuses higher ones."""
+        """Refuses others."""
         _check_cap(self.name, values, label)
 
 
@@ -120,6 +121,13 @@ def test_some_rows_are_asked(batch: Capped, call: str) -> None:
     """Also one value for several rows, bounds, and host values of a column without a host side."""
     with pytest.raises(ArgumentError, match=f" of {HIGH}"):
         SOME[call](batch)
+
+
+def test_lower_bounds_are_asked(batch: Capped) -> None:
+    """What results prove lowers a bound, and not below what the column takes."""
+    assert batch.tighten("bound", [5, 8], slots=batch.slots).bound.np.tolist() == [5, 8]
+    with pytest.raises(ArgumentError, match="tighten: column 'bound': bound of -1"):
+        batch.tighten("bound", [5, -1], slots=batch.slots)
 
 
 def test_what_checks_its_values_is_not_computed(pages: PagePool, batch: Capped) -> None:
