@@ -850,6 +850,20 @@ def test_a_function_in_adds_is_called_round_its_method_alone(full: None) -> None
     assert "steps" not in result.unproved
 
 
+def test_nothing_is_read_of_a_batch_without_requests(full: None) -> None:
+    """A function that needs a row is not called for a batch that has none, before a method as behind it."""
+
+    def first(batch: Engine) -> list[int]:
+        return [batch.reqs[0].length for _ in batch.reqs] or batch.reqs[0].length
+
+    with watched(rows=[first], moves=["merge_batch"], adds={"prepare_for_decode": {first: 0}}) as watching:
+        batch = Engine([])
+        batch.prepare_for_decode()
+        batch.merge_batch(Engine([]))
+        batch.merge_batch(Engine([2]))
+    assert watching.counters.checked == 3
+
+
 def test_a_function_in_adds_that_fails_is_named(full: None) -> None:
     """As a column of `rows` would be."""
     with (
@@ -1282,6 +1296,46 @@ def test_what_a_thread_left_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(watching.pending) == 1  # its own
         watching.flush()
         assert not watching.pending
+
+
+def test_what_a_thread_leaves_behind_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that had nothing on its way when another one began is still known when it ends."""
+    found: list[BatchStateError] = []
+    batch, compared, begun = Engine([3, 4]), threading.Event(), threading.Event()
+
+    def work() -> None:
+        batch.prepare_for_decode()
+        watching.flush()
+        compared.set()
+        begun.wait()
+        batch.bug = "host"
+        batch.prepare_for_decode()
+
+    with watched(lag=1, on_violation=found.append) as watching:
+        thread = threading.Thread(target=work)
+        thread.start()
+        compared.wait()
+        Engine([1]).prepare_for_decode()
+        begun.set()
+        thread.join()
+        watching.flush()
+    assert len(found) == 2  # of two pairs
+    assert not watching.pending
+
+
+def test_the_audit_leaves_a_key_on_the_device_alone() -> None:
+    """A report then names the row without the request, and nothing waits."""
+
+    def rows(batch: Engine) -> torch.Tensor:
+        return torch.empty(len(batch.reqs), device="meta")  # whose values cannot be read at all
+
+    with watched(lag=1, moves=[], adds={}, key=rows) as watching:
+        batch = Engine([3, 4])
+        batch.bug = "host"
+        batch.prepare_for_decode()
+        with pytest.raises(Violation) as caught:
+            watching.flush()
+    assert (caught.value.code, caught.value.row) == (Code.MIRROR_EQUAL, 0)
 
 
 def test_a_row_that_differs_is_named_by_its_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,9 +71,11 @@ class Audit:
             runtime = self._runtime or own or open_runtime(str(device))
             if runtime.owner.ident != threading.get_ident():
                 return None  # a runtime that was passed belongs to another thread
+            replaced = getattr(self._thread, "lane", None)
             lane = self._thread.lane = _Lane(runtime, runtime.stream("watch"))
             with self._of_ended:
-                self._lanes = [*(one for one in self._lanes if one.samples), lane]
+                kept = (one for one in self._lanes if one.samples or (one is not replaced and one.runtime.owner.ident))
+                self._lanes = [*kept, lane]
         return lane
 
     def sample(self, batch: Any, place: Place, call: int) -> None:
@@ -110,7 +112,7 @@ class Audit:
             runtime.use_on_current_stream(packed, made_on)
             download = runtime.land(packed, [(_BYTE, one.shape, one.shape[0]) for one in flat], "watch", lane.stream)
         kinds = [(part.dtype, part.shape) for part in parts]
-        lane.samples.append(_Sample(call, place, declared.requests(batch), hosts, kinds, download))
+        lane.samples.append(_Sample(call, place, declared.requests(batch, on_host=True), hosts, kinds, download))
         self._hooked.count("samples")
         self._hooked.pending.append(None)
 

@@ -454,12 +454,14 @@ class Declaration:
         """Whose each row is: ids as they are, other objects by identity; None is a row without a request."""
         return keys_of(self.requests(batch))
 
-    def requests(self, batch: Any) -> list[Any]:
-        """What `key` says of each row, in a list of its own; empty without `key`."""
+    def requests(self, batch: Any, *, on_host: bool = False) -> list[Any]:
+        """What `key` says of each row, in a list of its own; empty without `key`, or where it is not `on_host`."""
         if self.key is None:
             return []
         try:
             value = self.key(batch)
+            if on_host and isinstance(value, torch.Tensor) and not value.is_cpu:
+                return []
             return list(value.tolist() if hasattr(value, "tolist") else value)
         except BatchStateError:
             raise
@@ -528,9 +530,9 @@ class Declaration:
         return Rows(n, [], {}), [(name, value) for name, value in columns.items() if value is not None]
 
     def before(self, batches: Iterable[Any], names: Collection[str] | None) -> list[Rows]:
-        """What batches are before an operation, in memory of its own."""
+        """What batches are before an operation, in memory of its own; of one without requests nothing else is read."""
         known = None if self._last is None else self._last[1]
-        return [self.snapshot(batch, names=names).own(known) for batch in batches]
+        return [self.snapshot(batch, names=names).own(known) for batch in batches if self.requests(batch)]
 
     def columns_of(self, batch: Any, num_rows: int) -> dict[str, Snapshot]:
         """The columns in use, each with its dtype, in memory of their own."""
