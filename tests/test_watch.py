@@ -1061,6 +1061,30 @@ def test_threads(full: None) -> None:
     assert watching.counters.calls == watching.counters.checked == 160
 
 
+def test_a_finalizer_calls_a_hooked_method_while_figures_are_read() -> None:
+    """Garbage is collected anywhere, in the thread of an exporter of metrics too: it does not wait for itself."""
+
+    class Held:
+        def __del__(self) -> None:
+            Engine([3]).prepare_for_decode()
+
+    class Collecting(Counter[str]):
+        def copy(self) -> "Collecting":
+            gc.collect()
+            return self
+
+    with watched() as watching:
+        vars(watching)["_violations"] = Collecting()
+        held: Any = Held()
+        held.itself = held
+        del held
+        thread = threading.Thread(target=lambda: watching.counters, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert watching.counters.checked == 1
+
+
 class Made(Engine):
     """Batches that class methods make, of lists of batches."""
 

@@ -85,7 +85,7 @@ class Hooked:
         self._on_violation = on_violation
         self.every = every
         self.numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs inside may call a hooked method
         self._figures = dict.fromkeys(("checked", "samples", "compared", "skipped"), 0)
         self._violations: Counter[str] = Counter()
         self._thread = threading.local()

@@ -84,6 +84,11 @@ def _is_plain(path: str) -> bool:
     return all(part.isidentifier() for part in path.split("."))
 
 
+def _reads(get: Get, path: str) -> bool:
+    """Whether it reads the attributes of this path; an `attrgetter` that was given may read others."""
+    return isinstance(get, _Path) or (isinstance(get, attrgetter) and repr(get) == repr(attrgetter(path)))
+
+
 def _all_of(names: list[str]) -> Get | None:
     """Reads several attributes by one call; None if they are fewer than two, or one is more than an attribute."""
     return attrgetter(*names) if len(names) > 1 and all(map(_is_plain, names)) else None
@@ -104,11 +109,7 @@ class _Reader:
     """Reads columns: what are attributes by one call, as long as no part of a path is None, the others one by one."""
 
     def __init__(self, columns: Mapping[str, Get]) -> None:
-        plain = [
-            name
-            for name, get in columns.items()  # an `attrgetter` that was given may read another attribute
-            if _is_plain(name) and (isinstance(get, _Path) or repr(get) == repr(attrgetter(name)))
-        ]
+        plain = [name for name, get in columns.items() if _is_plain(name) and _reads(get, name)]
         self._at_once = _all_of(plain)
         if self._at_once is None:
             plain = []
