@@ -71,7 +71,7 @@ def values_of(result: Any) -> Any:
 
 def outcome(name: str, racy: bool, scheduler: str, seed: int = 0) -> str:
     """What an idiom comes to."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     try:
         with cuda_on_cpu(f"sim:{scheduler}", seed=seed) as rt:
             result = IDIOMS[name][1](racy)
@@ -110,7 +110,7 @@ PAIRS = sorted({case.pair for case in CASES.values()})
 
 def case_values(case: Case, scheduler: str, seed: int = 0) -> Any:
     """What a micro-case comes to, said in plain torch; None where no value shows it."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     try:
         with cuda_on_cpu(f"sim:{scheduler}", seed=seed) as rt:
             values = case.run(PlainCuda(rt))

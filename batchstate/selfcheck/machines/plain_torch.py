@@ -17,6 +17,7 @@ from batchstate import invariants, levels
 from batchstate.testing.cuda import CudaRuntime, WatchedCuda, _streams, _window, cuda_on_cpu, watch_cuda, watching
 from batchstate.testing.cuda._torch import replace
 from batchstate.testing.machine import Machine, ask
+from batchstate.testing.race import runtime as race
 from batchstate.testing.sim import PORTFOLIO
 from batchstate.watch import watch
 
@@ -132,6 +133,7 @@ class PlainTorchMachine(Machine):
     def begin(self, scheduler: str, seed: int) -> None:
         """Zeros, and a graph."""
         self._windows.enter_context(levels.checks(self.session.level))
+        replace(self._windows, race, "PATIENCE", 20)  # `Counts.upload` polls: it would ask 10,000 times
         self._open(scheduler, seed)
         self.counts = Counts()
         self.expected = 0

@@ -67,10 +67,14 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
     answers = _answers(rt)
     with contextlib.ExitStack() as stack:
         stack.callback(_default_device, torch.utils._device.CURRENT_DEVICE)
-        for name in [name for name in vars(c) if name.startswith(_REFUSED) and name not in answers]:
-            if not isinstance(vars(c)[name], type):
-                stack.callback(setattr, c, name, vars(c)[name])
-                delattr(c, name)
+        refused = [
+            (c, name, value)
+            for name, value in vars(c).items()
+            if name.startswith(_REFUSED) and name not in answers and not isinstance(value, type)
+        ]
+        stack.callback(_restore, refused)
+        for _, name, _ in refused:
+            delattr(c, name)
         for name, function in stands_for.items():
             _stand_in(stack, name, function)
         if _DYNAMO in sys.modules:
@@ -79,6 +83,8 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
             )  # what was compiled before runs as it is written
         else:
             stack.callback(_forget_stream)
+        before = list[tuple[Any, str, Any]]()  # one callback: one for each costs more than the window's other work
+        stack.callback(_restore, before)
         for owner, attributes in (
             (c, answers),
             *makers(rt),
@@ -98,7 +104,8 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
             (torch.amp.autocast_mode.autocast, {"__init__": _autocast(torch.amp.autocast_mode.autocast.__init__)}),
         ):
             for name, value in attributes.items():
-                replace(stack, owner, name, value)
+                before.append((owner, name, vars(owner).get(name, _MISSING)))
+                setattr(owner, name, value)
         _forget_functions()
         stack.callback(_forget_functions)
         yield
@@ -112,10 +119,14 @@ def _default_device(before: torch.device | None) -> None:
 
 def _forget_functions() -> None:
     """Torch keeps sets of its own functions, such as those that a default device is for; they are replaced here."""
-    for module in (torch, torch.overrides, torch.utils._device):
-        for one in tuple(vars(module).values()):
-            if isinstance(one, functools._lru_cache_wrapper):
-                one.cache_clear()
+    for one in _caches():
+        one.cache_clear()
+
+
+@functools.cache
+def _caches() -> list[Any]:
+    modules = torch, torch.overrides, torch.utils._device
+    return [one for each in modules for one in vars(each).values() if isinstance(one, functools._lru_cache_wrapper)]
 
 
 def _forget_stream() -> None:
@@ -126,12 +137,17 @@ def _forget_stream() -> None:
 
 
 def replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    before = vars(owner).get(name, _MISSING)
+    stack.callback(_restore, [(owner, name, vars(owner).get(name, _MISSING))])
     setattr(owner, name, value)
-    if before is _MISSING:
-        stack.callback(delattr, owner, name)
-    else:
-        stack.callback(setattr, owner, name, before)
+
+
+def _restore(attributes: list[tuple[Any, str, Any]]) -> None:
+    """Gives attributes the values that they had; last the first that was replaced."""
+    for owner, name, before in reversed(attributes):
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 def _stand_in(stack: contextlib.ExitStack, name: str, function: Callable[..., Any]) -> None:
