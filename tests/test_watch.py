@@ -1347,6 +1347,19 @@ def test_what_a_thread_leaves_behind_later_is_found(monkeypatch: pytest.MonkeyPa
     assert not watching.pending
 
 
+def test_the_runtime_that_is_passed_is_kept() -> None:
+    """Samples of batches that have a runtime of their own go through it, all on one stream."""
+    passed, batch = open_device("cpu"), Engine([3, 4])
+    vars(batch)["runtime"] = open_device("cpu")
+    with watched(lag=1, moves=[], adds={}, runtime=passed) as watching:
+        made: Any = passed.stream("before").key
+        for _ in range(3):
+            batch.prepare_for_decode()
+            watching.flush()
+    assert passed.stream("behind").key == made + 2
+    assert passed.counters.device_to_host_copies == watching.counters.samples == 3
+
+
 def test_the_audit_leaves_a_key_on_the_device_alone() -> None:
     """A report then names the row without the request, and nothing waits."""
 

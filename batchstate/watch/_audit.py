@@ -62,13 +62,13 @@ class Audit:
 
     def _lane(self, batch: Any = None, device: torch.device | None = None) -> _Lane | None:
         lane: _Lane | None = getattr(self._thread, "lane", None)
-        own = getattr(batch, "runtime", None)
+        own = self._runtime or getattr(batch, "runtime", None)
         if own is not None and not isinstance(own, Runtime):
             own = None
         if lane is not None and own is not None and lane.runtime is not own and not lane.samples:
             lane = None  # a runtime may end before the watch does
         if lane is None and device is not None:
-            runtime = self._runtime or own or open_runtime(str(device))
+            runtime = own or open_runtime(str(device))
             if runtime.owner.ident != threading.get_ident():
                 return None  # a runtime that was passed belongs to another thread
             replaced = getattr(self._thread, "lane", None)
