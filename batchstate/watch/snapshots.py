@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from operator import add, is_
 from typing import Any, Self, TypeAlias, final
 
@@ -354,16 +354,18 @@ class Rows:
         requests = self.requests
         if not requests or isinstance(requests[0], PLAIN_KEYS):
             return answers.kinds_of(requests)
+        if self.exact:
+            kinds: list[list[Any]] = [
+                answers.kinds_of(picked(requests, which[1])) if part.kinds is None else picked(part.kinds, which[0])
+                for part, which in zip(self.before, self.of, strict=True)
+                if which
+            ]
+            return kinds[0] if len(kinds) == 1 else list(chain.from_iterable(kinds))
         if last is not None and last.kinds is not None:
             number = len(last.requests)
             if number <= len(requests) and all(map(is_, last.requests, requests)):
                 return last.kinds + answers.kinds_of(requests[number:]) if number < len(requests) else last.kinds
-        if not self.exact:
-            return answers.kinds_of(requests)
-        kinds: list[Any] = []
-        for part, (there, here) in zip(self.before, self.of, strict=True):  # type: ignore[misc]
-            kinds += answers.kinds_of(picked(requests, here)) if part.kinds is None else picked(part.kinds, there)
-        return kinds
+        return answers.kinds_of(requests)
 
     def in_both(self, now: "Rows") -> tuple[Which, Which] | None:
         """The rows of the requests that are in `now` too, here and there; None if none is."""
