@@ -332,7 +332,7 @@ def test_pages_before_a_window_are_given_back(slots: SlotPool, pages: PagePool) 
     pages.commit(both, [11, 6])
     kept = pages.locations(one, 8, 11).np.tolist()
     pages.truncate(both, first=[9, 3], after=forward)
-    assert (pages.stats.pending, pages.stats.live, pages.stats.peak_live) == (2, 3, 5)
+    assert (pages.stats.pending, pages.stats.live) == (2, 3)
     assert pages.first_positions(both).tolist() == [8, 0]
     assert pages.committed(both).tolist() == [11, 6]
     assert pages.allocated(both).tolist() == [12, 8]

@@ -76,7 +76,6 @@ class PageStats(Numbers):
         free: pages without a holder.
         pending: released behind a fence that is not complete; waiting helps.
         live: held by slots or leases.
-        peak_live: the most that were ever live at once.
         shared: live pages with more than one holder.
         leases: leases that are not released.
     """
@@ -85,7 +84,6 @@ class PageStats(Numbers):
     free: int
     pending: int
     live: int
-    peak_live: int
     shared: int
     leases: int
 
@@ -289,7 +287,6 @@ class PagePool(Guided):
             free=pages.free,
             pending=pages.pending,
             live=pages.live,
-            peak_live=pages.peak_live,
             shared=self._references.shared,
             leases=len(self._sharing.leases),
         )

@@ -150,17 +150,21 @@ class _Measured:
     host_ns: list[int] = attrs.field(factory=list)
     tokens: int = 0
     computed: int = 0
+    peak_running: int = 0
+    peak_pages: int = 0
     most_copies: int = 0
     most_operations: int = 0
     total_ns: int = 0
     copies: int = 0
     operations: int = 0
 
-    def add(self, result: StepResult, host_ns: int, copies: int, operations: int) -> None:
+    def add(self, result: StepResult, host_ns: int, copies: int, operations: int, pages: int) -> None:
         self.host_ns.append(host_ns)
         self.total_ns += host_ns
         self.tokens += result.generated
         self.computed += result.computed
+        self.peak_running = max(self.peak_running, result.running)
+        self.peak_pages = max(self.peak_pages, pages)
         self.copies += copies
         self.operations += operations
         self.most_copies = max(self.most_copies, copies)
@@ -248,6 +252,7 @@ class TrafficRun:
             host_ns,
             counters.host_to_device_copies - copies,
             counters.device_operations - operations,
+            engine.pages.stats.live,
         )
         self.clock += self.settings.step_seconds + self.settings.token_seconds * result.computed
         return True
@@ -278,8 +283,8 @@ class TrafficRun:
             tokens_delivered=sum(request.num_generated for request in self.requests),
             prefill_tokens=measured.computed - measured.tokens,
             steps=steps,
-            peak_running=engine.slots.stats.peak_live,
-            peak_pages=engine.pages.stats.peak_live,
+            peak_running=measured.peak_running,
+            peak_pages=measured.peak_pages,
             pages=self.settings.num_pages,
             simulated_seconds=self.clock,
             seconds=seconds,
