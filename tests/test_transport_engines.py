@@ -498,17 +498,21 @@ def test_killed_writer(here: EngineSide, there: There, mortal: PeerProcess) -> N
 
 
 PROGRAM = """
-import sys, numpy as np
+import os, sys, numpy as np
 from tests.test_transport_engines import make
 from tests.transport_peers import scattered
+endpoint = sys.stdin.buffer.read()
+child = os.fork()  # before there is an engine: each has a process, and torch is imported once
+if child and os.waitpid(child, 0)[1]:
+    sys.exit("the process that closed its engine failed")
 engine = make(sys.argv[1])
 engine.register(np.zeros(16 << 20, dtype=np.uint8))
-peer = engine.connect(sys.stdin.buffer.read())
+peer = engine.connect(endpoint)
 for number in range(4):
     engine.write(peer, scattered(1024, 16384, 16 << 20, 16 << 20), b"%d" % number)
-if sys.argv[2] == "close":
+if not child:
     engine.close()
-print("ended")
+print("left" if child else "closed", flush=True)
 """
 STARTS = ("InitGoogleLogging", "Local segment descriptor not found")
 """What Mooncake says at each start."""
@@ -519,14 +523,12 @@ def test_a_process_ends_with_rows_under_way(kind: str, here: EngineSide) -> None
     if kind not in ("nixl", "mooncake"):
         pytest.skip("it is Python alone, or another kind's")
     here.register(16 * MIB, SENTINEL)
-    command = [sys.executable, "-c", PROGRAM, kind]
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    ran = [subprocess.Popen([*command, how], **pipes) for how in ("close", "leave")]
-    for one in ran:
-        with one:
-            output, errors = one.communicate(here.endpoint(), timeout=60)
-        assert (one.returncode, output.decode().strip()) == (0, "ended"), errors.decode()
-        assert [line for line in errors.decode().splitlines() if not any(word in line for word in STARTS)] == []
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind], input=here.endpoint(), capture_output=True, timeout=60, check=False
+    )
+    errors = ended.stderr.decode()
+    assert (ended.returncode, ended.stdout.decode().split()) == (0, ["closed", "left"]), errors
+    assert [line for line in errors.splitlines() if not any(word in line for word in STARTS)] == []
 
 
 # Memory of a device
