@@ -19,7 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any, final
 
 import batchstate
-from benchmarks.builds.deleted_checks import without_checks
+from benchmarks.builds.deleted_checks import Sources, without_checks
 
 PACKAGES = {"batchstate": Path(batchstate.__file__).parent, "benchmarks": Path(__file__).parents[1]}
 """Packages that a copy has: ours, and what measures it."""
@@ -92,8 +92,14 @@ def _as_it_is(file: Path) -> CodeType:
 
 
 @functools.cache
+def stripped() -> Sources:
+    """The modules of the package without their checks."""
+    return without_checks(PACKAGES["batchstate"])
+
+
+@functools.cache
 def _deleted() -> dict[Path, CodeType]:
-    return {file: _compiled(file, tree) for file, tree in without_checks(PACKAGES["batchstate"]).items()}
+    return {file: _compiled(file, tree) for file, tree in stripped().items()}
 
 
 @functools.cache
