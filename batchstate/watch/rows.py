@@ -456,7 +456,12 @@ class Declaration:
         return keys_of(self.requests(batch))
 
     def requests(self, batch: Any, *, on_host: bool = False) -> list[Any]:
-        """What `key` says of each row, in a list of its own; empty without `key`, or where it is not `on_host`."""
+        """What `key` says of each row, in a list of its own; empty without `key`.
+
+        Args:
+            batch: an object of the class.
+            on_host: do not read a `key` that lies on a device, which would wait; the list is then empty.
+        """
         if self.key is None:
             return []
         try:
