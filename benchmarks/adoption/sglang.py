@@ -77,10 +77,8 @@ def some(wants: Callable[[Any], Any]) -> OverRequests:
 # fmt: off
 def declare(**options: Any) -> Watched:
     """The declaration."""
-    return watch(
-        ScheduleBatch, num_rows="batch_size", key="reqs",
-        pairs=[("seq_lens_cpu", "seq_lens"), ("seq_lens_cpu", "orig_seq_lens"),
-               ("req_pool_indices_cpu", "req_pool_indices")],
+    return watch(ScheduleBatch, num_rows="batch_size", key="reqs", pairs=[("seq_lens_cpu", "seq_lens"),
+               ("seq_lens_cpu", "orig_seq_lens"), ("req_pool_indices_cpu", "req_pool_indices")],
         rows=["input_ids", "multimodal_inputs", "top_logprobs_nums", "token_ids_logprobs", "out_cache_loc",
               *(f"sampling_info.{name}" for name in SAMPLING.split()), penalties],
         indices={"sampling_info.sampling_mask_batch_indices": "sampling_info.return_sampling_masks"},
