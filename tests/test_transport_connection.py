@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -172,6 +173,23 @@ def test_secrets_that_differ(place: Place) -> None:
     with pytest.raises(ArgumentError, match="a secret of 15 bytes"):
         Listener(("127.0.0.1", 0), bytes(15), lambda _: None)
     assert place.arrived.empty()
+
+
+def test_a_caller_may_wake_a_listener_that_closes(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread then ends before `close` wakes it, which is no error."""
+    listener, wakes = place.listener, place.listener._wakes
+    thread = listener._thread
+    assert thread is not None
+
+    def send(data: bytes) -> int:
+        with socket.create_connection(listener.address):
+            thread.join(10.0)
+        assert not thread.is_alive()
+        return wakes.send(data)
+
+    monkeypatch.setattr(listener, "_wakes", SimpleNamespace(send=send, close=wakes.close))
+    listener.close()
+    assert wakes.fileno() == -1
 
 
 def test_addresses_that_lead_nowhere(place: Place) -> None:

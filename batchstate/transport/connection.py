@@ -439,7 +439,9 @@ class Listener:
         """Stops listening. When it returns, `arrived` is not called any more."""
         if self._open:
             self._open = False
-            self._wakes.send(b"\0")
+            with contextlib.suppress(OSError):  # a caller may have woken the thread already, which then ends by itself
+                self._wakes.send(b"\0")
+            self._wakes.close()
             if self._thread is None:
                 self._shut()
             elif self._thread is not threading.current_thread():
@@ -466,7 +468,7 @@ class Listener:
         for caller in (*self._unproved, *self._answered):
             self._drop(caller)
         self._selector.close()
-        for wire in (self._wire, self._woken, self._wakes):
+        for wire in (self._wire, self._woken):
             wire.close()
 
     def _accept(self) -> None:
