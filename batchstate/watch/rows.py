@@ -634,7 +634,7 @@ class Declaration:
         if self._by_request:
             self._check_by_request(batch, place, now)
             last, kinds = self._last_of(batch), now.kinds or ()
-            # of the same requests the answers are the last ones, and a row without a request has none
+            # Unchanged requests have the answers of the last call; with a row without a request nothing is kept.
             if names is not None and len(kinds) == len(now.requests) and (last is None or kinds is not last.kinds):
                 self._remember(batch, Rows(n, now.requests, {}, kinds=now.kinds))
         for name, (get, flags) in self.indices.items():
