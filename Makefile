@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo disaggregated transformers traffic test lint format types docs pytest fuzz bench gpu peers wheel pins clean
+.PHONY: help setup demo disaggregated transformers traffic test lint format types docs pytest fuzz mutants bench gpu peers wheel pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -62,7 +62,7 @@ transformers: $(READY)  ## transformers' continuous batching, with its state on 
 	@$(PY) -m examples.transformers_batching $(ON_DEVICE) $(ARGS)
 
 traffic: $(READY)  ## an hour of requests through an engine that lacks only the model
-	@$(PY) -m batchstate traffic --checks cheap $(ON_DEVICE) $(ARGS)
+	@$(PY) -m examples.traffic --checks cheap $(ON_DEVICE) $(ARGS)
 
 # Types and docs side by side: each is checked by one process.
 test: lint  ## everything CI runs: lint, types, docs, tests
@@ -89,7 +89,10 @@ pytest: $(READY)  ## tests and the documentation's examples
 	$(PY) -m pytest $(ON_DEVICE) $(PARALLEL) $(ARGS)
 
 fuzz: $(READY)  ## look for a batch history that breaks an invariant
-	@$(PY) -m batchstate fuzz $(ON_DEVICE) $(ARGS)
+	@$(PY) -m tests.selfcheck fuzz $(ON_DEVICE) $(ARGS)
+
+mutants: $(READY)  ## switch real bugs on, one at a time, and show which invariant finds each
+	@$(PY) -m tests.selfcheck mutants $(ON_DEVICE) $(ARGS)
 
 bench: $(READY)  ## measure what the operations and the checks cost
 	@$(PY) -m benchmarks $(ON_DEVICE) $(ARGS)
@@ -102,7 +105,7 @@ PEERS := .venv-peers
 peers:  ## watch and fuzz SGLang and vLLM as released, then with a statement less; ARGS='--json FILE'
 	@test -x $(PEERS)/bin/python || { echo "set-up: $(PEERS)"; $(PYTHON) -m venv $(PEERS); }
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[cli,testing,engine]' aiohttp msgspec pillow pydantic requests
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[testing,engine]' aiohttp msgspec pillow pydantic requests
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 vllm==0.33.0
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption $(ARGS)
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.streams

@@ -9,8 +9,8 @@ from typing import NamedTuple, final
 import torch
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TOOLS = tuple(os.path.join(_PACKAGE, "testing", folder) + os.sep for folder in ("tracing", "race", "sim", "cuda"))
-_TESTING = tuple(os.path.join(_PACKAGE, folder) + os.sep for folder in ("testing", "selfcheck"))
+_TOOLS = os.path.join(_PACKAGE, "races") + os.sep
+_TESTING = os.path.join(_PACKAGE, "testing") + os.sep
 _SEAM = os.path.join(_PACKAGE, "runtime") + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _MACHINERY, _LIBRARY, _USER = range(3)
@@ -71,7 +71,7 @@ def users_line(lines: Iterable[Line]) -> Line | None:
 
 
 def _kind(path: str) -> int:
-    if path.startswith((_TORCH, *_TOOLS, _SEAM, "<frozen")) or path.endswith(("contextlib.py", "mock.py")):
+    if path.startswith((_TORCH, _TOOLS, _SEAM, "<frozen")) or path.endswith(("contextlib.py", "mock.py")):
         return _MACHINERY
     return _LIBRARY if path.startswith(_PACKAGE) and not path.startswith(_TESTING) else _USER
 

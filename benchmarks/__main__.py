@@ -5,16 +5,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchstate.cli._output import add_device, add_json, chosen_device, progress, write_json
 from batchstate.errors import BatchStateError
 from batchstate.runtime import open_runtime
-from batchstate.traffic import read_trace
 from benchmarks import plots
 from benchmarks.comparisons import MismatchError
 from benchmarks.machine import machine
 from benchmarks.report import show, show_counts, summary
 from benchmarks.suite import Results, works
 from benchmarks.timing import no_collector, one_thread
+from examples.console import add_device, add_json, chosen_device, progress, write_json
+from examples.traffic import read_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from batchstate import HiSparse, HostKVPool, PagePool, SlotPool
-from batchstate.cli._output import Row, Section, add_json, show, whole, write_json
 from batchstate.runtime import Counters, Runtime, open_runtime
 from benchmarks.machine import machine
+from examples.console import Row, Section, add_json, show, whole, write_json
 
 BATCHES = (8, 64, 512)
 CONTEXTS = (1_024, 16_384, 131_072)

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchstate.cli._output import on_terminal
 from benchmarks.comparisons import Absent, Row
 from benchmarks.counts import Count
+from examples.console import on_terminal
 
 HEADINGS = ("ours", "us", "baseline", "us", "ratio", "quartiles", "asked", "")
 LEFT = (0, 2, 7)

@@ -14,7 +14,6 @@ import torch
 
 from batchstate.errors import TransferError
 from batchstate.runtime import Runtime
-from batchstate.traffic import Workload, fitted_workload, run_traffic
 from benchmarks import arrivals, curves, forward_inputs, staging, steady_steps, transfers, whole_steps
 from benchmarks.builds.priced_checks import NOTHING_LEFT, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
@@ -35,6 +34,7 @@ from benchmarks.timing import PRECISE, QUICK, THOROUGH, Effort
 from examples.engine.model import Model
 from examples.engine.serving import requests_of, serve
 from examples.engine.settings import EngineSettings
+from examples.traffic import Workload, fitted_workload, run_traffic
 
 Make = Callable[[], Comparison | Absent]
 

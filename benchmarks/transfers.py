@@ -15,7 +15,6 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from batchstate.cli._output import add_json, write_json
 from batchstate.errors import TransferError
 from batchstate.runtime import Runtime, open_runtime
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Peer, Status
@@ -26,6 +25,7 @@ from benchmarks.machine import machine
 from benchmarks.report import show
 from benchmarks.timing import Contender, Effort, one_thread
 from benchmarks.transfer_peers import ENGINES, digest, receiver
+from examples.console import add_json, write_json
 
 SCATTERED, ADJACENT = 0.9, 4.0
 """What is asked of the ratios. For adjacent rows nothing is asked of an engine that packs its rows: none costs much."""

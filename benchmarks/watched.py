@@ -17,9 +17,9 @@ from typing import Any, final
 
 import attrs
 
-from batchstate.cli._output import Row, Section, add_json, show, whole, write_json
 from batchstate.runtime import open_runtime
 from benchmarks.machine import machine
+from examples.console import Row, Section, add_json, show, whole, write_json
 
 WAYS = ("cpu", "race", "sim:lazy", "sim:random", "sim:pct")
 """Devices that the engine runs on; the first is the plain one."""

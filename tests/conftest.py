@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from batchstate import levels
+from batchstate.races.devices import open_device, window_of
 from batchstate.runtime import Runtime
-from batchstate.testing.devices import open_device, window_of
 from batchstate.testing.fences import LateRuntime
 
 

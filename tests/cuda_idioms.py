@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.cuda import Event, Stream, current_stream, synchronize  # imported before there is a device
 
-from batchstate.testing.race.report import RaceKind
+from batchstate.races.report import RaceKind
 
 Idiom = Callable[[bool], Any]
 IDIOMS: dict[str, tuple[RaceKind | None, Idiom]] = {}

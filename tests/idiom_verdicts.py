@@ -76,7 +76,7 @@ def verdict_on(tool: str, name: str) -> Verdict:
     """What a tool says, in this process."""
     try:
         if tool == "watched":
-            from batchstate.testing.cuda import watch_cuda
+            from batchstate.races.cuda import watch_cuda
 
             try:
                 return watched(name, lambda: watch_cuda(on_race="collect"))

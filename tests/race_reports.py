@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from batchstate.testing.race.report import Access, Event, EventKind, RaceKind, RaceReport
-from batchstate.testing.tracing.clocks import HOST
+from batchstate.races.report import Access, Event, EventKind, RaceKind, RaceReport
+from batchstate.races.tracing.clocks import HOST
 
 ENGINE = "/srv/engine/scheduler.py"
 MODEL = "/srv/engine/model.py"

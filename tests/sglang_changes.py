@@ -44,8 +44,8 @@ def fact(reference: str) -> str:
     Raises:
         KeyError: what it names does not exist.
     """
-    from batchstate.selfcheck.machines import MACHINES
-    from batchstate.selfcheck.mutants import MUTANTS
+    from tests.selfcheck.machines import MACHINES
+    from tests.selfcheck.mutants import MUTANTS
 
     if reference.startswith(BUSINESS):
         return reference

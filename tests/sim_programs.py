@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchstate.races.sim import SimRuntime
 from batchstate.runtime import Runtime
-from batchstate.testing.sim import SimRuntime
 
 SEEDED = ("random", "priority", "pct")
 """Schedulers that draw."""

@@ -9,10 +9,10 @@ import pytest
 
 from batchstate import HybridSlotPool, PagePool, PoolExhaustedError, SlotPool, open_runtime
 from batchstate.errors import ArgumentError
-from batchstate.selfcheck.machines.ranks import Rank
 from batchstate.testing import ManualStream
 from batchstate.violations import Code
 from tests.doubles import refused
+from tests.selfcheck.machines.ranks import Rank
 
 STEPS = 1_500
 """10,000 take a minute; run by hand, they come to the same answers."""

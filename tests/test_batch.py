@@ -26,7 +26,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.pools import SlotPool
-from batchstate.testing.devices import open_device
+from batchstate.races.devices import open_device
 from tests.doubles import refused
 
 

@@ -13,7 +13,6 @@ from batchstate.errors import TransferError
 from batchstate.levels import Level, checks, current_checks
 from batchstate.runtime import Runtime
 from batchstate.testing import LateRuntime
-from batchstate.traffic import fitted_workload, run_traffic
 from batchstate.transport.engines.base import Engine
 from benchmarks import counts, curves, staging, suite, transfers, watched
 from benchmarks.__main__ import main
@@ -26,6 +25,7 @@ from benchmarks.pools import all_numbers
 from benchmarks.suite import served
 from benchmarks.timing import FEWEST, Contender, Effort, measure, median, quartiles
 from benchmarks.transfer_peers import ENGINES
+from examples.traffic import fitted_workload, run_traffic
 
 TINY = Effort(rounds=3, sample_us=20)
 

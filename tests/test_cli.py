@@ -13,10 +13,10 @@ import pytest
 
 import batchstate
 from batchstate.cli import main, traffic
-from batchstate.cli._output import Row, Section, progress, show
 from batchstate.cli.app import COMMANDS
-from batchstate.selfcheck.mutants import MUTANTS
-from batchstate.traffic import EngineSettings, TrafficEngine
+from examples.console import Row, Section, progress, show
+from examples.traffic import EngineSettings, TrafficEngine
+from tests.selfcheck.mutants import MUTANTS
 
 FIGURES = {
     "requests",
@@ -64,13 +64,13 @@ def test_a_misspelt_command_is_told_the_nearest(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("fuzz --exmples 3", "did you mean '--examples'? `batchstate fuzz --help`"),
+        ("fuzz --exmples 3", "did you mean '--examples'? `python -m tests.selfcheck fuzz --help`"),
         ("fuzz --examples ten", "expected an integer >= 1, got 'ten'"),
         ("race rn script.py", "did you mean 'race run'?"),
         ("race", "the following arguments are required: REPORT"),
         ("race run", "`batchstate race run --help`"),
         ("traffic --aborts 2", "expected a number from 0 to 1, got '2'"),
-        ("mutants no_such", "`batchstate mutants --list`"),
+        ("mutants no_such", "`python -m tests.selfcheck mutants --list`"),
         ("fuzz --device gpu", "use 'cpu' or 'cuda'"),
         ("helpp", "unknown command 'helpp'"),
     ],
@@ -88,8 +88,8 @@ def test_a_mistake_at_the_prompt_is_answered(typed: str, told: str, capsys: pyte
 
 
 def test_help_is_a_word_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """`batchstate help fuzz` is `batchstate fuzz --help`; each line of the general help fits 80 columns."""
-    for typed, shown in (["help", "fuzz"], "usage: batchstate fuzz"), (["help"], "begin with:"):
+    """Each line of the general help fits 80 columns."""
+    for typed, shown in (["help", "fuzz"], "usage: python -m tests.selfcheck fuzz"), (["help"], "begin with:"):
         with pytest.raises(SystemExit) as done:
             main(typed)
         assert done.value.code == 0
@@ -247,7 +247,7 @@ def test_default_of_pages_is_that_of_the_engine() -> None:
     [
         (
             ["mutants", "--name", "filter_forgets_devise"],
-            "use filter_forgets_device.*`batchstate mutants --list`",
+            "use filter_forgets_device.*`python -m tests.selfcheck mutants --list`",
         ),
         (["traffic", "--trace", "nowhere/trace.csv"], "^batchstate: nowhere/trace.csv: No such file or directory\n$"),
         (["traffic", "--trace", "bad.csv"], "line 2: ContextTokens is 'zero'.*remedy"),
@@ -324,7 +324,7 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
         update(5, "halfway")
     assert capsys.readouterr().err == ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchstate.cli._output.SECONDS_BETWEEN_LINES", 0.0)
+        patch.setattr("examples.console.SECONDS_BETWEEN_LINES", 0.0)
         with progress("work", 10) as update:
             update(5, "halfway")
     assert capsys.readouterr().err == "work:  50 %  halfway\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchstate.cli import main
-from batchstate.testing.render import race_html, race_text, race_trace
+from batchstate.races.render import race_html, race_text, race_trace
 from tests.race_reports import hostile, overlapped_engine
 
 

@@ -18,8 +18,8 @@ import torch
 from torch.cuda import Event, Stream, current_stream, synchronize
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.cuda import cuda_on_cpu, declared_kernel
-from batchstate.testing.race import Race, RaceKind
+from batchstate.races import Race, RaceKind
+from batchstate.races.cuda import cuda_on_cpu, declared_kernel
 from tests.cuda_idioms import IDIOMS
 from tests.race_cases import CASES, Case
 from tests.race_cases.plain import PlainCuda

@@ -19,9 +19,9 @@ from torch.cuda import Event, Stream, current_stream, synchronize
 
 from batchstate.cli import main
 from batchstate.errors import ArgumentError
-from batchstate.testing.cuda import CudaSimRuntime, cuda_on_cpu, declared_kernel
-from batchstate.testing.render import race_text
-from batchstate.testing.sim import PORTFOLIO, DeviceFault
+from batchstate.races.cuda import CudaSimRuntime, cuda_on_cpu, declared_kernel
+from batchstate.races.render import race_text
+from batchstate.races.sim import PORTFOLIO, DeviceFault
 from tests.cuda_idioms import IDIOMS
 from tests.race_cases import CASES, Case
 from tests.race_cases.plain import PlainCuda
@@ -341,7 +341,7 @@ def test_each_order_has_a_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that no run finds what another has left in a module."""
-    monkeypatch.setattr("batchstate.testing.sim.PORTFOLIO", {name: PORTFOLIO[name] for name in ("eager", "lazy")})
+    monkeypatch.setattr("batchstate.races.sim.PORTFOLIO", {name: PORTFOLIO[name] for name in ("eager", "lazy")})
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(SCRIPT))
     assert main(["race", "run", "--device", "sim", str(script)]) == 1

@@ -20,7 +20,7 @@ import torch
 
 from batchstate import checks
 from batchstate.errors import HandshakeError, TransferError
-from batchstate.testing.devices import is_tool, open_device, torch_device_of, window_of
+from batchstate.races.devices import is_tool, open_device, torch_device_of, window_of
 from batchstate.transport.connection import TRIES
 from batchstate.transport.engines.in_process import Faults, InProcessEngine, Network
 

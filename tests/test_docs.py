@@ -11,7 +11,7 @@ import pytest
 from batchstate import Code, errors
 from batchstate.cli import main
 from batchstate.invariants import INVARIANTS
-from batchstate.selfcheck.mutants import MUTANTS
+from tests.selfcheck.mutants import MUTANTS
 from tests.sglang_changes import BUSINESS, CHANGES, Point, fact
 
 # Tutorials, README and the page of `watch` at Python's prompt, where a line directly under a loop is an error

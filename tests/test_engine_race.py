@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from batchstate import Code, checks
+from batchstate.races import Race, RaceKind, RaceRuntime
 from batchstate.runtime import DoneFence, Runtime, open_runtime
 from batchstate.tables import Table
-from batchstate.testing import Race, RaceKind, RaceRuntime
 
 pytest.importorskip("transformers")
 

@@ -17,18 +17,18 @@ from batchstate.kv.pages import PagePool
 from batchstate.levels import checks
 from batchstate.mirror import MirroredTensor, Slots
 from batchstate.pools import SlotPool
+from batchstate.races.devices import open_device, window_of
 from batchstate.runtime import Runtime
-from batchstate.selfcheck.machines.batch import COLUMNS, OPERATIONS, Decode, Written
-from batchstate.selfcheck.machines.mirrored_tensor import OPERATIONS as OF_VALUES
-from batchstate.selfcheck.machines.mirrored_tensor import write_uncounted
-from batchstate.selfcheck.machines.steps import OPERATIONS as OF_STEPS
-from batchstate.selfcheck.mutants import MUTANTS
-from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.static import StaticBuffers
 from batchstate.step import PlannedStep, StepPlanner
 from batchstate.tables import Table
-from batchstate.testing.devices import open_device, window_of
 from batchstate.violations import Code, Violation
+from tests.selfcheck.machines.batch import COLUMNS, OPERATIONS, Decode, Written
+from tests.selfcheck.machines.mirrored_tensor import OPERATIONS as OF_VALUES
+from tests.selfcheck.machines.mirrored_tensor import write_uncounted
+from tests.selfcheck.machines.steps import OPERATIONS as OF_STEPS
+from tests.selfcheck.mutants import MUTANTS
+from tests.selfcheck.mutants.diffs import changed
 
 ROW = 1
 

@@ -25,9 +25,9 @@ from batchstate.errors import (
 )
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
+from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
 from batchstate.testing import LateRuntime, no_hidden_sync
-from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import fake_accelerator, in_a_thread, refused
 from tests.forward_world import LONGEST, PAGE_SIZE, Running, World, values

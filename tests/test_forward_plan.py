@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from batchstate import Code, MirroredTensor, SlotPool, Slots, Violation, checks
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, ValueOverflowError
 from batchstate.forward.plan import ForwardPlan, flash_attention
+from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
-from batchstate.testing.devices import open_device
 from tests.doubles import refused
 from tests.forward_world import LONGEST, World
 

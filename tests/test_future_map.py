@@ -26,14 +26,14 @@ from batchstate.errors import (
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.hybrid import HybridSlotPool
 from batchstate.pools import SlotPool
+from batchstate.races.devices import open_device
 from batchstate.runtime import AcceleratorRuntime, Fence, Runtime, numpy_dtype
-from batchstate.selfcheck.machines.future_map import MISUSES, RelayCase, declared
-from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.testing import LateRuntime
-from batchstate.testing.devices import open_device
 from batchstate.testing.machine import Misuse
 from batchstate.violations import Code, Violation
 from tests.doubles import FakeModule, fake_accelerator, in_a_thread, refused
+from tests.selfcheck.machines.future_map import MISUSES, RelayCase, declared
+from tests.selfcheck.mutants.diffs import changed
 
 SHARED = [
     torch.bool,

@@ -13,11 +13,12 @@ from hypothesis.stateful import initialize, rule
 from batchstate.cli import main
 from batchstate.errors import ArgumentError
 from batchstate.pools import SlotPool
-from batchstate.selfcheck.fuzzing import fuzz
-from batchstate.selfcheck.machines import MACHINES
-from batchstate.selfcheck.mutants import MUTANTS
-from batchstate.testing import Machine, RaceKind, RaceReport, run_machine
-from batchstate.testing.sim import PORTFOLIO
+from batchstate.races import RaceKind, RaceReport
+from batchstate.races.sim import PORTFOLIO
+from batchstate.testing import Machine, run_machine
+from tests.selfcheck.fuzzing import fuzz
+from tests.selfcheck.machines import MACHINES
+from tests.selfcheck.mutants import MUTANTS
 
 trace: list[object] = []
 
@@ -159,7 +160,7 @@ def test_unknown_machine_lists_the_known() -> None:
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """`batchstate fuzz` writes the figures of every machine and returns 0 when nothing was found."""
+    """`python -m tests.selfcheck fuzz` writes the figures of every machine and returns 0 when nothing was found."""
     monkeypatch.chdir(tmp_path)
     wanted = ["fuzz", "--machine", "hybrid", "--machine", "slot_pool", "--examples", "4", "--seed", "2"]
     assert main([*wanted, "--device", device, "--json", "fuzz.json"]) == 0
@@ -181,7 +182,7 @@ def test_command_line_shows_the_program(
     assert json.loads(Path("fuzz.json").read_text())["violations"] == 1
     shown = capsys.readouterr().err
     assert "state = SlotPoolMachine()" in shown
-    assert f"batchstate fuzz --machine slot_pool --seed 7 --examples 50 --device {device}" in shown
+    assert f"python -m tests.selfcheck fuzz --machine slot_pool --seed 7 --examples 50 --device {device}" in shown
     assert (tmp_path / ".hypothesis" / "examples").is_dir()
 
 

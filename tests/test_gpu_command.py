@@ -17,10 +17,10 @@ import torch
 
 from batchstate import StaticBuffers, checks
 from batchstate.errors import CaptureError
+from batchstate.races import Race
+from batchstate.races.devices import open_device, window_of
 from batchstate.runtime import CpuRuntime, open_runtime
 from batchstate.runtime.memory import MappedMemory
-from batchstate.testing import Race
-from batchstate.testing.devices import open_device, window_of
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import child, runner
 from benchmarks.gpu.outcome import STAGES, Notes, Outcome, Setting

@@ -24,13 +24,14 @@ from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import HostLocations, Locations, MirroredTensor, Slots
 from batchstate.pools import SlotPool
+from batchstate.races import Race, RaceRuntime
 from batchstate.runtime import CpuRuntime, Fence, Runtime, open_runtime
 from batchstate.runtime.memory import bytes_of
-from batchstate.selfcheck.machines.host_tier import PrefillWorker
 from batchstate.tables import Table
-from batchstate.testing import LateRuntime, ManualStream, Race, RaceRuntime
+from batchstate.testing import LateRuntime, ManualStream
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
+from tests.selfcheck.machines.host_tier import PrefillWorker
 
 LAYERS = 2
 

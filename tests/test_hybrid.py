@@ -8,10 +8,10 @@ from batchstate.hybrid import HybridSlotPool
 from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
-from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.tables import Table
 from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
+from tests.selfcheck.mutants.diffs import changed
 
 
 @pytest.fixture

@@ -27,10 +27,10 @@ from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime
-from batchstate.selfcheck.machines.failures import Interrupt
 from batchstate.step import PlannedStep
 from batchstate.violations import Violation
 from tests.doubles import Gate
+from tests.selfcheck.machines.failures import Interrupt
 
 
 class World:

@@ -4,12 +4,12 @@ import pytest
 
 from batchstate.errors import ArgumentError
 from batchstate.levels import Level, current_checks
+from batchstate.races.devices import open_device
 from batchstate.runtime import CpuRuntime, Runtime
-from batchstate.selfcheck.machines import MACHINES
-from batchstate.selfcheck.machines.pools import SlotPoolMachine
 from batchstate.testing import LateRuntime, Machine, run_machine
-from batchstate.testing.devices import open_device
 from tests.coverage_targets import reach_all
+from tests.selfcheck.machines import MACHINES
+from tests.selfcheck.machines.pools import SlotPoolMachine
 
 
 @pytest.mark.parametrize("name", list(MACHINES))

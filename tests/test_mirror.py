@@ -23,7 +23,7 @@ from batchstate.errors import (
     SideMissingError,
     ValueOverflowError,
 )
-from batchstate.testing.devices import open_device
+from batchstate.races.devices import open_device
 from tests.doubles import in_a_thread, refused
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from batchstate.errors import DeclarationError
-from batchstate.selfcheck.mutants import MUTANTS
-from batchstate.selfcheck.mutants.diffs import Change, Diff, changed, read
+from tests.selfcheck.mutants import MUTANTS
+from tests.selfcheck.mutants.diffs import Change, Diff, changed, read
 
 SAMPLE = """
 import contextlib
@@ -174,7 +174,7 @@ def test_one_block_per_function() -> None:
 def test_malformed_files(paragraph: str, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A malformed paragraph is refused when its file is read."""
     (tmp_path / "made.mutants").write_text(textwrap.dedent(f"## made: Title.\n\n{paragraph}\n"))
-    monkeypatch.setattr("batchstate.selfcheck.mutants.diffs.resources.files", lambda package: tmp_path)
+    monkeypatch.setattr("tests.selfcheck.mutants.diffs.resources.files", lambda package: tmp_path)
     with pytest.raises(DeclarationError, match=problem):
         read("made")
     assert "a" not in MUTANTS
@@ -184,4 +184,4 @@ def test_the_example_of_the_guide_is_a_mutant() -> None:
     """The paragraph that CONTRIBUTING.md shows stands in the registry as it is."""
     root = Path(__file__).parents[1]
     example = (root / "CONTRIBUTING.md").read_text().split("```text\n[", 1)[1].split("\n```", 1)[0]
-    assert f"[{example}\n" in (root / "batchstate/selfcheck/mutants/pools.mutants").read_text()
+    assert f"[{example}\n" in (root / "tests/selfcheck/mutants/pools.mutants").read_text()

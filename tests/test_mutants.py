@@ -24,14 +24,14 @@ from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
-from batchstate.selfcheck.machines import MACHINES
-from batchstate.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, mutants_table, run, run_mutant
-from batchstate.selfcheck.mutants.diffs import Diff
-from batchstate.selfcheck.mutants.registry import mutant
 from batchstate.tables import Table
 from batchstate.testing import run_machine
 from batchstate.violations import Code
 from batchstate.watch import Watched
+from tests.selfcheck.machines import MACHINES
+from tests.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, mutants_table, run, run_mutant
+from tests.selfcheck.mutants.diffs import Diff
+from tests.selfcheck.mutants.registry import mutant
 
 ASKED = (
     *((owner, "verify") for owner in (SlotPool, HybridSlotPool, PagePool, HostKVPool, HiSparse)),
@@ -111,7 +111,7 @@ def test_automatic_run_asks_nothing(automatic: bool, device: str) -> None:
             @functools.wraps(question)
             def call(*args: Any, **kwargs: Any) -> Any:
                 caller = sys._getframe(1).f_globals["__name__"]
-                if caller.startswith(("batchstate.selfcheck.", "batchstate.testing.")):
+                if caller.startswith(("tests.selfcheck.", "batchstate.testing.")):
                     asked.add(name)
                 return question(*args, **kwargs)
 
@@ -226,7 +226,7 @@ def test_unknown_name_is_refused() -> None:
     """A mutant that does not exist is an error that says where those that do are listed, and which is like it."""
     with pytest.raises(ArgumentError, match="unknown mutant 'nobody'") as refused:
         run(["nobody"])
-    assert "batchstate mutants --list" in refused.value.remedy
+    assert "python -m tests.selfcheck mutants --list" in refused.value.remedy
     with pytest.raises(ArgumentError) as refused:
         run(["filter_forgets_devices"])
     assert "use filter_forgets_device" in refused.value.remedy
@@ -253,7 +253,7 @@ def test_table_lists_all() -> None:
 
 
 def test_command(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`batchstate mutants` prints a table, writes figures and ends with 0 when all are killed."""
+    """`python -m tests.selfcheck mutants` prints a table, writes figures and ends with 0 when all are killed."""
     path = tmp_path / "mutants.json"
     arguments = ["mutants", "--device", device, "--json", str(path), "--name", "filter_forgets_device"]
     assert main([*arguments, "--clean-examples", "20"]) == 0

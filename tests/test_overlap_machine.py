@@ -8,12 +8,12 @@ import torch
 
 from batchstate.future_map import FutureMap
 from batchstate.mirror import Slots
-from batchstate.selfcheck.machines import overlap as overlap_forward
-from batchstate.selfcheck.machines.overlap import CHOICES, READINGS, Arrival, Choices, OverlapMachine
-from batchstate.selfcheck.mutants import MUTANTS
+from batchstate.races.devices import is_tool
 from batchstate.tables import Table
 from batchstate.testing import DisagreementError, LateRuntime, no_hidden_sync, run_machine, session
-from batchstate.testing.devices import is_tool
+from tests.selfcheck.machines import overlap as overlap_forward
+from tests.selfcheck.machines.overlap import CHOICES, READINGS, Arrival, Choices, OverlapMachine
+from tests.selfcheck.mutants import MUTANTS
 
 EXAMPLES = 50
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from batchstate.cli import main
-from batchstate.cli._output import Row, Section
-from batchstate.cli._page import MOST_POINTS, Chart, Failure, page
-from batchstate.selfcheck.mutants import MUTANTS
+from examples.console import Row, Section
+from examples.page import MOST_POINTS, Chart, Failure, page
+from tests.selfcheck.mutants import MUTANTS
 
 VOID = {"meta", "path"}
 """Elements without an end here: `meta`, and `path`, which is closed as it begins."""
@@ -84,7 +84,7 @@ def test_fuzz_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(read.text["dd"] if "dd" in read.text else read.text["code"]) == len(fields)
     assert any(line.startswith("Remedy: ") for line in read.text["p"])
     assert "state.begin(" in "".join(read.text["pre"])
-    assert "batchstate fuzz --machine slot_pool --seed" in "".join(read.text["pre"])
+    assert "python -m tests.selfcheck fuzz --machine slot_pool --seed" in "".join(read.text["pre"])
 
 
 def test_names_in_a_report_are_text() -> None:

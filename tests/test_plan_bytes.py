@@ -12,8 +12,8 @@ import pytest
 
 from batchstate import ForwardInputs, ForwardPlan, Slots, TokenArray
 from batchstate.errors import ArgumentError, DtypeError
+from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
-from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import refused
 from tests.forward_world import Running, World, values

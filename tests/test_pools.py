@@ -13,13 +13,13 @@ from batchstate.hybrid import HybridSlotPool
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
+from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
-from batchstate.selfcheck.machines.pools import SlotMachine
-from batchstate.testing.devices import open_device
 from batchstate.testing.machine import Misuse
 from batchstate.testing.models import snapshot_slots
 from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
+from tests.selfcheck.machines.pools import SlotMachine
 
 # Who owns which slot, what is free, pending and in reserve, and which handles are refused: the model of the machine
 # `slot_pool` compares all of it after every call.

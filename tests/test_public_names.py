@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 
 import batchstate
+import batchstate.races
 import batchstate.testing
-import batchstate.testing.race
 
 
 def declared(package: ModuleType) -> list[str]:
@@ -22,7 +22,7 @@ def declared(package: ModuleType) -> list[str]:
     return [alias.asname for node in imports for alias in node.names if alias.asname]
 
 
-@pytest.mark.parametrize("package", [batchstate, batchstate.testing, batchstate.testing.race])
+@pytest.mark.parametrize("package", [batchstate, batchstate.testing, batchstate.races])
 def test_every_public_name_is_there(package: ModuleType) -> None:
     """Each can be imported, `dir` lists it, no module of that name hides it, and type checkers see the same names."""
     for module in pkgutil.iter_modules(package.__path__):

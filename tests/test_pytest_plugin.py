@@ -15,10 +15,9 @@ import pytest
 
 from batchstate import levels
 from batchstate.cli import main
-from batchstate.testing import race, sim
+from batchstate.races import RaceReport, sim
+from batchstate.races.render import race_text
 from batchstate.testing.pytest._failures import file_name, violations_in
-from batchstate.testing.race import RaceReport
-from batchstate.testing.render import race_text
 from batchstate.violations import Breach, Code, Violation
 
 pytest_plugins = "pytester"

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from batchstate.errors import ArgumentError, BatchStateError
+from batchstate.races import Race, RaceKind, RaceRuntime
 from batchstate.runtime import Stream
-from batchstate.testing.race import Race, RaceKind, RaceRuntime
 from tests.doubles import FakeStream
 from tests.race_cases import CASES, GROUPS, Case, plain, sanitizer, verdicts
 from tests.race_cases import __main__ as command

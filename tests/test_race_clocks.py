@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchstate.races import RaceRuntime
+from batchstate.races.detector import Log
+from batchstate.races.history import KEPT
+from batchstate.races.tracing.clocks import Clocks
+from batchstate.races.tracing.regions import ByteRegion, union
 from batchstate.runtime import Fence, Stream
-from batchstate.testing.race import RaceRuntime
-from batchstate.testing.race.detector import Log
-from batchstate.testing.race.history import KEPT
-from batchstate.testing.tracing.clocks import Clocks
-from batchstate.testing.tracing.regions import ByteRegion, union
 
 STREAMS = 3
 steps = st.lists(

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_map
 
 from batchstate import SlotPool
 from batchstate.errors import ArgumentError, OwnerThreadError
+from batchstate.races import Race, RaceKind, RaceRuntime, open_device, raw_kernel
+from batchstate.races.devices import torch_device_of
 from batchstate.runtime import Stream
-from batchstate.testing import Race, RaceKind, RaceRuntime, open_device, raw_kernel
-from batchstate.testing.devices import torch_device_of
 from tests.doubles import in_a_thread
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from batchstate.races import Race, RaceKind, RaceRuntime
+from batchstate.races.host_memory import POISON
+from batchstate.races.sim import SimRuntime
 from batchstate.runtime import Stream
-from batchstate.testing.race import Race, RaceKind, RaceRuntime
-from batchstate.testing.race.host_memory import POISON
-from batchstate.testing.sim import SimRuntime
 
 UNSEEN = "a write that torch did not see"
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from batchstate.selfcheck.machines import MACHINES
-from batchstate.testing import RaceRuntime, run_machine
-from batchstate.testing.devices import open_device
+from batchstate.races import RaceRuntime
+from batchstate.races.devices import open_device
+from batchstate.testing import run_machine
+from tests.selfcheck.machines import MACHINES
 
 OVERLAPPED = {"engine", "future_map", "steps", "overlap", "host_tier"}
 """Machines that run forwards."""

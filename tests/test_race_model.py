@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchstate.races import Race, RaceRuntime
 from batchstate.runtime import Fence, Stream
-from batchstate.testing.race import Race, RaceRuntime
 
 STREAMS, ROWS, TABLES = 3, 6, 2
 

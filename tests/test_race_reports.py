@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from batchstate.pools import SlotPool
+from batchstate.races import EventKind, RaceKind, RaceReport, RaceRuntime
+from batchstate.races.history import KEPT, SHOWN, described, rows_of
+from batchstate.races.tracing.memory import Name
+from batchstate.races.tracing.regions import ByteRegion, of_tensor, union
 from batchstate.runtime import Stream
-from batchstate.testing.race import EventKind, RaceKind, RaceReport, RaceRuntime
-from batchstate.testing.race.history import KEPT, SHOWN, described, rows_of
-from batchstate.testing.tracing.memory import Name
-from batchstate.testing.tracing.regions import ByteRegion, of_tensor, union
 
 TABLE, VECTOR = torch.zeros(8, 4, dtype=torch.int64), torch.zeros(8, dtype=torch.int32)
 BYTES, NUMBER = torch.zeros(64, dtype=torch.uint8), torch.tensor(3)

@@ -11,9 +11,9 @@ import torch
 
 from batchstate import levels
 from batchstate.cli import main
-from batchstate.testing.cuda import CudaRuntime
-from batchstate.testing.race.report import FINDINGS
-from batchstate.testing.render import race_text
+from batchstate.races.cuda import CudaRuntime
+from batchstate.races.render import race_text
+from batchstate.races.report import FINDINGS
 
 pytest_plugins = "pytester"
 

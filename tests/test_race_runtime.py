@@ -14,10 +14,10 @@ import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.pools import SlotPool
+from batchstate.races import Race, RaceKind, RaceRuntime
+from batchstate.races import runtime as race_fences
+from batchstate.races.tracing.dispatch import raw_kernel
 from batchstate.runtime import CpuRuntime, Stream
-from batchstate.testing.race import Race, RaceKind, RaceRuntime
-from batchstate.testing.race import runtime as race_fences
-from batchstate.testing.tracing.dispatch import raw_kernel
 from batchstate.violations import Code
 from tests.doubles import refused
 from tests.race_cases import CASES

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.testing import RaceRuntime
-from batchstate.testing.race.waits import WideWait
+from batchstate.races import RaceRuntime
+from batchstate.races.waits import WideWait
 
 
 def waits(*, late: bool, uses_logits: bool = False, through: bool = False) -> tuple[WideWait, ...]:

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.race.report import EventKind, RaceKind, RaceReport
-from batchstate.testing.render import race_html, race_text, race_trace
-from batchstate.testing.render.html import sentence
-from batchstate.testing.render.layout import LIMIT, Gap, laid_out
-from batchstate.testing.render.style import DARK, LIGHT
-from batchstate.testing.render.text import short_label
-from batchstate.testing.tracing.clocks import HOST
+from batchstate.races.render import race_html, race_text, race_trace
+from batchstate.races.render.html import sentence
+from batchstate.races.render.layout import LIMIT, Gap, laid_out
+from batchstate.races.render.style import DARK, LIGHT
+from batchstate.races.render.text import short_label
+from batchstate.races.report import EventKind, RaceKind, RaceReport
+from batchstate.races.tracing.clocks import HOST
 from tests.race_reports import (
     EVERY,
     Events,

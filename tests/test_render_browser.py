@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from batchstate.testing.race.report import EventKind, RaceReport
-from batchstate.testing.render import race_html
-from batchstate.testing.render.style import DARK, LIGHT
+from batchstate.races.render import race_html
+from batchstate.races.render.style import DARK, LIGHT
+from batchstate.races.report import EventKind, RaceReport
 from tests.race_reports import EVERY, many_steps, overlapped_engine
 
 PHONE, DESK = (390, 844), (1280, 900)

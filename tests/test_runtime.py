@@ -9,9 +9,9 @@ import torch
 
 from batchstate import Code, Runtime, checks
 from batchstate.errors import ArgumentError, DtypeError, OwnerThreadError
+from batchstate.races.devices import open_device
 from batchstate.runtime import CpuRuntime, DoneFence
 from batchstate.runtime.memory import StagingBlock
-from batchstate.testing.devices import open_device
 from tests.doubles import Gate, in_a_thread, refused
 
 

@@ -9,9 +9,9 @@ import torch
 
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.mirror import MirroredTensor
-from batchstate.testing.sim import DeviceFault, SimRuntime, raw_kernel
-from batchstate.testing.sim.device import LONGEST_QUEUE, PATIENCE
-from batchstate.testing.sim.shapes import NewTensor, results_of
+from batchstate.races.sim import DeviceFault, SimRuntime, raw_kernel
+from batchstate.races.sim.device import LONGEST_QUEUE, PATIENCE
+from batchstate.races.sim.shapes import NewTensor, results_of
 
 POISON = -2914092361341531
 """What an int64 holds that was never filled."""

@@ -8,10 +8,10 @@ import torch
 
 from batchstate import checks
 from batchstate.errors import BatchStateError
+from batchstate.races.sim import PORTFOLIO, SimRuntime
 from batchstate.runtime import Runtime
 from batchstate.runtime.memory import Staging
-from batchstate.selfcheck.mutants.diffs import Change
-from batchstate.testing.sim import PORTFOLIO, SimRuntime
+from tests.selfcheck.mutants.diffs import Change
 
 pytest.importorskip("transformers")
 

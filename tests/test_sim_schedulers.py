@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from batchstate.errors import ArgumentError
-from batchstate.selfcheck.machines import MACHINES
+from batchstate.races.sim import PORTFOLIO, DeviceFault, DeviceStream, Scheduler, SimRuntime
 from batchstate.testing import run_machine
-from batchstate.testing.sim import PORTFOLIO, DeviceFault, DeviceStream, Scheduler, SimRuntime
+from tests.selfcheck.machines import MACHINES
 from tests.sim_programs import PROGRAMS, SEEDED, history, run
 
 FOUND_BY = {

@@ -32,8 +32,8 @@ from batchstate.errors import (
     OwnerThreadError,
     ShapeError,
 )
-from batchstate.testing.devices import open_device, window_of
-from batchstate.testing.race.runtime import RaceRuntime
+from batchstate.races.devices import open_device, window_of
+from batchstate.races.runtime import RaceRuntime
 from tests.doubles import in_a_thread, refused
 
 ROWS = 6

@@ -42,13 +42,13 @@ from batchstate.errors import (
 )
 from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
-from batchstate.selfcheck.machines.failures import PlantedError, failing
-from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.step import PlannedStep
 from batchstate.testing.fences import LateRuntime
 from benchmarks.steady_steps import Steady
 from benchmarks.timing import no_collector
 from tests.doubles import fake_accelerator, refused
+from tests.selfcheck.machines.failures import PlantedError, failing
+from tests.selfcheck.mutants.diffs import changed
 
 LONGEST, PAGE_SIZE = 24, 4
 

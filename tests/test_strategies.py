@@ -12,7 +12,6 @@ from batchstate._arrays import kept_rows, row_indices
 from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.mirror import Contract
 from batchstate.runtime import NUMPY_DTYPES, Runtime, numpy_dtype
-from batchstate.selfcheck.machines.pools import SlotPoolMachine
 from batchstate.testing import (
     ManualStream,
     amounts,
@@ -25,6 +24,7 @@ from batchstate.testing import (
     row_shapes,
     split_sizes,
 )
+from tests.selfcheck.machines.pools import SlotPoolMachine
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 

@@ -16,10 +16,10 @@ from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexEr
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import HostLocations, Locations, MirroredTensor, Slots
 from batchstate.pools import SlotPool
+from batchstate.races.devices import open_device
 from batchstate.runtime import DoneFence, Runtime
 from batchstate.static import StaticBuffers
 from batchstate.tables import Table
-from batchstate.testing.devices import open_device
 from batchstate.violations import Code
 from tests.doubles import Gate, refused
 

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError, DeviceError, OwnerThreadError
 from batchstate.mirror import MirroredTensor
+from batchstate.races import RaceRuntime, SimRuntime
+from batchstate.races.tracing.dispatch import tracing
+from batchstate.races.tracing.memory import Allocation, Allocations, MemoryKind, Name
+from batchstate.races.tracing.operations import MemoryAccess, Operation
+from batchstate.races.tracing.regions import ByteRegion, of_elements, of_index, of_rows, of_tensor, union, union_of
 from batchstate.runtime import CpuRuntime, DoneFence
-from batchstate.testing import LateRuntime, RaceRuntime, SimRuntime
-from batchstate.testing.tracing.dispatch import tracing
-from batchstate.testing.tracing.memory import Allocation, Allocations, MemoryKind, Name
-from batchstate.testing.tracing.operations import MemoryAccess, Operation
-from batchstate.testing.tracing.regions import ByteRegion, of_elements, of_index, of_rows, of_tensor, union, union_of
+from batchstate.testing import LateRuntime
 from tests.doubles import in_a_thread
 
 BYTES = 96
@@ -138,7 +139,7 @@ def test_an_index_out_of_range_names_the_whole_tensor() -> None:
 
 def test_a_region_of_too_many_pieces_is_what_lies_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond `MOST_INTERVALS` a region is coarse: it may make a race up, and overlooks none."""
-    from batchstate.testing.tracing import regions
+    from batchstate.races.tracing import regions
 
     monkeypatch.setattr(regions, "MOST_INTERVALS", 3)
     tensor = torch.zeros(8, 4)

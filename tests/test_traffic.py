@@ -10,7 +10,7 @@ from batchstate import levels
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime, open_runtime
 from batchstate.testing import LateRuntime
-from batchstate.traffic import (
+from examples.traffic import (
     EngineSettings,
     RunningBatch,
     TrafficEngine,
@@ -21,7 +21,7 @@ from batchstate.traffic import (
     fitted_workload,
     run_traffic,
 )
-from batchstate.traffic.scheduler import chunk_lengths, rows_that_fit
+from examples.traffic.scheduler import chunk_lengths, rows_that_fit
 
 TINY = EngineSettings(max_running=8, max_tokens_per_step=24, page_size=4, num_pages=30, step_seconds=1.0)
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from batchstate.testing.cuda import CudaRuntime, CudaSimRuntime, cuda_on_cpu
-from batchstate.testing.race import RaceReport
+from batchstate.races import RaceReport
+from batchstate.races.cuda import CudaRuntime, CudaSimRuntime, cuda_on_cpu
 
 pytest.importorskip("transformers.generation.continuous_batching")
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM

@@ -4,10 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from batchstate.selfcheck.machines import MACHINES
-from batchstate.selfcheck.mutants.diffs import changed
 from batchstate.testing import run_machine
 from batchstate.testing.runner import stop_at_failure
+from tests.selfcheck.machines import MACHINES
+from tests.selfcheck.mutants.diffs import changed
 
 TRANSFERS = MACHINES["transfers"]
 

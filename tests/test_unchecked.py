@@ -206,7 +206,7 @@ def test_misuse_is_an_error_without_checks_too(unchecked: Build) -> None:
 def test_nothing_but_checks_differs(unchecked: Build) -> None:
     """The same traffic through both builds: each figure is the same but times and invariants checked."""
     reports = {}
-    for name, package in (("checked", traffic), ("unchecked", unchecked.module("batchstate.traffic"))):
+    for name, package in (("checked", traffic), ("unchecked", unchecked.module("examples.traffic"))):
         report = package.run_traffic(package.fitted_workload(60, 1), device="cpu", checks="full", aborts=0.1)
         assert report.clean
         reports[name] = report.as_dict()

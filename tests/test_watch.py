@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from batchstate import Batch, SlotPool, Violation, mirrored, slot_column
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
 from batchstate.levels import checks
+from batchstate.races.devices import open_device, window_of
 from batchstate.testing import fuzz_twins
-from batchstate.testing.devices import open_device, window_of
 from batchstate.violations import Code
 from batchstate.watch import Watched, audit, over_requests, watch
 

@@ -17,15 +17,15 @@ from torch.cuda import Event, Stream, current_stream, synchronize
 
 from batchstate.cli import main
 from batchstate.errors import ArgumentError
-from batchstate.selfcheck.machines.plain_torch import watched_over
-from batchstate.testing.cuda import CudaRuntime, WatchedCuda, cuda_on_cpu, declared_kernel, watch_cuda
-from batchstate.testing.race import Race, RaceReport
+from batchstate.races import Race, RaceReport
+from batchstate.races.cuda import CudaRuntime, WatchedCuda, cuda_on_cpu, declared_kernel, watch_cuda
 from tests import idiom_verdicts
 from tests.cuda_idioms import IDIOMS
 from tests.race_cases import CASES, Case
 from tests.race_cases.plain import PlainCuda
 from tests.race_cases.tools import Says, Verdict
 from tests.race_cases.verdicts import Column, Made, Table
+from tests.selfcheck.machines.plain_torch import watched_over
 from tests.test_cuda_on_cpu import attributes, left_over
 
 
@@ -195,7 +195,7 @@ def test_a_script_runs_on_the_gpu(
         with watched(**given) as (rt, _):
             yield rt
 
-    monkeypatch.setattr("batchstate.testing.cuda.watch_cuda", on_stand_in)
+    monkeypatch.setattr("batchstate.races.cuda.watch_cuda", on_stand_in)
     assert main(["race", "run", "--device", "cuda:prompt", str(script)]) == 1
     assert asked == [{"on_race": "collect", "fences": "eager"}]
     assert "`side.wait_stream(torch.cuda.default_stream())` before fill_" in capsys.readouterr().out

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from batchstate import Violation
 from batchstate.errors import BatchStateError, CallError, DeclarationError
 from batchstate.levels import checks
+from batchstate.races.devices import open_device, window_of
 from batchstate.testing import fuzz_twins
-from batchstate.testing.devices import open_device, window_of
 from batchstate.violations import Code
 from batchstate.watch import Watched, audit, watch
 from tests.test_watch import Engine, watched

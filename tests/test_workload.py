@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchstate.errors import ArgumentError, BatchStateError
-from batchstate.traffic import TraceError, Workload, draw_requests, fitted_workload, read_trace
+from examples.traffic import TraceError, Workload, draw_requests, fitted_workload, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

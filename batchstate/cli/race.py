@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchstate.cli._output import new_file
+from batchstate.cli._options import new_file
 
 if TYPE_CHECKING:
-    from batchstate.testing.race.report import RaceReport
+    from batchstate.races.report import RaceReport
 
 NAME = "race"
 SUMMARY = "draw a race report: in the terminal, as a page for a browser, or as a trace for a trace viewer"
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draws the report, and returns 0."""
-    from batchstate.testing.race.report import RaceReport
+    from batchstate.races.report import RaceReport
 
     report = RaceReport.load(args.report)
     if args.out is None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _for_terminal(report: "RaceReport") -> str:
-    from batchstate.testing.render.text import LEAST_WIDTH, race_text
+    from batchstate.races.render.text import LEAST_WIDTH, race_text
 
     width = max(LEAST_WIDTH, min(shutil.get_terminal_size((_WIDTH, 24)).columns, _MOST))
     picture = race_text(report, width)
@@ -56,19 +56,19 @@ def _for_terminal(report: "RaceReport") -> str:
 
 
 def _page(report: "RaceReport") -> str:
-    from batchstate.testing.render import race_html
+    from batchstate.races.render import race_html
 
     return race_html(report)
 
 
 def _trace(report: "RaceReport") -> str:
-    from batchstate.testing.render import race_trace
+    from batchstate.races.render import race_trace
 
     return json.dumps(race_trace(report)) + "\n"
 
 
 def _text(report: "RaceReport") -> str:
-    from batchstate.testing.render import race_text
+    from batchstate.races.render import race_text
 
     return race_text(report)
 

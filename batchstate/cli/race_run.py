@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-from batchstate.cli._output import add_json, progress, write_json
+from batchstate.cli._options import add_json, write_json
 from batchstate.errors import ArgumentError
 
 NAME = "race run"
@@ -69,8 +69,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script: 0 without findings that are new, 1 with some, 2 where it could not be run to its end."""
-    from batchstate.testing.cuda import CudaSimRuntime, cuda_on_cpu, watch_cuda
-    from batchstate.testing.race.report import FINDINGS, accepted_in, findings, identity
+    from batchstate.races.cuda import CudaSimRuntime, cuda_on_cpu, watch_cuda
+    from batchstate.races.report import FINDINGS, accepted_in, findings, identity
 
     arguments = _of_script(args)
     device, seed = args.device or "race", args.seed or 0
@@ -138,24 +138,22 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(script: Path, arguments: list[str], seed: int, out: Path | None) -> int:
     """Runs a script in each order of the streams, in a process each: 0 where it prints the same in all, 1 where not."""
-    from batchstate.testing.sim import PORTFOLIO
+    from batchstate.races.sim import PORTFOLIO
 
     orders: list[dict[str, Any]] = []
     wanted: list[str] = []
     run = [sys.executable, "-m", "batchstate", "race", "run", "--seed", str(seed)]
-    with progress("orders of the streams", len(PORTFOLIO)) as update:
-        for name in PORTFOLIO:
-            update(len(orders), name)
-            command = [*run, "--device", f"sim:{name}", str(script), "--", *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            printed = [*done.stdout.splitlines(), *(["it fails: " + _last(done.stderr)] if done.returncode else [])]
-            if name == "eager":
-                wanted = printed
-                if done.returncode:
-                    print(done.stderr, file=sys.stderr, end="")
-                    return 2
-            difference = _difference(wanted, printed)
-            orders.append({"device": f"sim:{name}", "exit": done.returncode, "difference": difference})
+    for name in PORTFOLIO:
+        command = [*run, "--device", f"sim:{name}", str(script), "--", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        printed = [*done.stdout.splitlines(), *(["it fails: " + _last(done.stderr)] if done.returncode else [])]
+        if name == "eager":
+            wanted = printed
+            if done.returncode:
+                print(done.stderr, file=sys.stderr, end="")
+                return 2
+        difference = _difference(wanted, printed)
+        orders.append({"device": f"sim:{name}", "exit": done.returncode, "difference": difference})
     wrong = [one for one in orders if one["difference"] is not None]
     write_json(out, {"format": _ORDERS, "script": str(script), "seed": seed, "orders": orders, "new": len(wrong)})
     for one in wrong:

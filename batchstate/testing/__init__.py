@@ -1,23 +1,14 @@
 """For tests of engines: strategies, state machines, fences completed by hand, and guards.
 
-Begin with `twin_machine` to fuzz a batch class of your own and `pool_machine` to fuzz a pool, with `RaceRuntime` to
-find races between streams, or `cuda_on_cpu` to find them in plain torch code (on a GPU `watch_cuda`), with
-`no_hidden_sync` to guard a step loop, and with `ManualFence` where a test has to say when a step ends, or with
-`LateRuntime` where it has to say so of every fence. Runtimes, fences and the guard need nothing else; all other names
-need hypothesis (extra `testing`) and are imported when first used.
+Begin with `twin_machine` to fuzz a batch class of your own and `pool_machine` to fuzz a pool, with `no_hidden_sync` to
+guard a step loop, and with `ManualFence` where a test has to say when a step ends, or with `LateRuntime` where it has
+to say so of every fence. Fences and the guard need nothing else; all other names need hypothesis (extra `testing`) and
+are imported when first used. `batchstate.races` finds races between streams.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from batchstate.testing.cuda import CudaRuntime as CudaRuntime
-    from batchstate.testing.cuda import CudaSimRuntime as CudaSimRuntime
-    from batchstate.testing.cuda import WatchedCuda as WatchedCuda
-    from batchstate.testing.cuda import cuda_on_cpu as cuda_on_cpu
-    from batchstate.testing.cuda import declared_kernel as declared_kernel
-    from batchstate.testing.cuda import watch_cuda as watch_cuda
-    from batchstate.testing.devices import open_device as open_device
-    from batchstate.testing.devices import window_of as window_of
     from batchstate.testing.fences import LateRuntime as LateRuntime
     from batchstate.testing.fences import ManualFence as ManualFence
     from batchstate.testing.fences import ManualStream as ManualStream
@@ -33,15 +24,8 @@ if TYPE_CHECKING:
     from batchstate.testing.pools import PoolSpec as PoolSpec
     from batchstate.testing.pools import fuzz_pool as fuzz_pool
     from batchstate.testing.pools import pool_machine as pool_machine
-    from batchstate.testing.race import Race as Race
-    from batchstate.testing.race import RaceFence as RaceFence
-    from batchstate.testing.race import RaceKind as RaceKind
-    from batchstate.testing.race import RaceReport as RaceReport
-    from batchstate.testing.race import RaceRuntime as RaceRuntime
     from batchstate.testing.runner import MachineResult as MachineResult
     from batchstate.testing.runner import run_machine as run_machine
-    from batchstate.testing.sim import DeviceFault as DeviceFault
-    from batchstate.testing.sim import SimRuntime as SimRuntime
     from batchstate.testing.strategies import amounts as amounts
     from batchstate.testing.strategies import column_values as column_values
     from batchstate.testing.strategies import contracts as contracts
@@ -52,8 +36,6 @@ if TYPE_CHECKING:
     from batchstate.testing.strategies import row_shapes as row_shapes
     from batchstate.testing.strategies import split_sizes as split_sizes
     from batchstate.testing.sync_guard import no_hidden_sync as no_hidden_sync
-    from batchstate.testing.tracing.dispatch import raw_kernel as raw_kernel
-    from batchstate.testing.tracing.runtime import DeviceEvent as DeviceEvent
     from batchstate.testing.twins import Twin as Twin
     from batchstate.testing.twins import TwinSlots as TwinSlots
     from batchstate.testing.twins import TwinSpec as TwinSpec
@@ -65,20 +47,14 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "cuda": "CudaRuntime CudaSimRuntime WatchedCuda cuda_on_cpu declared_kernel watch_cuda",
-            "devices": "open_device window_of",
             "fences": "LateRuntime ManualFence ManualStream",
             "machine": "DisagreementError Machine Misuse OpenRuntime MachineSession session",
             "models": "AllocatorModel Modelled",
             "pools": "InjectedError PoolSpec fuzz_pool pool_machine",
-            "race": "Race RaceFence RaceKind RaceReport RaceRuntime",
             "runner": "MachineResult run_machine",
-            "sim": "DeviceFault SimRuntime",
             "strategies": "amounts column_values contracts dtypes keep_lists mirrored_tensors"
             " row_lists row_shapes split_sizes",
             "sync_guard": "no_hidden_sync",
-            "tracing.dispatch": "raw_kernel",
-            "tracing.runtime": "DeviceEvent",
             "twins": "Twin TwinSlots TwinSpec fuzz_twins twin_machine",
         },
         needs="hypothesis",

@@ -14,10 +14,10 @@ import torch
 from batchstate._arrays import count
 from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
+from batchstate.races.tracing.clocks import Clocks, StreamClock
 from batchstate.runtime import Fence, Stream
 from batchstate.runtime.base import Array
 from batchstate.runtime.devices import CpuRuntime
-from batchstate.testing.tracing.clocks import Clocks, StreamClock
 
 
 @shows_signature

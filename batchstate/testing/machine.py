@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.levels import Level
+from batchstate.races.devices import window_of
 from batchstate.runtime import CpuRuntime, Runtime, Stream, open_runtime
-from batchstate.testing.devices import window_of
 from batchstate.testing.fences import LateRuntime
 from batchstate.violations import Code, Violation
 

@@ -22,9 +22,9 @@ from batchstate._arrays import count
 from batchstate._guidance import shown, shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.levels import Level
-from batchstate.testing.devices import is_tool, open_device
+from batchstate.races import Race, RaceReport
+from batchstate.races.devices import is_tool, open_device
 from batchstate.testing.machine import DisagreementError, Machine, OpenRuntime, current_session, session
-from batchstate.testing.race import Race, RaceReport
 from batchstate.violations import Violation
 
 __all__ = ["STEPS", "MachineResult", "error_of", "run_machine", "with_replay"]

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from batchstate import invariants
 from batchstate._guidance import shows_signature
+from batchstate.races.tracing.operations import isin_waits
 from batchstate.runtime import Runtime, check_runtime
 from batchstate.runtime.memory import KnownMemory
-from batchstate.testing.tracing.operations import isin_waits
 from batchstate.violations import Violation
 
 __all__ = ["no_hidden_sync"]

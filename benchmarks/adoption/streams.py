@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate.testing import DeviceFault, cuda_on_cpu
+from batchstate.races import DeviceFault, cuda_on_cpu
 from benchmarks.peers.installed import version_of
 
 Code = SimpleNamespace

@@ -12,10 +12,10 @@ from typing import Any
 
 import attrs
 
-from batchstate.cli._output import add_json, write_json
 from benchmarks.gpu.outcome import STAGES, Outcome
 from benchmarks.gpu.report import page, print_table, remark
 from benchmarks.gpu.runner import ROOT, run_all
+from examples.console import add_json, write_json
 
 BUDGET = 560.0
 """Seconds for all stages: below ten minutes, and what starts and ends a run comes on top."""

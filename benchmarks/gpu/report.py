@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from batchstate.cli._output import Row, Section, show
 from benchmarks.gpu.outcome import STAGES, Outcome
+from examples.console import Row, Section, show
 
 LONGEST = 160
 """Characters of a remark."""

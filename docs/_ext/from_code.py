@@ -127,7 +127,7 @@ class Invariants(FromCode):
 def mutants_by_code() -> dict[str, list[str]]:
     """Code -> a list item for each mutant that fires it; empty where hypothesis is missing."""
     try:
-        registered = importlib.import_module("batchstate.selfcheck.mutants").MUTANTS
+        registered = importlib.import_module("tests.selfcheck.mutants").MUTANTS
     except ImportError:
         return {}
     items: dict[str, list[str]] = {}

@@ -5,8 +5,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from batchstate.cli import _output as common
 from batchstate.levels import Level
+from examples import console as common
 from examples.disaggregated.options import AUTHKEY, TRANSPORTS
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any, final
 
 import attrs
 
-from batchstate.cli._output import Row, Section, show
+from examples.console import Row, Section, show
 from examples.disaggregated.options import Options
 from examples.engine.model import Model
 from examples.engine.reference import generate

@@ -14,8 +14,8 @@ import torch
 
 from batchstate import checks
 from batchstate.errors import ArgumentError, HandshakeError
+from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
-from batchstate.testing.devices import open_device
 from batchstate.transport.engines.base import Engine, Region
 from batchstate.transport.plan import KVLayout, held_by
 from batchstate.transport.workers import Description

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchstate.cli import _output as options
-from batchstate.cli._output import Row, Section, progress, show
 from batchstate.levels import Level
+from examples import console as options
+from examples.console import Row, Section, progress, show
 
 if TYPE_CHECKING:
     from examples.engine.serving import ServingReport
@@ -22,11 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     from batchstate import BatchStateError
-    from batchstate.testing.devices import is_tool, open_device
-    from batchstate.traffic import fitted_workload, read_trace
+    from batchstate.races.devices import is_tool, open_device
     from examples.engine.model import Model
     from examples.engine.serving import requests_of, serve
     from examples.engine.settings import EngineSettings
+    from examples.traffic import fitted_workload, read_trace
 
     try:
         device = options.chosen_device(args.device)

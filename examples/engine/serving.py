@@ -9,14 +9,14 @@ import numpy as np
 
 from batchstate import Violation, checks
 from batchstate.invariants import times_checked
+from batchstate.races.devices import window_of
 from batchstate.runtime import Runtime
-from batchstate.testing.devices import window_of
-from batchstate.traffic import Workload
 from examples.engine.engine import Engine
 from examples.engine.model import Model, prefill
 from examples.engine.reference import generate
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings
+from examples.traffic import Workload
 
 Progress = Callable[[int, str], None]
 

@@ -4,9 +4,9 @@ import argparse
 import os
 import sys
 
-from batchstate.cli import _output as options
-from batchstate.cli._output import Row, Section, show
 from batchstate.levels import Level
+from examples import console as options
+from examples.console import Row, Section, show
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from batchstate.cli._output import Row, Section, progress, show
+from examples.console import Row, Section, progress, show
 from tests.race_cases.registry import CASES, GROUPS
 from tests.race_cases.verdicts import TOOLS, Table, load, run_tools, save
 

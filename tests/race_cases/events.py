@@ -1,7 +1,7 @@
 """Fences and events: which recording a wait is for, who waits, and what the host knows."""
 
+from batchstate.races.report import RaceKind
 from batchstate.runtime import Stream
-from batchstate.testing.race.report import RaceKind
 from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import fence_behind, given, index, result_and_fence, table, use

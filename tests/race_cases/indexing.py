@@ -4,8 +4,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - as all of torch's own code calls it
 
+from batchstate.races.report import RaceKind
 from batchstate.runtime import Stream
-from batchstate.testing.race.report import RaceKind
 from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import given, index, result_and_fence, table, use, vector

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
+from batchstate.races.report import RaceKind
+from batchstate.races.tracing.dispatch import raw_kernel
 from batchstate.runtime import Stream
-from batchstate.testing.race.report import RaceKind
-from batchstate.testing.tracing.dispatch import raw_kernel
 from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import fence_behind, index, table, use, vector

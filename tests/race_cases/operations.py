@@ -2,8 +2,8 @@
 
 import torch
 
+from batchstate.races.report import RaceKind
 from batchstate.runtime import Stream
-from batchstate.testing.race.report import RaceKind
 from tests.race_cases.plain import CaseRuntime
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import fence_behind, given, result_and_fence, table, use, vector

@@ -4,12 +4,12 @@ from typing import Any, TypeAlias, final
 
 import torch
 
+from batchstate.races import RaceRuntime
+from batchstate.races.cuda import CudaRuntime, CudaSimRuntime, WatchedCuda
+from batchstate.races.sim import SimRuntime
+from batchstate.races.tracing.dispatch import is_raw
+from batchstate.races.tracing.runtime import DeviceEvent
 from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Stream
-from batchstate.testing.cuda import CudaRuntime, CudaSimRuntime, WatchedCuda
-from batchstate.testing.race import RaceRuntime
-from batchstate.testing.sim import SimRuntime
-from batchstate.testing.tracing.dispatch import is_raw
-from batchstate.testing.tracing.runtime import DeviceEvent
 
 
 @final

@@ -8,8 +8,8 @@ import attrs
 import numpy.typing as npt
 import torch
 
+from batchstate.races.report import RaceKind
 from batchstate.runtime import Stream
-from batchstate.testing.race.report import RaceKind
 from tests.race_cases.plain import CaseRuntime
 
 Values: TypeAlias = Sequence[torch.Tensor | npt.NDArray[Any]] | None

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate.errors import BatchStateError
+from batchstate.races import RaceReport, RaceRuntime
+from batchstate.races.sim import SimRuntime
 from batchstate.runtime import Runtime
-from batchstate.testing.race import RaceReport, RaceRuntime
-from batchstate.testing.sim import SimRuntime
 from tests.race_cases.plain import CaseRuntime, PlainCpu
 from tests.race_cases.registry import Case, Values
 

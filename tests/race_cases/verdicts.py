@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.testing.sim import PORTFOLIO
+from batchstate.races.sim import PORTFOLIO
 from tests.race_cases import sanitizer, tools
 from tests.race_cases.plain import PlainAccelerator
 from tests.race_cases.registry import CASES, Case

@@ -17,7 +17,7 @@ from batchstate.testing.pytest._runtimes import Opened, settings_of
 from batchstate.violations import Code, Violation
 
 if TYPE_CHECKING:
-    from batchstate.testing.race import RaceReport
+    from batchstate.races import RaceReport
 
 FOLDER = "race-reports"
 """Default folder for reports of races, in the root folder of the tests."""
@@ -79,7 +79,7 @@ def violations_in(error: BaseException) -> Iterator[Violation]:
 def _race_of(violation: Violation) -> "RaceReport | None":
     if violation.code is not Code.RACE:
         return None
-    from batchstate.testing.race.report import RaceReport
+    from batchstate.races.report import RaceReport
 
     report = getattr(violation, "report", None)  # a text where the race comes from another process
     return report if isinstance(report, RaceReport) else None
@@ -96,7 +96,7 @@ def _fields(violation: Violation) -> str:
 
 def _picture(item: pytest.Item, race: "RaceReport", shown: "list[RaceReport]") -> str:
     """The race as text, with where its report is. Writes the report."""
-    from batchstate.testing.render import race_text
+    from batchstate.races.render import race_text
 
     shown.append(race)
     width = _width(item.config)

@@ -16,8 +16,8 @@ from batchstate.errors import ArgumentError
 from batchstate.levels import Level
 
 if TYPE_CHECKING:
+    from batchstate.races import RaceReport
     from batchstate.runtime import Runtime
-    from batchstate.testing.race import RaceReport
 
 MARK = "batchstate"
 
@@ -187,7 +187,7 @@ class Opened:
             return
         self._races = tuple(getattr(self.runtime, "races", ()))
         if self.accepted:
-            from batchstate.testing.race.report import identity
+            from batchstate.races.report import identity
 
             self._races = tuple(race for race in self._races if identity(race) not in self.accepted)
         self._depths = getattr(self.runtime, "in_flight_depths", None)
@@ -229,8 +229,8 @@ class Openings:
         """
         from pathlib import Path
 
-        from batchstate.testing.cuda import cuda_on_cpu
-        from batchstate.testing.race.report import accepted_in
+        from batchstate.races.cuda import cuda_on_cpu
+        from batchstate.races.report import accepted_in
 
         accepted = frozenset() if baseline is None else accepted_in(Path(baseline))
         with cuda_on_cpu(device, on_race="collect", seed=seed) as runtime:
@@ -247,7 +247,7 @@ class Openings:
         self, *, device: str | None = None, steps_in_flight: int | None = None, seed: int | None = None
     ) -> "Iterator[Runtime]":
         """A runtime in its window. What is not given is as the test's settings say."""
-        from batchstate.testing.devices import open_device, window_of
+        from batchstate.races.devices import open_device, window_of
 
         settings = self._settings()
         device = settings.device if device is None else device
@@ -269,7 +269,7 @@ def is_there(device: str) -> bool:
     """Whether a device exists on this machine. One that torch does not know counts: opening it says what is wrong."""
     import torch
 
-    from batchstate.testing.devices import torch_device_of
+    from batchstate.races.devices import torch_device_of
 
     try:
         wanted = torch.device(torch_device_of(device))

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from batchstate.races import RaceReport
     from batchstate.runtime import Runtime
     from batchstate.testing.pytest._runtimes import Openings, Settings
-    from batchstate.testing.race import RaceReport
 
 MARK = "batchstate"
 

@@ -6,9 +6,9 @@ from typing import cast
 import torch
 
 from batchstate.runtime import open_runtime
-from batchstate.traffic import fitted_workload
 from benchmarks.gpu.outcome import Notes, Setting
 from benchmarks.timing import one_thread
+from examples.traffic import fitted_workload
 
 SCALE = 8
 """The workload's lengths are divided by it."""

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from hypothesis.database import InMemoryExampleDatabase
 
 from batchstate.runtime import open_runtime
-from batchstate.selfcheck.fuzzing import fuzz
 from benchmarks.gpu.outcome import Notes, Setting
 from tests import idiom_verdicts
 from tests.race_cases import CASES
 from tests.race_cases.tools import Says
 from tests.race_cases.verdicts import Column, Table, run_tools
+from tests.selfcheck.fuzzing import fuzz
 
 MACHINES = ("batch", "mirrored_tensor", "slot_pool", "page_pool", "future_map", "hybrid")
 """State machines that run on a device of any kind, and soon end."""

@@ -1,0 +1,331 @@
+"""The window in which torch has a device `cuda:0`: its streams, events, graphs and memory, for either tool."""
+
+import abc
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, TypeVar, final
+
+import torch
+
+from batchstate._source_lines import SourceLine, source_line
+from batchstate.errors import ArgumentError
+from batchstate.races.cuda._torch import replaced
+from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
+from batchstate.races.detector import Race
+from batchstate.races.runtime import RaceRuntime
+from batchstate.races.tracing.clocks import HOST, unused_name
+from batchstate.races.tracing.dispatch import dispatching
+from batchstate.races.tracing.runtime import TracedRuntime
+from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
+
+_open: list[Any] = []
+"""The window that is open in this process, if one is."""
+
+
+@final
+class ThreadedCpu(CpuRuntime):
+    """A CPU on which each thread has a current stream of its own, as in torch."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        super().__init__()
+
+    @property
+    def _current(self) -> Stream:
+        return getattr(self._local, "stream", self._first)
+
+    @_current.setter
+    def _current(self, stream: Stream) -> None:
+        if not hasattr(self, "_first"):
+            self._first = stream
+        self._local.stream = stream
+
+
+@final
+class Entered(threading.local):
+    """Numbers of the streams that were current before each `with stream:`, of each thread."""
+
+    def __init__(self) -> None:
+        self.before: list[int] = []
+
+
+S = TypeVar("S")
+
+
+class TorchWindow(TracedRuntime[S]):
+    """A window over code that knows torch alone. Any thread may use it: they take turns, and are one host.
+
+    Attributes:
+        lock: held while something of the device happens.
+        made_at: name of a stream that the code has made -> where.
+    """
+
+    _tracer: CudaTracer[Any]
+
+    def __init__(self, inner: Runtime, **given: Any) -> None:
+        self.made_at: dict[str, SourceLine] = {}
+        super().__init__(inner, **given)
+        self.lock = self._tracer.lock
+
+    def check_owner(self, operation: str) -> None:
+        """Any thread may use it."""
+
+    @property
+    def capturing(self) -> bool:
+        """Whether this thread captures a graph."""
+        return self._tracer.capture is not None
+
+    @abc.abstractmethod
+    def _changed(self) -> contextlib.AbstractContextManager[None]:
+        """The time in which torch calls this window; afterwards torch is as it was."""
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        try:
+            with only_window(self), self._changed(), in_new_threads(self._tracer), dispatching(self._tracer):
+                yield
+        finally:
+            self._tracer.ended = True
+
+
+class PlainRaceRuntime(RaceRuntime):
+    """A `RaceRuntime` over code that may catch what it raises: its window says so at its end."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the window; torch is as it was.
+
+        Raises:
+            Race: one was raised in the window and the code caught it, or the source of a copy had changed; not where
+                an error ends the window, which gets a note of what was found.
+        """
+        super().__exit__(kind, error, traceback)
+        if error is not None:
+            if self.races and not isinstance(error, Race):
+                error.add_note(f"{len(self.races)} race(s) had been found by then; the first:\n{self.races[0]}")
+        elif self._detector.raised:
+            raise self._detector.raised[0]
+
+
+class CudaWindow(TorchWindow[S]):
+    """The part of a tool that is behind `torch.cuda`. `cuda_on_cpu` makes one.
+
+    Args:
+        name, memory, capability, stands_for: see `cuda_on_cpu`.
+        given: what the runtime of the tool takes.
+
+    Attributes:
+        name, memory, capability: of the device, as `torch.cuda` answers.
+        entered: streams that `with stream:` will make current again.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        memory: int,
+        capability: tuple[int, int],
+        stands_for: Mapping[str, Callable[..., Any]],
+        **given: Any,
+    ) -> None:
+        self.name, self.memory, self.capability = name, memory, capability
+        self._stands_for = dict(stands_for)
+        self._polled: dict[int, Fence] = {}
+        super().__init__(ThreadedCpu(), **given)
+        self.entered = Entered()
+        first = self._inner.current_stream
+        self._numbers: dict[object, int] = {first.key: 0}
+        self._by_number: list[Stream] = [first]
+
+    # The window
+
+    @property
+    def tracer(self) -> CudaTracer[Any]:
+        """What is told of every operation."""
+        return self._tracer
+
+    def _changed(self) -> contextlib.AbstractContextManager[None]:
+        return replaced(self, self._stands_for)
+
+    # Streams
+
+    @property
+    def current_id(self) -> int:
+        """Number of the current stream of this thread."""
+        return self._numbers[self._inner.current_stream.key]
+
+    def new_stream(self, name: str | None) -> int:
+        """A new stream; returns its number."""
+        with self.lock:
+            number = len(self._by_number)
+            stream = self.stream(name or f"stream {number}")
+            self._by_number.append(stream)
+            self._numbers[stream.key] = number
+            known: Any = self._known_stream(stream)
+            self.made_at[known.name] = source_line()
+            return number
+
+    def label_of_stream(self, stream: Any) -> str:
+        """What reports call a stream; empty for one of another window."""
+        if getattr(stream, "_window", None) is not self:
+            return ""
+        known: Any = self._known_stream(self._by_number[stream.stream_id])
+        return str(known.name)
+
+    def label_of_event(self, event: Any) -> str:
+        """What reports call an event: each has a string of its own, equal or not to that of others."""
+        return str(getattr(event, "label", ""))
+
+    def known_stream(self, number: int) -> int:
+        """The number, if a stream has it.
+
+        Raises:
+            NotModelledError: it is the address of a stream that another library has made.
+        """
+        if not 0 <= number < len(self._by_number):
+            raise NotModelledError(
+                f"cuda_on_cpu has no stream {number:#x}", value=number, remedy="make a torch.cuda.Stream in the window"
+            )
+        return number
+
+    def set_current(self, number: int) -> None:
+        """Makes a stream the current one of this thread."""
+        self._inner._current = self._by_number[number]  # type: ignore[attr-defined]
+
+    def name_stream(self, stream: Any, name: str) -> None:
+        """Says what reports call a stream whose name is not seen: one made in a list, or by a library."""
+        known: Any = self._known_stream(self._by_number[stream.stream_id])
+        others: list[Any] = [one for one in self._streams.values() if one is not known]
+        known.name = unused_name(name, [HOST, *(one.name for one in others)])
+
+    def keep_for(self, tensor: torch.Tensor, number: int) -> None:
+        """`tensor.record_stream(stream)`."""
+        with self.lock:
+            self._keep_alive(tensor, self._by_number[number])
+
+    def record_event(self, event: Any, stream: Any) -> Fence | None:
+        """`event.record(stream)`. Inside of a capture it belongs to the graph, and is not recorded."""
+        if self.capturing:
+            return event.fence  # type: ignore[no-any-return]
+        number = self.current_id if stream is None else stream.stream_id
+        with self.lock:
+            return self._recorded(self._by_number[number], event.label)
+
+    def stream_waits(self, stream: Any, fence: Fence) -> None:
+        """`event.wait(stream)`."""
+        if not self.capturing:
+            with self.lock:
+                self.wait(fence, stream=self._by_number[self.current_id if stream is None else stream.stream_id])
+
+    def stream_done(self, number: int) -> bool:
+        """`stream.query()`: whether the host knows that all of it has run."""
+        self.refuse_while_capturing("Stream.query")
+        with self.lock:
+            stream = self._by_number[number]
+            if self._is_idle(stream):
+                return True
+            asked = self._polled.get(number)
+            if asked is None or asked.query():  # what came behind it may not have run
+                asked = self._polled[number] = self._recorded(stream, "all of the stream")
+            return asked.query()
+
+    def wait_for_stream(self, number: int) -> None:
+        """`stream.synchronize()`."""
+        self.refuse_while_capturing("Stream.synchronize")
+        with self.lock:
+            self._recorded(self._by_number[number], "all of the stream").wait()
+
+    def wait_for_everything(self) -> None:
+        """`torch.cuda.synchronize()`."""
+        self.refuse_while_capturing("torch.cuda.synchronize")
+        with self.lock:
+            self.synchronize()
+
+    def refuse_while_capturing(self, what: str) -> None:
+        """Refuses what waits for the device while this thread captures a graph.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        self._tracer.refuse_capture(what)
+
+    # What a tool does
+
+    @abc.abstractmethod
+    def _is_idle(self, stream: Stream) -> bool:
+        """Whether all that a stream has is over, as far as the host knows."""
+
+    # Memory
+
+    def memory_info(self, device: object = 0) -> tuple[int, int]:
+        """Bytes that are free, and all: as declared, less what is alive."""
+        return max(0, self.memory - self._tracer.allocations.nbytes), self.memory
+
+    def reset_peak(self, device: object = 0) -> None:
+        """Forgets what was the most at once."""
+        self._tracer.allocations.most_nbytes = self._tracer.allocations.nbytes
+
+    def memory_stats(self, device: object = 0) -> dict[str, Any]:
+        """Bytes that are alive; no cache keeps more."""
+        both = {
+            "current": self._tracer.allocations.nbytes,
+            "peak": self._tracer.allocations.most_nbytes,
+            "allocated": 0,
+            "freed": 0,
+        }
+        bytes_of = {"all": dict(both), "small_pool": dict.fromkeys(both, 0), "large_pool": dict(both)}
+        nothing = {pool: dict.fromkeys(both, 0) for pool in bytes_of}
+        names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+        others = ("allocation", "segment", "active", "inactive_split", "inactive_split_bytes")
+        counts = dict.fromkeys(("num_ooms", "num_alloc_retries", "num_sync_all_streams", "max_split_size"), 0)
+        single = dict.fromkeys(("oversize_allocations", "oversize_segments"), dict.fromkeys(both, 0))
+        return {**dict.fromkeys(names, bytes_of), **dict.fromkeys(others, nothing), **single, **counts}
+
+
+def open_window() -> Any:
+    """The runtime of the window that is open, or None."""
+    return _open[0] if _open else None
+
+
+@contextlib.contextmanager
+def only_window(rt: Runtime) -> Iterator[None]:
+    """The time in which a runtime has the window that there is in a process.
+
+    Raises:
+        ArgumentError: another one is open.
+    """
+    if _open:
+        raise ArgumentError(
+            "cuda_on_cpu inside of cuda_on_cpu", value=_open[0], remedy="use the runtime of the window that is open"
+        )
+    _open.append(rt)
+    try:
+        yield
+    finally:
+        _open.clear()
+
+
+@contextlib.contextmanager
+def in_new_threads(tracer: CudaTracer[Any]) -> Iterator[None]:
+    """A window in which threads that start are traced too: torch's modes are of one thread each."""
+    start = threading.Thread.start
+
+    def traced_start(self: threading.Thread) -> None:
+        run = self.run
+
+        def traced_run() -> None:
+            vars(self).pop("run", None)
+            with dispatching(tracer):
+                run()
+
+        self.run = traced_run  # type: ignore[method-assign]
+        start(self)
+
+    threading.Thread.start = traced_start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]

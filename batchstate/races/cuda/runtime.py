@@ -1,0 +1,360 @@
+"""`cuda_on_cpu`: a window in which plain torch code that says `cuda` runs on a CPU, and races in it are found."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, overload
+
+import attrs
+import torch
+
+from batchstate._guidance import shows_signature
+from batchstate.errors import ArgumentError
+from batchstate.races.cuda._hints import torch_hint_for
+from batchstate.races.cuda._tracer import CudaTracer
+from batchstate.races.cuda._window import CudaWindow, PlainRaceRuntime, open_window
+from batchstate.races.detector import OnRace, RaceAllocation
+from batchstate.races.devices import PROMPT, RACE, SIM
+from batchstate.races.report import EventKind
+from batchstate.races.sim.calls import Call
+from batchstate.races.sim.device import DeviceStream, Task
+from batchstate.races.sim.runtime import SimRuntime
+from batchstate.races.sim.shapes import NewTensor
+from batchstate.races.sim.tracer import SimAllocation, SimTracer, new_seed
+from batchstate.races.tracer import RaceTracer
+from batchstate.races.tracing.clocks import StreamClock
+from batchstate.races.tracing.dispatch import TracedCall, raw_kernel, untraced
+from batchstate.races.tracing.memory import MemoryKind
+from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.races.tracing.regions import of_tensor
+from batchstate.runtime import Stream
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Node(NamedTuple):
+    """One operation of a graph.
+
+    Attributes:
+        operation, func, args, kwargs: the call.
+        results: its tensors; `new` says of each whether it is memory of the graph.
+        copies: whether it is a copy between pinned memory and the device.
+    """
+
+    operation: Operation
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: list[torch.Tensor]
+    new: list[bool]
+    copies: bool
+
+
+@final
+class Capture:
+    """What is recorded between `capture_begin` and `capture_end`.
+
+    While it is recorded the operations run, so that the code sees shapes; what they write of older memory is put back.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: set[int] = set()
+
+    def made(self, tensor: torch.Tensor) -> None:
+        """Memory of the graph's own."""
+        self._made.add(tensor.untyped_storage()._cdata)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Older memory is about to be written."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._made and storage._cdata not in self._kept:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+            self._kept[storage._cdata] = (whole, whole.clone())
+
+    def restore(self) -> None:
+        """Older memory is as it was."""
+        for whole, before in self._kept.values():
+            whole.copy_(before)
+        self._kept.clear()
+
+
+@final
+class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
+    """Tells the detector of every access of code that names its devices."""
+
+    def _is_checked(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def _read_index(self, index: torch.Tensor) -> Any:
+        return index.numpy()
+
+    # Graphs
+
+    def _new_capture(self) -> Capture:
+        return Capture()
+
+    def end_capture(self) -> None:
+        """Ends the capture of this thread. What it recorded has changed nothing of older memory."""
+        if self.capture is not None:
+            with untraced():
+                self.capture.restore()
+        super().end_capture()
+
+    def _captured(self, call: TracedCall, *, copies: bool) -> Any:
+        operation, func, args, kwargs, *_ = call
+        capture: Capture = self.capture
+        for written in operation.writes(args, kwargs):
+            for one in tensors_in(written):
+                capture.keep(one)
+        with untraced():
+            result = func(*args, **kwargs)
+        results = list(tensors_in(result))
+        new = [self.allocations.of(one) is None for one in results]
+        for one, is_new in zip(results, new, strict=True):
+            if is_new:  # of the graph's own pool, which no stream gets back
+                known = self.allocate(one, MemoryKind.DEVICE)
+                known.allocated_on = None
+                capture.made(one)
+        capture.nodes.append(Node(operation, func, tuple(args), dict(kwargs), results, new, copies))
+        return result
+
+    def replay(self, capture: Capture) -> None:
+        """Runs what a graph has recorded, on the current stream."""
+        __tracebackhide__ = True
+        with self.lock, untraced():
+            outer, self.launched = self.launched, "graph"
+            try:
+                for node in capture.nodes:
+                    self._replay(node)
+            finally:
+                self.launched = outer
+
+    def _replay(self, node: Node) -> None:
+        __tracebackhide__ = True
+        if node.copies:
+            self._copy(node.args[0], node.args[1], True)
+            return
+        accesses = node.operation.accesses(node.args, node.kwargs, self._read_index)
+        for one, is_new in zip(node.results, node.new, strict=True):
+            if is_new and (region := of_tensor(one)) is not None:
+                accesses.append(MemoryAccess(one, region, True))
+        entry, checked = self.begin(EventKind.OPERATION, node.operation.name, accesses)
+        result = node.func(*node.args, **node.kwargs)
+        for one, other, is_new in zip(node.results, tensors_in(result), node.new, strict=True):
+            if is_new:
+                one.copy_(other)
+        self.end(entry, checked)
+
+
+@final
+class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
+    """The race detector behind `torch.cuda`. Made by `cuda_on_cpu`."""
+
+    _TRACER = CudaRaceTracer
+    _tracer: CudaRaceTracer
+
+    def _wait_for_device(self) -> None:
+        self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
+        super()._wait_for_device()
+
+    def _is_idle(self, stream: Stream) -> bool:
+        clock = self._known_stream(stream)
+        return self._detector.clocks.host.knows(clock.number, clock.work)
+
+
+@final
+class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
+    """Gives the device what is the device's, of code that names its devices. A graph is a list of what to enqueue."""
+
+    def new(self, like: NewTensor) -> torch.Tensor:
+        """New device memory of the current stream; while a graph is captured, of the graph, which keeps it."""
+        tensor = super().new(like)
+        if self.capture is not None:
+            self.allocations.add(tensor, SimAllocation(MemoryKind.DEVICE))
+        return tensor
+
+    # Graphs
+
+    def _new_capture(self) -> list[Task]:
+        return []
+
+    def _captured(self, call: TracedCall, *, copies: bool) -> Any:
+        if copies:
+            return self._copy(call.args[0], call.args[1], True)
+        return self._on_device(call)
+
+    def _enqueue(self, task: Task) -> None:
+        if self.capture is None:
+            super()._enqueue(task)
+        else:
+            self.capture.append(task)
+
+    def replay(self, capture: list[Task]) -> None:
+        """Enqueues what a graph has recorded; its random numbers are drawn anew."""
+        with self.lock:
+            for task in capture:
+                work = task.work
+                if isinstance(work, Call) and work.seed is not None:
+                    work = attrs.evolve(work, seed=new_seed())
+                self.enqueue(f"{task.name} (graph)", work, task.writes, reads_host=task.reads_host)
+
+    def _wait(self) -> None:
+        self.refuse_capture("the host waits for the device")
+        super()._wait()
+
+
+@final
+class CudaSimRuntime(CudaWindow[DeviceStream], SimRuntime):
+    """The simulated device behind `torch.cuda`. Made by `cuda_on_cpu`."""
+
+    _TRACER = CudaSimTracer
+    _tracer: CudaSimTracer
+
+    def _is_idle(self, stream: Stream) -> bool:
+        return not self.pending(stream)
+
+
+@overload
+def cuda_on_cpu(
+    device: Literal["race", "race:prompt"] = "race",
+    *,
+    on_race: OnRace = "raise",
+    name: str = ...,
+    memory: int = ...,
+    capability: tuple[int, int] = ...,
+    stands_for: Mapping[str, Callable[..., Any]] | None = None,
+    note_waits: bool = False,
+) -> CudaRuntime: ...
+@overload
+def cuda_on_cpu(
+    device: str,
+    *,
+    on_race: OnRace = "raise",
+    seed: int = 0,
+    name: str = ...,
+    memory: int = ...,
+    capability: tuple[int, int] = ...,
+    stands_for: Mapping[str, Callable[..., Any]] | None = None,
+    note_waits: bool = False,
+) -> CudaRuntime | CudaSimRuntime: ...
+@shows_signature
+def cuda_on_cpu(
+    device: str = RACE,
+    *,
+    on_race: OnRace = "raise",
+    seed: int = 0,
+    name: str = "cuda_on_cpu",
+    memory: int = 80 << 30,
+    capability: tuple[int, int] = (9, 0),
+    stands_for: Mapping[str, Callable[..., Any]] | None = None,
+    note_waits: bool = False,
+) -> CudaRuntime | CudaSimRuntime:
+    """A window in which torch has a device `cuda:0` that is the CPU, and every access to its memory is checked.
+
+    Or, on the simulated device, one in which streams run late, in an order that a scheduler picks, so that a race makes
+    wrong values.
+
+    Code that says `device="cuda"`, `.cuda()`, `pin_memory()`, `torch.cuda.Stream` and so on runs as it is, in this
+    thread and in threads that start inside of the window. A GPU is not used. After the window torch is as it was.
+
+    Example:
+        with cuda_on_cpu(on_race="collect") as rt:
+            engine.run()
+        for race in rt.races:
+            print(race)
+
+    Args:
+        device: as `open_device` has it: `"race"`, the race detector; `"race:prompt"`, where an event is complete as
+            soon as the host asks; or `"sim"`, the simulated device, where `"sim:lazy"` names the scheduler.
+        on_race: `"raise"` the first race as `Race` where it happens, and once more at the end of the window if the
+            code has caught it; or `"collect"` them in `races`.
+        seed: of the scheduler of the simulated device.
+        name: of the device, as `torch.cuda` answers.
+        memory: of the device, in bytes.
+        capability: of the device, major and minor.
+        stands_for: what runs in the place of code that needs a GPU: `package.module.attribute` (the launcher of a
+            Triton kernel) or `namespace::operator` (an operator without a CPU kernel) -> a function of torch
+            operations, whose accesses are seen, or a `declared_kernel`.
+        note_waits: see `RaceRuntime`.
+
+    Returns:
+        the runtime, for `with`.
+
+    Raises:
+        ArgumentError: on entry: a window is open, or `stands_for` names what does not exist.
+    """
+    described: dict[str, Any] = {
+        "name": name,
+        "memory": memory,
+        "capability": capability,
+        "stands_for": stands_for or {},
+    }
+    tool, _, rest = device.partition(":")
+    if tool == SIM:
+        return CudaSimRuntime(**described, seed=seed, scheduler=rest or "random")
+    if device not in (RACE, f"{RACE}:{PROMPT}"):
+        raise ArgumentError(
+            f"cuda_on_cpu of device {device!r}", value=device, remedy="use 'race', 'race:prompt', 'sim' or 'sim:NAME'"
+        )
+    fences: Literal["eager", "lazy"] = "eager" if rest else "lazy"
+    return CudaRuntime(**described, on_race=on_race, fences=fences, note_waits=note_waits, hint_for=torch_hint_for)
+
+
+def declared_kernel(
+    *, reads: Sequence[str] = (), writes: Sequence[str] = ()
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Declares what a kernel of its own accesses, by the names of its arguments; lists and tuples of tensors too.
+
+    Inside of a window of `cuda_on_cpu` a call is one operation of the current stream with these accesses. The function
+    runs at once, unseen; on the simulated device it runs late, and what it returns is dropped. Elsewhere it is the
+    function. Pass it as `stands_for`, or decorate the launcher.
+
+    Args:
+        reads: names of arguments that it reads.
+        writes: names of arguments that it writes; one that is read and written stands in both.
+
+    Raises:
+        ArgumentError: the function has no such argument.
+    """
+
+    def declare(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        for name in (*reads, *writes):
+            if name not in signature.parameters:
+                raise ArgumentError(
+                    f"{function.__name__} has no argument {name!r}", value=name, remedy="name arguments of the function"
+                )
+
+        @functools.wraps(function)
+        def launch(*args: P.args, **kwargs: P.kwargs) -> T:
+            rt = open_window()
+            if rt is None:
+                return function(*args, **kwargs)
+            given, names = signature.bind(*args, **kwargs).arguments, tuple(kwargs)
+
+            def kernel(*values: Any) -> T:
+                return function(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+
+            with rt.lock:
+                launched: T = rt.launch(
+                    raw_kernel(kernel),
+                    *args,
+                    *kwargs.values(),
+                    reads=_tensors(given, reads),
+                    writes=_tensors(given, writes),
+                    name=function.__name__,
+                )
+                return launched
+
+        return launch
+
+    return declare
+
+
+def _tensors(given: dict[str, Any], names: Sequence[str]) -> list[torch.Tensor]:
+    values = [given.get(name) for name in names]
+    flat = [one for value in values for one in (value if isinstance(value, list | tuple) else (value,))]
+    return [one for one in flat if isinstance(one, torch.Tensor)]

@@ -1,0 +1,484 @@
+"""`watch_cuda`: a window in which the race detector watches plain torch code on a GPU, and torch runs as it is."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, final
+
+import attrs
+import torch
+
+from batchstate._guidance import shows_signature
+from batchstate._source_lines import source_line
+from batchstate.errors import ArgumentError
+from batchstate.races.cuda._hints import torch_hint_for
+from batchstate.races.cuda._names import assigned_name, label_of
+from batchstate.races.cuda._streams import GENERIC
+from batchstate.races.cuda._torch import replace
+from batchstate.races.cuda._tracer import CudaTracer
+from batchstate.races.cuda._window import PlainRaceRuntime, TorchWindow
+from batchstate.races.detector import OnRace, RaceAllocation
+from batchstate.races.report import EventKind
+from batchstate.races.runtime import RaceFence
+from batchstate.races.tracer import Checked, RaceTracer
+from batchstate.races.tracing.clocks import StreamClock, unused_name
+from batchstate.races.tracing.dispatch import TracedCall, untraced
+from batchstate.races.tracing.memory import MemoryKind
+from batchstate.races.tracing.operations import MemoryAccess, tensors_in
+from batchstate.races.tracing.regions import ByteRegion, LateRegion, of_tensor
+from batchstate.runtime import AcceleratorRuntime, DoneFence, Fence
+
+_DONE: Fence = DoneFence()
+
+
+class Node(NamedTuple):
+    """One operation of a graph: its name, and what it accesses. It keeps no memory."""
+
+    name: str
+    accesses: Checked
+
+
+MOST_KEPT = 1 << 16
+"""Elements of an index, beyond which the whole tensor counts."""
+
+
+@final
+class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
+    """Tells the detector of every access to a GPU's memory. Torch runs what it is asked to run.
+
+    Attributes:
+        lookups: times that values of an index mattered, for which the tool itself has waited.
+    """
+
+    _inner: AcceleratorRuntime
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.lookups = 0
+        self._wait: Callable[[], None] = torch._C._cuda_synchronize  # before it is one that is noted
+
+    def kind_of(self, tensor: torch.Tensor) -> MemoryKind:
+        """Where a tensor lies, as it says itself; host memory that is not known to be pinned is pageable."""
+        return MemoryKind.DEVICE if self.on_device(tensor) else super().kind_of(tensor)
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on the GPU."""
+        return tensor.device.type == self.device.type
+
+    def _is_checked(self, tensor: torch.Tensor) -> bool:
+        return self.on_device(tensor)
+
+    def _refuse_host_operands(self, call: TracedCall) -> None:
+        """Torch refuses them itself."""
+
+    def _moved(self, source: torch.Tensor, kwargs: Mapping[str, Any], to_device: bool) -> torch.Tensor:
+        return self._converted(source, kwargs)
+
+    def _accesses(self, call: TracedCall) -> list[MemoryAccess]:
+        """What a call accesses. Values of an index on the GPU are kept there, and looked up only if they matter."""
+        operation, _, args, kwargs, *_ = call
+        at = operation.index_at
+        indices = [] if at is None else [one for one in tensors_in(args[at]) if self.on_device(one)]
+        if at is None or not indices:
+            return operation.accesses(args, kwargs, self._read_index)
+        found = operation.accesses(args, kwargs, _unknown)
+        if found and found[0].tensor is args[0] and sum(one.numel() for one in indices) <= MOST_KEPT:
+            kept = list(args[: at + 1])
+            with untraced():
+                kept[0] = _without_memory(args[0])
+                index = args[at]
+                kept[at] = (
+                    index.clone()
+                    if isinstance(index, torch.Tensor)
+                    else [None if one is None else one.clone() for one in index]
+                )
+
+            def look_up() -> ByteRegion | None:
+                with untraced(), self._inner._synchronisation_allowed():
+                    self.lookups += 1
+                    self._wait()
+                    return operation.parts(kept, lambda index: index.cpu().numpy())
+
+            found[0] = found[0]._replace(region=LateRegion(found[0].region, look_up))
+        return found
+
+    def _held_back(self, result: torch.Tensor) -> None:
+        return None
+
+    def _copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copied_to_host(source, target, None)
+        target.copy_(source, non_blocking=True)
+
+    # Graphs
+
+    def _new_capture(self) -> list[Node]:
+        return []
+
+    def _check_capture(self, call: TracedCall, *, copies: bool) -> None:
+        """Torch refuses what cannot be captured."""
+
+    def _captured(self, call: TracedCall, *, copies: bool) -> Any:
+        operation, func, args, kwargs, *_ = call
+        accesses: Checked = []
+        for one in operation.accesses(args, kwargs, _unknown):
+            self._is_pinned(one.tensor)  # which is known from then on
+            if (memory := self._accessed(one.tensor)) is not None:
+                accesses.append((memory, one.region, one.writes))
+        result = func(*args, **kwargs)
+        for made in tensors_in(result):
+            if self.on_device(made) and self.allocations.of(made) is None and (region := of_tensor(made)) is not None:
+                known = self.allocate(made, MemoryKind.DEVICE)
+                known.allocated_on = None  # of the graph's own pool, which no stream gets back
+                accesses.append((known, region, True))
+        self.capture.append(Node(operation.name, accesses))
+        return result
+
+    def replay(self, capture: list[Node]) -> None:
+        """A graph is about to be launched on the current stream.
+
+        Raises:
+            Race: one of its accesses is not ordered.
+        """
+        __tracebackhide__ = True
+        with self.lock:
+            for name, accesses in capture:
+                entry = self.detector.event(
+                    self.current(),
+                    EventKind.OPERATION,
+                    f"{name} (graph)",
+                    reads=[(known.name, region.brief()) for known, region, writes in accesses if not writes],
+                    writes=[(known.name, region.brief()) for known, region, writes in accesses if writes],
+                )
+                self.detector.check(entry, accesses)
+                self.end(entry, accesses)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and place in its memory, that has none."""
+    extent = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    offset = int(tensor.storage_offset())
+    whole = torch.empty(offset + extent, dtype=tensor.dtype, device="meta")
+    return whole.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def _unknown(index: torch.Tensor) -> Any:
+    """What an index of a graph names is not known before the graph runs: the whole tensor counts."""
+    raise IndexError
+
+
+KINDS: tuple[Any, Any, Any] = torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph
+"""Classes whose methods are noted."""
+
+
+@contextlib.contextmanager
+def _observed(rt: "WatchedCuda") -> Iterator[None]:
+    """A window in which `rt` is told of streams, events, graphs and waits; afterwards torch is as it was.
+
+    Each function and method runs as it would; what it orders is noted. They are replaced where `torch.cuda` has them as
+    Python, so that names the code has imported early go on working. What is known of an event lies in its attributes:
+    torch 2.11 frees events without clearing the weak references to them.
+    """
+    c: Any = torch._C
+    tensor: Any = torch.Tensor
+    stream, event, graph = KINDS
+    with contextlib.ExitStack() as stack:
+        for owner, attributes in (
+            (torch.cuda.Stream, {"__new__": _makes(torch.cuda.Stream, rt.new_stream)}),
+            (torch.cuda.Event, {"__new__": _makes(torch.cuda.Event, rt.new_event)}),
+            (
+                stream,
+                {
+                    "query": _asked(stream.query, rt.stream_done),
+                    "synchronize": _waits(rt, stream.synchronize, rt.end_of),
+                },
+            ),
+            (
+                event,
+                {
+                    "record": _then(event.record, rt.recorded_event),
+                    "wait": _then(event.wait, rt.stream_waits),
+                    "query": _asked(event.query, rt.event_done),
+                    "synchronize": _waits(rt, event.synchronize, rt.fence_of),
+                },
+            ),
+            (
+                graph,
+                {
+                    "capture_begin": _then(graph.capture_begin, rt.capture_begins),
+                    "capture_end": _before(graph.capture_end, rt.capture_ends),
+                    "replay": _before(graph.replay, rt.replays),
+                },
+            ),
+            (
+                torch.Tensor,
+                {
+                    "record_stream": _then(tensor.record_stream, rt.keep_for),
+                    "tolist": _before(tensor.tolist, rt.host_reads),
+                },
+            ),
+            (torch, GENERIC),
+            (
+                c,
+                {
+                    "_cuda_synchronize": _then(c._cuda_synchronize, rt.all_is_over),
+                    "_accelerator_synchronizeDevice": _then(c._accelerator_synchronizeDevice, rt.all_is_over),
+                    "_accelerator_getStream": lambda index=0: torch.cuda.current_stream(),
+                },
+            ),
+        ):
+            for name, value in attributes.items():
+                replace(stack, owner, name, value)
+        yield
+
+
+def _then(call: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+    """A function of torch that is told once it has returned."""
+
+    def both(*args: Any, **given: Any) -> Any:
+        result = call(*args, **given)
+        told(*args, **given)
+        return result
+
+    return both
+
+
+def _before(call: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+    """A function of torch that is told before it begins."""
+
+    def both(*args: Any, **given: Any) -> Any:
+        told(*args)
+        return call(*args, **given)
+
+    return both
+
+
+def _asked(query: Callable[[Any], bool], answer: Callable[[Any, Callable[[], bool]], bool]) -> Callable[[Any], bool]:
+    return lambda self: answer(self, lambda: query(self))
+
+
+def _waits(rt: "WatchedCuda", wait: Callable[[Any], None], fence_of: Callable[[Any], RaceFence | None]) -> Any:
+    def waits(self: Any) -> None:
+        fence = fence_of(self)
+        wait(self)
+        rt.host_waited(fence)
+
+    return waits
+
+
+def _makes(kind: Any, told: Callable[[Any, str | None], None]) -> Callable[..., Any]:
+    make = kind.__new__
+
+    def new(cls: Any, *args: Any, **given: Any) -> Any:
+        made = make(cls, *args, **given)
+        if "stream_id" not in given:  # else it is one that there was
+            told(made, assigned_name())
+        return made
+
+    return new
+
+
+@final
+@attrs.frozen
+class _Native:
+    """What a fence asks on the GPU, while it is asked."""
+
+    query: Callable[[], bool]
+
+    def wait(self) -> None:
+        """The host waits elsewhere, outside of the lock."""
+
+
+@final
+class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
+    """The race detector beside `torch.cuda`. Made by `watch_cuda`.
+
+    Attributes:
+        lock, made_at: see `TorchWindow`.
+    """
+
+    _TRACER = WatchTracer
+    _tracer: WatchTracer
+
+    def __init__(self, **given: Any) -> None:
+        if not torch.cuda.is_available():
+            raise ArgumentError(
+                "watch_cuda where torch has no GPU",
+                value=torch.__version__,
+                remedy="use `cuda_on_cpu`, which needs none",
+            )
+        self._polled: dict[int, RaceFence] = {}
+        self._unnamed = 0
+        super().__init__(AcceleratorRuntime(torch.device("cuda")), **given)
+
+    def _changed(self) -> contextlib.AbstractContextManager[None]:
+        return _observed(self)
+
+    # Streams
+
+    def new_stream(self, stream: Any, name: str | None) -> None:
+        """A stream was made. Torch has few, and may give one out again: its first name stays."""
+        with self.lock:
+            self._unnamed += 1
+            key = (stream.device_index, stream.stream_id)
+            if key not in self._streams:
+                self._streams[key] = self._new_stream(name or f"stream {self._unnamed}")
+                self.made_at[self._streams[key].name] = source_line()
+
+    def label_of_stream(self, stream: Any) -> str:
+        """What reports call a stream; empty for one that they do not know."""
+        known = self._streams.get((stream.device_index, stream.stream_id))
+        return "" if known is None else known.name
+
+    def label_of_event(self, event: Any) -> str:
+        """What reports call an event: each has a string of its own, equal or not to that of others."""
+        return str(getattr(event, "_batchstate_name", ""))
+
+    def name_stream(self, stream: Any, name: str) -> None:
+        """Says what reports call a stream whose name is not seen: one made in a list, or by a library."""
+        known = self._of(stream)
+        known.name = unused_name(name, [one.name for one in self._detector.clocks.streams if one is not known])
+
+    @property
+    def lookups(self) -> int:
+        """Times that the tool has waited for the GPU: for an index, where nothing orders it and an access elsewhere."""
+        return self._tracer.lookups
+
+    def _of(self, stream: Any) -> StreamClock:
+        return self._known_stream(self.current_stream if stream is None else stream)
+
+    def end_of(self, stream: Any) -> RaceFence:
+        """All that a stream has by now."""
+        with self.lock:
+            return self._fence(self._of(stream), "all of the stream")
+
+    def host_waited(self, fence: RaceFence | None) -> None:
+        """The host has waited for a fence; None for an event that was never recorded."""
+        if fence is not None:
+            with self.lock:
+                self._host_joins(fence)
+
+    def stream_done(self, stream: Any, query: Callable[[], bool]) -> bool:
+        """`stream.query()`, which is `query`."""
+        with self.lock:
+            clock = self._of(stream)
+            if self._detector.clocks.host.knows(clock.number, clock.work):
+                return query()
+            asked = self._polled.get(clock.number)
+            if asked is not None and not self._asked(asked, query):
+                return False
+            asked = self._polled[clock.number] = self._fence(clock, "all of the stream")  # more may have come behind
+            return self._asked(asked, query)
+
+    def _asked(self, fence: RaceFence, query: Callable[[], bool]) -> bool:
+        """Whether a fence is complete as far as the host may know; `query` asks the GPU."""
+        fence._inner = _Native(query)
+        try:
+            return fence.query()
+        finally:
+            fence._inner = _DONE
+
+    def all_is_over(self, *_: object) -> None:
+        """`torch.cuda.synchronize()` has returned."""
+        with self.lock:
+            self._in_flight.note()
+            self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
+            for stream in self._detector.clocks.streams[1:]:
+                self._tracer.host_waits(stream.seen)
+
+    # Events
+
+    def new_event(self, event: Any, name: str | None) -> None:
+        """An event was made."""
+        event._batchstate_name = label_of(name)
+
+    def fence_of(self, event: Any) -> RaceFence | None:
+        """The last recording of an event; None before the first."""
+        fence: RaceFence | None = getattr(event, "_batchstate_fence", None)
+        return fence if fence is not None and fence.owner is self else None
+
+    def recorded_event(self, event: Any, stream: Any = None) -> None:
+        """`event.record(stream)` has happened. Inside of a capture it belongs to the graph."""
+        if not self.capturing:
+            with self.lock:
+                name = getattr(event, "_batchstate_name", "an event")
+                event._batchstate_fence = self._fence(self._of(stream), name)
+
+    def event_done(self, event: Any, query: Callable[[], bool]) -> bool:
+        """`event.query()`, which is `query`."""
+        with self.lock:
+            fence = self.fence_of(event)
+            return query() if fence is None else self._asked(fence, query)
+
+    def stream_waits(self, event: Any, stream: Any = None) -> None:
+        """`event.wait(stream)` has happened."""
+        fence = self.fence_of(event)
+        if fence is not None and not self.capturing:
+            with self.lock:
+                clock = self._of(stream)
+                entry = self._detector.event(clock, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
+                self._note_wait(entry, clock, fence)
+                clock.join(fence.seen)
+
+    def _fence(self, clock: StreamClock, name: str) -> RaceFence:
+        entry = self._detector.event(clock, EventKind.FENCE, name)
+        return RaceFence(name, entry.number, clock.number, list(clock.seen), self, _DONE, self._patience)
+
+    # Memory and graphs
+
+    def host_reads(self, tensor: torch.Tensor) -> None:
+        """`tensor.tolist()` is about to read, which torch does not dispatch: it counts where memory is pinned."""
+        if self._tracer.kind_of(tensor) is MemoryKind.PINNED:
+            with self.lock:
+                self._tracer.host_accesses(tensor, "tolist", writes=False)
+
+    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        """`tensor.record_stream(stream)` has happened."""
+        if self._tracer.on_device(tensor):
+            with self.lock, untraced():
+                self._tracer.keep_for(tensor, self._of(stream))
+
+    def capture_begins(self, graph: Any, *_: object, **__: object) -> None:
+        """What this thread launches from now on belongs to a graph."""
+        graph._batchstate_capture = self._tracer.begin_capture()
+
+    def capture_ends(self, graph: Any) -> None:
+        """What it launches happens again."""
+        self._tracer.end_capture()
+
+    def replays(self, graph: Any) -> None:
+        """A graph is about to be launched.
+
+        Raises:
+            Race: one of its accesses is not ordered.
+        """
+        self._tracer.replay(getattr(graph, "_batchstate_capture", []))
+
+
+@shows_signature
+def watch_cuda(
+    *, on_race: OnRace = "raise", fences: Literal["lazy", "eager"] = "lazy", note_waits: bool = False
+) -> WatchedCuda:
+    """A window in which the race detector watches plain torch code on a GPU.
+
+    As `cuda_on_cpu`, with the same findings, but the code runs on the GPU: torch's own calls go through, and what they
+    order and access is noted. The host waits where it would wait without it, and where two streams access one tensor
+    in parts that an index names and nothing orders them: then the values of the indices are looked at (`lookups`).
+
+    Example:
+        with watch_cuda(on_race="collect") as rt:
+            engine.run()
+        for race in rt.races:
+            print(race)
+
+    Args:
+        on_race: see `cuda_on_cpu`.
+        fences: what an event or a stream answers that is asked (`query()`). With `"lazy"` it is complete once the host
+            has waited for it, or for something behind it; with `"eager"` as soon as the GPU says so.
+        note_waits: see `RaceRuntime`.
+
+    Returns:
+        the runtime, for `with`.
+
+    Raises:
+        ArgumentError: there is no GPU, or on entry: a window is open.
+    """
+    return WatchedCuda(on_race=on_race, fences=fences, note_waits=note_waits, hint_for=torch_hint_for)

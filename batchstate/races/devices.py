@@ -1,0 +1,93 @@
+"""Names of devices that a test can run on: those of torch, and the tools that stand in for one."""
+
+import contextlib
+from collections.abc import Iterator
+
+from batchstate._guidance import shows_signature
+from batchstate.errors import ArgumentError
+from batchstate.runtime import Runtime, open_runtime
+
+RACE = "race"
+SIM = "sim"
+PROMPT = "prompt"
+
+
+def is_tool(device: str) -> bool:
+    """Whether a name is that of a tool, and not of a device of torch."""
+    return device.partition(":")[0] in (RACE, SIM)
+
+
+def torch_device_of(device: str) -> str:
+    """What torch calls the device that a name stands on: `cuda` of `race:prompt:cuda`, and `cpu` of every `sim`."""
+    tool, _, rest = device.partition(":")
+    if tool == SIM:
+        return "cpu"
+    if tool != RACE:
+        return device
+    first, _, place = rest.partition(":")
+    return (place if first == PROMPT else rest) or "cpu"
+
+
+def devices_of(device: str, examples: int) -> dict[str, int]:
+    """Where `examples` examples run: a part under each scheduler of `sim`, and with either kind of fences on `race`."""
+    if device == RACE and examples > 1:
+        prompt = max(1, examples // 4)
+        return {RACE: examples - prompt, f"{RACE}:{PROMPT}": prompt}
+    if device != SIM:
+        return {device: examples}
+    from batchstate.races.sim import PORTFOLIO
+
+    each, more = divmod(examples, len(PORTFOLIO))
+    parts = {f"{SIM}:{name}": each + (place < more) for place, name in enumerate(PORTFOLIO)}
+    return {name: part for name, part in parts.items() if part}
+
+
+@shows_signature
+def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0) -> Runtime:
+    """The runtime of a device by name.
+
+    Args:
+        device: what `open_runtime` takes; `race`, the race detector on a CPU, or `race:cuda` round an accelerator, or
+            `race:prompt` and `race:prompt:cuda` where fences are eager; or `sim`, the simulated device, where
+            `sim:NAME` names its scheduler.
+        steps_in_flight: see `Runtime`.
+        seed: of the scheduler.
+
+    Returns:
+        a fresh runtime. The tools trace inside a `with` window of it; see `window_of`.
+
+    Raises:
+        ArgumentError: no such device, or none here; no such scheduler.
+    """
+    if not isinstance(device, str):
+        raise ArgumentError(
+            f"expected the name of a device, got {device!r}", value=device, remedy="use 'cpu', 'cuda', 'race' or 'sim'"
+        )
+    tool, _, rest = device.partition(":")
+    if tool == RACE:
+        from batchstate.races import RaceRuntime
+
+        inner = open_runtime(torch_device_of(device), steps_in_flight=steps_in_flight)
+        return RaceRuntime(inner, fences="eager" if rest.partition(":")[0] == PROMPT else "lazy")
+    if tool == SIM:
+        from batchstate.races.sim import SimRuntime
+
+        return SimRuntime(scheduler=rest or "random", seed=seed, steps_in_flight=steps_in_flight)
+    try:
+        return open_runtime(device, steps_in_flight=steps_in_flight)
+    except ArgumentError as error:
+        if tool in ("cpu", "cuda"):
+            raise
+        raise ArgumentError(
+            error.problem, value=device, remedy="use 'cpu' or 'cuda', or a tool: 'race', 'race:prompt', 'sim', ..."
+        ) from None
+
+
+@contextlib.contextmanager
+def window_of(runtime: Runtime) -> Iterator[Runtime]:
+    """The window in which a tool traces; one that does nothing for any other runtime."""
+    if type(runtime).__enter__ is Runtime.__enter__:  # its window ends with a wait for the device
+        yield runtime
+    else:
+        with runtime:
+            yield runtime

@@ -1,0 +1,158 @@
+"""Pinned host memory between the host and copies that have not run yet.
+
+What a copy to the device reads is remembered as a checksum until the copy is known to be over: a source that has
+changed by then was refilled too early, even where nothing of torch's did it. What a copy to the host brings is held
+back, and the memory poisoned, until the host has waited for the copy: a read before that finds no plausible number.
+"""
+
+import zlib
+from collections import deque
+from typing import final
+
+import attrs
+import torch
+
+from batchstate.races.detector import Detector, RaceAllocation
+from batchstate.races.history import Entry, rows_of
+from batchstate.races.report import EventKind, RaceKind
+from batchstate.races.tracing.clocks import StreamClock
+from batchstate.races.tracing.regions import ByteRegion
+
+POISON = 0xA5
+"""Each byte of host memory that a copy has not reached yet."""
+
+
+@final
+@attrs.define(eq=False)
+class _Copy:
+    entry: Entry
+    allocation: RaceAllocation
+    region: ByteRegion
+    tensor: torch.Tensor  # of host memory
+    checksum: int  # of it, when the copy was enqueued
+    values: torch.Tensor | None = None  # what lands there
+    disturbed: bool = False  # something that was seen has written it since
+
+    def touches(self, allocation: RaceAllocation, region: ByteRegion) -> bool:
+        return self.allocation is allocation and self.region.overlaps(region)
+
+
+@final
+class HostMemory:
+    """Copies in flight between host memory and the device.
+
+    Args:
+        detector: reports.
+    """
+
+    def __init__(self, detector: Detector) -> None:
+        self._detector = detector
+        self._sources: deque[_Copy] = deque()
+        self._landings: deque[_Copy] = deque()
+
+    def reads(self, entry: Entry, allocation: RaceAllocation, region: ByteRegion, tensor: torch.Tensor) -> None:
+        """A copy to the device reads `tensor` when it runs: what lands there before it is there by then."""
+        self.ordered(entry.stream, allocation, region)
+        if not any(one.values is None and one.touches(allocation, region) for one in self._landings):
+            self._sources.append(_Copy(entry, allocation, region, tensor, _checksum(tensor)))
+        # else a device brings it at a time of its own, and it has no checksum
+
+    def ordered(self, stream: StreamClock, allocation: RaceAllocation, region: ByteRegion) -> None:
+        """A stream is about to access host memory: what lands there before it, and is ordered so, is there by then."""
+        for landing in [one for one in self._landings if one.touches(allocation, region)]:
+            if landing.values is not None and stream.knows(landing.entry.stream.number, landing.entry.number):
+                self._landings.remove(landing)
+                self._land(landing)
+
+    def lands(
+        self,
+        entry: Entry,
+        allocation: RaceAllocation,
+        region: ByteRegion,
+        tensor: torch.Tensor,
+        values: torch.Tensor | None,
+    ) -> None:
+        """A copy to the host brings `values` into `tensor` when it runs; None where a device does that itself."""
+        self.overwritten(allocation, region)
+        if values is not None:
+            _poison(tensor)
+        checksum = 0 if values is None else _checksum(tensor)
+        self._landings.append(_Copy(entry, allocation, region, tensor, checksum, values))
+
+    def overwritten(self, allocation: RaceAllocation, region: ByteRegion) -> None:
+        """A write that the detector sees: what came unseen before is checked now, and this write is not blamed for it.
+
+        Raises:
+            Race: a source has changed before.
+        """
+        for source in [one for one in self._sources if one.touches(allocation, region)]:
+            self._sources.remove(source)
+            self._check(source)
+        for landing in self._landings:
+            landing.disturbed |= landing.touches(allocation, region)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy is under way."""
+        return not self._landings and not self._sources
+
+    def settle(self) -> None:
+        """The host has waited for something: what is over by now has landed, and was read.
+
+        Raises:
+            Race: a source has changed meanwhile.
+        """
+        host = self._detector.clocks.host
+        for landing in [one for one in self._landings if _over(host, one.entry)]:
+            self._landings.remove(landing)
+            self._land(landing)
+        for source in [one for one in self._sources if _over(host, one.entry)]:
+            self._sources.remove(source)
+            self._check(source)
+
+    def close(self) -> None:
+        """The end of the window: everything has run."""
+        while self._landings:
+            self._land(self._landings.popleft())
+        while self._sources:
+            self._check(self._sources.popleft())
+
+    def _check(self, source: _Copy) -> None:
+        if _checksum(source.tensor) != source.checksum:
+            self._unseen(source, RaceKind.STAGING_REFILLED, "reads")
+
+    def _land(self, landing: _Copy) -> None:
+        if landing.values is None:
+            return
+        changed = not landing.disturbed and _checksum(landing.tensor) != landing.checksum
+        landing.tensor.copy_(landing.values)
+        where = landing.allocation, landing.region
+        self._sources = deque(one for one in self._sources if not one.touches(*where))
+        for other in self._landings:
+            other.disturbed |= other.touches(*where)
+        if changed:
+            self._unseen(landing, RaceKind.HOST_MEMORY_REUSED, "writes")
+
+    def _unseen(self, copy: _Copy, kind: RaceKind, does: str) -> None:
+        detector = self._detector
+        event = detector.event(detector.clocks.host, EventKind.HOST_ACCESS, "a write that torch did not see")
+        second = detector.access(event.number, 0, "writes", copy.allocation, copy.region)
+        first = detector.access(copy.entry.number, copy.entry.stream.number, does, copy.allocation, copy.region)
+        second = attrs.evolve(second, site=f"a line between {first.site} and {second.site}", step=first.step)
+        detector.report(kind, copy.allocation, rows_of(copy.allocation.name, copy.region), first, second)
+
+
+def _over(host: StreamClock, entry: Entry) -> bool:
+    return host.knows(entry.stream.number, entry.number)
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    if tensor.is_contiguous():
+        tensor.view(-1).view(torch.uint8).fill_(POISON)
+    else:
+        tensor.copy_(torch.full((tensor.element_size(),), POISON, dtype=torch.uint8).view(tensor.dtype))
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data) if flat.numel() else 0

@@ -1,0 +1,284 @@
+"""What a race report says, as plain values: it can be kept in a file, read by a tool and drawn.
+
+And what a run has found, as a file: for machines, and as the baseline of findings that a project has accepted.
+
+Nothing here needs torch, and nothing refers to the process in which the race was found.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self, final
+
+import attrs
+
+from batchstate.errors import ArgumentError
+from batchstate.races.tracing.clocks import HOST
+
+FORMAT = "batchstate race report 1"
+"""First entry of a report in JSON; the number is raised when a reader has to know better."""
+
+
+class RaceKind(StrEnum):
+    """What went wrong between two accesses that nothing orders."""
+
+    READ_AFTER_WRITE = "read after write"
+    WRITE_AFTER_READ = "write after read"
+    WRITE_AFTER_WRITE = "write after write"
+    STAGING_REFILLED = "staging refilled"
+    """The host writes pinned memory that a copy to the device may still read."""
+    HOST_READS_EARLY = "host reads early"
+    """The host reads pinned memory before the copy from the device has run."""
+    HOST_MEMORY_REUSED = "host memory reused"
+    """A copy from the device writes pinned memory that another copy still uses."""
+    FREED_IN_USE = "freed in use"
+    """Memory that a stream may still use is given to another tensor."""
+    UNWRITTEN_READ = "read of unwritten memory"
+    """Fresh memory is read of which nothing has written a byte."""
+
+
+class EventKind(StrEnum):
+    """What an event on the timeline is."""
+
+    OPERATION = "operation"
+    COPY_TO_DEVICE = "copy to device"
+    COPY_TO_HOST = "copy to host"
+    FENCE = "fence"
+    WAIT = "wait"
+    """A stream or the host waits for a fence."""
+    HOST_ACCESS = "host access"
+    ALLOCATION = "allocation"
+    FREE = "free"
+
+
+def _strings(values: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(values, str):
+        raise TypeError(f"{values!r} is not a list of strings")
+    return tuple(values)
+
+
+_is_str = attrs.validators.instance_of(str)
+_is_int = attrs.validators.instance_of(int)
+_is_str_or_none = attrs.validators.optional(_is_str)
+_are_str = attrs.validators.deep_iterable(_is_str)
+
+
+@final
+@attrs.frozen
+class Event:
+    """One bar on one lane.
+
+    Attributes:
+        number: place in program order, from 1; a report has only the newest of a run.
+        lane: name of a stream, or `HOST`.
+        kind: what it is.
+        name: operation (`index_select`), or a fence's name (`fence 12`).
+        step: the runtime's step.
+        site: source line, `path:line in function`.
+        caller: source line outside the library that led there, or None where that is `site`.
+        reads, writes: memory touched, for people: `tensor 7 int64[9, 4] rows 3, 5`.
+        waits_for: number of the fence's event that a wait is for; None for all other kinds, and where the fence is too
+            old to be in the report.
+    """
+
+    number: int = attrs.field(validator=_is_int)
+    lane: str = attrs.field(validator=_is_str)
+    kind: EventKind = attrs.field(converter=EventKind)
+    name: str = attrs.field(validator=_is_str)
+    step: int = attrs.field(validator=_is_int)
+    site: str = attrs.field(validator=_is_str)
+    caller: str | None = attrs.field(default=None, validator=_is_str_or_none)
+    reads: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_are_str)
+    writes: tuple[str, ...] = attrs.field(default=(), converter=_strings, validator=_are_str)
+    waits_for: int | None = attrs.field(default=None, validator=attrs.validators.optional(_is_int))
+
+
+def _events(values: Iterable[Event]) -> tuple[Event, ...]:
+    return tuple(values)
+
+
+@final
+@attrs.frozen
+class Access:
+    """One side of a race.
+
+    Attributes:
+        event: number of its event.
+        does: `reads`, `writes`, `frees` or `allocates`.
+        operation: that does it.
+        lane: on which stream, or `HOST`.
+        step: the runtime's step.
+        site, caller: see `Event`.
+        rows: what of the memory it touches.
+    """
+
+    event: int = attrs.field(validator=_is_int)
+    does: str = attrs.field(validator=_is_str)
+    operation: str = attrs.field(validator=_is_str)
+    lane: str = attrs.field(validator=_is_str)
+    step: int = attrs.field(validator=_is_int)
+    site: str = attrs.field(validator=_is_str)
+    caller: str | None = attrs.field(validator=_is_str_or_none)
+    rows: str = attrs.field(validator=_is_str)
+
+    def __str__(self) -> str:
+        came = f"\n{'':13}called from {self.caller}" if self.caller else ""
+        where = "the host" if self.lane == HOST else f"stream {self.lane!r}"
+        return f"{self.operation} {self.does} {self.rows} on {where}, step {self.step}\n{'':13}at {self.site}{came}"
+
+
+@final
+@attrs.frozen
+class RaceReport:
+    """Two accesses of which at least one writes, and nothing says which comes first.
+
+    Attributes:
+        kind: what went wrong.
+        problem: it, in a sentence.
+        memory: what both touch: `tensor 7 int64[9, 4], allocated on 'forward' at table.py:40 in make`.
+        rows: what both touch of it.
+        first, second: the accesses, in program order.
+        missing: the edge that is not there, in a sentence.
+        suggestion: what to add, and where.
+        lanes: `HOST` first, then the streams in the order in which they were made.
+        events: the newest before the race, in program order; both accesses are among them, unless the first is older
+            than all that was kept.
+    """
+
+    kind: RaceKind = attrs.field(converter=RaceKind)
+    problem: str = attrs.field(validator=_is_str)
+    memory: str = attrs.field(validator=_is_str)
+    rows: str = attrs.field(validator=_is_str)
+    first: Access
+    second: Access
+    missing: str = attrs.field(validator=_is_str)
+    suggestion: str = attrs.field(validator=_is_str)
+    lanes: tuple[str, ...] = attrs.field(converter=_strings, validator=_are_str)
+    events: tuple[Event, ...] = attrs.field(converter=_events, repr=False)
+
+    def __str__(self) -> str:
+        lines = [
+            self.problem,
+            f"  {'memory':<10} {self.memory}",
+            f"  {'both touch':<10} {self.rows}",
+            f"  {'first':<10} {self.first}",
+            f"  {'second':<10} {self.second}",
+            f"  {'missing':<10} {self.missing}",
+            f"  {'remedy':<10} {self.suggestion}",
+        ]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return {"format": FORMAT, **attrs.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Self:
+        """The report that `as_dict` gave.
+
+        Raises:
+            ArgumentError: something else.
+        """
+        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+            found = values.get("format") if isinstance(values, Mapping) else type(values).__name__
+            raise ArgumentError(
+                f"no race report: the format is {found!r}",
+                value=found,
+                remedy=f"pass a file that a race report was saved to (format {FORMAT!r})",
+            )
+        try:
+            fields = {name: value for name, value in values.items() if name != "format"}
+            fields["first"], fields["second"] = Access(**values["first"]), Access(**values["second"])
+            fields["events"] = [Event(**event) for event in values["events"]]
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"a damaged race report: {error}", value=str(error), remedy="save it again with `RaceReport.save`"
+            ) from None
+
+    def save(self, path: str | Path) -> None:
+        """Writes the report as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+            ArgumentError: the file holds no race report.
+            OSError: it cannot be read.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(
+                f"{path}: no JSON: {error}", value=str(path), remedy="pass a file that a race report was saved to"
+            ) from None
+        return cls.from_dict(values)
+
+
+FINDINGS = "batchstate race findings 1"
+"""First entry of a file of findings; the number is raised when a reader has to know better."""
+
+Identity = tuple[str, ...]
+
+
+def findings(races: Sequence[RaceReport], accepted: frozenset[Identity] = frozenset()) -> list[dict[str, Any]]:
+    """The findings as plain values: kind, both accesses with line and stream, the missing edge, and what adds it."""
+    return [
+        {
+            "kind": str(race.kind),
+            "problem": race.problem,
+            "memory": race.memory,
+            "rows": race.rows,
+            "first": _side(race.first),
+            "second": _side(race.second),
+            "missing": race.missing,
+            "remedy": race.suggestion,
+            "accepted": identity(race) in accepted,
+        }
+        for race in races
+    ]
+
+
+def _side(access: Access) -> dict[str, Any]:
+    return {
+        "does": access.does,
+        "operation": access.operation,
+        "stream": access.lane,
+        "line": access.caller or access.site,
+    }
+
+
+def identity(race: RaceReport) -> Identity:
+    """What a finding is known by when lines have moved: its kind, and files, functions, operations and streams."""
+    return _identity(str(race.kind), _side(race.first), _side(race.second))
+
+
+def _identity(kind: str, *sides: Mapping[str, Any]) -> Identity:
+    found = [kind]
+    for side in sides:
+        found += [re.sub(r":\d+ in ", " in ", side["line"]), side["operation"], side["stream"]]
+    return tuple(found)
+
+
+def accepted_in(path: Path) -> frozenset[Identity]:
+    """The findings of a file that `batchstate race run --json` has written.
+
+    Raises:
+        ArgumentError: it holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] != FINDINGS:
+            raise ValueError(f"its format is {values['format']!r}")
+        return frozenset(_identity(one["kind"], one["first"], one["second"]) for one in values["findings"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArgumentError(
+            f"{path}: no file of findings: {error}",
+            value=str(path),
+            remedy="pass a file that `batchstate race run --json` has written",
+        ) from None

@@ -1,0 +1,442 @@
+"""`RaceRuntime`: a runtime that finds races, on a CPU or round an accelerator.
+
+Operations run at once, in program order; what is traced is what orders them. So one run says of every pair of accesses
+whether something orders it, and not only what happened to come first this time. Fences are complete when the host has
+waited for them or for something behind them, so that a host that reads too early meets a fence that is not.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Literal, TypeVar, final
+
+import attrs
+import torch
+
+from batchstate._guidance import shows_signature
+from batchstate.errors import ArgumentError
+from batchstate.races.detector import Detector, OnRace
+from batchstate.races.hints import HintFor, hint_for
+from batchstate.races.history import Entry
+from batchstate.races.report import EventKind, RaceReport
+from batchstate.races.tracer import RaceTracer
+from batchstate.races.tracing.clocks import Clocks, StreamClock
+from batchstate.races.tracing.dispatch import is_raw, untraced
+from batchstate.races.tracing.memory import MemoryKind
+from batchstate.races.tracing.runtime import TracedRuntime
+from batchstate.races.waits import Waits, WideWait
+from batchstate.runtime import Fence, MappedMemory, Runtime, Stream, check_runtime
+from batchstate.runtime.base import Array, foreign_fence
+from batchstate.runtime.memory import StagingBlock
+
+
+@final
+class InFlight:
+    """Counts steps with work that the host does not know to be over. Fences, waits and set-up do not count.
+
+    Args:
+        clocks: of the run.
+
+    Attributes:
+        depths: the most there were in each step with work of its own, oldest first, as of the last `note`.
+    """
+
+    def __init__(self, clocks: Clocks) -> None:
+        self._clocks = clocks
+        self._ends: deque[list[int]] = deque()  # of each earlier step: its newest work on each stream, or 0
+        self._before: list[int] = []  # the newest work of each stream when the present step began
+        self._began = False
+        self._most = 0  # in the present step
+        self._past: list[int] = []
+
+    @property
+    def now(self) -> int:
+        """Steps under way, the present one included. What comes before the first `next_step` is not a step."""
+        while self._ends and self._is_over(self._ends[0]):
+            self._ends.popleft()
+        return len(self._ends) + (self._began and not self._is_over(self._present()))
+
+    @property
+    def depths(self) -> list[int]:
+        """See the class."""
+        return [*self._past, self._most] if self._began and any(self._present()) else self._past
+
+    def _present(self) -> list[int]:
+        """The newest work of the present step on each stream, or 0."""
+        before = [*self._before, *[0] * (len(self._clocks.streams) - 1 - len(self._before))]
+        streams = self._clocks.streams[1:]
+        return [stream.work if stream.work > was else 0 for stream, was in zip(streams, before, strict=True)]
+
+    def _is_over(self, ends: list[int]) -> bool:
+        return all(self._clocks.host.knows(at, event) for at, event in enumerate(ends, start=1))
+
+    def note(self) -> None:
+        """To be called before the host learns something, and before a step ends: the number only falls there."""
+        self._most = max(self._most, self.now)
+
+    def step_ends(self) -> None:
+        """What comes next is another step's."""
+        self.note()
+        present = self._present()
+        if self._began and any(present):
+            self._ends.append(present)
+            self._past.append(self._most)
+        self._before = [stream.work for stream in self._clocks.streams[1:]]
+        self._began = True
+        self._most = 0
+
+
+PATIENCE = 10_000
+"""Times that a fence is asked before it is complete: what polls instead of waiting gets on, as on a device."""
+
+
+@final
+@attrs.define(eq=False)
+class RaceFence:
+    """A point in a stream. Complete once the host has waited for it, or for something behind it.
+
+    Attributes:
+        name: for reports; `fence 3` unless an event has a name of its own.
+        event: of its recording.
+        stream: of that event, by number.
+        seen: what is known to lie before it: stream -> newest event.
+        owner: the runtime.
+    """
+
+    name: str
+    event: int
+    stream: int
+    seen: list[int] = attrs.field(repr=False)
+    owner: "RaceRuntime" = attrs.field(repr=False)
+    _inner: Fence = attrs.field(repr=False)
+    _patience: int | None = attrs.field(repr=False)  # None: PATIENCE
+    _asked: int = 0
+
+    def query(self) -> bool:
+        """Whether the host knows that everything before it has run. Never waits."""
+        self.owner.check_owner("asking a fence")
+        if self.owner._is_over(self):
+            return True
+        self._asked += 1
+        if self._asked >= (PATIENCE if self._patience is None else self._patience) and self._inner.query():
+            self.owner._host_joins(self)
+            return True
+        return False
+
+    def wait(self) -> None:
+        """The host waits until everything before it has run, and knows so from then on."""
+        self.owner.check_owner("waiting for a fence")
+        self.owner.counters.fence_waits += 1
+        self._inner.wait()
+        self.owner._host_joins(self)
+
+
+T = TypeVar("T")
+
+
+@shows_signature
+class RaceRuntime(TracedRuntime[StreamClock]):
+    """Checks everything that runs through it, and through torch in a `with` window of it.
+
+    Example:
+        with RaceRuntime() as rt:
+            engine = Engine(rt, ...)
+            engine.run()
+
+    Args:
+        inner: what it runs on: a fresh runtime, used through this one alone. By default the CPU.
+        steps_in_flight: see `Runtime`; where `inner` is given, its own.
+        on_race: `"raise"` the first race as `Race`, before the second access happens, or `"collect"` them in `races`.
+        fences: what a host finds that asks a fence. With `"lazy"` it is complete once the host has waited for it, or
+            for something behind it: the least order a device may have. With `"eager"` it is complete at once, and the
+            host knows what lies before it and nothing more: what changes hands behind the wrong fence does so at once.
+        note_waits: keep what each wait for a fence is needed for, for `wide_waits`.
+        hint_for: says in a report what is missing and how to add it.
+
+    Attributes:
+        synchronised: calls of torch that made the host wait, by name. They count as forced syncs.
+    """
+
+    _TRACER: ClassVar[type[Any]] = RaceTracer
+    _tracer: RaceTracer
+
+    def __init__(
+        self,
+        inner: Runtime | None = None,
+        *,
+        steps_in_flight: int = 2,
+        on_race: OnRace = "raise",
+        fences: Literal["lazy", "eager"] = "lazy",
+        note_waits: bool = False,
+        hint_for: HintFor = hint_for,
+    ) -> None:
+        if inner is not None:
+            check_runtime(inner, "RaceRuntime")
+        if on_race not in ("raise", "collect"):
+            raise ArgumentError(
+                f"expected on_race 'raise' or 'collect', got {on_race!r}",
+                value=on_race,
+                remedy="'raise' stops at the first race",
+            )
+        if fences not in ("lazy", "eager"):
+            raise ArgumentError(f"fences is {fences!r}", value=fences, remedy="use 'lazy' or 'eager'")
+        self._detector = Detector(lambda: self.step, on_race, hint_for)
+        if note_waits:
+            self._detector.waits = Waits(self._detector.history)
+        self._fences = 0
+        self._patience = 1 if fences == "eager" else None
+        self._in_flight = InFlight(self._detector.clocks)
+        super().__init__(inner, steps_in_flight)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the window. Copies that are under way have run by then.
+
+        Raises:
+            Race: the source of one of them had changed; not where an error ends the window.
+        """
+        self._leave()
+        self._in_flight.note()
+        self._tracer.allocations.close()
+        if error is None:
+            self._tracer.host_memory.close()
+
+    # What was found
+
+    @property
+    def races(self) -> tuple[RaceReport, ...]:
+        """The reports so far, at most one for the same two lines."""
+        return tuple(self._detector.races)
+
+    @property
+    def accesses(self) -> int:
+        """Accesses checked."""
+        return self._detector.accesses
+
+    @property
+    def comparisons(self) -> int:
+        """How often an access was compared with what another stream did with the same memory: what tracing costs."""
+        return self._detector.comparisons
+
+    def wide_waits(self) -> tuple[WideWait, ...]:
+        """Waits for more than is needed, so far: what each has to order, and what is waited for besides.
+
+        Raises:
+            ArgumentError: the runtime was made without `note_waits`.
+        """
+        if self._detector.waits is None:
+            raise ArgumentError(
+                "wide_waits of a run that kept no waits", value=self, remedy="pass `note_waits=True` to `RaceRuntime`"
+            )
+        return self._detector.waits.wide()
+
+    def _note_wait(self, entry: Entry, waits: StreamClock, fence: RaceFence) -> None:
+        noted = self._detector.waits
+        if noted is not None:
+            of = self._detector.clocks.streams[fence.stream]
+            noted.note(entry, fence.name, of, fence.event, waits.seen, fence.seen)
+
+    def trace(self) -> list[str]:
+        """The newest events in program order: number, stream, what it is, step. The same program gives the same."""
+        return self._detector.history.lines()
+
+    @property
+    def in_flight_depth(self) -> int:
+        """Steps with work of which the host does not know that it has run, the present one included."""
+        return self._in_flight.now
+
+    @property
+    def in_flight_depths(self) -> list[int]:
+        """The same of each step in which something was launched, oldest first."""
+        self._in_flight.note()
+        return list(self._in_flight.depths)
+
+    def next_step(self) -> int:
+        """Begins the next step; see `Runtime.next_step`."""
+        number = super().next_step()
+        self._in_flight.step_ends()
+        return number
+
+    # Operations
+
+    def launch(
+        self,
+        operation: Callable[..., T],
+        *args: Any,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        name: str = "",
+        operations: int = 1,
+        **kwargs: Any,
+    ) -> T:
+        """Runs a device operation; see `Runtime.launch`. What torch does not show is taken from `reads` and `writes`.
+
+        A slice of a tensor declares its rows. What a `raw_kernel` declares is checked before it runs.
+
+        Raises:
+            ArgumentError: it declares nothing and accesses memory that is traced, or was given some and showed nothing;
+                or it writes what it does not declare.
+            Race: a declared access is not ordered.
+        """
+        called = name or getattr(operation, "__name__", "launch")
+        tracer, given = self._tracer, (*args, *kwargs.values())
+        named: dict[str, Any] = {"reads": reads, "writes": writes, "name": name, "operations": operations, **kwargs}
+        if is_raw(operation):
+            if self._window is not None:
+                tracer.check_declared(called, {}, given, reads, writes)
+                tracer.add_declared(called, {}, reads, writes)
+            with untraced():
+                return super().launch(operation, *args, **named)
+        pieces, outer = tracer.pieces, (tracer.seen, tracer.launched)
+        seen: dict[Any, bool] = {}
+        tracer.seen, tracer.launched = seen, name or None
+        try:
+            result = super().launch(operation, *args, **named)
+        finally:
+            tracer.seen, tracer.launched = outer
+        if self._window is not None:
+            older = {memory: written for memory, written in seen.items() if memory.name.number <= pieces}
+            tracer.check_declared(called, older, given, reads, writes)
+            tracer.add_declared(called, seen, reads, writes)
+        return result
+
+    def inspect(self, tensor: torch.Tensor) -> Array:
+        """Reads device memory for a check: no access, and no order for what comes later. See `Runtime.inspect`."""
+        self._detector.inspected(self._known_current())
+        with untraced():
+            values = self._inner.inspect(tensor)
+        self.counters.check_reads += 1
+        return values
+
+    # Hooks of the library
+
+    def name_memory(self, tensor: torch.Tensor, name: str) -> None:
+        """See `Runtime.name_memory`."""
+        known = self._tracer.allocations.of(tensor)
+        if known is not None:
+            known.name.label = name
+
+    def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
+        """See `Runtime.host_accesses`: a race with whatever a stream still does with the rows."""
+        with untraced():
+            rows = memory[start:stop]
+        self._tracer.host_accesses(rows, name, writes=writes)
+
+    # What a device implements
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        with untraced():
+            tensor = self._tracer.keep(self._inner._pinned(nbytes), MemoryKind.PINNED)
+        self.name_memory(tensor, "staging")
+        return tensor
+
+    def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with untraced():
+            tensor = self._inner._device_memory(shape, dtype)
+        entry = self._detector.event(self._known_current(), EventKind.ALLOCATION, "empty")
+        self._detector.unwritten(self._tracer.allocate_on_device(tensor, entry), entry)
+        return tensor
+
+    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
+        with untraced():
+            mapped = self._inner._mapped(shape, dtype)
+        self._tracer.keep(mapped.device, MemoryKind.DEVICE)  # no stream allocated it, and none has to be waited for
+        return mapped
+
+    def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
+        if into is not None:
+            with untraced():
+                target = into[:nbytes]
+            self._tracer.copied_to_device(block.tensor[:nbytes], target)  # checked before it happens
+            with untraced():
+                return self._inner._copied_to_device(block, nbytes, into)
+        with untraced():
+            tensor = self._inner._copied_to_device(block, nbytes, None)
+        entry = self._detector.event(self._known_current(), EventKind.ALLOCATION, "upload")
+        allocation = self._tracer.allocate_on_device(tensor, entry)
+        allocation.name.label = f"upload {allocation.name.number}"
+        self._tracer.copied_to_device(block.tensor[:nbytes], tensor)
+        return tensor
+
+    def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
+        with untraced():
+            source = source.view(torch.uint8)
+            target = block.tensor[: source.numel()]
+            if self.device.type == "cpu":
+                values = source.clone()
+            else:
+                self._inner._copied_to_host(block, source)
+                self._inner.record().wait()
+                values = target.clone()
+        self._tracer.copied_to_host(source, target, values)
+
+    def _read_back(self, source: torch.Tensor) -> Array:
+        self._tracer.declared("read back", [source], [])
+        self._tracer.host_waits(self._known_current().seen)
+        with untraced():
+            return self._inner._read_back(source)
+
+    def _wait_for_device(self) -> None:
+        self._in_flight.note()
+        self._inner._wait_for_device()
+        for stream in self._detector.clocks.streams[1:]:
+            self._tracer.host_waits(stream.seen)
+
+    def record(self, stream: Stream | None = None) -> Fence:
+        """A fence behind everything enqueued on a stream so far."""
+        self.check_owner("record")
+        self.refuse_capture("recording a fence")
+        self._fences += 1
+        return self._recorded(stream, f"fence {self._fences}")
+
+    def _recorded(self, stream: Stream | None, name: str) -> RaceFence:
+        clock = self._known_stream(stream or self.current_stream)
+        entry = self._detector.event(clock, EventKind.FENCE, name)
+        inner = self._inner.record(stream)
+        return RaceFence(name, entry.number, clock.number, list(clock.seen), self, inner, self._patience)
+
+    def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        self.check_owner("wait")
+        if not isinstance(fence, RaceFence) and fence.query():
+            return
+        if not isinstance(fence, RaceFence) or fence.owner is not self:
+            raise foreign_fence(fence)
+        self._inner._stream_wait(stream, fence._inner)
+        clock = self._known_stream(stream)
+        entry = self._detector.event(clock, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
+        self._note_wait(entry, clock, fence)
+        clock.join(fence.seen)
+
+    def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
+        with untraced():
+            self._inner._keep_alive(tensor, stream)
+        self._tracer.keep_for(tensor, self._known_stream(stream))
+
+    # Clocks
+
+    def _new_stream(self, name: str) -> StreamClock:
+        return self._detector.clocks.add(name)
+
+    def _known_stream(self, stream: Any) -> StreamClock:
+        """The clock of a stream, which may be one of torch's that no call has named before."""
+        key = stream.key if isinstance(stream, Stream) else (stream.device_index, stream.stream_id)
+        clock = self._streams.get(key)
+        if clock is None:
+            clock = self._streams[key] = self._new_stream(getattr(stream, "name", "stream"))
+        return clock
+
+    def _note_sync(self, name: str) -> None:
+        self._in_flight.note()
+        super()._note_sync(name)
+
+    def _is_over(self, fence: RaceFence) -> bool:
+        return self._detector.clocks.host.knows(fence.stream, fence.event)
+
+    def _host_joins(self, fence: RaceFence) -> None:
+        if not self._is_over(fence):
+            self._in_flight.note()
+            host = self._detector.clocks.host
+            entry = self._detector.event(host, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
+            self._note_wait(entry, host, fence)
+            self._tracer.host_waits(fence.seen)

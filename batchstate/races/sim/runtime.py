@@ -1,0 +1,243 @@
+"""`SimRuntime`: a device simulated on the CPU, whose streams run when a scheduler lets them.
+
+Operations are enqueued and run later, on real memory: copies read pinned memory when they run, results land when they
+run, freed memory is poisoned and given to the next. So a race does here what it does on a device: it makes wrong
+tokens, and whether it does is up to the order, which the scheduler and its seed decide.
+"""
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+
+from batchstate._guidance import shows_signature
+from batchstate.errors import ArgumentError
+from batchstate.races.sim.calls import SpeculativeRead
+from batchstate.races.sim.device import BlockAllocator, Device, DeviceStream, SimFence, poisoned
+from batchstate.races.sim.schedulers import scheduler_of
+from batchstate.races.sim.shapes import NewTensor
+from batchstate.races.sim.tracer import SimTracer
+from batchstate.races.tracing.dispatch import is_raw, untraced
+from batchstate.races.tracing.memory import MemoryKind
+from batchstate.races.tracing.runtime import TracedRuntime
+from batchstate.runtime import CpuRuntime, Fence, MappedMemory, Stream
+from batchstate.runtime.base import Array, foreign_fence
+from batchstate.runtime.memory import StagingBlock
+
+T = TypeVar("T")
+
+
+@shows_signature
+class SimRuntime(TracedRuntime[DeviceStream]):
+    """A device on CPU tensors. Streams run late in a `with` window of it, and at once outside.
+
+    Example:
+        with SimRuntime(scheduler="pct", seed=7) as rt:
+            engine = Engine(rt, ...)
+            engine.run()
+
+    Args:
+        scheduler: a name out of `PORTFOLIO`: which stream runs next, and when.
+        seed: of its choices: the same seed gives the same run.
+        steps_in_flight: see `Runtime`.
+        inner: a fresh CPU runtime, used through this one alone, which has the streams and their windows.
+
+    Attributes:
+        scheduler, seed: as given; with the program they say all there is to say of a run.
+        synchronised: calls of torch that made the host wait for the current stream, by name.
+    """
+
+    _TRACER: ClassVar[type[Any]] = SimTracer
+    _tracer: SimTracer
+
+    def __init__(
+        self,
+        inner: CpuRuntime | None = None,
+        *,
+        scheduler: str = "random",
+        seed: int = 0,
+        steps_in_flight: int = 2,
+    ) -> None:
+        self.scheduler = scheduler
+        self.seed = seed
+        self._device = Device(scheduler_of(scheduler, seed), lambda: self.step)
+        self._allocator = BlockAllocator(self._device)
+        self._mapped_at: set[int] = set()
+        self._speculative = SpeculativeRead(self._device, lambda memory: memory.ctypes.data in self._mapped_at)
+        super().__init__(inner, steps_in_flight)
+
+    def __enter__(self) -> Self:
+        """From now on streams run late, and the operations of this thread go to them."""
+        super().__enter__()
+        self._device.at_once = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Everything runs; but not where an error ends the window, or a fault did.
+
+        Raises:
+            DeviceFault: something failed that had not run before.
+        """
+        # What closes the window may itself run while an error is on its way, the teardown of a test for example.
+        failed = error is not None or sys.exc_info()[1] is not None or self._device.fault is not None
+        try:
+            if not failed:
+                self._device.drain_all()
+        finally:
+            self._leave()
+            self._tracer.allocations.close()
+            self._device.at_once = True
+
+    # What can be seen of it
+
+    @property
+    def unmodelled(self) -> Counter[str]:
+        """Operations that the host waited for only because torch cannot say what they return, by name."""
+        return self._tracer.unmodelled
+
+    @property
+    def reused(self) -> int:
+        """Times that memory was handed out that had been freed."""
+        return self._allocator.reused
+
+    @property
+    def in_flight_depth(self) -> int:
+        """Steps of which something has not run."""
+        return self._device.depth
+
+    @property
+    def in_flight_depths(self) -> list[int]:
+        """The same of each step in which something was enqueued, oldest first."""
+        return [depth for _, depth in sorted(self._device.depths.items())]
+
+    def pending(self, stream: Stream | None = None) -> int:
+        """Operations that have not run, of one stream or of all."""
+        return self._device.pending(None if stream is None else self._known_stream(stream))
+
+    def trace(self) -> list[str]:
+        """What has run, in order: number, stream, operation, step in which it was enqueued."""
+        return self._device.trace()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A window in which no time passes: nothing runs but what the host waits for."""
+        before, self._device.held = self._device.held, True
+        try:
+            yield
+        finally:
+            self._device.held = before
+
+    # Operations
+
+    def launch(
+        self,
+        operation: Callable[..., T],
+        *args: Any,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        name: str = "",
+        operations: int = 1,
+        **kwargs: Any,
+    ) -> T:
+        """Runs a device operation; see `Runtime.launch`. Operations of torch in it are enqueued one by one.
+
+        A function marked `raw_kernel` is enqueued as a whole.
+
+        Raises:
+            ArgumentError: it declares what it touches, is not marked, and torch saw nothing; or it is marked, and what
+                it declares is not among its arguments.
+        """
+        called = name or getattr(operation, "__name__", "launch")
+        declared, tracer = (*reads, *writes), self._tracer
+        for one in declared:
+            if tracer.kind_of(one) in (None, MemoryKind.UNDECIDED):
+                tracer.use_on_device(one)
+
+        def enqueue(*given: Any, **named: Any) -> Any:
+            with untraced():
+                tracer.enqueue_kernel(called, operation, given, named, declared)
+
+        run: Callable[..., Any] = enqueue if self._window is not None and is_raw(operation) else operation
+        seen = tracer.operations
+        result: T = super().launch(run, *args, reads=reads, writes=writes, name=called, operations=operations, **kwargs)
+        shown = self._window is None or run is not operation or seen != tracer.operations
+        if not shown and any(one.numel() for one in declared):
+            raise ArgumentError(
+                f"the launch of {called!r} declares what it touches, and torch saw nothing of it",
+                value=called,
+                remedy="mark the function with `raw_kernel`, so that it is enqueued as a whole; it ran at once",
+            )
+        return result
+
+    def inspect(self, tensor: torch.Tensor) -> Array:
+        """Reads device memory for a check: what the current stream would see if it ran to here, which it does not.
+
+        See `Runtime.inspect`.
+        """
+        with untraced(), self._speculative.behind(self._known_current()):
+            return super().inspect(tensor)
+
+    # What a device implements
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        with untraced(), torch.inference_mode(False):
+            return self._tracer.keep(poisoned((nbytes,), torch.uint8), MemoryKind.PINNED)
+
+    def _device_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with untraced():
+            return self._tracer.new(NewTensor.like(torch.empty(shape, dtype=dtype, device="meta")))
+
+    def _mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> MappedMemory:
+        mapped = super()._mapped(shape, dtype)
+        self._mapped_at.add(mapped.device.untyped_storage().data_ptr())
+        return mapped
+
+    def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
+        with untraced():
+            buffer = self._tracer.new(NewTensor(torch.uint8, (nbytes,), (1,))) if into is None else into[:nbytes]
+            self._tracer._copy_to_device(buffer, block.tensor[:nbytes], "upload")
+            return buffer
+
+    def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
+        with untraced():
+            source = source.view(torch.uint8)
+            self._tracer._copy_to_host(block.tensor[: source.numel()], source, "download")
+
+    def _read_back(self, source: torch.Tensor) -> Array:
+        self._device.drain(self._known_current())
+        with untraced():
+            copy: Array = source.detach().clone().numpy()
+            return copy
+
+    def _wait_for_device(self) -> None:
+        self._device.drain_all()
+
+    def record(self, stream: Stream | None = None) -> Fence:
+        """A fence behind everything enqueued on a stream so far."""
+        self.check_owner("record")
+        return self._recorded(stream, "a fence")
+
+    def _recorded(self, stream: Stream | None, name: str) -> Fence:
+        queue = self._known_stream(stream or self.current_stream)
+        return SimFence(self._device.mark(queue), self._device, self.counters)
+
+    def _stream_wait(self, stream: Stream, fence: Fence) -> None:
+        self.check_owner("wait")
+        if isinstance(fence, SimFence) and fence.device is self._device:
+            self._device.wait_on(self._known_stream(stream), fence.marker)
+        elif isinstance(fence, SimFence) or not fence.query():
+            raise foreign_fence(fence)
+
+    def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
+        user, block = self._known_stream(stream), self._tracer.use_on_device(tensor).block
+        if block is not None and user is not block.stream:
+            block.users[user.number] = user
+
+    def _new_stream(self, name: str) -> DeviceStream:
+        return self._device.add(name)

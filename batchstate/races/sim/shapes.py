@@ -1,0 +1,113 @@
+"""What an operation will return, before it runs: torch's own answer for tensors without memory, remembered."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from batchstate.races.tracing.operations import Operation
+
+META = torch.device("meta")
+MOST_KNOWN = 1 << 14
+"""Answers that are remembered; then all are forgotten."""
+
+
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+"""Up to 2.11 torch says of its second result, the log-sum-exp, that it is float32; of float64 it is float64."""
+
+
+_OTHERS = ("_embedding_bag", "_native_batch_norm", "native_batch_norm", "quantize_per_")
+"""How operations begin of which torch says another shape or dtype than they return on a CPU."""
+
+
+class NewTensor(NamedTuple):
+    """A tensor that an operation makes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor) -> Self:
+        """One of the same dtype, shape and strides."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+class UnknownError(Exception):
+    """Torch cannot say what comes of an operation."""
+
+
+_remembered: dict[Any, list[Any]] = {}
+
+
+def results_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """One entry for each result: a `NewTensor`, a list of them, or None for none and for an argument.
+
+    Raises:
+        UnknownError: torch cannot say, or refuses.
+    """
+    try:
+        key = func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items())
+        known = _remembered.get(key)
+    except (RuntimeError, TypeError):  # an argument without a key: a random generator, a sparse tensor
+        return _inferred(func, args, kwargs)
+    if known is None:
+        known = _inferred(func, args, kwargs)
+        if len(_remembered) >= MOST_KNOWN:
+            _remembered.clear()
+        _remembered[key] = known
+    return known
+
+
+def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    named = {name: META if name == "device" else _meta(value) for name, value in kwargs.items()}
+    try:
+        result = func(*map(_meta, args), **named)
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:  # whatever torch refuses with
+        raise UnknownError from error
+    operation = Operation.of(func)
+    if operation.name.startswith(_OTHERS):
+        raise UnknownError("results that are others on a CPU")
+    returned = operation.returned
+    if not returned:
+        return []
+    new: list[Any] = []
+    for one, given in zip((result,) if len(returned) == 1 else result, returned, strict=True):
+        if given is None:
+            new.append(_new(one))
+            continue
+        argument = kwargs[given] if isinstance(given, str) else args[given]
+        if isinstance(argument, torch.Tensor) and argument.shape != one.shape:
+            raise UnknownError("an argument that would be resized")
+        new.append(None)
+    if operation.name == _ATTENTION:
+        new[1] = new[1]._replace(dtype=torch.float64 if args[0].dtype is torch.float64 else torch.float32)
+    return new
+
+
+def _new(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return NewTensor.like(value)
+    if isinstance(value, list | tuple):
+        return [_new(one) for one in value]
+    raise UnknownError("a result that is not a plain tensor")
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    if isinstance(value, list | tuple):
+        return type(value)(map(_meta, value))
+    return value
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride()
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, torch.Generator):
+        raise TypeError("a generator")
+    return type(value), value

@@ -1,0 +1,492 @@
+"""Every operation of torch as accesses: what it reads and writes, on which stream, and what the host waits for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchstate._source_lines import source_line
+from batchstate.errors import ArgumentError
+from batchstate.races.detector import RaceAllocation
+from batchstate.races.history import Entry
+from batchstate.races.host_memory import HostMemory
+from batchstate.races.report import EventKind
+from batchstate.races.tracing.clocks import StreamClock
+from batchstate.races.tracing.dispatch import TracedCall, Tracer, untraced
+from batchstate.races.tracing.memory import HOST_KINDS, MemoryKind, Name
+from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.races.tracing.regions import ByteRegion, of_tensor
+from batchstate.runtime import Runtime
+
+if TYPE_CHECKING:
+    from batchstate.races.runtime import RaceRuntime
+
+Checked = list[tuple[RaceAllocation, ByteRegion, bool]]
+"""Memory, the bytes of it, and whether they are written."""
+
+_REMEDY = "say `reads=` and `writes=`: what a kernel or the replay of a graph touches, nothing else can know"
+
+
+class RaceTracer(Tracer[RaceAllocation]):
+    """Tells the detector of every access. Operations run at once, in program order.
+
+    What torch does with copies is taken from its documentation and sources
+    (`aten/src/ATen/native/TensorConversions.cpp`): a copy is asynchronous if it is asked to be and the host memory is
+    pinned; `.to("cpu", non_blocking=True)` lands in pinned memory of its own; everything else waits.
+
+    Args:
+        runtime: has the detector and the clocks of streams.
+
+    Attributes:
+        detector: checks the accesses.
+        host_memory: copies between host and device.
+        pieces: pieces of memory seen so far: the number of the newest.
+        launched: name of the innermost launch under way, for reports.
+        seen: memory accessed since that launch began, with whether it was written; None outside of launches.
+    """
+
+    def __init__(self, runtime: "RaceRuntime") -> None:
+        super().__init__(runtime.device, self.died)
+        self.detector = runtime._detector
+        self.host_memory = HostMemory(self.detector)
+        self.pieces = 0
+        self.launched: str | None = None
+        self.seen: dict[RaceAllocation, bool] | None = None
+        self._inner: Runtime = runtime._inner
+        self._clock_of: Callable[[Any], StreamClock] = runtime._known_stream
+        self._note_sync: Callable[[str], None] = runtime._note_sync
+
+    def died(self, allocation: RaceAllocation) -> None:
+        """The last tensor of a piece of memory is gone."""
+        self.detector.freed(allocation)
+
+    def current(self) -> StreamClock:
+        """The clock of the current stream."""
+        return self._clock_of(self._inner.current_stream)
+
+    # Memory
+
+    def keep(self, tensor: torch.Tensor, kind: MemoryKind) -> torch.Tensor:
+        """Notes whose memory a new tensor is, and returns the tensor."""
+        self.allocate(tensor, kind)
+        return tensor
+
+    def allocate(self, tensor: torch.Tensor, kind: MemoryKind) -> RaceAllocation:
+        """Notes whose memory a new tensor is, and where it was made."""
+        stream = None if kind in HOST_KINDS else self.current()
+        return self.allocations.add(tensor, RaceAllocation(kind, self._name(tensor), stream, source_line(2)))
+
+    def allocate_on_device(self, tensor: torch.Tensor, entry: Entry) -> RaceAllocation:
+        """New device memory, written by an event.
+
+        Raises:
+            Race: it may be memory that another stream still uses.
+        """
+        __tracebackhide__ = True
+        allocation = RaceAllocation(MemoryKind.DEVICE, self._name(tensor), entry.stream, entry.source_line)
+        self.allocations.add(tensor, allocation)
+        region = of_tensor(tensor)
+        if region is not None:
+            entry.writes = (*entry.writes, (allocation.name, region))
+            self.detector.note_first(entry, allocation, region)
+        self.detector.allocates(entry.stream, entry)
+        return allocation
+
+    def keep_for(self, tensor: torch.Tensor, stream: StreamClock) -> None:
+        """The memory is kept until a stream has run what it has by then."""
+        self.use_on_device(tensor).kept_for.add(stream.number)
+
+    def _record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        self.keep_for(tensor, self._clock_of(stream))
+
+    def _existing(self, tensor: torch.Tensor) -> RaceAllocation:
+        return RaceAllocation(MemoryKind.DEVICE, self._name(tensor), None, None)
+
+    def _decided(self, allocation: RaceAllocation) -> None:
+        write = allocation.first_write
+        if write is not None:
+            write.hidden = False
+            write.stream.work = max(write.stream.work, write.number)
+
+    def _lift(self, tensor: torch.Tensor, from_factory: bool) -> torch.Tensor:
+        return self.keep(tensor, MemoryKind.UNDECIDED if from_factory else MemoryKind.HOST)
+
+    def _name(self, tensor: torch.Tensor) -> Name:
+        self.pieces += 1
+        return Name(self.pieces, tensor)
+
+    def _accessed(self, tensor: torch.Tensor) -> RaceAllocation | None:
+        """The memory that a stream accesses; None where that is not checked.
+
+        Pinned memory stays the host's, also where a copy of the device accesses it.
+        """
+        known = self.allocations.of(tensor)
+        if known is None:
+            return self.use_on_device(tensor) if self._is_checked(tensor) else None
+        return self.use_on_device(tensor) if known.kind is MemoryKind.UNDECIDED else known
+
+    def _is_checked(self, tensor: torch.Tensor) -> bool:
+        """Whether accesses to memory that was never seen are checked: pageable memory is not the device's to access."""
+        return self.on_cpu or tensor.device.type != "cpu"
+
+    # Accesses of streams
+
+    def begin(self, kind: EventKind, name: str, accesses: Sequence[MemoryAccess]) -> tuple[Entry, Checked]:
+        """Something on the current stream is about to access memory; `end` it once that has happened.
+
+        Accesses to memory that is not checked are left out.
+
+        Raises:
+            Race: one of the accesses is not ordered.
+        """
+        __tracebackhide__ = True
+        checked: Checked = []
+        read: list[tuple[Name, ByteRegion]] = []
+        written: list[tuple[Name, ByteRegion]] = []
+        for tensor, region, writes in accesses:
+            memory = self._accessed(tensor)
+            if memory is not None:
+                checked.append((memory, region, writes))
+                (written if writes else read).append((memory.name, region.brief()))
+        called = name if self.launched is None else f"{name} ({self.launched})"
+        entry = self.detector.event(self.current(), kind, called, reads=read, writes=written, at=source_line(2))
+        if checked:
+            self.detector.check(entry, checked)
+        return entry, checked
+
+    def end(self, entry: Entry, checked: Checked) -> None:
+        """What was begun has happened."""
+        self.detector.note(entry, checked)
+        if self.seen is not None:
+            for allocation, _, writes in checked:
+                self.seen[allocation] = writes or self.seen.get(allocation, False)
+
+    def access(self, kind: EventKind, name: str, accesses: Sequence[MemoryAccess]) -> Entry:
+        """Something on the current stream accesses memory.
+
+        Raises:
+            Race: one of the accesses is not ordered.
+        """
+        __tracebackhide__ = True
+        entry, checked = self.begin(kind, name, accesses)
+        self.end(entry, checked)
+        return entry
+
+    def declared(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Accesses that a launch declares, of what torch did not show.
+
+        Raises:
+            Race: one of them is not ordered.
+        """
+        found = _whole(reads, writes)
+        if found:
+            seen, self.seen = self.seen, None  # a launch inside of another declares for itself
+            try:
+                self.access(EventKind.OPERATION, name, found)
+            finally:
+                self.seen = seen
+
+    def _on_device(self, call: TracedCall) -> Any:
+        __tracebackhide__ = True
+        operation, func, args, kwargs, tensors, _ = call
+        if self._converts(call):
+            return self._converted(args[0], kwargs)
+        accesses: Sequence[MemoryAccess] = ()
+        waits = False
+        if tensors:
+            accesses = self._accesses(call)
+            waits = operation.waits(args, kwargs, self.kind_of)  # before undecided operands become the device's
+        entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
+        result = func(*args, **kwargs)
+        self.end(entry, checked)
+        for one in tensors_in(result):
+            if self.allocations.of(one) is None and (self.on_cpu or self.kind_of(one) is MemoryKind.DEVICE):
+                allocation = self.allocate_on_device(one, entry)
+                if operation.leaves_empty:
+                    self.detector.unwritten(allocation, entry)
+        if waits:
+            self._synchronise(operation.name, entry.stream.seen)
+        return result
+
+    def _accesses(self, call: TracedCall) -> list[MemoryAccess]:
+        return call.operation.accesses(call.args, call.kwargs, self._read_index)
+
+    def _read_index(self, index: torch.Tensor) -> Any:
+        """The values of an index, whichever stream made it: the tool's own look, which orders nothing."""
+        if index.device.type == "cpu":
+            return index.numpy()
+        self._inner._wait_for_device()
+        return self._inner._read_back(index)
+
+    # Accesses of the host
+
+    def host_accesses(self, tensor: torch.Tensor, name: str, *, writes: bool, region: ByteRegion | None = None) -> None:
+        """The host accesses pinned memory: all of a tensor, or some bytes.
+
+        Raises:
+            Race: a copy that may not have run uses it.
+        """
+        __tracebackhide__ = True
+        allocation, region = self.allocations.of(tensor), region or of_tensor(tensor)
+        if allocation is None or region is None:
+            return
+        used = [(allocation.name, region)]
+        entry = self.detector.event(
+            self.detector.clocks.host,
+            EventKind.HOST_ACCESS,
+            name,
+            reads=() if writes else used,
+            writes=used if writes else (),
+            at=source_line(2),
+        )
+        self.detector.check(entry, [(allocation, region, writes)])
+        self.detector.note(entry, [(allocation, region, writes)])
+        if writes:
+            with untraced():
+                self.host_memory.overwritten(allocation, region)
+
+    def host_waits(self, seen: list[int]) -> None:
+        """The host has waited for all that `seen` has reached: copies that are over have landed.
+
+        Raises:
+            Race: the source of one of them was refilled meanwhile.
+        """
+        self.detector.clocks.host_joins(seen)
+        if not self.host_memory.idle:
+            with untraced():
+                self.host_memory.settle()
+
+    def _synchronise(self, name: str, seen: list[int]) -> None:
+        self._note_sync(name)
+        self.host_waits(seen)
+
+    def _read_by_host(self, tensor: torch.Tensor, name: str) -> None:
+        self.host_accesses(tensor, name, writes=False)
+
+    def _host_uses_pinned(self, call: TracedCall) -> None:
+        for tensor, region, writes in call.operation.accesses(call.args, call.kwargs, self._read_index):
+            if self.kind_of(tensor) is MemoryKind.PINNED:
+                self.host_accesses(tensor, call.operation.name, writes=writes, region=region)
+
+    def _on_host(self, call: TracedCall) -> Any:
+        operation, func, args, kwargs, _, kinds = call
+        if self._converts(call):
+            return self._converted(args[0], kwargs)
+        if MemoryKind.PINNED in kinds:
+            self._host_uses_pinned(call)
+        result = func(*args, **kwargs)
+        from_host = any(kind in HOST_KINDS for kind in kinds)
+        for one in tensors_in(result):
+            known = self.allocations.of(one)
+            if not self.on_cpu:
+                if one.device.type != "cpu":
+                    entry = self.access(EventKind.OPERATION, operation.name, ())
+                    if known is None:
+                        self.allocate_on_device(one, entry)
+            elif not from_host:
+                self._undecided(known or self.allocate(one, MemoryKind.UNDECIDED), one, operation)
+            elif known is None:
+                self.keep(one, MemoryKind.HOST)
+        return result
+
+    def _undecided(self, allocation: RaceAllocation, tensor: torch.Tensor, operation: Operation) -> None:
+        """An operation of which nothing says where it ran has written a tensor.
+
+        Should the tensor turn out to be the device's, it was written on the stream that is current now. Until then it
+        is held against nothing: memory of the host has no streams.
+        """
+        region = of_tensor(tensor)
+        if allocation.kind is MemoryKind.UNDECIDED and region is not None:
+            first = allocation.first_write
+            allocation.first_write = self.detector.event(
+                self.current(),
+                EventKind.OPERATION,
+                operation.name,
+                writes=[(allocation.name, region)],
+                at=source_line(2),
+                hidden=first is None or first.hidden,
+            )
+            self.detector.note(allocation.first_write, [(allocation, region, True)])
+            allocation.fresh = None
+            if operation.leaves_empty:
+                self.detector.unwritten(allocation, allocation.first_write)
+
+    # Copies between host and device
+
+    def copied_to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """A copy of pinned memory to device memory was enqueued on the current stream.
+
+        Raises:
+            Race: it may come across another access.
+        """
+        self._reads_source(self._transfer(EventKind.COPY_TO_DEVICE, source, target), source)
+
+    def copied_to_host(self, source: torch.Tensor, target: torch.Tensor, values: torch.Tensor | None) -> None:
+        """A copy of device memory to pinned memory is enqueued on the current stream.
+
+        `values` is what it brings; None where a device brings it.
+
+        Raises:
+            Race: it may come across another access.
+        """
+        entry = self._transfer(EventKind.COPY_TO_HOST, source, target)
+        allocation, region = self.allocations.of(target), of_tensor(target)
+        if allocation is not None and region is not None:
+            with untraced():
+                self.host_memory.lands(entry, allocation, region, target, values)
+
+    def _reads_source(self, entry: Entry, source: torch.Tensor) -> None:
+        allocation, region = self.allocations.of(source), of_tensor(source)
+        if allocation is not None and region is not None:
+            with untraced():
+                self.host_memory.reads(entry, allocation, region, source)
+
+    def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copied_to_device(source, target)
+        target.copy_(source, non_blocking=True)
+
+    def _copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copied_to_host(source, target, source.to("cpu", target.dtype, copy=True).expand(target.shape))
+
+    def _copy_blocking(self, target: torch.Tensor, source: torch.Tensor, to_device: bool, non_blocking: bool) -> None:
+        before = list(self.current().seen)
+        entry = self._transfer(EventKind.COPY_TO_DEVICE if to_device else EventKind.COPY_TO_HOST, source, target)
+        # From pageable memory the host waits for the stream and until the source was taken, not for the copy.
+        staged = to_device and non_blocking
+        self._synchronise("copy_", before if staged else entry.stream.seen)
+        target.copy_(source, non_blocking)
+
+    def _brought_to_host(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if name == "tolist":  # into numbers, which are not memory
+            region = of_tensor(tensor)
+            read = () if region is None else (MemoryAccess(tensor, region, False),)
+            entry, values = self.access(EventKind.COPY_TO_HOST, "copy to host", read), tensor
+        else:
+            values = self.keep(tensor.detach().to(dtype, copy=True), MemoryKind.HOST)
+            entry = self._transfer(EventKind.COPY_TO_HOST, tensor, values)
+        self._synchronise(name, entry.stream.seen)
+        return values
+
+    def _new_on_device(self, like: torch.Tensor, dtype: torch.dtype, **layout: Any) -> torch.Tensor:
+        result = torch.empty_like(like, dtype=dtype, **layout)
+        self.allocate_on_device(result, self.access(EventKind.ALLOCATION, "empty", ()))
+        return result
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        if not self.on_cpu and self.allocations.of(tensor) is None and tensor.is_pinned():
+            self.keep(tensor, MemoryKind.PINNED)
+        return self.kind_of(tensor) is MemoryKind.PINNED
+
+    def _converts(self, call: TracedCall) -> bool:
+        """Whether a call is `.to(...)` from one side of an accelerator to the other."""
+        if self.on_cpu or call.operation.name != "_to_copy":
+            return False
+        place = call.kwargs.get("device")
+        return place is not None and (place.type == "cpu") is (self.kind_of(call.args[0]) is MemoryKind.DEVICE)
+
+    def _converted(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """`.to(...)` to the other side of an accelerator, which torch runs."""
+        to_device, non_blocking = kwargs["device"].type != "cpu", bool(kwargs.get("non_blocking", False))
+        pinned = non_blocking and (not to_device or self._is_pinned(source))
+        made = self.access(EventKind.ALLOCATION, "empty", ()) if to_device else None
+        before = list(self.current().seen)
+        kind = EventKind.COPY_TO_DEVICE if to_device else EventKind.COPY_TO_HOST
+        entry, checked = self.begin(kind, str(kind), _whole([source]))
+        result: torch.Tensor = torch.ops.aten._to_copy.default(source, **kwargs)
+        region = of_tensor(result)
+        if region is not None and (to_device or pinned):
+            known = self.allocate(result, MemoryKind.PINNED) if made is None else self.allocate_on_device(result, made)
+            checked.append((known, region, True))
+            entry.writes = (*entry.writes, (known.name, region))
+            if not to_device:
+                with untraced():
+                    self.host_memory.lands(entry, known, region, result, self._held_back(result))
+        self.end(entry, checked)
+        if to_device and pinned:
+            self._reads_source(entry, source)
+        elif not pinned:  # from pageable memory the host waits for the stream, not for the copy
+            self._synchronise("_to_copy", before if to_device and non_blocking else entry.stream.seen)
+        return result
+
+    def _held_back(self, result: torch.Tensor) -> torch.Tensor | None:
+        """What a copy of torch's brings to the host, which finds poison until it has waited; None: it finds that."""
+        self._inner._wait_for_device()  # orders nothing: the tool looks at what the copy brings
+        return result.clone()
+
+    def _transfer(self, kind: EventKind, source: torch.Tensor, target: torch.Tensor) -> Entry:
+        return self.access(kind, str(kind), _whole([source], [target]))
+
+    # What a launch declares, against what torch shows of it
+
+    def check_declared(
+        self,
+        name: str,
+        seen: Mapping[RaceAllocation, bool],
+        given: Sequence[Any],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """Holds what a launch declares against what torch has shown of older memory.
+
+        Raises:
+            ArgumentError: it declares nothing, and accesses memory that is traced or was given some; or it writes what
+                it does not declare.
+        """
+        if not reads and not writes and (seen or any(self._is_traced(one) for one in given)):
+            raise ArgumentError(
+                f"the launch of {name!r} declares nothing, and touches or was given memory that is traced",
+                value=name,
+                remedy=_REMEDY,
+            )
+        written = {self.use_on_device(one) for one in writes}
+        for allocation, writes_it in seen.items():
+            if writes_it and allocation not in written:
+                raise ArgumentError(
+                    f"the launch of {name!r} writes {allocation}, which it does not declare",
+                    value=name,
+                    remedy=_REMEDY,
+                )
+
+    def add_declared(
+        self,
+        name: str,
+        seen: Mapping[RaceAllocation, bool],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """Adds the accesses that a launch declares and torch did not show.
+
+        Raises:
+            Race: one of them is not ordered, or the source of a copy was refilled before, unseen.
+        """
+        stream = self.current()
+        for one in (*reads, *writes):  # what lands in pinned memory before the kernel is there by then
+            known, region = self.allocations.of(one), of_tensor(one)
+            if known is not None and known.kind is MemoryKind.PINNED and region is not None:
+                with untraced():
+                    self.host_memory.ordered(stream, known, region)
+                    if any(one is other for other in writes):
+                        self.host_memory.overwritten(known, region)
+        self.declared(
+            name,
+            [one for one in reads if self.use_on_device(one) not in seen],
+            [one for one in writes if not seen.get(self.use_on_device(one), False)],
+        )
+
+    def _is_traced(self, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return bool(value.numel()) and self.allocations.of(value) is not None
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        return isinstance(value, list | tuple) and any(self._is_traced(one) for one in value)
+
+
+def _whole(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor] = ()) -> list[MemoryAccess]:
+    """Accesses to all elements of some tensors."""
+    found: list[MemoryAccess] = []
+    for tensors, writing in ((reads, False), (writes, True)):
+        for one in tensors:
+            region = of_tensor(one)
+            if region is not None:
+                found.append(MemoryAccess(one, region, writing))
+    return found

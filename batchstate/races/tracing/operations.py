@@ -1,0 +1,284 @@
+"""What one operation of torch reads and writes, read off its schema; for index operations, which rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate.races.tracing.memory import HOST_KINDS, MemoryKind
+from batchstate.races.tracing.regions import ByteRegion, of_elements, of_index, of_rows, of_strided, of_tensor
+
+Ints = npt.NDArray[np.int64]
+
+
+class MemoryAccess(NamedTuple):
+    """A tensor, the bytes of its memory that are read or written, and which of the two."""
+
+    tensor: torch.Tensor
+    region: ByteRegion
+    writes: bool
+
+
+ReadIndex = Callable[[torch.Tensor], Ints]
+"""Brings an index to the host, whatever it takes; masks as bool."""
+
+Precise = Callable[[Sequence[Any], ReadIndex], ByteRegion | None]
+
+WAITS = frozenset(
+    (
+        "_local_scalar_dense",
+        "_unique2",
+        "argwhere",
+        "bincount",
+        "equal",
+        "histc",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "unique_consecutive",
+        "unique_dim",
+    )
+)
+"""Operations whose result the host needs at once: it waits for the stream."""
+
+
+def isin_waits(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> bool:
+    """Whether `torch.isin` makes the host wait: for many test elements it sorts what is distinct, and counts that.
+
+    So says ATen's TensorCompare.cpp, and so does an H100 with torch 2.11.
+    """
+    if assume_unique or not isinstance(test_elements, torch.Tensor):
+        return False
+    count = elements.numel() if isinstance(elements, torch.Tensor) else 1
+    return test_elements.numel() >= int(10 * count**0.145)
+
+
+_NO_ACCESS = frozenset(
+    (
+        "_fused_sdp_choice",
+        "_unsafe_view",
+        "is_pinned",
+        "is_same_size",
+        "record_stream",
+        "sym_numel",
+        "sym_size",
+        "sym_storage_offset",
+        "sym_stride",
+    )
+)
+"""Operations that read and write no element, though their schemas do not say so."""
+
+_EMPTY = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
+
+_STRIDED = torch.strided
+_LISTS = (list, tuple)
+
+_BY_MASK = ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_")
+
+
+@final
+class Operation:
+    """What the schema of one operation says. Made once for each, by `Operation.of`.
+
+    Attributes:
+        name: without namespace and overload.
+        is_metadata: whether no element is read or written: views, and questions about shapes.
+        leaves_empty: whether it allocates, and writes nothing.
+        takes_host_index: whether torch accepts a host tensor as index of a device tensor.
+        written: arguments that it writes, by position, or by name where they are given by name alone.
+        returned: for each result the argument that it is, by position or name, or None where it is a new tensor.
+    """
+
+    _known: dict[Any, "Operation"] = {}  # noqa: RUF012 - one for the process: schemas do not change
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        arguments, returns = schema.arguments, [one.alias_info for one in schema.returns]
+        self.name: str = schema.name.partition("::")[2]
+        sets: dict[int | str, Any] = {
+            one.name if one.kwarg_only else position: one.alias_info.before_set
+            for position, one in enumerate(arguments)
+            if one.alias_info is not None and one.alias_info.is_write
+        }
+        self.written = frozenset(sets)
+        self.returned: tuple[int | str | None, ...] = tuple(
+            None if alias is None else next((key for key, of in sets.items() if of == alias.before_set), None)
+            for alias in returns
+        )
+        aliases = [alias for alias in returns if alias is not None]
+        is_view = torch.Tag.inplace_view in func.tags or (bool(aliases) and not any(one.is_write for one in aliases))
+        self.is_metadata = is_view or self.name in _NO_ACCESS
+        self.leaves_empty = self.name in _EMPTY
+        self.takes_host_index = self.name in _BY_MASK
+        self._waits = self.name in WAITS
+        self._only_shapes = self.name.startswith("new_") or self.name.endswith("_like")
+        self._precise = _PRECISE.get(self.name)
+        self._reads_whole = not (sets or self._only_shapes or self._precise)
+        self._draws = torch.Tag.nondeterministic_seeded in func.tags
+        self._dropout = next((at for at, one in enumerate(arguments) if one.name == "dropout_p"), None)
+
+    @classmethod
+    def of(cls, func: Any) -> "Operation":
+        """The operation behind an overload."""
+        found = cls._known.get(func)
+        if found is None:
+            found = cls._known[func] = cls(func)
+        return found
+
+    def accesses(self, args: Sequence[Any], kwargs: Mapping[str, Any], read_index: ReadIndex) -> list[MemoryAccess]:
+        """Every access of a call to memory that was there before."""
+        if self._reads_whole:
+            return [
+                MemoryAccess(tensor, region, False)
+                for tensor in tensors_of(args, kwargs)
+                if (region := of_strided(tensor)) is not None
+            ]
+        found: list[MemoryAccess] = []
+        written = self.written
+        for key, value in (*enumerate(args), *kwargs.items()) if kwargs else enumerate(args):
+            tensors = tensors_in(value)
+            if not tensors:
+                continue
+            writes = key in written
+            if self._only_shapes and not writes and not isinstance(key, str):
+                continue
+            for tensor in tensors:
+                region = self.parts(args, read_index) if key == 0 and self._precise else of_strided(tensor)
+                if region is not None:
+                    found.append(MemoryAccess(tensor, region, writes))
+        return found
+
+    def writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments that a call writes: tensors, or lists of them."""
+        named = [value for key, value in (*enumerate(args), *kwargs.items()) if key in self.written]
+        return [value for value in named if value is not None]
+
+    def waits(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], kind_of: Callable[[torch.Tensor], MemoryKind | None]
+    ) -> bool:
+        """Whether the host needs the result or its shape, or brings an operand across, and so waits for the stream."""
+        if self._waits:
+            return True
+        if self.name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        if self.name == "isin":
+            return isin_waits(*args, **kwargs)
+        if not self.takes_host_index:
+            return False
+        indices = [one for one in args[1] if one is not None]
+        if any(one.ndim and kind_of(one) in HOST_KINDS for one in indices):
+            return True
+        by_mask = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
+        number = len(args) > 2 and args[2].ndim == 0 and kind_of(args[2]) is not MemoryKind.DEVICE
+        return by_mask is not number  # a number put where a mask says is a fill; where indices say, it is copied first
+
+    def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call draws random numbers. Attention does only where it is told to drop something."""
+        if not self._draws or self._dropout is None:
+            return self._draws
+        given = args[self._dropout] if self._dropout < len(args) else None
+        return bool(kwargs.get("dropout_p", given))
+
+    @property
+    def index_at(self) -> int | None:
+        """Which argument is the index by which a call accesses its first one in part; None where it does as a whole."""
+        return None if self._precise is None else 2 if self._precise in (_along, _elements) else 1
+
+    def parts(self, args: Sequence[Any], read_index: ReadIndex) -> ByteRegion | None:
+        """The bytes that an index names; the whole tensor where it names none, so that torch may say what is wrong."""
+        try:
+            return None if self._precise is None else self._precise(args, read_index)
+        except (IndexError, ValueError):
+            return of_tensor(args[0])
+
+
+def tensors_in(value: Any) -> Sequence[torch.Tensor]:
+    """The tensors among an argument that lie in one piece of memory: sparse ones do not."""
+    if isinstance(value, torch.Tensor):
+        return (value,) if value.layout is _STRIDED and not value.is_nested else ()
+    if isinstance(value, _LISTS):
+        return [one for one in value if isinstance(one, torch.Tensor) and one.layout is _STRIDED and not one.is_nested]
+    return ()
+
+
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among all arguments of a call."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            if value.layout is _STRIDED and not value.is_nested:
+                found.append(value)
+        elif isinstance(value, _LISTS):
+            found += tensors_in(value)
+    return found
+
+
+def _along(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
+    return of_rows(args[0], args[1], read(args[2]))
+
+
+def _elements(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
+    return of_elements(args[0], args[1], read(args[2]))
+
+
+def _indexed(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
+    indices: dict[int, Ints] = {}
+    dim = 0
+    for one in args[1]:
+        if one is None:
+            dim += 1
+            continue
+        values = read(one)
+        if values.dtype in (np.bool_, np.uint8):
+            for place, positions in enumerate(values.nonzero()):
+                indices[dim + place] = positions
+            dim += values.ndim
+        else:
+            indices[dim] = values
+            dim += 1
+    return of_index(args[0], indices) if indices else of_tensor(args[0])
+
+
+def _flat(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
+    tensor, index = args[0], read(args[1])
+    if not tensor.is_contiguous():
+        return of_tensor(tensor)
+    return of_index(tensor.view(-1), {0: index.reshape(-1)})
+
+
+def _masked(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
+    tensor = args[0]
+    mask = np.broadcast_to(read(args[1]).astype(np.bool_), tuple(tensor.shape))
+    if not mask.any():
+        return None
+    return of_index(tensor, dict(enumerate(mask.nonzero()))) if tensor.ndim else of_tensor(tensor)
+
+
+def _looked_up(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
+    return of_rows(args[0], 0, read(args[1]))
+
+
+_PRECISE: dict[str, Precise] = {
+    "_index_put_impl_": _indexed,
+    "_unsafe_index": _indexed,
+    "embedding": _looked_up,
+    "gather": _elements,
+    "index": _indexed,
+    "index_add_": _along,
+    "index_copy_": _along,
+    "index_fill_": _along,
+    "index_put_": _indexed,
+    "index_reduce_": _along,
+    "index_select": _along,
+    "masked_fill_": _masked,
+    "masked_scatter_": _masked,
+    "masked_select": _masked,
+    "put_": _flat,
+    "scatter_": _elements,
+    "scatter_add_": _elements,
+    "scatter_reduce_": _elements,
+    "take": _flat,
+}
+"""Operations that access their first argument in part."""

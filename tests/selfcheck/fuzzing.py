@@ -1,0 +1,98 @@
+"""Fuzzes the library with its own state machines: `python -m tests.selfcheck fuzz`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import attrs
+from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
+
+from batchstate.errors import ArgumentError, one_of
+from batchstate.races.devices import devices_of
+from batchstate.testing.runner import STEPS, MachineResult, run_machine, with_replay
+from tests.selfcheck.machines import MACHINES
+
+EXAMPLES_FOLDER = ".hypothesis/examples"
+"""Where failing examples are kept, so that the next run tries them first."""
+
+
+@final
+@attrs.frozen
+class FuzzReport:
+    """The outcome of a run of several machines.
+
+    Attributes:
+        device: where it ran.
+        seed: the seed that repeats it.
+        machines: one result per machine and device.
+    """
+
+    device: str
+    seed: int
+    machines: tuple[MachineResult, ...]
+
+    @property
+    def violations(self) -> int:
+        """Failures of all machines."""
+        return sum(result.violations for result in self.machines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "device": self.device,
+            "seed": self.seed,
+            "machines": [result.as_dict() for result in self.machines],
+            "violations": self.violations,
+        }
+
+
+def fuzz(
+    device: str = "cpu",
+    examples: int = 100,
+    seed: int = 0,
+    machines: Sequence[str] | None = None,
+    *,
+    steps: int = STEPS,
+    database: ExampleDatabase | None = None,
+    progress: Callable[[int, str], None] | None = None,
+) -> FuzzReport:
+    """Runs several of the library's machines one after the other.
+
+    Args:
+        device: where they run; on `sim`, each scheduler takes its part of the examples.
+        examples: examples of each.
+        seed: the same seed tries the same examples.
+        machines: names out of `MACHINES`; all by default.
+        steps: rules of one example.
+        database: failing examples of earlier runs; by default those in `EXAMPLES_FOLDER`.
+        progress: called after each example with the number run so far, and the name of the machine.
+
+    Raises:
+        ArgumentError: an unknown machine, or an argument that `run_machine` refuses.
+    """
+    names = list(MACHINES) if machines is None else list(machines)
+    for name in names:
+        if name not in MACHINES:
+            raise ArgumentError(f"unknown machine {name!r}", value=name, remedy=one_of(MACHINES, name))
+    kept = DirectoryBasedExampleDatabase(EXAMPLES_FOLDER) if database is None else database
+    results: list[MachineResult] = []
+    done = 0
+    for name in names:
+        for one, part in devices_of(device, examples).items():
+            result = run_machine(
+                MACHINES[name],
+                device=one,
+                examples=part,
+                seed=seed,
+                steps=steps,
+                database=kept,
+                on_example=None if progress is None else partial(_tell, progress, name, done),
+            )
+            command = f"python -m tests.selfcheck fuzz --machine {name} --seed {seed} --examples {part} --device {one}"
+            results.append(with_replay(result, command))
+            done += part
+    return FuzzReport(device, seed, tuple(results))
+
+
+def _tell(progress: Callable[[int, str], None], name: str, before: int, done: int) -> None:
+    progress(before + done, name)

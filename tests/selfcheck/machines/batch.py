@@ -1,0 +1,807 @@
+"""`Batch` against a list of requests, each a dictionary of its columns; packed columns against columns on their own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, initialize, multiple, rule
+
+from batchstate import invariants, levels
+from batchstate._arrays import of_dtype
+from batchstate.batch import Batch
+from batchstate.columns import MirroredColumn, TensorColumn, device_only, host_list, mirrored, slot_column
+from batchstate.errors import (
+    ArgumentError,
+    ContractError,
+    DeclarationError,
+    DeviceError,
+    DtypeError,
+    RowIndexError,
+    ShapeError,
+    ValueOverflowError,
+)
+from batchstate.mirror import Contract, MirroredTensor, Pages, Slots, rows_of
+from batchstate.pools import SlotPool
+from batchstate.runtime import Runtime
+from batchstate.runtime.memory import ALIGNMENT
+from batchstate.static import StaticBuffers
+from batchstate.tables import TableWrite
+from batchstate.testing.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
+from batchstate.testing.strategies import amounts, fits, keep_lists, plus, split_sizes
+from batchstate.violations import Code
+from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
+
+Array = npt.NDArray[Any]
+
+
+class Decode(Batch):
+    """A column of every kind."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    small = mirrored(torch.uint8, pad=7)
+    temperature = mirrored(torch.float32, shape=(1,), pad=1.0)
+    greedy = mirrored(torch.bool, pad=True)
+    bias = mirrored(torch.float16, shape=(2,))
+    accepted = mirrored(torch.int64, contract="upper_bound")
+    drafts = mirrored(torch.int32, shape=(2,), contract="upper_bound")
+    last_token = device_only(torch.int64, pad=3)
+    hidden = device_only(torch.float32, shape=(2,))
+    states = device_only(torch.bfloat16, shape=(2,), pad=1.5)
+    requests = host_list()
+
+
+COLUMNS: dict[str, TensorColumn] = {
+    name: column for name, column in Decode.columns().items() if isinstance(column, TensorColumn)
+}
+BOUNDED = ("accepted", "drafts")
+COUNTED = ("seq_lens", "small", "accepted", "drafts", "last_token")
+
+
+def numbers(name: str, n: int, first: int) -> Array:
+    """Values [n, ...] of a column: another number in every element, near both ends of the small column's dtype."""
+    column = COLUMNS[name]
+    size = (n, *column.shape)
+    counted = np.arange(first, first + int(np.prod(size, dtype=np.int64))).reshape(size) + 10 * len(name)
+    if column.np_dtype.kind == "b":
+        return np.asarray(counted % 2 == 0)
+    if column.np_dtype == np.uint8:
+        return (counted % 7 - 3).astype(np.uint8)  # 253 to 255, 0 to 3
+    values = counted.astype(column.np_dtype)
+    return np.where(counted % 5 == 0, np.nan, values).astype(values.dtype) if column.np_dtype.kind == "f" else values
+
+
+@final
+@attrs.frozen(eq=False)
+class Cell:
+    """One column of one request: what its host side and its device side hold; `host` is None where there is none."""
+
+    host: Array | None
+    device: Array
+
+
+Row = dict[str, Any]
+"""Column -> `Cell`; `requests` -> the request; `generation` of the slot."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Rows(ShownByRepr):
+    """A batch and its model.
+
+    Attributes:
+        batch: the batch.
+        rows: its requests.
+        bounded: columns whose host side may be a bound.
+        padding: padded rows after the requests.
+    """
+
+    batch: Decode
+    rows: Sequence[Row]
+    bounded: frozenset[str]
+    padding: int = 0
+
+    def __repr__(self) -> str:
+        slots = [int(row["slots"].device) for row in self.rows]
+        return f"<{self.batch!r}: slots {slots}, bounds {sorted(self.bounded)}>"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def side(self, name: str, side: str) -> Array:
+        column = COLUMNS[name]
+        values = [getattr(row[name], side) for row in self.rows] + [column.pad] * self.padding
+        return np.array(values, dtype=column.np_dtype).reshape(len(values), *column.shape)
+
+    def contract(self, name: str) -> Contract:
+        if not isinstance(COLUMNS[name], MirroredColumn):
+            return Contract.DEVICE_ONLY
+        return Contract.UPPER_BOUND if name in self.bounded else Contract.EXACT
+
+    def check(self) -> None:
+        """Compares everything but the device sides, and checks every invariant of the batch."""
+        batch = self.batch
+        batch.check("check")  # first: a broken invariant says more than a difference
+        agree((len(self), len(self) + self.padding), (len(batch), batch.num_rows), "requests and rows", batch)
+        agree([row["requests"] for row in self.rows], list(batch.requests), "requests", batch)
+        generations = [row["generation"] for row in self.rows] + [0] * self.padding
+        agree(generations, batch.slots.generations.tolist(), "generations", batch)
+        for name, column in COLUMNS.items():
+            agree(self.contract(name), batch[name].contract, f"contract of {name}", batch)
+            if isinstance(column, MirroredColumn):
+                agree_on(self.side(name, "host"), batch[name].np, f"host side of {name}", batch)
+
+    def check_devices(self) -> None:
+        """Compares the device side of every column, which uploads the batch if that has not happened yet."""
+        devices = {name: self.batch[name].device for name in COLUMNS}
+        ask(self.batch.check, "check")
+        self.compare(devices, f"model of {self.batch!r}", "check")
+
+    def compare(self, devices: Mapping[str, torch.Tensor], where: str, operation: str) -> None:
+        """Compares device tensors with the device sides of all columns."""
+        for name in COLUMNS:
+            found, expected = rows_of(self.batch.runtime, devices[name]), self.side(name, "device")
+            ask(invariants.mirror_equal, expected, found, object=where, column=name, operation=operation)
+
+    def moved(self, batch: Decode, rows: Sequence[Row], *, padding: int = 0) -> "Rows":
+        """The model of `batch`, which has `rows` of this one."""
+        return Rows(batch, rows, self.bounded, padding)
+
+    def changed(self, batch: Decode, name: str, change: Callable[[int, Cell], Cell]) -> "Rows":
+        """The model of `batch`, in which `change` made the cells of one column anew."""
+        rows = [{**row, name: change(at, row[name])} for at, row in enumerate(self.rows)]
+        return Rows(batch, rows, self.bounded)
+
+
+@attrs.define(eq=False)
+class Graph:
+    """Buffers, the replay of a graph over them, and the batch that they hold.
+
+    What it returns is what a graph would read from the first time on.
+    """
+
+    buffers: StaticBuffers
+    replay: Callable[[Decode], dict[str, torch.Tensor]]
+    filled: Decode | None = None
+
+    @classmethod
+    def of(cls, runtime: Runtime, rows: int) -> "Graph":
+        buffers = StaticBuffers(runtime, Decode, rows=rows, extras={"positions": np.zeros(3, np.int32)})
+        captured = dict(buffers)
+        return cls(buffers, buffers.bind(lambda: captured))
+
+
+class Another(Batch):
+    """A batch of another declaration."""
+
+    seq_lens = mirrored(torch.int64)
+
+
+def _bound(batch: Decode) -> MirroredTensor:
+    return MirroredTensor.from_host(batch.runtime, np.zeros(len(batch), np.int64)).weaken("upper_bound")
+
+
+def _found(batch: Decode, name: str, n: int) -> torch.Tensor:
+    """What a kernel found for `n` rows of a column."""
+    zeros = np.zeros((n, *COLUMNS[name].shape), COLUMNS[name].np_dtype)
+    return of_dtype(batch.runtime.upload([zeros]).view(0).clone(), COLUMNS[name].dtype)
+
+
+def _verified(
+    name: str, rows: Sequence[int] = (), *, found: str | None = None, n: int = 0, bound: Any = None
+) -> Callable[[Decode], Decode]:
+    """Updates rows of a column by what a kernel found for `n` rows of it, or of another column."""
+    return lambda batch: batch.update_device(name, rows, _found(batch, found or name, n), bound)
+
+
+def _slots(batch: Decode, numbers: list[int], pool: int = 10**9) -> Slots:
+    return Slots.from_host(batch.runtime, numbers, pool_id=pool)
+
+
+def _every_slot(number: int) -> Callable[[Decode], Decode]:
+    return lambda batch: batch.replace(slots=_slots(batch, [number] * len(batch)))
+
+
+def _alone(batch: Decode, slots: Any) -> Decode:
+    """A batch of one request with the values of the padded row of `batch`."""
+    row = batch.filter([]).pad(1)
+    columns = {name: row[name].np for name in ("seq_lens", "small", "temperature", "greedy", "bias", "accepted")}
+    zeros: dict[str, Any] = {
+        "drafts": np.zeros((1, 2), np.int32),
+        "last_token": [0],
+        "hidden": np.zeros((1, 2), np.float32),
+    }
+    zeros["states"] = np.zeros((1, 2), np.int16)
+    return Decode.build(batch.runtime, slots=slots, requests=["one"], **columns, **zeros)
+
+
+def _has_rows(batch: Decode) -> bool:
+    return len(batch) > 0
+
+
+def _has_two(batch: Decode) -> bool:
+    return len(batch) > 1
+
+
+MISUSES = misuses(
+    ("a mask too long", ShapeError, lambda one: one.filter(np.ones(len(one) + 1, np.bool_))),
+    ("a row kept twice", ArgumentError, lambda one: one.filter([0, 0]), _has_rows),
+    ("a negative row kept", RowIndexError, lambda one: one.filter([-1])),
+    ("half a row kept", DtypeError, lambda one: one.filter([0.5])),
+    ("a merge with itself", Code.SLOT_SHARED, lambda one: one.merge(one), _has_rows),
+    ("merge another declaration", DeclarationError, lambda one: one.merge(Another.build(one.runtime, seq_lens=[1]))),
+    ("a merge of two pools", ArgumentError, lambda one: one.merge(_alone(one, _slots(one, [9], 8))), _has_rows),
+    ("split into too much", ArgumentError, lambda one: one.split([len(one), 1])),
+    ("pad to fewer rows", ArgumentError, lambda one: one.pad(len(one) - 1)),
+    ("pad to True", DtypeError, lambda one: one.pad(True)),
+    ("advance a float column", DtypeError, lambda one: one.advance("temperature", 1)),
+    ("advance slots", DtypeError, lambda one: one.advance("slots", 1)),
+    ("advance the requests", DeclarationError, lambda one: one.advance("requests", 1)),
+    ("advance one column twice", ArgumentError, lambda one: one.advance(["accepted", "accepted"], 1)),
+    ("advance by a half", DtypeError, lambda one: one.advance("seq_lens", 0.5)),
+    ("advance beyond uint8", ValueOverflowError, lambda one: one.advance("small", 256), _has_rows),
+    ("one amount too many", ShapeError, lambda one: one.advance("seq_lens", np.ones(len(one) + 1, np.int64))),
+    ("update the slots", ArgumentError, lambda one: one.update("slots", [], [])),
+    ("update the device alone", ArgumentError, lambda one: one.update("last_token", [], [])),
+    ("update beyond the last row", RowIndexError, lambda one: one.update("seq_lens", [len(one)], 1)),
+    ("update one row with two", ShapeError, lambda one: one.update("seq_lens", [0], [1, 2]), _has_rows),
+    ("verified rows of an exact column", ContractError, _verified("seq_lens", bound=0)),
+    ("verified rows without a bound", ArgumentError, _verified("accepted")),
+    ("a bound of a column without a host side", ArgumentError, _verified("last_token", bound=9)),
+    ("verified rows from the host", DeviceError, lambda one: one.update_device("last_token", [], [])),
+    ("verified rows of another dtype", DtypeError, _verified("last_token", found="hidden")),
+    ("one verified row too many", ShapeError, _verified("drafts", n=1, bound=9)),
+    ("bounds of too many rows", ShapeError, _verified("accepted", bound=[1, 2])),
+    ("a bound beyond the dtype", ValueOverflowError, _verified("drafts", bound=2**40)),
+    ("a verified row beyond the last", RowIndexError, lambda one: _verified("last_token", [len(one)], n=1)(one)),
+    (
+        "rows of other requests",
+        Code.DERIVED_STALE,
+        lambda one: one.update_device("last_token", [0], one.filter([1]).last_token),
+        _has_two,
+    ),
+    ("hidden states as numbers", DtypeError, lambda one: one.replace(states=[[0.5, 1]] * len(one)), _has_rows),
+    ("replace something undeclared", DeclarationError, lambda one: one.replace(seqlens=[1] * len(one))),
+    ("replace too many rows", ShapeError, lambda one: one.replace(seq_lens=[1] * (len(one) + 1))),
+    ("replace an exact column to a bound", ContractError, lambda one: one.replace(seq_lens=_bound(one))),
+    (
+        "replace a column of another dtype",
+        DtypeError,
+        lambda one: one.replace(seq_lens=one.temperature.np[:, 0]),
+        _has_rows,
+    ),
+    (
+        "replace slots to pages",
+        Code.UNIT_MISMATCH,
+        lambda one: one.replace(slots=Pages.from_host(one.runtime, [1] * len(one), dtype=torch.int64)),
+    ),
+    ("slots that are mere numbers", DtypeError, lambda one: one.replace(slots=[1] * len(one)), _has_rows),
+    ("two requests in one slot", Code.SLOT_SHARED, _every_slot(1), _has_two),
+    ("a request in slot 0", Code.SLOT_ZERO_ALLOCATED, _every_slot(0), _has_rows),
+    ("a request in slot -1", Code.SENTINEL_ESCAPED, _every_slot(-1), _has_rows),
+    ("build without columns", DeclarationError, lambda one: Decode.build(one.runtime)),
+    ("assign to a column", DeclarationError, lambda one: setattr(one, "seq_lens", [1])),
+    ("a column that is not there", DeclarationError, lambda one: one["seqlens"]),
+    ("objects of a tensor column", DeclarationError, lambda one: one.objects("seq_lens")),
+)
+
+OPERATIONS: Operations = (
+    ("filter", lambda it: it.one.filter(range(len(it.one))[::-1])),
+    ("merge", lambda it: it.one.merge(it.other)),
+    ("merge", lambda it: it.other.merge(it.one)),
+    ("next_batch", lambda it: it.one.next_batch(advance="seq_lens", n=0)),
+    ("next_batch", lambda it: it.other.next_batch(joining=it.one)),
+    ("split", lambda it: it.one.split([len(it.one)])),
+    ("pad", lambda it: it.one.pad(len(it.one))),
+    ("advance", lambda it: it.one.advance(it.counted, 0)),
+    ("update", lambda it: it.one.update(it.copied, [], [])),
+    ("update_device", lambda it: it.one.update_device("last_token", [], _found(it.one, "last_token", 0))),
+    ("tighten", lambda it: it.one.tighten("accepted", it.one["accepted"].np, slots=it.one.slots)),
+    ("replace", lambda it: it.one.replace(**{it.copied: it.one[it.copied].np.copy()})),
+    ("upload", lambda it: it.one.upload()),
+    ("on_device", lambda it: it.one.on_device()),
+    ("to_static", lambda it: it.one.to_static(it.graph, extras={"positions": np.zeros(3, np.int32)})),
+)
+"""Every operation, by the name that it has in reports: each compares both sides of every batch that it takes."""
+
+
+@final
+@attrs.frozen
+class Written:
+    """A batch that was written from outside, and what operations on it need: one of other requests, and a graph.
+
+    The device side of a column that an operation does not change stays, and with it what was written there: operations
+    that give one column other values take the `written` one, where they can.
+    """
+
+    one: Decode
+    other: Decode
+    graph: StaticBuffers
+    written: str = "seq_lens"
+
+    @property
+    def counted(self) -> str:
+        """A column of numbers that can be computed."""
+        return self.written if self.written in COUNTED else "seq_lens"
+
+    @property
+    def copied(self) -> str:
+        """A column with an exact host side, but the slots."""
+        of_both = isinstance(COLUMNS[self.written], MirroredColumn) and self.written != "slots"
+        return self.written if of_both and self.one[self.written].contract is Contract.EXACT else "seq_lens"
+
+
+BATCHES = Bundle("batches")
+
+GRAPH_ROWS = (4, 8)
+"""Rows of the buffers with fixed addresses, of two graphs; the larger ones have one for each slot."""
+_POOL = 10**9
+"""Id of the pool that the slots of every batch pretend to come from; no real one has it."""
+_KEPT = 6
+"""Batches that are checked after every rule: the newest."""
+
+
+class BatchMachine(Machine):
+    """Builds batches of requests with few slots, so that they collide; moves, changes and uploads them."""
+
+    NAME = "batch"
+    TARGETS = (
+        "merge of exact with bound",
+        "a bound made exact again",
+        "a bounded column read on the device",
+        "padded rows read on the device",
+        "a request in both batches refused",
+        "overflow refused",
+        "table writes of one table joined",
+        "packed and single ways compared",
+        "fewer requests in a graph than before",
+        "leave, join and advance at once",
+        "write from outside found",
+        "a graph replayed late",
+        "a graph of another batch refused",
+        "bounds tightened by results in another order",
+        "some rows verified, and read with the others",
+        "what did not change stayed on the device",
+    )
+
+    @initialize()
+    def begin(self) -> None:
+        """Opens the runtime, and a table for the writes that an upload packs."""
+        self.open()
+        self.alive: list[Rows] = []
+        self.seen: list[Rows] = []
+        self.pool = SlotPool(self.rt, 8)
+        self.table = self.pool.table("table", (2,), host=True)
+        self.owners = self.pool.take(8)
+        self.graphs = {rows: Graph.of(self.rt, rows) for rows in GRAPH_ROWS}
+        self.requests = 0
+        self.tried_all = False
+
+    def check(self) -> None:
+        """The newest batches are as they were, and those whose device sides were read have them still."""
+        for one in self.alive[-_KEPT:]:
+            one.check()
+        for one in self.seen[-2:]:
+            one.check_devices()
+        self.table.check()
+
+    def snapshot(self) -> object:
+        """Versions, host sides and what of the batches is uploaded."""
+        return [
+            (
+                one.batch.version,
+                [one.batch[name].np.tobytes() for name, c in COLUMNS.items() if isinstance(c, MirroredColumn)],
+                [one.batch[name].device_side.existing is None for name in COLUMNS],
+            )
+            for one in self.alive[-_KEPT:]
+        ]
+
+    def kept(self, one: Rows, *, look: bool = False) -> Rows:
+        """A batch that is checked from now on; `look` reads its device sides at once."""
+        self.alive.append(one)
+        if look:
+            self.look(one)
+        return one
+
+    def look(self, one: Rows, *, side: bool = False) -> None:
+        with self.on(side):
+            one.check_devices()
+        self.seen.append(one)
+        self.reached("padded rows read on the device", one.padding > 0)
+        self.reached("a bounded column read on the device", bool(one.bounded) and len(one) > 0)
+
+    # Building
+
+    @rule(
+        target=BATCHES,
+        slots=st.lists(st.integers(1, 8), max_size=3, unique=True),
+        first=st.integers(0, 9),
+        bounds=st.booleans(),
+        look=st.booleans(),
+    )
+    def build(self, slots: list[int], first: int, bounds: bool, look: bool) -> Rows:
+        """A batch of new requests; their numbers follow from `first`, so that a program stays readable."""
+        return self.kept(self.built(slots, first, bounds=bounds), look=look)
+
+    def built(self, slots: list[int], first: int, *, bounds: bool) -> Rows:
+        generations = np.arange(1, len(slots) + 1, dtype=np.int64)
+        handles = Slots.from_host(self.rt, slots, generations=generations, pool_id=_POOL)
+        requests = self._new_requests(len(slots))
+        values: dict[str, Any] = {"slots": handles, "requests": requests}
+        cells = {"slots": [Cell(one, one) for one in np.array(slots, np.int64)]}
+        for name in COLUMNS:
+            if name != "slots":
+                values[name], cells[name] = self.column(name, len(slots), first, bounds)
+        rows: list[Row] = [
+            {name: cells[name][at] for name in COLUMNS} | {"requests": request, "generation": at + 1}
+            for at, request in enumerate(requests)
+        ]
+        bounded = frozenset(BOUNDED if bounds else ())
+        return Rows(Decode.build(self.rt, **values), rows, bounded)
+
+    def _new_requests(self, n: int) -> list[str]:
+        self.requests += n
+        return [f"request {self.requests - at}" for at in range(n)]
+
+    def column(self, name: str, n: int, first: int, bounds: bool) -> tuple[Any, list[Cell]]:
+        """A value for a column, as a list, an array or a mirrored value, and what it makes of each request."""
+        column = COLUMNS[name]
+        device = numbers(name, n, first)
+        form = ("array", "list", "value")[(first + len(name)) % 3]
+        if not isinstance(column, MirroredColumn):
+            given: object = of_dtype(self.on_device(device), column.dtype) if form == "value" else device
+            return given, [Cell(None, one) for one in device]
+        if name in BOUNDED and bounds:
+            host = device + (np.arange(n) % 3).reshape(-1, *[1] * (device.ndim - 1)).astype(device.dtype)
+            value = MirroredTensor.from_pair(self.rt, host, self.on_device(device), contract="upper_bound")
+            return value, [Cell(above, one) for above, one in zip(host, device, strict=True)]
+        given = MirroredTensor.from_host(self.rt, device) if form == "value" else device
+        return device.tolist() if form == "list" and n else given, [Cell(one, one) for one in device]
+
+    # Moving rows
+
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
+    def filter(self, one: Rows, data: st.DataObject, look: bool) -> Rows:
+        """`filter` is indexing of the list."""
+        keep = data.draw(keep_lists(len(one)), label="keep")
+        return self.kept(one.moved(one.batch.filter(keep), [one.rows[at] for at in _rows(keep)]), look=look)
+
+    @rule(target=BATCHES, first=BATCHES, second=BATCHES, look=st.booleans())
+    def merge(self, first: Rows, second: Rows, look: bool) -> Any:
+        """`merge` is the sum of the lists; a request in both is refused."""
+        slots = [int(row["slots"].device) for row in (*first.rows, *second.rows)]
+        if len(set(slots)) < len(slots):
+            self.reached("a request in both batches refused")
+            with self.refused(Code.SLOT_SHARED):
+                first.batch.merge(second.batch)
+            return multiple()
+        return self.kept(self.joined(first, second), look=look)
+
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
+    def split(self, one: Rows, data: st.DataObject, look: bool) -> Any:
+        """`split` slices the list."""
+        sizes = data.draw(split_sizes(len(one)), label="sizes")
+        stops = np.cumsum(sizes).tolist()
+        pieces = one.batch.split(sizes)
+        agree(len(sizes), len(pieces), "pieces of a split")
+        return multiple(
+            *(
+                self.kept(one.moved(piece, one.rows[stop - size : stop]), look=look)
+                for piece, size, stop in zip(pieces, sizes, stops, strict=True)
+            )
+        )
+
+    @rule(one=BATCHES, more=st.integers(0, 2), side=st.booleans())
+    def pad(self, one: Rows, more: int, side: bool) -> None:
+        """`pad` appends rows of slot 0 and the declared pad values; a padded batch does not move rows."""
+        padded = one.moved(one.batch.pad(len(one) + more), one.rows, padding=more)
+        ask(padded.check)
+        if more:
+            for call in (lambda: padded.batch.filter([]), lambda: padded.batch.pad(9), lambda: padded.batch.split([])):
+                with self.refused(ArgumentError):
+                    call()
+        self.look(padded, side=side)
+
+    # Changing values
+
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
+    def advance(self, one: Rows, data: st.DataObject, look: bool) -> Any:
+        """`advance` is exact integer arithmetic on both sides, or refused."""
+        names = data.draw(st.lists(st.sampled_from(COUNTED), min_size=1, max_size=2, unique=True), label="columns")
+        near = amounts(len(one))
+        n = data.draw(st.one_of(near, near, near, amounts(len(one), 2**63 - 1, 2**63 - 1)), label="n")
+        each = np.broadcast_to(np.asarray(n), len(one)).tolist()
+        given = names[0] if len(names) == 1 else names
+        if any(not fits(one.side(name, "host"), each) for name in names if name != "last_token"):
+            self.reached("overflow refused")
+            with self.refused(ValueOverflowError):
+                one.batch.advance(given, n)
+            return multiple()
+        if any(not fits(one.side(name, "device"), each) for name in names):
+            return multiple()  # the host cannot know that a number which only the device has leaves its dtype
+        batch = one.batch.advance(given, n)
+        result = one
+        for name in names:
+            result = result.changed(batch, name, lambda at, cell: _shifted(cell, each[at]))
+        return self.kept(result, look=look)
+
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
+    def update(self, one: Rows, data: st.DataObject, look: bool) -> Any:
+        """`update` changes some requests; a bounded column is refused, since its host side is not a copy."""
+        name = data.draw(st.sampled_from(["seq_lens", "temperature", "bias", "accepted"]), label="column")
+        rows = list(_rows(data.draw(keep_lists(len(one)), label="rows")))
+        new = numbers(name, len(rows), 100)
+        if name in one.bounded:
+            with self.refused(ArgumentError):
+                one.batch.update(name, rows, new)
+            return multiple()
+        batch = one.batch.update(name, rows, new)
+        by_row = dict(zip(rows, new, strict=True))
+        updated = one.changed(batch, name, lambda at, cell: Cell(by_row[at], by_row[at]) if at in by_row else cell)
+        return self.kept(updated, look=look)
+
+    @rule(
+        target=BATCHES,
+        one=BATCHES,
+        name=st.sampled_from([name for name in COLUMNS if name != "slots"]),
+        first=st.integers(0, 9),
+        bounds=st.booleans(),
+        look=st.booleans(),
+    )
+    def replace(self, one: Rows, name: str, first: int, bounds: bool, look: bool) -> Rows:
+        """`replace` gives one column other values, and with them perhaps another contract."""
+        value, cells = self.column(name, len(one), first, bounds)
+        self.reached("a bound made exact again", name in one.bounded and not bounds)
+        changed = one.changed(one.batch.replace(**{name: value}), name, lambda at, _: cells[at])
+        bounded = one.bounded | {name} if name in BOUNDED and bounds else one.bounded - {name}
+        return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
+
+    @rule(target=BATCHES, one=BATCHES, name=st.sampled_from(list(COLUMNS)[1:]), first=st.integers(0, 9))
+    def replace_what_crossed(self, one: Rows, name: str, first: int) -> Rows:
+        """Where no row moves, the columns that did not change stay on the device, and one that did crosses alone."""
+        one.batch.on_device()
+        value, cells = self.column(name, len(one), first, bounds=False)
+        before = self.rt.counters.snapshot()
+        batch = one.batch.filter(range(len(one))).replace(requests=list(one.batch.requests))
+        batch.on_device()
+        agree(0, (self.rt.counters - before).host_to_device_bytes, "bytes copied of a batch in which nothing changed")
+        batch = batch.replace(**{name: value})
+        batch.on_device()
+        at_most = len(one) * (COLUMNS[name].pad.nbytes + 8) + 2 * ALIGNMENT  # the rows, and an index of them
+        spent = self.rt.counters - before
+        agree(True, spent.host_to_device_bytes <= at_most, f"{spent} copied for {name}, expected {at_most} bytes")
+        self.reached("what did not change stayed on the device", len(one) > 0)
+        changed = one.changed(batch, name, lambda at, _: cells[at])
+        return self.kept(Rows(changed.batch, changed.rows, one.bounded - {name}), look=True)
+
+    @rule(
+        target=BATCHES,
+        one=BATCHES,
+        data=st.data(),
+        name=st.sampled_from((*BOUNDED, "last_token", "states")),
+        spare=st.integers(0, 2),
+        look=st.booleans(),
+    )
+    def update_device(self, one: Rows, data: st.DataObject, name: str, spare: int, look: bool) -> Rows:
+        """A mixed step has verified some rows: the device has them, and the host a bound of each."""
+        rows = list(_rows(data.draw(keep_lists(len(one)), label="rows")))
+        found = numbers(name, len(rows), 200)
+        bound = found + found.dtype.type(spare) if name in BOUNDED else None
+        batch = one.batch.update_device(name, rows, of_dtype(self.on_device(found), COLUMNS[name].dtype), bound)
+        cells = {row: Cell(None if bound is None else bound[at], found[at]) for at, row in enumerate(rows)}
+        self.reached("some rows verified, and read with the others", look and 0 < len(rows) < len(one))
+        changed = one.changed(batch, name, lambda at, cell: cells.get(at, cell))
+        bounded = one.bounded | {name} if name in BOUNDED else one.bounded
+        return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
+
+    @rule(target=BATCHES, one=BATCHES, data=st.data(), name=st.sampled_from(BOUNDED), look=st.booleans())
+    def tighten(self, one: Rows, data: st.DataObject, name: str, look: bool) -> Any:
+        """What was found of the same requests in another order brings bounds down: rows go by handle."""
+        order = data.draw(st.permutations(range(len(one))), label="order of the results")
+        found = one.batch.filter(order)[name].resolve()
+        if name not in one.bounded:
+            with self.refused(ContractError):
+                one.batch.tighten(name, found)
+            return multiple()
+        with self.refused(ArgumentError):
+            one.batch.tighten(name, found.np)
+        if not self._fits_both(one, name):
+            return multiple()
+        ahead = one.batch.advance(name, 1)  # a step is launched before the results of the last are there
+        _ = ahead[name].device
+        lower = np.minimum(found.aligned(ahead.slots) + 1, ahead[name].np)
+        self.reached("bounds tightened by results in another order", len(one) > 1)
+        batch = ahead.tighten(name, lower, slots=ahead.slots)
+        return self.kept(
+            one.changed(batch, name, lambda _, cell: _shifted(Cell(cell.device, cell.device), 1)), look=look
+        )
+
+    # To the device
+
+    @rule(one=BATCHES, data=st.data(), side=st.booleans())
+    def upload(self, one: Rows, data: st.DataObject, side: bool) -> None:
+        """Columns, table writes and derived arrays cross in one copy, and one operation scatters the writes."""
+        first = all(one.batch[name].device_side.existing is None for name in COLUMNS)
+        slots = data.draw(st.lists(st.integers(1, 8), max_size=3, unique=True), label="written slots")
+        new = np.arange(len(slots), dtype=np.int32) + self.requests
+        halves = np.array_split(np.arange(len(slots)), 2)
+        rows = self.owners.take(np.array(slots, np.int64) - 1)
+        writes = [self.table.entry(rows.take(half), half % 2, new[half]) for half in halves if half.size]
+        before = self.rt.counters.snapshot()
+        with self.on(side):
+            extras = one.batch.upload(writes=writes, extras={"positions": new})
+        cost = self.rt.counters - before
+        agree((1, 0), (cost.host_to_device_copies, cost.forced_syncs), "copies and forced syncs of an upload")
+        if first:
+            agree(int(bool(writes)), cost.device_operations, "device operations of an upload")
+        agree_on(new, self.rt.inspect(extras["positions"]), "an extra array")
+        self.reached("table writes of one table joined", len(writes) > 1)
+        self.look(one, side=side)
+
+    @rule(one=BATCHES, slots=st.lists(st.integers(1, 8), max_size=3, unique=True), side=st.booleans())
+    def to_static(self, one: Rows, slots: list[int], side: bool) -> None:
+        """A graph reads the batch where it read the one before, and padding after it."""
+        size = next(rows for rows in GRAPH_ROWS if rows >= len(one))
+        graph = self.graphs[size]
+        self.reached("fewer requests in a graph than before", len(one) < graph.buffers.num_reqs)
+        new = np.arange(3, dtype=np.int32) + self.requests
+        rows = self.owners.take(np.array(slots, np.int64) - 1)
+        writes = [self.table.entry(rows, [0] * len(slots), new[: len(slots)])] if slots else []
+        before = self.rt.counters.snapshot()
+        with self.on(side):
+            self._fill(size, one.batch, writes, new)
+        captured = graph.replay(one.batch)
+        cost = self.rt.counters - before
+        padded = Rows(one.batch, one.rows, one.bounded, size - len(one))
+        padded.compare(captured, f"graph input of {one.batch!r}", "replay")
+        agree_on(new, self.rt.inspect(captured["positions"]), "an extra of the graph")
+        on_host = max(sum(length for _, length in rows.sources) for rows in one.batch.device_side.state.device.values())
+        fits_in_one = on_host <= size
+        copies = cost.host_to_device_copies
+        agree(
+            (fits_in_one, 0), (copies == 1, cost.forced_syncs) if fits_in_one else (copies > 2, 0), "copies of a step"
+        )
+
+    def _fill(self, size: int, batch: Decode, writes: Sequence[TableWrite], positions: Array) -> None:
+        batch.to_static(self.graphs[size].buffers, writes=writes, extras={"positions": positions})
+        self.graphs[size].filled = batch
+
+    @rule(one=BATCHES, rows=st.sampled_from([4, 8]))
+    def replay_late(self, one: Rows, rows: int) -> None:
+        """A graph runs the batch in its buffers, however late, and no other."""
+        graph = self.graphs[rows]
+        if graph.filled is not None:
+            self.reached("a graph replayed late")
+            graph.replay(graph.filled)
+        if graph.filled is not one.batch:
+            self.reached("a graph of another batch refused")
+            with self.refused(Code.DERIVED_STALE):
+                graph.replay(one.batch)
+
+    @rule(
+        target=BATCHES,
+        one=BATCHES,
+        leaves=st.integers(0, 3),
+        n=st.integers(0, 2),
+        first=st.integers(0, 9),
+        at_once=st.booleans(),
+    )
+    def step(self, one: Rows, leaves: int, n: int, first: int, at_once: bool) -> Rows:
+        """A step of an engine: one leaves, others join under the other contract, all advance, one upload."""
+        keep = [at for at in range(len(one)) if at != leaves]
+        taken = {int(one.rows[at]["slots"].device) for at in keep}
+        free = [slot for slot in range(1, 9) if slot not in taken][: n + 1]
+        joining = self.built(free, first, bounds=not one.bounded)
+        left = one.moved(one.batch.filter(keep), [one.rows[at] for at in keep])
+        both = self.joined(left, joining)
+        before = self.rt.counters.snapshot()
+        if at_once:
+            batch = one.batch.next_batch(keep=keep, joining=joining.batch, advance="seq_lens")
+        else:
+            batch = both.batch.advance("seq_lens", 1)
+        self.reached("leave, join and advance at once", at_once and 0 < len(keep) < len(one) and bool(free))
+        batch.upload()
+        cost = self.rt.counters - before
+        agree((1, 0), (cost.host_to_device_copies, cost.device_operations), "copies and operations of a step")
+        return self.kept(both.changed(batch, "seq_lens", lambda _, cell: _shifted(cell, 1)), look=True)
+
+    def joined(self, first: Rows, second: Rows) -> Rows:
+        self.reached("merge of exact with bound", first.bounded != second.bounded and bool(len(first) and len(second)))
+        merged = first.batch.merge(second.batch)
+        return Rows(merged, [*first.rows, *second.rows], first.bounded | second.bounded)
+
+    # Both ways
+
+    @rule(one=BATCHES, data=st.data(), how=st.sampled_from(["filter", "split", "pad", "advance"]))
+    def both_ways(self, one: Rows, data: st.DataObject, how: str) -> None:
+        """A batch moves its columns as each would move by itself."""
+        n = len(one)
+        argument: Any = n + 1
+        if how == "filter":
+            argument = data.draw(keep_lists(n), label="keep")
+        elif how == "split":
+            argument = data.draw(split_sizes(n), label="sizes")
+        for name, column in COLUMNS.items():
+            alone, batch = one.batch[name], one.batch
+            if how == "filter":
+                self._same(alone.filter(argument), batch.filter(argument)[name])
+            elif how == "split":
+                for mine, theirs in zip(alone.split(argument), batch.split(argument), strict=True):
+                    self._same(mine, theirs[name])
+            elif how == "pad" and not column.shape:
+                self._same(alone.pad(argument, column.pad.item()), batch.pad(argument)[name])
+            elif how == "advance" and name in COUNTED and self._fits_both(one, name):
+                self._same(alone + 1, batch.advance(name, 1)[name])
+        self.reached("packed and single ways compared", n > 0)
+
+    def _fits_both(self, one: Rows, name: str) -> bool:
+        sides = ("device", "host") if isinstance(COLUMNS[name], MirroredColumn) else ("device",)
+        return all(fits(one.side(name, side), [1] * len(one)) for side in sides)
+
+    @rule(first=BATCHES, second=BATCHES)
+    def both_ways_merge(self, first: Rows, second: Rows) -> None:
+        """Merging batches merges their columns."""
+        slots = [int(row["slots"].device) for row in (*first.rows, *second.rows)]
+        if len(set(slots)) == len(slots):
+            merged = first.batch.merge(second.batch)
+            for name in COLUMNS:
+                self._same(first.batch[name].merge(second.batch[name]), merged[name])
+
+    def _same(self, alone: MirroredTensor, packed: MirroredTensor) -> None:
+        for one in (alone, packed):
+            _ = one.device
+            ask(one.check, "both ways")
+        agree(alone.contract, packed.contract, "contract", packed)
+        if alone.contract is not Contract.DEVICE_ONLY:
+            agree_on(alone.np, packed.np, "host side", packed)
+        both = rows_of(self.rt, alone.device), rows_of(self.rt, packed.device)
+        ask(invariants.mirror_equal, *both, object=packed, column=packed.name, operation="both ways")
+        if isinstance(alone, Slots) and isinstance(packed, Slots):
+            agree_on(alone.generations, packed.generations, "generations", packed)
+
+    @rule(
+        first=st.integers(0, 9),
+        bounds=st.booleans(),
+        column=st.sampled_from(list(COLUMNS)),
+        side=st.sampled_from(["host", "device"]),
+        uploaded=st.booleans(),
+        chosen=st.integers(0, len(OPERATIONS) - 1),
+    )
+    def write_from_outside(self, first: int, bounds: bool, column: str, side: str, uploaded: bool, chosen: int) -> None:
+        """What a kernel writes into either side of a column is found by the next operation."""
+        if not levels.full or (side == "host" and not isinstance(COLUMNS[column], MirroredColumn)):
+            return
+        other = self.built([3], first, bounds=not bounds).batch
+        for at in range(chosen, chosen + (1 if self.tried_all else len(OPERATIONS))):
+            victim = self.built([1, 2], first, bounds=bounds).batch
+            if uploaded:
+                victim.upload()
+            write_uncounted(victim[column], side, 1)
+            check_reported(
+                OPERATIONS,
+                at % len(OPERATIONS),
+                Written(victim, other, self.graphs[GRAPH_ROWS[0]].buffers, column),
+                column,
+                1,
+            )
+            self.reached("write from outside found")
+        self.tried_all = True
+
+    @rule(one=BATCHES, misuse=st.sampled_from(MISUSES))
+    def misuse(self, one: Rows, misuse: Misuse[Decode]) -> None:
+        """What cannot be meant is refused, and changes nothing."""
+        self.refuses(misuse, one.batch)
+
+
+def _rows(keep: Any) -> list[int]:
+    array = np.asarray(keep)
+    rows: list[int] = (np.flatnonzero(array) if array.dtype.kind == "b" else array.astype(np.int64)).tolist()
+    return rows
+
+
+def _shifted(cell: Cell, n: int) -> Cell:
+    return Cell(None if cell.host is None else plus(cell.host, n), plus(cell.device, n))

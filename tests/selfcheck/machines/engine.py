@@ -1,0 +1,495 @@
+"""Everything together, driven by a scheduler: who finds whose tokens where, and when a slot changes hands."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from batchstate import invariants
+from batchstate.columns import device_only, mirrored
+from batchstate.hybrid import HybridSlotPool
+from batchstate.kv.pages import Extension, PageLease, PagePool
+from batchstate.mirror import Contract, Locations, MirroredTensor
+from batchstate.pools import SlotPool
+from batchstate.runtime import Fence
+from batchstate.tables import TableWrite
+from batchstate.testing.fences import ManualFence, ManualStream
+from batchstate.testing.machine import Machine, agree, agree_on, ask
+from batchstate.testing.sync_guard import no_hidden_sync
+from examples.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan
+
+BUDGET = 6
+"""Tokens per step."""
+
+DEPTH = 3
+"""Steps in flight, at most."""
+
+WINDOW = 4
+"""Tokens of a request whose KV the layers with a window keep."""
+
+
+class EngineBatch(ScheduledBatch):
+    """The running requests."""
+
+    num_generated = mirrored(torch.int32)
+    temperature = mirrored(torch.float32, pad=1.0)
+    bound_lens = mirrored(torch.int64, contract="upper_bound")
+    last_token = device_only(torch.int64)
+
+
+@final
+@attrs.define(eq=False)
+class EngineRequest:
+    """One request.
+
+    Attributes:
+        number: its name.
+        prompt, answer: tokens.
+        shares: begins with the prefix that the cache holds, if that is shorter than its prompt.
+        num_generated: tokens generated when it last left the batch.
+        state: waiting, running, finished or aborted.
+        forwards: in which it has taken part since it joined.
+        last, bound: what the device has in `last_token` and `bound_lens`; `most` is the host's bound.
+    """
+
+    number: int
+    prompt: int
+    answer: int
+    shares: bool = False
+    num_generated: int = 0
+    state: str = "waiting"
+    forwards: int = 0
+    last: int = 0
+    bound: int = 0
+    most: int = 0
+
+    @property
+    def adapter(self) -> int:
+        return self.number % 3
+
+    @property
+    def tokens_to_prefill(self) -> int:
+        """Tokens whose KV is computed before the next one is generated."""
+        return self.prompt + self.num_generated
+
+
+@final
+class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
+    """A scheduler with a prefix cache, whose forward only counts. Its machine is told of what joins and is written.
+
+    Attributes:
+        slots: the slot pool.
+        steps: steps in flight.
+        cache: the prefix that a finished request left behind, or None.
+        launched: the batch that the last step uploaded.
+        waited: how often a step in flight was awaited because its slots or pages were needed.
+    """
+
+    def __init__(self, pages: PagePool, machine: "EngineMachine") -> None:
+        super().__init__(pages, EngineBatch.empty(pages.runtime), max_tokens_per_step=BUDGET)
+        self.slots = pages.slots
+        self.steps = ManualStream()
+        self.cache: PageLease | None = None
+        self.launched: EngineBatch | None = None
+        self.waited = 0
+        self.adapters = pages.slots.adopt(
+            pages.runtime.device_zeros((pages.slots.capacity,), torch.int32), "adapter_ids", host=True
+        )
+        memory = pages.runtime.device_zeros((pages.location_capacity,), torch.int32)
+        self.window = pages.adopt(memory, "full_to_window", by="location", host=True)  # that of the last tokens is kept
+        self._machine = machine
+        self._writes: list[TableWrite] = []
+        self._reads: list[Locations] = []  # of the next forward
+        self.states: torch.Tensor | None = None  # forwards of each request, in one of its states
+        if isinstance(self.slots, HybridSlotPool):
+            self.states = pages.runtime.device_zeros((self.slots.state_capacity(),), torch.int64)
+        self._begun: list[npt.NDArray[np.int64]] = []  # states of requests that join
+        self._real: deque[Fence] = deque()  # of the device itself, which may be slower than `steps`
+
+    def step(self) -> int:
+        self._next_step()
+        plan = self.schedule()
+        for request in self.waiting:
+            request.state = "waiting"  # a retracted one, too
+        if len(self.batch) and plan is not None:
+            self._launch(plan)
+        return len(self.batch)
+
+    def _next_step(self) -> None:
+        """A step begins before it is planned: what planning uploads is of this step, and awaited with it."""
+        self._real.append(self.runtime.record())
+        while len(self._real) >= self.runtime.steps_in_flight:
+            self._real.popleft().wait()
+        self.runtime.next_step()
+
+    @property
+    def slots_available(self) -> int:
+        """Slots without an owner, as the pool says: one that leaked is missing."""
+        stats = self.slots.stats
+        return stats.free - stats.free_reserved + stats.pending
+
+    @property
+    def last_step(self) -> Fence | None:
+        return self.steps.last
+
+    def wait_for_step(self) -> bool:
+        completed = self.steps.complete() > 0
+        self.waited += completed
+        return completed
+
+    def leave(self) -> None:
+        """Gives back the rows of requests that are complete or aborted; the first complete one leaves its prefix."""
+        batch = self.batch
+        done = batch.num_generated.np >= np.array([request.answer for request in batch.requests], np.int64)
+        aborted = np.array([request.state == "aborted" for request in batch.requests], np.bool_)
+        leaves = done | aborted
+        if leaves.any():
+            self._keep_prefix(batch.filter(done & ~aborted))
+            for request in self.give_back(leaves):
+                if request.state == "running":
+                    request.state = "finished"
+
+    def _keep_prefix(self, done: EngineBatch) -> None:
+        if len(done):
+            size = self.pages.page_size
+            self.reclaim()
+            first = done.filter([0])
+            self.cache = self.pages.hold(first.slots, int(first.seq_lens.np[0]) // size * size)
+
+    def reclaim(self) -> bool:
+        """Releases the cached prefix, whose pages a step in flight may still read."""
+        if self.cache is None:
+            return False
+        self.cache.release(after=self.steps.last)
+        self.cache = None
+        return True
+
+    def join(self, requests: Sequence[EngineRequest]) -> StepPlan:
+        """Requests get slots and rows before the step, since some begin on a shared prefix."""
+        hybrid = self.slots if isinstance(self.slots, HybridSlotPool) else None
+        n = len(requests)
+        slots = self.when_free(lambda: self.slots.take(n) if hybrid is None else hybrid.take(n, write=False))
+        if hybrid is not None:
+            self._writes.append(hybrid.state_entry(slots))
+            self._begun.append(hybrid.states_of(slots)[:, 0])
+        self._writes.append(self.adapters.entry(slots, None, [request.adapter for request in requests]))
+        for request, slot in zip(requests, slots.split([1] * n), strict=True):
+            start, extension = 0, None
+            if request.shares and self.cache is not None and self.cache.tokens < request.tokens_to_prefill:
+                start = self.cache.tokens
+                extension = self.pages.share(self.cache, slot, start)
+                self._writes.append(extension.entry())
+                self._reads.append(extension.locations)
+            self._machine.on_join(request, extension)
+            request.state = "running"
+            request.forwards = 0
+            request.last = 1000 * request.number + request.num_generated
+            request.bound = request.most = start
+        joined = EngineBatch.build(
+            self.runtime,
+            slots=slots,
+            seq_lens=[request.bound for request in requests],
+            prefill_lens=[request.tokens_to_prefill for request in requests],
+            num_generated=[request.num_generated for request in requests],
+            temperature=[request.number / 2 for request in requests],
+            bound_lens=[request.bound for request in requests],
+            last_token=[request.last for request in requests],
+            requests=requests,
+        )
+        self.batch = self.batch.merge(joined)
+        return self.plan()
+
+    def _launch(self, plan: StepPlan) -> None:
+        while self.steps.depth >= DEPTH:
+            self.steps.complete()
+        batch = self.batch.advance(
+            {"seq_lens": plan.chunks, "num_generated": plan.samples.astype(int), "bound_lens": 2}
+        )
+        extension = self.when_free(lambda: self.pages.advance(batch.slots, plan.chunks))
+        self._machine.on_extend(batch, extension)
+        self._writes.append(self.window.entry(extension.locations, None, in_window(extension)))
+        self._reads.append(extension.locations)
+        extras: dict[str, object] = {"positions": extension.positions, "out_cache_loc": extension.locations}
+        turns = None
+        if isinstance(self.slots, HybridSlotPool):  # a request that puts in no token keeps its state
+            turns = self.slots.state_turns(batch.filter(plan.chunks > 0).slots)
+            extras |= {**turns.extras, "begun": np.concatenate([np.empty(0, np.int64), *self._begun])}
+            self._begun.clear()
+        uploaded = batch.upload(writes=[*self._writes, extension.entry()], extras=extras)
+        self._writes.clear()
+        self.launched = batch
+        if turns is not None and self.states is not None:
+            self.states.index_fill_(0, uploaded["begun"], 0)
+            counted = self.states.index_select(0, uploaded["state_reads"]) + 1
+            self.states.index_copy_(0, uploaded["state_writes"], counted)
+            turns.launched()
+            for request, chunk in zip(batch.requests, plan.chunks.tolist(), strict=True):
+                request.forwards += chunk > 0
+        self._forward(batch)
+        self.pages.commit(batch.slots, batch.seq_lens)
+        self.steps.record()
+
+    def _forward(self, batch: EngineBatch) -> None:
+        """One token per row comes out, and one of the two drafts is accepted."""
+        read = [self.adapters, self.pages.req_to_token]
+        if isinstance(self.slots, HybridSlotPool):
+            read.append(self.slots.state_table())
+        for table in read:
+            if table is not None:
+                table.device_for(batch.slots)
+                table.read_until(self.runtime.record())
+        for locations in self._reads:
+            self.window.device_for(locations)
+        self._reads.clear()
+        self.window.read_until(self.runtime.record())
+        launch, tokens, lens = self.runtime.launch, batch.last_token.device, batch.bound_lens.device
+        sampled = launch(torch.add, tokens, 1, reads=(tokens,), name="forward")
+        accepted = launch(torch.sub, lens, 1, reads=(lens,), name="verify drafts")
+        bounds = MirroredTensor.from_pair(self.runtime, batch.bound_lens.np, accepted, contract="upper_bound")
+        self.batch = batch.replace(last_token=sampled, bound_lens=bounds)
+        for request in batch.requests:
+            request.last += 1
+            request.bound += 1
+            request.most += 2
+
+    def resolve_bounds(self) -> None:
+        """Waits for the device once, and knows the lengths exactly."""
+        self.batch = self.batch.replace(bound_lens=self.batch.bound_lens.resolve())
+        for request in self.batch.requests:
+            request.most = request.bound
+
+
+def in_window(extension: Extension) -> npt.NDArray[np.int64]:
+    """Where tokens lie in the window's memory, which goes round: int64[t]."""
+    where: npt.NDArray[np.int64] = extension.slots * 100 + extension.positions % WINDOW
+    return where
+
+
+_MAX_TOKENS = 12
+
+
+class EngineMachine(Machine):
+    """Requests arrive, run, hang up and finish, while steps end late."""
+
+    NAME = "engine"
+    TARGETS = (
+        "two steps in flight",
+        "retraction",
+        "waited for a step that held what was needed",
+        "slots free behind step N while N+1 is in flight",
+        "abort with a step in flight",
+        "a shared prefix",
+        "a page held by two",
+        "no adapter in a slot that had one",
+        "a request that sat a step out",
+    )
+
+    @initialize(
+        size=st.integers(1, 4),
+        num_pages=st.integers(6, 12),
+        page_size=st.integers(1, 3),
+        hybrid=st.booleans(),
+    )
+    def begin(self, size: int, num_pages: int, page_size: int, hybrid: bool) -> None:
+        """Opens an engine in which any one request fits, and hardly two long ones."""
+        self.open()
+        self._windows.enter_context(no_hidden_sync(self.rt))
+        self.slots = (
+            HybridSlotPool(self.rt, size, states=2 * size, states_per_slot=2) if hybrid else SlotPool(self.rt, size)
+        )
+        self.table = self.slots.table("req_to_token", (_MAX_TOKENS,), holds="location", host=True)
+        self.pages = PagePool(
+            self.rt,
+            self.slots,
+            max(num_pages, -(-_MAX_TOKENS // page_size)),
+            page_size,
+            max_tokens_per_request=_MAX_TOKENS,
+            req_to_token=self.table,
+        )
+        self.engine = SmallEngine(self.pages, self)
+        self.steps = self.engine.steps
+        self.memory: dict[int, int] = {}  # location -> stamp
+        self.stamps: dict[int, list[int]] = {}  # request -> stamps of its tokens
+        self.written = 0
+        self.reading: list[tuple[ManualFence, set[int]]] = []  # locations that each step in flight reads
+        self.requests: list[EngineRequest] = []
+        self.adapted: set[int] = set()  # slots that have had an adapter
+
+    # What the engine tells
+
+    def on_join(self, request: EngineRequest, shared: Extension | None) -> None:
+        """The request finds what the shared prefix holds."""
+        self.stamps[request.number] = [] if shared is None else [self.memory[token] for token in shared.locations.np]
+        self.reached("a shared prefix", shared is not None and len(shared) > 0)
+
+    def on_extend(self, batch: EngineBatch, extension: Extension) -> None:
+        """No token is written that a step in flight still reads."""
+        self.reading = [(fence, tokens) for fence, tokens in self.reading if not fence.query()]
+        owners = dict(zip(batch.slots.np.tolist(), batch.requests, strict=True))
+        written = extension.locations.np
+        read = np.isin(written, [token for _, tokens in self.reading for token in tokens])
+        ask(invariants.slot_in_flight, written, read, object="tokens of steps in flight", operation="extend")
+        for slot, token in zip(extension.slots.tolist(), written.tolist(), strict=True):
+            self.written += 1
+            self.memory[token] = self.written
+            self.stamps[owners[slot].number].append(self.written)
+
+    # Checking
+
+    def check(self) -> None:
+        """Lengths, tables, tokens and both sides of the batch agree; every invariant holds."""
+        self.slots.verify()
+        self.pages.verify()
+        batch = self.engine.batch
+        batch.check("check")
+        agree([r for r in self.requests if r.state == "running"], sorted(batch.requests, key=_number), "running")
+        agree_on(self.pages.committed(batch.slots), np.array(batch.seq_lens.np), "committed tokens")
+        stats, size = self.slots.stats, self.slots.size
+        invariants.slot_conservation(stats.free, stats.pending, len(batch), size, object="slots of running requests")
+        self._check_tables(batch)
+        self._check_states(batch)
+        self._check_sides(batch)
+        self.reached("two steps in flight", self.steps.depth >= 2)
+        self.reached("retraction", self.engine.retractions > 0)
+        self.reached("waited for a step that held what was needed", self.engine.waited > 0)
+        self.reached("a page held by two", self.pages.stats.shared > 0)
+        self.reached("slots free behind step N while N+1 is in flight", stats.pending > 0 and self.steps.depth >= 2)
+
+    def _check_tables(self, batch: EngineBatch) -> None:
+        """What the device finds in each row is where the page table says, and what this request wrote there."""
+        table, size = self.rt.inspect(self.table.memory), self.pages.page_size
+        adapters = self.rt.inspect(self.engine.adapters.memory)
+        lengths = batch.seq_lens.np.tolist()
+        for slot, length, request in zip(batch.slots.np.tolist(), lengths, batch.requests, strict=True):
+            positions = np.arange(length)
+            tokens = (self.pages.page_table[slot][positions // size] * size + positions % size).tolist()
+            agree(tokens, table[slot, :length].tolist(), f"req_to_token of slot {slot}")
+            agree(request.adapter, adapters[slot].item(), f"adapter of request {request.number}")
+            self.reached("no adapter in a slot that had one", not request.adapter and slot in self.adapted)
+            self.adapted |= {slot} if request.adapter else set()
+            found = [self.memory[token] for token in tokens]
+            agree(self.stamps[request.number], found, f"tokens of request {request.number}")
+
+    def _check_states(self, batch: EngineBatch) -> None:
+        """The newest state of each request has counted its own forwards."""
+        if isinstance(self.slots, HybridSlotPool) and self.engine.states is not None:
+            found = self.rt.inspect(self.engine.states)[self.slots.state_turns(batch.slots).reads]
+            agree([request.forwards for request in batch.requests], found.tolist(), "forwards counted in states")
+            self.reached("a request that sat a step out", len({r.forwards % 2 for r in batch.requests}) > 1)
+
+    def _check_sides(self, batch: EngineBatch) -> None:
+        """The two sides of what was launched, and what the forward left on the device, request by request."""
+        agree([r.most for r in batch.requests], batch.bound_lens.np.tolist(), "host bounds of lengths")
+        launched = self.engine.launched
+        if launched is not None:
+            launched.check("check")
+            agree_on(launched.seq_lens.np, self.rt.inspect(launched.seq_lens.device), "seq_lens on the device")
+        for column, values in (
+            ("last_token", [r.last for r in batch.requests]),
+            ("bound_lens", [r.bound for r in batch.requests]),
+        ):
+            device = self.rt.inspect(batch.filter(range(len(batch)))[column].device)
+            invariants.mirror_equal(np.array(values, dtype=np.int64), device, object="model", column=column)
+
+    # Rules
+
+    @rule(n=st.integers(1, 2), prompt=st.integers(1, 6), answer=st.integers(1, 4), shares=st.booleans())
+    def arrive(self, n: int, prompt: int, answer: int, shares: bool) -> None:
+        """Requests come."""
+        for _ in range(n):
+            request = EngineRequest(len(self.requests) + 1, prompt, answer, shares)
+            self.requests.append(request)
+            self.engine.waiting.append(request)
+
+    @rule(n=st.integers(1, 2))
+    def step(self, n: int) -> None:
+        """The engine steps; the device lags behind."""
+        for _ in range(n):
+            self._step()
+
+    def _step(self) -> None:
+        before, launched = self.rt.counters.snapshot(), self.engine.launched
+        running = self.engine.step()
+        cost = self.rt.counters - before
+        agree(0, cost.forced_syncs, "forced syncs of a step")
+        if running and self.engine.launched is not launched:
+            agree(1, cost.host_to_device_copies, "copies of a step")
+            batch = self.engine.launched
+            if batch is not None:
+                self._note_reads(batch)
+
+    def _note_reads(self, batch: EngineBatch) -> None:
+        fence, size = self.steps.last, self.pages.page_size
+        if fence is not None:
+            tokens = set()
+            for slot, length in zip(batch.slots.np.tolist(), batch.seq_lens.np.tolist(), strict=True):
+                pages = self.pages.page_table[slot]
+                tokens |= {int(pages[at // size]) * size + at % size for at in range(length)}
+            self.reading.append((fence, tokens))
+
+    @rule(n=st.integers(1, 2))
+    def end(self, n: int) -> None:
+        """The oldest steps end."""
+        self.steps.complete(n)
+
+    @precondition(lambda self: bool(self.engine.waiting) or len(self.engine.batch) > 0)
+    @rule(at=st.integers(0, 5))
+    def abort(self, at: int) -> None:
+        """A client hangs up, whatever its request is doing, and the engine goes on."""
+        here = [*self.engine.batch.requests, *self.engine.waiting]
+        request = here[at % len(here)]
+        if request.state == "waiting":
+            self.engine.waiting.remove(request)
+        self.reached("abort with a step in flight", request.state == "running" and self.steps.depth > 0)
+        request.state = "aborted"
+        self._step()
+
+    @rule(prompt=st.integers(1, 6), shares=st.booleans())
+    def step_finish_admit_step(self, prompt: int, shares: bool) -> None:
+        """A short request runs to its end beside the others, and another takes its place at once."""
+        for answer in (1, 2):
+            self.arrive(1, prompt, answer, shares)
+            self._step()
+        self._step()
+
+    @rule(ended=st.booleans())
+    def crowd(self, ended: bool) -> None:
+        """More than fits arrives, grows until a request has to give pages back; a step ends meanwhile, or not."""
+        self.arrive(3, 2, 4, False)
+        for _ in range(4):
+            self._step()
+        self.steps.complete(int(ended))
+
+    @rule()
+    def resolve(self) -> None:
+        """The host learns the exact lengths by waiting, and says so."""
+        before = self.rt.counters.forced_syncs
+        bounded = self.engine.batch.bound_lens.contract is Contract.UPPER_BOUND
+        self.engine.resolve_bounds()
+        agree(int(bounded), self.rt.counters.forced_syncs - before, "forced syncs of resolve")
+
+    @rule()
+    def drain(self) -> None:
+        """Everyone finishes, and every slot and page is back."""
+        for _ in range(200):
+            if not self.engine.waiting and not len(self.engine.batch):
+                break
+            self._step()
+            self.steps.complete()
+        agree(set(), {r.state for r in self.requests} - {"finished", "aborted"}, "requests left behind")
+        self.engine.reclaim()
+        self.steps.complete(DEPTH)
+        self.slots.expect_idle()
+        self.pages.expect_idle()
+        stats = self.pages.stats
+        agree((self.slots.size, stats.num_pages), (self.slots.stats.free, stats.free), "free slots and pages when idle")
+
+
+def _number(request: EngineRequest) -> int:
+    return request.number

@@ -1,0 +1,227 @@
+"""Plain torch code that says `cuda`, without a GPU: each use comes behind the one before, in some way.
+
+A class as engines write them keeps counts on the host and on the device. It knows nothing of this library and has no
+race, so an edge that a front end loses is a race, or on the simulated device a wrong count in some order of streams.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, final
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+from batchstate import invariants, levels
+from batchstate.races import runtime as race
+from batchstate.races.cuda import CudaRuntime, WatchedCuda, _streams, _window, cuda_on_cpu, watch_cuda, watching
+from batchstate.races.cuda._torch import replace
+from batchstate.races.sim import PORTFOLIO
+from batchstate.testing.machine import Machine, ask
+from batchstate.watch import watch
+
+cuda: Any = torch.cuda  # its streams and events have no types
+
+DTYPE = torch.int64
+
+WAYS = ("event", "event by stream", "stream", "event on the host", "stream on the host", "device", "read back")
+"""How a stream comes behind another one."""
+
+SOURCES = ("pageable memory", "pinned until an event is over", "pinned until a stream is idle", "pinned until a wait")
+"""What is copied to the device, and when it is refilled."""
+
+
+def come_behind(stream: Any, last: Any, way: str, buffer: torch.Tensor) -> None:
+    """Orders what a stream does next behind all that another one has, which has used a buffer last."""
+    event: Any = cuda.Event()
+    if way == "event":
+        with cuda.stream(last):
+            event.record()
+        with cuda.stream(stream):
+            event.wait()
+    elif way == "event by stream":
+        event.record(last)
+        event.wait(stream)
+    elif way == "stream":
+        stream.wait_stream(last)
+    elif way == "event on the host":
+        event.record(last)
+        event.synchronize()
+    elif way == "stream on the host":
+        last.synchronize()
+    elif way == "device":
+        cuda.synchronize()
+    else:
+        with cuda.stream(last):
+            buffer.cpu()
+
+
+class Counts:
+    """Four counts, on both sides."""
+
+    def __init__(self) -> None:
+        self.host = torch.zeros(4, dtype=DTYPE)
+        self.device = torch.zeros(4, dtype=DTYPE, device="cuda")
+        self.side: Any = cuda.Stream()
+        self.staging = torch.zeros(4, dtype=DTYPE, pin_memory=True)
+        self.graph: Any = cuda.CUDAGraph()
+        with cuda.graph(self.graph, stream=self.side):
+            self.device.add_(torch.ones_like(self.device))
+        self.default: Any = cuda.current_stream()
+        cuda.synchronize()
+
+    def add(self, number: int, way: str) -> None:
+        """The side stream adds behind the default stream, which then adds behind it."""
+        come_behind(self.side, self.default, way, self.device)
+        with cuda.stream(self.side):
+            self.device.add_(number)
+        come_behind(self.default, self.side, way, self.device)
+        self.device.add_(number)
+        self.host = self.host + 2 * number
+
+    def replay(self, number: int, on_side: bool) -> None:
+        """On either stream the counts change signs, the graph adds one, and then memory made before it is added."""
+        stream = self.side if on_side else self.default
+        stream.wait_stream(self.default)
+        with cuda.stream(stream):
+            kept = torch.full_like(self.device, number)
+            self.device.neg_()
+            self.graph.replay()
+            self.device.add_(kept)
+        self.default.wait_stream(stream)
+        self.host = -self.host + (number + 1)
+
+    def lend(self, number: int) -> None:
+        """Memory of the default stream is read on the side stream, which its owner is told, and dropped."""
+        lent = torch.full_like(self.device, number)
+        self.side.wait_stream(self.default)
+        with cuda.stream(self.side):
+            self.device.add_(lent)
+            lent.record_stream(self.side)
+        del lent
+        torch.zeros_like(self.device)
+        self.default.wait_stream(self.side)
+        self.host = self.host + number
+
+    def upload(self, number: int, source: str) -> None:
+        """A buffer is refilled as soon as the copy from it is over."""
+        buffer = torch.zeros(4, dtype=DTYPE) if source == "pageable memory" else self.staging
+        buffer.fill_(number)
+        with cuda.stream(self.side):
+            moved = buffer.to("cuda", non_blocking=True)
+            copied = self.side.record_event()
+        if source == "pinned until a wait":
+            self.side.synchronize()
+        elif source != "pageable memory":
+            while not (copied if source == "pinned until an event is over" else self.side).query():
+                pass
+        buffer.fill_(-1)
+        self.default.wait_event(copied)
+        moved.record_stream(self.default)
+        self.device.add_(moved)
+        self.host = self.host + number
+
+
+class PlainTorchMachine(Machine):
+    """One object of the class, under the race detector."""
+
+    NAME = "plain_torch"
+    TARGETS = (*(f"behind by {way}" for way in WAYS), *SOURCES, "memory lent", "a replay")
+
+    @initialize(scheduler=st.sampled_from(tuple(PORTFOLIO)), seed=st.integers(0, 99))
+    def begin(self, scheduler: str, seed: int) -> None:
+        """Zeros, and a graph."""
+        self._windows.enter_context(levels.checks(self.session.level))
+        replace(self._windows, race, "PATIENCE", 20)  # `Counts.upload` polls: it would ask 10,000 times
+        self._open(scheduler, seed)
+        self.counts = Counts()
+        self.expected = 0
+
+    def _open(self, scheduler: str, seed: int) -> None:
+        self._windows.enter_context(cuda_on_cpu())
+
+    @rule(number=st.integers(1, 9), way=st.sampled_from(WAYS))
+    def add(self, number: int, way: str) -> None:
+        """On both streams."""
+        self.counts.add(number, way)
+        self.expected += 2 * number
+        self.reached(f"behind by {way}")
+
+    @rule(number=st.integers(1, 9), on_side=st.booleans())
+    def replay(self, number: int, on_side: bool) -> None:
+        """On either stream."""
+        self.counts.replay(number, on_side)
+        self.expected = -self.expected + number + 1
+        self.reached("a replay")
+
+    @rule(number=st.integers(1, 9))
+    def lend(self, number: int) -> None:
+        """To the side stream."""
+        self.counts.lend(number)
+        self.expected += number
+        self.reached("memory lent")
+
+    @rule(number=st.integers(1, 9), source=st.sampled_from(SOURCES))
+    def upload(self, number: int, source: str) -> None:
+        """On the side stream."""
+        self.counts.upload(number, source)
+        self.expected += number
+        self.reached(source)
+
+    def check(self) -> None:
+        for side in (self.counts.host, self.counts.device):
+            found = np.array(side.tolist())
+            ask(invariants.mirror_equal, np.full(4, self.expected), found, object="counts", operation="check")
+
+
+@final
+class PlainTorchOnSimMachine(PlainTorchMachine):
+    """The same on the simulated device, in some order of its streams; a watch compares the sides."""
+
+    NAME = "plain_torch_on_sim"
+
+    def _open(self, scheduler: str, seed: int) -> None:
+        self._windows.enter_context(cuda_on_cpu(f"sim:{scheduler}", seed=seed))
+        changes = ["add", "replay", "lend", "upload"]
+        self._windows.enter_context(watch(Counts, after=changes, num_rows=lambda _: 4, pairs=[("host", "device")]))
+
+
+@contextlib.contextmanager
+def watched_over(window: CudaRuntime, **given: Any) -> Iterator[WatchedCuda]:
+    """A window of `watch_cuda` inside of one of `cuda_on_cpu`, which stands for the GPU.
+
+    Args:
+        window: its tensors, streams, events and graphs count as the GPU's.
+        given: what `watch_cuda` takes.
+    """
+    with contextlib.ExitStack() as stack:
+        replace(stack, _window, "_open", [])
+        replace(stack, watching, "KINDS", (_streams._Stream, _streams._Event, _streams._Graph))
+        replace(stack, watching.WatchTracer, "on_device", lambda self, tensor: window.tracer.on_device(tensor))
+        yield stack.enter_context(watch_cuda(**given))
+
+
+@final
+class PlainTorchWatchedMachine(PlainTorchMachine):
+    """The same while a device runs it, told to `watch_cuda` alone; and rows that two streams write at once."""
+
+    NAME = "plain_torch_watched"
+    TARGETS = (*PlainTorchMachine.TARGETS, "rows apart")
+
+    def _open(self, scheduler: str, seed: int) -> None:
+        device = self._windows.enter_context(cuda_on_cpu(on_race="collect"))
+        self._windows.enter_context(watched_over(device))
+
+    @rule(row=st.integers(0, 6))
+    def write_rows(self, row: int) -> None:
+        """Two streams write rows of one table that their indices name, and nothing orders them: the rows are apart."""
+        table = torch.zeros(8, 2, device="cuda")
+        indices = [torch.tensor([place], device="cuda") for place in (row, row + 1)]
+        values = torch.ones(1, 2, device="cuda")
+        cuda.synchronize()
+        for stream, index in zip((self.counts.default, self.counts.side), indices, strict=True):
+            with cuda.stream(stream):
+                table.index_copy_(0, index, values)
+        cuda.synchronize()
+        self.reached("rows apart")

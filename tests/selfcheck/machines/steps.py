@@ -1,0 +1,409 @@
+"""Steps of an engine by `StepPlanner`, overlapped over two streams, against what each request must be given.
+
+Requests join with a prompt or prefilled, decode, change places, get other columns, and leave while their step runs. The
+model is a list of tokens per request: the token after `t` is `t` + 1 + what the request adds. A forward reads all that
+it is given, so that a wrong place, a stale column or a missing wait ends in wrong tokens.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from batchstate import levels
+from batchstate._planned_step import DecodeStep
+from batchstate.batch import Batch
+from batchstate.columns import HostColumn, host_list, mirrored, slot_column
+from batchstate.errors import PoolExhaustedError
+from batchstate.forward.inputs import ForwardInputs
+from batchstate.forward.token_array import TokenArray
+from batchstate.future_map import FutureMap, Prefetched, relay_field
+from batchstate.kv.pages import PagePool
+from batchstate.pools import SlotPool
+from batchstate.runtime import Fence
+from batchstate.step import PlannedStep, StepPlanner
+from batchstate.testing.machine import Machine, agree, ask
+from batchstate.violations import Code
+from tests.selfcheck.machines.failures import PlantedError, failing
+from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
+
+LONGEST, PAGE_SIZE = 20, 4
+SIZE, NUM_PAGES = 6, 18
+
+
+@final
+@attrs.define(eq=False)
+class StepRequest:
+    """A request and its tokens, the prompt first. `adds` stands in a column, and goes into each of its tokens.
+
+    Its pages have `encoder` tokens before these.
+    """
+
+    adds: int
+    tokens: list[int]
+    prompt: int
+    encoder: int
+
+
+class StepBatch(Batch):
+    """Columns of three widths, and the requests."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    adds = mirrored(torch.int64)
+    encoder = mirrored(torch.int64)
+    narrow = mirrored(torch.int32)
+    small = mirrored(torch.bool)
+    requests: HostColumn[StepRequest] = host_list()
+
+
+OPERATIONS: Operations = (
+    ("inputs", lambda it: it.step.inputs()),
+    ("plan", lambda it: it.planner.plan(it.step.sent)),
+)
+"""What a step does with a batch that was written from outside, by the name that it has in reports."""
+
+
+@final
+@attrs.frozen
+class Written:
+    """A step that was planned and not entered, and a column of its batch was written from outside."""
+
+    planner: StepPlanner
+    step: PlannedStep
+
+
+@final
+@attrs.frozen(eq=False)
+class Launched:
+    """A step whose results were not read."""
+
+    requests: Sequence[StepRequest]
+    expected: list[int]
+    results: Prefetched
+    done: Fence
+
+
+@final
+class StepMachine(Machine):
+    """One engine whose steps all come from a planner."""
+
+    NAME = "steps"
+    TARGETS = (
+        "a decode step in one piece",
+        "the same requests again",
+        "others in their place",
+        "a page begins",
+        "a mixed step",
+        "a mixed step in one piece",
+        "requests leave and arrive with a step in one piece",
+        "requests arrive as columns",
+        "pages run out for those that arrive",
+        "padded",
+        "tokens of an encoder",
+        "two steps in flight",
+        "pages run out",
+        "a stale batch refused",
+        "a stale step refused",
+        "a copy fails where requests join",
+        "idle",
+        "write from outside found",
+    )
+
+    @initialize(encoders=st.sampled_from([False, False, True]))
+    def begin(self, encoders: bool) -> None:
+        """No requests; with `encoders` some will have tokens of one in their pages."""
+        self.open()
+        self.encoders = encoders
+        rt = self.rt
+        self.slots = SlotPool(rt, SIZE)
+        table = self.slots.table("req_to_token", (LONGEST,), torch.int32, holds="location")
+        self.pages = PagePool(rt, self.slots, NUM_PAGES, PAGE_SIZE, max_tokens_per_request=LONGEST, req_to_token=table)
+        self.relay = FutureMap(self.slots, {"token": relay_field(torch.int64, read_by="both", non_negative=True)})
+        self.planner = StepPlanner(
+            StepBatch,
+            pages=self.pages,
+            relay=self.relay,
+            ids="token",
+            results=("token",),
+            kv_offset="encoder" if encoders else None,
+        )
+        with rt.use(self.side):
+            self.kv = rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
+        self.batch = StepBatch.empty(rt)
+        self.in_flight: deque[Launched] = deque()
+        self._drawn = 0
+
+    # Requests come and go
+
+    @rule(prompts=st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    def join(self, prompts: list[int]) -> None:
+        """Requests that will put in their prompt with the next step."""
+        free = self.slots.stats.free
+        prompts = prompts[:free]
+        if not prompts:
+            return
+        requests = [self._request(n, n, encoder=self.encoders) for n in prompts]
+        columns = self._columns(requests, [0] * len(requests))
+        joining = StepBatch.build(self.rt, slots=self.slots.take(len(requests)), **columns)
+        self.batch = self.batch.merge(joining)
+
+    @precondition(lambda self: len(self.batch) > 0)
+    @rule(rows=st.sets(st.integers(0, SIZE - 1), min_size=1, max_size=2))
+    def leave(self, rows: set[int]) -> None:
+        """Requests leave, with all that they have, behind the last step."""
+        keep = np.array([row not in rows for row in range(len(self.batch))], dtype=np.bool_)
+        after = self.in_flight[-1].done if self.in_flight else None
+        leaving, before = self.batch.filter(~keep), self.batch
+        self.pages.release_requests(leaving.slots, after=after)
+        if len(leaving) and keep.any() and self._ready(before):
+            with self.refused(Code.SLOT_STALE_HANDLE) as refusal:
+                self.planner.plan(before)
+            self.reached("a stale batch refused", refusal.error is not None)
+            with self.refused(Code.SLOT_STALE_HANDLE):
+                self.planner.plan(before, keep=~keep, after=after)  # only those that left stay
+        self.batch = self.batch.filter(keep)
+
+    @precondition(lambda self: not self.in_flight)
+    @rule()
+    def end(self) -> None:
+        """All requests leave, and nothing is left of them."""
+        self.pages.release_requests(self.batch.slots)
+        self.batch = StepBatch.empty(self.rt)
+        self.slots.expect_idle()
+        self.pages.expect_idle()
+        self.reached("idle")
+
+    @precondition(lambda self: self._ready(self.batch) and self._fits())
+    @rule(arriving=st.lists(st.integers(1, 6), min_size=1, max_size=2))
+    def fail_to_join(self, arriving: list[int]) -> None:
+        """The copy of a step fails, and those that were to join with it have nothing."""
+        arrived, joining = self._arrived(arriving, columns=True)
+        first = {"token": [one.tokens[-1] for one in arrived]}
+        with contextlib.suppress(PoolExhaustedError, PlantedError), failing(self.rt, "_copied_to_device", 1):
+            self.planner.plan(self.batch, joining=joining, published=first)
+        self.rt.record().wait()  # no forward comes behind its copy
+        self.reached("a copy fails where requests join")
+
+    @precondition(lambda self: len(self.batch) > 1)
+    @rule(seed=st.integers(0, 20))
+    def change_places(self, seed: int) -> None:
+        """The same requests in another order."""
+        self.batch = self.batch.filter(np.random.default_rng(seed).permutation(len(self.batch)))
+
+    @precondition(lambda self: len(self.batch) > 0)
+    @rule(adds=st.integers(0, 6))
+    def replace(self, adds: int) -> None:
+        """Other values in a column, and the rows stay."""
+        values = [(one.adds + adds) % 7 for one in self.batch.requests]
+        for one, value in zip(self.batch.requests, values, strict=True):
+            one.adds = value
+        self.batch = self.batch.replace(adds=values)
+
+    # Steps
+
+    @precondition(lambda self: self._fits())
+    @rule(
+        padded=st.booleans(),
+        gone=st.sets(st.integers(0, SIZE - 1), max_size=2),
+        arriving=st.lists(st.integers(1, 6), max_size=2),
+        typed=st.booleans(),
+        columns=st.booleans(),
+    )
+    def step(self, padded: bool, gone: set[int], arriving: list[int], typed: bool, columns: bool) -> None:
+        """Some leave and others arrive; each request puts in its prompt, or the token that it got last."""
+        stays = [row not in gone for row in range(len(self.batch))]
+        running = [pair for pair, stay in zip(self._with_lengths(), stays, strict=True) if stay]
+        if not running:
+            return
+        arrived, joining = self._arrived(arriving, columns)
+        requests = [one for one, _ in running] + arrived
+        prompts: list[Any] = [one.tokens if not length else None for one, length in running] + [None] * len(arrived)
+        queries = np.array([1 if ids is None else len(ids) for ids in prompts])
+        if len(self.in_flight) == 2:
+            self.read()
+        self.rt.next_step()
+        steps = self.planner._steps
+        before = None if steps is None else steps.requests
+        rows = len(requests) + 1 if padded else None
+        kinds = (
+            None
+            if not typed or all(ids is None for ids in prompts)
+            else {"kinds": TokenArray(prompts, torch.int32, fill=9)}
+        )
+        options: dict[str, Any] = {"pad_rows": rows, "pad_tokens": queries.sum() + 1} if padded else {}
+        if kinds is not None:
+            options["token_arrays"] = kinds
+        if not all(stays):
+            after = self.in_flight[-1].done if self.in_flight else None
+            options |= {"keep": np.array(stays), "after": after}
+        if arrived:
+            options |= {"joining": joining, "published": {"token": [one.tokens[-1] for one in arrived]}}
+        try:
+            step = self.planner.plan(self.batch, queries, prompt_ids=prompts, **options)
+        except PoolExhaustedError:
+            self.reached("pages run out")
+            self.reached("pages run out for those that arrive", columns and bool(arrived))
+            if isinstance(joining, StepBatch):
+                self.pages.release_requests(joining.slots)
+            while self.in_flight:  # a step without a launch: an engine reads what is under way, and tries again
+                self.read()
+            return
+        requests_of = step._requests if isinstance(step, DecodeStep) else None
+        one_piece = requests_of is not None
+        self.reached("a decode step in one piece", one_piece)
+        self.reached("the same requests again", one_piece and requests_of is before)
+        self.reached("others in their place", one_piece and before is not None and requests_of is not before)
+        self.reached("a page begins", one_piece and bool((self.batch.seq_lens.np % PAGE_SIZE == 0).any()))
+        mixed = None in prompts and any(ids is not None for ids in prompts)
+        self.reached("a mixed step", mixed)
+        self.reached("a mixed step in one piece", mixed and step._checked)
+        self.reached("padded", padded)
+        self.reached("requests leave and arrive with a step in one piece", one_piece and len(options) == 4)
+        self.reached("requests arrive as columns", columns and bool(arrived))
+        self.reached("tokens of an encoder", any(one.encoder for one in requests))
+        expected = [(one.tokens[-1] + 1 + one.adds) % 1000 for one in requests]
+        with self.rt.use(self.side):
+            inputs = step.inputs()
+            if kinds is not None and levels.full:
+                known = [one for ids, n in zip(prompts, queries.tolist(), strict=True) for one in ids or [9] * n]
+                agree(known, self.rt.inspect(inputs.arrays["kinds"]).tolist()[: len(known)], "values of tokens")
+            step.publish(token=self._forward(step, inputs))
+            done = self.rt.record()
+        if self.pages.req_to_token is not None:
+            self.pages.req_to_token.read_until(done)
+        for one, token in zip(requests, expected, strict=True):
+            one.tokens.append(token)
+        self.batch = step.batch  # type: ignore[assignment]
+        self.in_flight.append(Launched(requests, expected, step.results, done))
+        self.reached("two steps in flight", len(self.in_flight) == 2)
+
+    @precondition(lambda self: self._fits())
+    @rule(times=st.integers(2, 5))
+    def decode_on(self, times: int) -> None:
+        """Several steps of the same requests."""
+        for _ in range(times):
+            if self._fits():
+                self.step(False, set(), [], False, False)
+
+    def _arrived(self, lens: list[int], columns: bool) -> "tuple[list[StepRequest], StepBatch | dict[str, Any]]":
+        """Requests that were prefilled elsewhere, with the first token of each: a batch of them, or their columns."""
+        lens, slots = lens[: self.slots.stats.free], None
+        if not columns:
+            try:
+                slots = self.pages.take_requests(lens)
+            except PoolExhaustedError:
+                slots, lens = self.pages.take_requests([]), []
+        requests = [self._request(n + 1, n) for n in lens]
+        values = self._columns(requests, lens)
+        return requests, values if slots is None else StepBatch.build(self.rt, slots=slots, **values)
+
+    def _request(self, length: int, prompt: int, *, encoder: bool = False) -> StepRequest:
+        self._drawn += 1
+        tokens = [(self._drawn * 37 + at * 11) % 1000 for at in range(length)]
+        return StepRequest(self._drawn % 7, tokens, prompt, self._drawn % 4 if encoder else 0)
+
+    def _columns(self, requests: list[StepRequest], lens: list[int]) -> dict[str, Any]:
+        adds = np.array([one.adds for one in requests], dtype=np.int64)
+        return {
+            "seq_lens": np.array(lens, dtype=np.int64),
+            "adds": adds,
+            "encoder": np.array([one.encoder for one in requests], dtype=np.int64),
+            "narrow": adds,
+            "small": adds % 2 == 0,
+            "requests": requests,
+        }
+
+    def _forward(self, step: PlannedStep, inputs: ForwardInputs) -> torch.Tensor:
+        """The next token of each request, and the ids of its tokens into KV memory, read back from where they lie."""
+        rt, n = self.rt, len(step.batch)
+        mapping = inputs.slot_mapping
+        if mapping is None:
+            raise RuntimeError("a plan with pages has a slot mapping")
+        rt.launch(_put, self.kv, mapping, inputs.input_ids, reads=(mapping, inputs.input_ids), writes=(self.kv,))
+        last = inputs.last_token_indices[:n]
+        adds = step.sent["adds"].device[:n]
+        return rt.launch(_next, self.kv, mapping, last, adds, reads=(self.kv, mapping, last, adds))
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def read(self) -> None:
+        """The host takes the results of the oldest step."""
+        launched = self.in_flight.popleft()
+        agree(launched.expected, launched.results["token"].np.tolist(), "tokens of a step")
+
+    @precondition(lambda self: self._ready(self.batch) and self._fits())
+    @rule()
+    def truncate_behind_a_plan(self) -> None:
+        """A step whose tokens were taken back is refused at forward entry, and the batch of before goes on."""
+        committed = self.pages.committed(self.batch.slots)
+        try:
+            step = self.planner.plan(self.batch)
+        except PoolExhaustedError:
+            return
+        self.pages.truncate(self.batch.slots, committed)
+        with self.rt.use(self.side), self.refused(Code.DERIVED_STALE) as refusal:
+            step.inputs()
+        self.reached("a stale step refused", refusal.error is not None)
+        self.rt.record().wait()  # no forward comes behind its copy
+
+    @precondition(lambda self: levels.full and self._ready(self.batch) and self._fits())
+    @rule(
+        column=st.sampled_from(("slots", "seq_lens", "adds", "narrow", "small")),
+        side=st.sampled_from(("device", "host")),
+    )
+    def write_from_outside(self, column: str, side: str) -> None:
+        """What is written into either side of a column of a planned batch is found before a forward reads it."""
+        committed = self.pages.committed(self.batch.slots)
+        for chosen in range(len(OPERATIONS)):
+            try:
+                step = self.planner.plan(self.batch.split([len(self.batch)])[0])  # in memory of its own
+            except PoolExhaustedError:
+                return
+            write_uncounted(step.sent[column], side, 0)
+            check_reported(OPERATIONS, chosen, Written(self.planner, step), column, 0)
+            self.reached("write from outside found")
+            self.pages.truncate(self.batch.slots, committed)
+        self.rt.record().wait()  # no forward comes behind its copy
+
+    # The model
+
+    def _with_lengths(self) -> list[tuple[StepRequest, int]]:
+        return list(zip(self.batch.requests, self.batch.seq_lens.np.tolist(), strict=True))
+
+    def _ready(self, batch: StepBatch) -> bool:
+        """Whether each request has its prompt in."""
+        return len(batch) > 0 and bool((batch.seq_lens.np > 0).all())
+
+    def _fits(self) -> bool:
+        return len(self.batch) > 0 and all(len(one.tokens) + one.encoder < LONGEST for one in self.batch.requests)
+
+    def snapshot(self) -> object:
+        """What a refused call must leave as it is."""
+        return self.slots.stats, self.pages.stats, self.pages.committed_lengths.tolist()
+
+    def check(self) -> None:
+        for one, length in self._with_lengths():
+            agree(0 if len(one.tokens) == one.prompt else len(one.tokens) - 1, length, "the length of", one)
+        committed: npt.NDArray[np.int64] = self.pages.committed(self.batch.slots)
+        held = [length + one.encoder if length else 0 for one, length in self._with_lengths()]
+        agree(held, committed.tolist(), "committed tokens")
+        for part in (self.slots, self.pages):
+            ask(part.verify)
+        ask(self.relay.check)
+        ask(self.batch.check)
+
+
+def _put(kv: torch.Tensor, places: torch.Tensor, ids: torch.Tensor) -> None:
+    kv.index_copy_(0, places, ids)
+
+
+def _next(kv: torch.Tensor, places: torch.Tensor, last: torch.Tensor, adds: torch.Tensor) -> torch.Tensor:
+    return (kv.index_select(0, places.index_select(0, last)) + 1 + adds) % 1000

@@ -1,0 +1,251 @@
+"""Mutants written as small diffs of the library's own source, in the `.mutants` files beside this module.
+
+A file has the mutants of one part of the library. `## group: ...` begins a group, and says what its mutants have in
+common; other lines that begin with `#` are comments. Each mutant is a paragraph:
+
+    [name] CODE CODE | machine | origin | level=cheap tool=race
+    What goes wrong, in a sentence.
+    ? Why no check that runs by itself can find it.
+    @ kv.pages:PagePool.grow
+    - the text that is there
+    + the text of the mutant
+
+The last part of the first line is optional, and so is the line with `?`: see `Mutant.unseen`. Several `-` lines in a
+row are one piece of source of several lines, as are several `+` lines; indentation is relative to the first line of the
+piece. A mutant may have several `@` blocks, one per function, and a block several pairs of `-` and `+`. A piece must be
+in the function exactly once. A function may be a property's getter, a class method, a method of a class with slots, or
+a closure; its signature cannot change.
+
+While a mutant is switched on, the function has another code object. So every module that imported the function has the
+bug, the library needs no seam for it, and a mutant whose line was moved or rewritten fails with its file and function.
+"""
+
+import __future__
+
+import ast
+import contextlib
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from importlib import resources
+from types import CodeType, FunctionType
+from typing import Any, final
+
+import attrs
+
+from batchstate.errors import DeclarationError
+from batchstate.levels import Level
+from batchstate.violations import Code
+from tests.selfcheck.mutants.registry import GROUPS, MUTANTS, Mutant, Patch, register
+
+_HEAD = re.compile(
+    r"\[(?P<name>\w+)\] (?P<codes>[A-Z_ ]+?) \| (?P<machine>\w+) \| (?P<origin>[^|]+?)(?: \| (?P<more>.+))?"
+)
+
+
+@final
+@attrs.frozen
+class Change:
+    """What is replaced in one function.
+
+    Attributes:
+        where: `module:qualified.name`; the module is relative to `batchstate`, unless it begins with `tests`.
+        pieces: (before, after) pairs.
+    """
+
+    where: str
+    pieces: tuple[tuple[str, str], ...]
+
+    def function(self) -> FunctionType:
+        """The function that is changed, without its decorators.
+
+        Raises:
+            DeclarationError: it does not exist, or is not a function.
+        """
+        module, _, path = self.where.partition(":")
+        try:
+            found: Any = importlib.import_module(module if module.startswith("tests.") else f"batchstate.{module}")
+            for name in path.split("."):
+                found = inspect.getattr_static(found, name)
+        except (ImportError, AttributeError):
+            raise _refused(f"{self.where} does not exist", self.where) from None
+        return _undecorated(found, self.where)
+
+    def code(self) -> CodeType:
+        """The compiled function of the mutant.
+
+        Raises:
+            DeclarationError: a piece is not in the function exactly once, the changed source does not compile, or it
+                has another signature or other variables of enclosing functions.
+        """
+        function = self.function()
+        place = f"{function.__code__.co_filename}, {self.where.partition(':')[2]}"
+        lines, first = inspect.getsourcelines(function)
+        source = original = textwrap.dedent("".join(lines))
+        for before, after in self.pieces:
+            source = _replaced(source, before, after, place)
+        try:
+            definition, unchanged = (ast.parse(text).body[0] for text in (source, original))
+        except SyntaxError as error:
+            raise _refused(f"{place}: the changed source does not compile: {error}", source) from None
+        if not isinstance(definition, ast.FunctionDef) or not isinstance(unchanged, ast.FunctionDef):
+            raise _refused(f"{place}: expected a function", source)
+        if ast.dump(definition.args) != ast.dump(unchanged.args):
+            raise _refused(f"{place}: the signature changes, and callers keep the old one", source)
+        definition.decorator_list = []
+        code = _compiled(definition, function, first)
+        if code.co_freevars != function.__code__.co_freevars:
+            raise _refused(
+                f"{place}: expected variables {function.__code__.co_freevars} of enclosing functions, "
+                f"got {code.co_freevars}",
+                code.co_freevars,
+            )
+        return code.replace(co_qualname=function.__code__.co_qualname)
+
+
+def _undecorated(found: Any, where: str) -> FunctionType:
+    """The function inside a property, class method or decorator of this library."""
+    while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
+        if isinstance(found, property):
+            found = found.fget
+        elif hasattr(found, "__wrapped__"):
+            found = found.__wrapped__
+        else:
+            raise _refused(f"{where}: expected a function, got a {type(found).__name__}", found)
+    return found
+
+
+def _replaced(source: str, before: str, after: str, place: str) -> str:
+    """The source with one piece replaced; the piece takes the indentation of the line that it begins on."""
+    pattern = r"\n[ \t]*".join(re.escape(line.strip()) for line in before.split("\n"))
+    found = list(re.finditer(pattern, source))
+    if len(found) != 1:
+        raise _refused(f"{place}: expected this piece once, found it {len(found)} times: {before!r}", before)
+    start, stop = found[0].span()
+    line = source[source.rfind("\n", 0, start) + 1 : start]
+    indent = line[: len(line) - len(line.lstrip())]
+    return source[:start] + after.replace("\n", f"\n{indent}") + source[stop:]
+
+
+def _compiled(definition: ast.FunctionDef, function: FunctionType, first: int) -> CodeType:
+    """The code of a function whose free variables are those of `function`."""
+    ast.increment_lineno(definition, first - 1)
+    names = [ast.Name(name, ast.Store()) for name in function.__code__.co_freevars]
+    cells: list[ast.stmt] = [ast.Assign([name], ast.Constant(None)) for name in names]
+    no_arguments = ast.arguments([], [], None, [], [], None, [])
+    outer = ast.FunctionDef("_outer", no_arguments, [*cells, definition], [], None)
+    tree = ast.fix_missing_locations(ast.Module([outer], []))
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
+    compiled = compile(tree, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
+    (around,) = (constant for constant in compiled.co_consts if isinstance(constant, CodeType))
+    return next(
+        constant
+        for constant in around.co_consts
+        if isinstance(constant, CodeType) and constant.co_name == definition.name
+    )
+
+
+def _refused(problem: str, value: object) -> DeclarationError:
+    return DeclarationError(problem, value=value, remedy="bring the mutant in line with the source of the library")
+
+
+@final
+@attrs.frozen
+class Diff:
+    """The changes of one mutant: the switch of a `Mutant`.
+
+    Raises:
+        DeclarationError: two of them change one function; when switched on, see `Change.code`.
+    """
+
+    changes: tuple[Change, ...]
+
+    def __attrs_post_init__(self) -> None:
+        places = [change.where for change in self.changes]
+        if len(set(places)) < len(places):
+            raise _refused(f"expected one block per function, got {', '.join(places)}", places)
+
+    def __call__(self, patch: Patch) -> None:
+        """Gives each function the code of the mutant, until the window of `patch` closes."""
+        for function, code in [(change.function(), change.code()) for change in self.changes]:
+            patch.undo(setattr, function, "__code__", function.__code__)
+            function.__code__ = code
+
+
+def read(family: str) -> None:
+    """Registers the groups and mutants of `<family>.mutants`.
+
+    Raises:
+        DeclarationError: a paragraph is malformed, or two mutants have one name.
+    """
+    group = title = ""
+    text = resources.files(__package__).joinpath(f"{family}.mutants").read_text(encoding="utf-8")
+    for paragraph in re.split(r"\n{2,}", text.strip()):
+        if paragraph.startswith("## "):
+            group, _, title = paragraph.removeprefix("## ").partition(": ")
+        elif not paragraph.startswith("#"):
+            _register(paragraph.split("\n"), group, f"{family}.mutants")
+            GROUPS[group] = title
+
+
+def _register(lines: list[str], group: str, file: str) -> None:
+    head = _HEAD.fullmatch(lines[0])
+    if head is None or len(lines) < 4:
+        raise _refused(f"{file}: malformed: {lines[0]!r}", lines[0])
+    more: dict[str, Any] = dict(part.split("=", 1) for part in (head["more"] or "").split())
+    if not more.keys() <= {"level", "only_on", "tool", "seeded"}:
+        raise _refused(f"{file}: {head['name']} has {sorted(more)}", sorted(more))
+    if "level" in more:
+        more["level"] = Level(more["level"])
+    if lines[2].startswith("? "):
+        more["unseen"] = lines.pop(2).removeprefix("? ")
+    register(
+        Mutant(
+            name=head["name"],
+            origin=head["origin"],
+            mechanism=lines[1],
+            killed_by=tuple(Code(code) for code in head["codes"].split()),
+            machine=head["machine"],
+            group=group,
+            switch=Diff(tuple(_changes(lines[2:], file))),
+            **more,
+        )
+    )
+
+
+def _changes(lines: list[str], file: str) -> Iterator[Change]:
+    where, pieces, last = "", list[tuple[list[str], list[str]]](), ""
+    for line in [*lines, "@ "]:
+        mark, text = line[:1], line[2:]
+        if mark == "@":
+            if where:
+                yield Change(where, tuple(("\n".join(before), "\n".join(after)) for before, after in pieces))
+            where, pieces = text, []
+        elif mark == "-":
+            if last != "-":
+                pieces.append(([], []))
+            pieces[-1][0].append(text)
+        elif mark == "+" and pieces:
+            pieces[-1][1].append(text)
+        else:
+            raise _refused(f"{file}: expected a line with '@', '-' or '+', got {line!r}", line)
+        last = mark
+
+
+@contextlib.contextmanager
+def changed(where: str, before: str, after: str) -> Iterator[None]:
+    """A window in which one piece of the library's source is another; for tests.
+
+    Args:
+        where: `module:qualified.name`; the module is relative to `batchstate`, unless it begins with `tests`.
+        before: the piece, which must be in the function exactly once.
+        after: what replaces it in the window.
+    """
+    with contextlib.ExitStack() as undo:
+        Diff((Change(where, ((before, after),)),))(Patch(undo))
+        yield
+
+
+__all__ = ["MUTANTS", "Change", "Diff", "changed", "read"]

@@ -1,0 +1,134 @@
+"""A mutant, the patch that switches it on, and the list of all mutants."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, final
+
+import attrs
+
+from batchstate.errors import DeclarationError
+from batchstate.levels import Level
+from batchstate.violations import Code
+
+
+@final
+@attrs.define(eq=False)
+class Patch:
+    """Replaces attributes of classes and modules until the window around it closes."""
+
+    _undo: contextlib.ExitStack
+
+    def undo(self, call: Callable[..., Any], *args: Any) -> None:
+        """Calls `call(*args)` when the window closes."""
+        self._undo.callback(call, *args)
+
+    def __call__(self, owner: type | ModuleType, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        """Replaces `owner.name`, which must exist, and returns what was there.
+
+        Methods are passed and returned as plain functions, `self` or `cls` first; whether the attribute is a property
+        or a class method stays as it was.
+        """
+        before = inspect.getattr_static(owner, name)
+        original: Any = before
+        after: Any = replacement
+        if isinstance(before, property):
+            original, after = before.fget, property(replacement)
+        elif isinstance(before, classmethod | staticmethod):
+            original, after = before.__func__, type(before)(replacement)
+        if name in vars(owner):
+            self._undo.callback(setattr, owner, name, before)
+        else:  # inherited: what the base has comes to light again
+            self._undo.callback(delattr, owner, name)
+        setattr(owner, name, after)
+        found: Callable[..., Any] = original
+        return found
+
+
+Switch = Callable[[Patch], None]
+
+
+@final
+@attrs.frozen
+class Mutant:
+    """A real bug, in our own code, that can be switched on.
+
+    Attributes:
+        name: what goes wrong, in a few words.
+        origin: public threads in which an engine had the bug.
+        mechanism: what goes wrong, in a sentence.
+        killed_by: the invariants of which one must fire. Any other failure does not count.
+        machine: the state machine of `tests.selfcheck.machines.MACHINES` that must find it.
+        level: of the checks that must find it.
+        group: the kind of bug.
+        only_on: the type of device that can have the bug; None for all.
+        tool: what its machine runs on to find it: `race`, `race:prompt`, or None for the device itself.
+        seeded: letter of the bug in the list of races that a race detector has to find, or None.
+        unseen: why no check that runs by itself can find it, so that its machine calls `verify` and compares with its
+            model; None for all others, which are found without.
+    """
+
+    name: str
+    origin: str
+    mechanism: str
+    killed_by: tuple[Code, ...]
+    machine: str
+    group: str
+    _switch: Switch = attrs.field(repr=False)
+    level: Level = Level.FULL
+    only_on: str | None = None
+    tool: str | None = None
+    seeded: str | None = None
+    unseen: str | None = None
+
+    @contextlib.contextmanager
+    def switched_on(self) -> Iterator[None]:
+        """A window in which the library has the bug. Not for a process that does anything else meanwhile."""
+        with contextlib.ExitStack() as undo:
+            self._switch(Patch(undo))
+            yield
+
+    def exists_on(self, device: str) -> bool:
+        """Whether a device of this name (`cpu`, `cuda:1`) can have the bug."""
+        return self.only_on in (None, device.partition(":")[0])
+
+    def runs_on(self, device: str) -> str:
+        """The device or tool that its machine runs on when mutants are run on `device`."""
+        if self.tool is None:
+            return device
+        return self.tool if device == "cpu" else f"{self.tool}:{device}"
+
+
+MUTANTS: dict[str, Mutant] = {}
+"""Mutants by name, filled when this package is imported."""
+
+GROUPS: dict[str, str] = {}
+"""The kinds of bugs: name of the group -> what its mutants have in common."""
+
+
+def mutant(*killed_by: Code, **fields: Any) -> Callable[[Switch], Mutant]:
+    """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism.
+
+    Args:
+        *killed_by: see `Mutant`.
+        **fields: the others of `Mutant`, by name.
+    """
+
+    def found(switch: Switch) -> Mutant:
+        mechanism = " ".join((switch.__doc__ or "").split())
+        return register(Mutant(name=switch.__name__, mechanism=mechanism, killed_by=killed_by, switch=switch, **fields))
+
+    return found
+
+
+def register(mutant: Mutant) -> Mutant:
+    """Lists a mutant.
+
+    Raises:
+        DeclarationError: another mutant has its name.
+    """
+    if mutant.name in MUTANTS:
+        raise DeclarationError(f"two mutants are named {mutant.name!r}", value=mutant.name, remedy="rename one")
+    MUTANTS[mutant.name] = mutant
+    return mutant

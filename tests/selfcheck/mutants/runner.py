@@ -1,0 +1,251 @@
+"""Switches the mutants on, one at a time, and runs the state machines until one fails."""
+
+import difflib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import attrs
+
+from batchstate.errors import ArgumentError
+from batchstate.levels import Level
+from batchstate.testing.runner import MachineResult, run_machine, stop_at_failure
+from tests.selfcheck.machines import MACHINES
+from tests.selfcheck.mutants.registry import MUTANTS, Mutant
+
+EXAMPLES = 100
+"""Examples after which a mutant has survived."""
+
+CLEAN_EXAMPLES = 2000
+"""Examples of the library as it is, of all machines together, none of which may fail."""
+
+CLEAN_STEPS = 25
+"""Rules of one such example: many short examples differ more than few long ones, in the same time."""
+
+SCHEDULERS = ("random", "oldest", "lazy", "pct")
+"""Schedulers of the simulated device under which seeded bugs are tried, until one shows them."""
+
+SIMULATED_EXAMPLES = 30
+"""Examples under each of them."""
+
+Progress = Callable[[int, int, str], None]
+"""Called with the number of parts done, the number of all parts, and the name of the next one."""
+
+
+@final
+@attrs.frozen
+class MutantResult:
+    """The outcome of one mutant.
+
+    Attributes:
+        mutant: the mutant.
+        by: the code of the invariant that failed, or the name of another error; None when nothing failed.
+        examples: examples until then, that one included; all of them for a survivor.
+        seconds: wall time.
+        failure: the report of the failure, or None.
+        simulated: for a seeded bug, the first scheduler of the simulated device under which a machine failed, the code
+            and the number of examples; None where no scheduler showed it, and for all other mutants.
+    """
+
+    mutant: Mutant
+    by: str | None
+    examples: int
+    seconds: float
+    failure: str | None
+    simulated: tuple[str, str, int] | None = None
+
+    @property
+    def killed(self) -> bool:
+        """Whether one of its invariants fired; a seeded bug must also fail on the simulated device."""
+        found = self.by in [code.value for code in self.mutant.killed_by]
+        return found and (self.mutant.seeded is None or self.simulated is not None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        figures: dict[str, Any] = {
+            "name": self.mutant.name,
+            "origin": self.mutant.origin,
+            "killed": self.killed,
+            "by": self.by,
+            "examples": self.examples,
+        }
+        if self.mutant.seeded is not None:
+            scheduler, by, examples = self.simulated or (None, None, None)
+            figures["planted"] = self.mutant.seeded
+            figures["simulated"] = {"scheduler": scheduler, "by": by, "examples": examples}
+        return figures
+
+
+@final
+@attrs.frozen
+class MutantReport:
+    """The outcome of several mutants, and of the library as it is.
+
+    Attributes:
+        device: where they ran.
+        results: one per mutant.
+        clean: one per machine, run without a mutant, and one per tool that some mutant needs.
+        seconds: wall time.
+    """
+
+    device: str
+    results: tuple[MutantResult, ...]
+    clean: tuple[MachineResult, ...]
+    seconds: float
+
+    @property
+    def killed(self) -> int:
+        """Mutants that one of their invariants found."""
+        return sum(result.killed for result in self.results)
+
+    @property
+    def total(self) -> int:
+        """Mutants that were switched on."""
+        return len(self.results)
+
+    @property
+    def clean_examples(self) -> int:
+        """Examples run without a mutant."""
+        return sum(result.examples for result in self.clean)
+
+    @property
+    def false_reports(self) -> int:
+        """Failures without a mutant."""
+        return sum(result.violations for result in self.clean)
+
+    @property
+    def sound(self) -> bool:
+        """Whether every mutant was killed and the library as it is had no failure."""
+        return self.killed == self.total and not self.false_reports
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "device": self.device,
+            "mutants": [result.as_dict() for result in self.results],
+            "killed": self.killed,
+            "total": self.total,
+            "false_reports": self.false_reports,
+            "clean_examples": self.clean_examples,
+        }
+
+
+def run(
+    names: Sequence[str] | None = None,
+    *,
+    device: str = "cpu",
+    examples: int = EXAMPLES,
+    clean_examples: int = CLEAN_EXAMPLES,
+    progress: Progress | None = None,
+) -> MutantReport:
+    """Runs each mutant's machine until an invariant fires, then the machines on the library as it is.
+
+    The same examples are tried every time. Meanwhile the library of the whole process is changed.
+
+    Args:
+        names: names of mutants; by default all that the device can have.
+        device: where they run.
+        examples: at most so many per mutant.
+        clean_examples: examples without a mutant, spread over all machines, or over those of the named mutants. As
+            many again under each tool that some mutant needs.
+        progress: called before each mutant and each clean machine.
+
+    Raises:
+        ArgumentError: an unknown mutant, one that the device cannot have, or a negative `clean_examples`.
+    """
+    chosen = _chosen(names, device)
+    machines = list(MACHINES) if names is None else sorted({mutant.machine for mutant in chosen})
+    if clean_examples < 0:
+        raise ArgumentError(
+            f"mutants: clean_examples is {clean_examples}", value=clean_examples, remedy="pass 0 or more"
+        )
+    shares = _shares(clean_examples, machines)
+    places = list(dict.fromkeys([device, *(mutant.runs_on(device) for mutant in chosen)]))
+    steps = len(chosen) + len(shares) * len(places)
+    start = time.perf_counter()
+    results: list[MutantResult] = []
+    clean: list[MachineResult] = []
+    for mutant in chosen:
+        if progress is not None:
+            progress(len(results), steps, mutant.name)
+        results.append(run_mutant(mutant, device=device, examples=examples))
+    for place in places:
+        for name, each in shares.items():
+            if progress is not None:
+                progress(len(results) + len(clean), steps, f"{name} without a mutant, on {place}")
+            clean.append(run_machine(MACHINES[name], device=place, examples=each, steps=CLEAN_STEPS, derandomize=True))
+    return MutantReport(device, tuple(results), tuple(clean), time.perf_counter() - start)
+
+
+def run_mutant(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES) -> MutantResult:
+    """Switches one mutant on and runs its machine, at the mutant's level, until the first failure.
+
+    Only what the library checks by itself counts, unless the mutant says why that cannot find it.
+    """
+    with mutant.switched_on():
+        result = run_machine(
+            MACHINES[mutant.machine],
+            device=mutant.runs_on(device),
+            examples=examples,
+            derandomize=True,
+            shrink=False,
+            on_example=stop_at_failure,
+            level=mutant.level,
+            automatic=mutant.unseen is None,
+        )
+        simulated = None if mutant.seeded is None else _simulated(mutant)
+    tried = result.examples if result.first_failure is None else result.first_failure
+    return MutantResult(mutant, result.code, tried, result.seconds, result.failure, simulated)
+
+
+def _simulated(mutant: Mutant) -> tuple[str, str, int] | None:
+    """The first scheduler under which the machine fails while the bug is switched on."""
+    for scheduler in SCHEDULERS:
+        result = run_machine(
+            MACHINES[mutant.machine],
+            device=f"sim:{scheduler}",
+            examples=SIMULATED_EXAMPLES,
+            derandomize=True,
+            shrink=False,
+            on_example=stop_at_failure,
+            level=Level.OFF,
+        )
+        if result.code is not None and result.first_failure is not None:
+            return scheduler, result.code, result.first_failure
+    return None
+
+
+def mutants_table() -> str:
+    """All mutants as a table in Markdown."""
+    lines = ["| mutant | what goes wrong | seen in | found by |", "| --- | --- | --- | --- |"]
+    for mutant in MUTANTS.values():
+        codes = ", ".join(f"`{code.value}`" for code in mutant.killed_by)
+        codes += "" if mutant.unseen is None else f", when asked: {mutant.unseen}"
+        lines.append(f"| `{mutant.name}` | {mutant.mechanism} | {mutant.origin} | {codes} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shares(examples: int, machines: Sequence[str]) -> dict[str, int]:
+    """Machine -> its part of the examples; those that get none are left out."""
+    each, more = divmod(examples, max(len(machines), 1))
+    shares = {name: each + (place < more) for place, name in enumerate(machines)}
+    return {name: share for name, share in shares.items() if share}
+
+
+def _remedy(name: str) -> str:
+    close = difflib.get_close_matches(name, MUTANTS, n=3)
+    meant = f"use {' or '.join(close)}; " if close else ""
+    return f"{meant}`python -m tests.selfcheck mutants --list` shows all {len(MUTANTS)}"
+
+
+def _chosen(names: Sequence[str] | None, device: str) -> list[Mutant]:
+    if names is None:
+        return [mutant for mutant in MUTANTS.values() if mutant.exists_on(device)]
+    for name in names:
+        if name not in MUTANTS:
+            raise ArgumentError(f"unknown mutant {name!r}", value=name, remedy=_remedy(name))
+        if not MUTANTS[name].exists_on(device):
+            raise ArgumentError(
+                f"mutant {name!r} cannot exist on {device}", value=name, remedy=f"use {MUTANTS[name].only_on}"
+            )
+    return [MUTANTS[name] for name in names]
