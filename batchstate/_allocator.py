@@ -29,9 +29,8 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._arrays import count
-from batchstate._guidance import shown
 from batchstate._source_lines import Line, users_line
-from batchstate.errors import ArgumentError, DtypeError, PoolBrokenError, PoolExhaustedError, another_runtime
+from batchstate.errors import ArgumentError, DtypeError, PoolBrokenError, PoolExhaustedError, another_runtime, shown
 from batchstate.invariants import times_checked
 from batchstate.mirror import Handles, MirroredTensor, Slots
 from batchstate.runtime.agreement import QueriedFence

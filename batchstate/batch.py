@@ -16,7 +16,7 @@ the step's table writes and extra arrays.
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, Self, SupportsIndex
 
 import numpy as np
 import torch
@@ -36,16 +36,15 @@ from batchstate._arrays import (
     sizes_of,
 )
 from batchstate._column_inputs import ColumnInputs, amounts_by_column, device_rows, host_values, rows_from
-from batchstate._guidance import OfThisProcess, methods_show_signature, own_names, point_elsewhere, shown
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import GENERATION_SUFFIX, Layout, RowState
 from batchstate._upload import BatchDevice, Extras, check_writes, named_arrays, packed_step
 from batchstate.columns import Column, SlotColumn, TensorColumn, declared_columns
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, one_of
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, one_of, shown
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
 from batchstate.nvtx import ranges
-from batchstate.runtime.base import Runtime, check_runtime
+from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import PackedUpload
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
@@ -59,31 +58,6 @@ Windows = Mapping[str, tuple[StaleWindow, ...]]
 
 NO_WINDOWS: Windows = MappingProxyType({})
 
-_MERGE = "`batch.merge(other)` returns a batch with the rows of both"
-_ADVANCE = "`batch.advance('column', n)` adds to a column"
-_FILTER = "`batch.filter(keep)` returns a batch of the rows to keep"
-_BY_NAME = "`batch['name']` is one column, `batch.to_dict()` the host side of all, `batch.columns()` what is declared"
-_INSTEAD = {
-    **dict.fromkeys(("keys", "values", "items", "get", "fields"), _BY_NAME),
-    **dict.fromkeys(("append", "extend", "concat", "cat", "merge_batch"), _MERGE),
-    **dict.fromkeys(("pop", "remove", "select", "drop", "filter_batch"), _FILTER),
-    **dict.fromkeys(
-        ("to", "cuda", "sync"),
-        "a batch belongs to the device of its runtime: build it with `open_runtime('cuda')`; `batch.upload()` sends it",
-    ),
-    **dict.fromkeys(("cpu", "numpy"), "`batch.to_dict()` has the host side of each column"),
-    "device": "`batch.runtime.device` is the device, `batch.on_device()` has the tensors on it",
-    **dict.fromkeys(("copy", "clone"), "batches are immutable: no copy is needed"),
-    **dict.fromkeys(
-        ("size", "shape", "num_requests", "batch_size", "bs", "len"),
-        "`len(batch)` is the number of requests, `batch.num_rows` that of rows, with padding",
-    ),
-}
-
-
-_SIDES = ("cpu", "host", "np", "gpu", "cuda", "device")
-"""What engines append to the name of a column for one side of it."""
-
 
 class BatchType(type):
     """Makes batch classes without a `__dict__`: an attribute that is not a column cannot be carried beside a batch."""
@@ -94,16 +68,7 @@ class BatchType(type):
         return super().__new__(cls, name, bases, namespace, **kwargs)
 
 
-_NEXT = (
-    "Batch.next_batch(*, keep=None, joining=None, advance=(), n=1), as in "
-    "batch.next_batch(keep=[0], joining=other, advance='seq_lens')"
-)
-_KEEP = "Batch.filter(keep), as in batch.filter([True, False]) or batch.filter([0])"
-_UPLOAD = "Batch.upload(*, writes=(), extras=None), as in batch.upload(writes=[entry], extras={'x': array})"
-
-
 @ranges("build", "filter", "merge", "next_batch", "advance", "update", "pad", "upload", "to_static", "on_device")
-@methods_show_signature("build", "update", "advance", filter=_KEEP, next_batch=_NEXT, upload=_UPLOAD)
 class Batch(OfThisProcess, metaclass=BatchType):
     """Base of declared batches. Subclass it to declare columns; never to override what is here.
 
@@ -133,40 +98,28 @@ class Batch(OfThisProcess, metaclass=BatchType):
         "version",
     )
 
-    _to_send = "send the columns' `.np`, and build a batch on the other side"
     _columns: ClassVar[Mapping[str, Column]] = {}
     _layout: ClassVar[Layout] = Layout.of({})
     _slot_column: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        declared = declared_columns(cls, reserved=frozenset(own_names(Batch)) - frozenset(dir(object)))
+        declared = declared_columns(cls, reserved=frozenset(dir(Batch)) - frozenset(dir(object)))
         cls._columns = declared
         cls._layout = Layout.of(declared)
         cls._slot_column = next((name for name, one in declared.items() if isinstance(one, SlotColumn)), None)
-        for name in cls._layout.tensors:
-            both = f"`.{name}` has both sides: `.{name}.np` or `.host` on the host, `.{name}.device`"
-            point_elsewhere(cls, {f"{name}_{side}": both for side in _SIDES})
 
     def __init__(
         self,
-        runtime: Runtime = None,  # type: ignore[assignment]
-        state: RowState = None,  # type: ignore[assignment]
-        num_reqs: int = 0,
-        num_rows: int = 0,
+        runtime: Runtime,
+        state: RowState,
+        num_reqs: int,
+        num_rows: int,
         pool_id: int = 0,
         windows: Windows = NO_WINDOWS,
         row_number: int = 0,
-        **columns: object,
     ) -> None:
         """For the library; use `build` or `empty`. `row_number` is that of another batch of the same rows, if any."""
-        if columns or type(state) is not RowState:
-            name = type(self).__name__
-            raise DeclarationError(
-                f"{name} cannot be called directly",
-                value=name,
-                remedy=f"make one with `{name}.build(runtime, ...)`, a value for each column by name",
-            )
         self.runtime = runtime
         self.num_reqs = num_reqs
         self.num_rows = num_rows
@@ -201,7 +154,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
             DeviceError: values of another runtime, or a tensor on another device.
             Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
         """
-        check_runtime(runtime, f"{cls.__name__}.build")
         if columns.keys() != cls._columns.keys():
             cls._check_none_missing(columns, f"{cls.__name__}.build")
         state, num_rows, pool_id = rows_from(cls._layout, columns, runtime, f"{cls.__name__}.build")
@@ -239,9 +191,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
         values |= {name: () for name in cls._columns if name not in values}
         return cls.build(runtime, **values)
 
-    def __dir__(self) -> list[str]:
-        return own_names(type(self))
-
     def __repr__(self) -> str:
         padding = f" padded to {self.num_rows}" if self.num_rows != self.num_reqs else ""
         columns = ", ".join(self._columns)
@@ -263,15 +212,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             DeclarationError: no such column, or one of Python objects.
         """
-        try:
-            value = self._values.get(column)
-            declared = self._layout.tensors.get(column) if value is None else None
-        except TypeError:  # a list of names, say
-            value = declared = None
+        value: MirroredTensor | None = self._values.get(column)
         if value is None:
+            declared = self._layout.tensors.get(column)
             if declared is None:
-                if not isinstance(column, str):
-                    raise self._not_a_name(column)
                 raise DeclarationError(
                     f"{type(self).__name__} has no tensor column {column!r}",
                     value=column,
@@ -279,48 +223,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
                 )
             value = self._values[column] = self._value(declared)
         return value
-
-    def __iter__(self) -> NoReturn:
-        raise self._not_a_name(None)
-
-    if not TYPE_CHECKING:
-
-        def __setitem__(self, column: object, value: object) -> NoReturn:
-            """Refuses, as an assignment to the attribute is refused."""
-            raise DeclarationError(
-                f"{type(self).__name__}: cannot assign to column {column!r}",
-                value=column,
-                remedy=f"a batch is immutable: batch = batch.replace({column}=...)",
-            )
-
-        def __delitem__(self, column: object) -> NoReturn:
-            known = "" if column in self._columns else f"{type(self).__name__} has no column {column!r}; "
-            raise DeclarationError(
-                f"{known}cannot delete column {column!r} of a batch",
-                value=column,
-                remedy="a batch is immutable: for other columns, declare another class",
-            )
-
-        def __contains__(self, entry: object) -> NoReturn:
-            raise DeclarationError(
-                f"{type(self).__name__} cannot be searched with `in`",
-                value=entry,
-                remedy=f"{entry!r} in batch.columns() says whether a column is declared; values are in the columns",
-            )
-
-        def __add__(self, other: object) -> NoReturn:
-            raise DeclarationError(f"{type(self).__name__} has no `+`", value=other, remedy=f"{_MERGE}; {_ADVANCE}")
-
-    def _not_a_name(self, given: object) -> DeclarationError:
-        """The error of an index that is not a column's name."""
-        name, one = type(self).__name__, next(iter(self._columns), "name")
-        got = f"{name} cannot be iterated" if given is None else f"{name}: expected the name of a column, got {given!r}"
-        return DeclarationError(
-            got,
-            value=given,
-            remedy=f"`batch[{one!r}]` is a column, `batch.filter(rows)` a batch of some requests, "
-            "`batch.to_dict()` the host side of all columns",
-        )
 
     def to_dict(self) -> dict[str, Array | tuple[Any, ...]]:
         """The host side by column: a read-only array of each mirrored column, the objects of each host column.
@@ -1056,6 +958,3 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if column is not None:
             where["column"] = column
         return where
-
-
-point_elsewhere(Batch, _INSTEAD)

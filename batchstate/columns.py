@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from batchstate._arrays import Array, padding_row, shape_of
-from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import DeclarationError, ShapeError
 from batchstate.mirror import Contract, MirroredTensor, Slots, index_type
 from batchstate.runtime.base import Runtime
@@ -181,7 +180,6 @@ def _check_holds(dtype: "np.dtype[Any]", pad: object, contract: Contract, holds:
             )
 
 
-@shows_signature
 def mirrored(
     dtype: torch.dtype,
     *,
@@ -216,13 +214,11 @@ def mirrored(
     return MirroredColumn(dtype, shape, pad, weakest, holds)
 
 
-@shows_signature
 def slot_column() -> SlotColumn:
     """Declares the column of request slots: int64, with generations."""
     return SlotColumn()
 
 
-@shows_signature
 def device_only(
     dtype: torch.dtype, *, shape: Iterable[int] = (), pad: object = None, holds: str | None = None
 ) -> DeviceColumn:
@@ -234,14 +230,12 @@ def device_only(
 def host_list() -> HostColumn[Any]: ...
 @overload
 def host_list(kind: type[T]) -> HostColumn[T]: ...
-@shows_signature
 def host_list(kind: type[Any] = object) -> HostColumn[Any]:
     """Declares a column of Python objects, such as the requests themselves.
 
     Args:
         kind: their class, for type checkers alone: `requests = host_list(Request)`.
     """
-    check_kind(kind, type, "host_list", "pass the class of the objects: host_list(Request)")
     return HostColumn()
 
 

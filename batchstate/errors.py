@@ -12,6 +12,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+_LONGEST = 40
+"""Characters of a `repr` in an error: a longer one hides the sentence around it."""
+
 
 class BatchStateError(Exception):
     """Base of every error of this library.
@@ -22,7 +25,7 @@ class BatchStateError(Exception):
         remedy: what the caller can do about it.
     """
 
-    def __init__(self, problem: str, *, value: object = None, remedy: str = "") -> None:
+    def __init__(self, problem: str, value: object = None, remedy: str = "") -> None:
         self.problem = problem
         self.value = value
         self.remedy = remedy
@@ -68,6 +71,25 @@ class ArgumentError(BatchStateError, ValueError):
     """An argument has a value that cannot be meant (a negative count, an unknown column, duplicate rows)."""
 
 
+def expected(
+    subject: str, wanted: object, got: object, remedy: str = "", kind: type[BatchStateError] = ArgumentError
+) -> BatchStateError:
+    """The error of a value other than the one that is wanted: `subject: expected wanted, got got`."""
+    return kind(f"{subject}: expected {wanted}, got {shown(got)}", got, remedy)
+
+
+def shown(value: object) -> str:
+    """A value in an error: its `repr` if that is short, or else its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    plain = value is None or isinstance(value, str | int | float | list | tuple | dict) or text.startswith("torch.")
+    if plain and len(text) <= _LONGEST and "\n" not in text:
+        return text
+    name = type(value).__name__
+    return name if isinstance(value, bytes) else f"{'an' if name[0] in 'AEIOaeio' or name == 'ndarray' else 'a'} {name}"
+
+
 class ShapeError(BatchStateError, ValueError):
     """Shapes do not go together (a mask of another length, a trailing shape that differs)."""
 
@@ -87,10 +109,6 @@ class RowIndexError(BatchStateError, IndexError):
 
 class ValueOverflowError(BatchStateError, OverflowError):
     """A value does not fit the dtype. Raised on the host before anything is launched."""
-
-
-class CallError(BatchStateError, TypeError):
-    """A call or an operation that the object does not have: arguments that do not fit, `len` of a pool."""
 
 
 class DeclarationError(BatchStateError, TypeError):
@@ -140,8 +158,8 @@ class TransferError(BatchStateError, RuntimeError):
         in_flight: whether bytes of it may still land: its memory must then not be reused before its writer has ended.
     """
 
-    def __init__(self, problem: str, *, value: object = None, remedy: str = "", in_flight: bool = False) -> None:
-        super().__init__(problem, value=value, remedy=remedy)
+    def __init__(self, problem: str, value: object = None, remedy: str = "", *, in_flight: bool = False) -> None:
+        super().__init__(problem, value, remedy)
         self.in_flight = in_flight
 
 

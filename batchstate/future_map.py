@@ -19,7 +19,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
-from typing import Any, ClassVar, cast, final
+from typing import Any, cast, final
 
 import attrs
 import numpy as np
@@ -28,7 +28,6 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import carried, check_dense, put_rows, select_rows, shape_of
-from batchstate._guidance import Guided, check_kind, shows_signature
 from batchstate._relay import (
     DEVICE,
     HOST,
@@ -58,7 +57,7 @@ from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
-from batchstate.runtime.base import Download, Fence, Runtime, Stream
+from batchstate.runtime.base import Download, Fence, OfThisProcess, Runtime, Stream
 from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, dtype_meant, host_dtype, numpy_dtype
 from batchstate.tables import Table
 from batchstate.violations import Code, Where
@@ -106,7 +105,6 @@ class RelayField:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@shows_signature
 def relay_field(
     dtype: torch.dtype,
     shape: Sequence[int] = (),
@@ -282,14 +280,9 @@ class Prefetched(Mapping[str, MirroredTensor]):
         return len(self._fields)
 
 
-_PUBLISH = "`relay.publish(slots, field=values)` makes values known to the next step"
-_GATHER = "`relay.gather(slots, 'field')` reads a field on the device, `relay.resolve(slots, 'field')` on the host"
-
-
 @ranges("publish", "gather", "prefetch", "resolve", "resolve_forward_inputs")
-@shows_signature
 @final
-class FutureMap(Guided):
+class FutureMap(OfThisProcess):
     """A relay over the slots of one pool. Belongs to the runtime's thread.
 
     Args:
@@ -307,14 +300,7 @@ class FutureMap(Guided):
         DeclarationError: no fields, or a value that `relay_field` did not make.
     """
 
-    _INSTEAD: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("stash", "put", "set", "store", "write"), _PUBLISH),
-        **dict.fromkeys(("get", "read", "load"), _GATHER),
-    }
-    _guide = f"{_PUBLISH}; {_GATHER}; `relay.fields` has the declarations"
-
     def __init__(self, slots: SlotPool, fields: Mapping[str, RelayField], *, name: str = "relay") -> None:
-        check_kind(slots, SlotPool, "FutureMap: `slots`", "pass the pool whose requests the relay serves")
         self.slots = slots
         self.runtime = slots.runtime
         self.name = name

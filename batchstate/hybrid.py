@@ -15,7 +15,6 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, size_of
 from batchstate._arrays import amounts, count
-from batchstate._guidance import methods_show_signature, shows_signature
 from batchstate.errors import ArgumentError, CaptureError
 from batchstate.mirror import Slots
 from batchstate.pools import Ints, SlotListener, SlotPool, SlotStats
@@ -186,9 +185,7 @@ class StateTurns:
         self._pool.pass_turns(self)
 
 
-@shows_signature
 @final
-@methods_show_signature("take")
 class HybridSlotPool(SlotPool):
     """Slots 1 to size + reserve, each with up to `states_per_slot` of the states 1 to `states` while it is live.
 

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator
 from typing import NoReturn
 
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, one_of
 
 ENVIRONMENT_VARIABLE = "BATCHSTATE_CHECKS"
@@ -41,7 +40,6 @@ def current_checks() -> Level:
     return Level.FULL if full else Level.CHEAP if cheap else Level.OFF
 
 
-@shows_signature
 def set_checks(level: str | Level) -> Level:
     """Sets the level for the whole process and returns the one before.
 
@@ -56,7 +54,6 @@ def set_checks(level: str | Level) -> Level:
     return before
 
 
-@shows_signature
 @contextlib.contextmanager
 def checks(level: str | Level) -> Iterator[None]:
     """A window in which the level is another one."""

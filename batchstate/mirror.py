@@ -50,12 +50,10 @@ from batchstate._arrays import (
     signed_twin,
     sizes_of,
 )
-from batchstate._guidance import OfThisProcess, methods_show_signature, shown
 from batchstate._host_values import HostValues
 from batchstate._origin import RowSet, joined
 from batchstate.errors import (
     ArgumentError,
-    CallError,
     ContractError,
     DeclarationError,
     DeviceError,
@@ -66,7 +64,7 @@ from batchstate.errors import (
     one_of,
     wrong_shape,
 )
-from batchstate.runtime.base import Runtime, check_runtime
+from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, host_dtype, numpy_dtype, torch_dtype
 from batchstate.violations import Where
 
@@ -216,19 +214,6 @@ def stale_reasons(windows: tuple[StaleWindow, ...], side: str) -> tuple[str, ...
 _UNSET: Any = object()
 
 
-def _called(cls: type, values: object) -> CallError:
-    """The error of a class that is called directly."""
-    made = f"{cls.__name__}.from_host(runtime, {shown(values)})"
-    if vars(cls).get("unit") is None:
-        return CallError(f"{cls.__name__} cannot be called directly", value=values, remedy=f"make one with {made}")
-    return CallError(
-        f"{cls.__name__} cannot be called directly",
-        value=values,
-        remedy=f"a pool makes them: pool.take(n); for numbers of your own allocator, {made}",
-    )
-
-
-@methods_show_signature("from_host", "stale", "take")
 class MirroredTensor(HostValues, OfThisProcess):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 
@@ -246,7 +231,6 @@ class MirroredTensor(HostValues, OfThisProcess):
 
     unit: ClassVar[str | None] = None
     _space: ClassVar[int] = 0  # of handles, a number for each index space
-    _to_send = "send `.np`, and make a value from it on the other side"
 
     __slots__ = (
         "__weakref__",
@@ -293,8 +277,6 @@ class MirroredTensor(HostValues, OfThisProcess):
         The value adds itself to `exposed` once its host side can be written from outside, or may be stale.
         `held_at` of handles is `frees` of the pool when all of them were last found live; -1 before.
         """
-        if dtype is _UNSET:
-            raise _called(type(self), runtime if host is None else host)
         self.runtime = runtime
         self.dtype = dtype
         self.shape = shape
@@ -307,8 +289,8 @@ class MirroredTensor(HostValues, OfThisProcess):
         self._windows = windows
         self._pool_id = pool_id
         self._plain = 0  # of handles with nothing but a host side of their own, which pool and space they are of
+        self.held_at = -1
         if self._space:
-            self.held_at = -1
             if generations is None:
                 generations = np.zeros(shape[0], dtype=np.int64)
             if pool_id and device is None and contract is Contract.EXACT and not windows:
@@ -345,7 +327,6 @@ class MirroredTensor(HostValues, OfThisProcess):
             ContractError: `upper_bound` and `device_only` values need a device side of their own.
             Violation: UNIT_MISMATCH: `values` is a mirrored value of another index space.
         """
-        check_runtime(runtime, name or cls.__name__)
         wanted = Contract(contract)
         if wanted not in (Contract.EXACT, Contract.HOST_ONLY):
             raise ContractError(
@@ -1088,7 +1069,6 @@ def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, what: str)
 
 
 def _check_on_device(runtime: Runtime, tensor: torch.Tensor, what: str) -> None:
-    check_runtime(runtime, what)
     if not isinstance(tensor, torch.Tensor):
         raise DtypeError(
             f"{what}: expected a tensor, got {type(tensor).__name__}", value=tensor, remedy="pass a device tensor"
@@ -1120,7 +1100,6 @@ def _shown(values: Array) -> str:
 # All are int64 vectors, and index 0 of each is padding.
 
 
-@methods_show_signature()
 class Handles(MirroredTensor):
     """Numbers of an index space with the generation of each: they say whose they are, and go stale with their owner.
 

@@ -17,33 +17,21 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import DOUBLE_FREE, ONE, Allocator, Generations, SlotListener, Transaction, size_of
 from batchstate._arrays import as_array, count
-from batchstate._guidance import Guided, Numbers, methods_show_signature, shows_signature
 from batchstate.errors import DtypeError
 from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
+from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.tables import Table
 
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
 Ints = npt.NDArray[np.int64]
 
-_TAKE = "`pool.take(n)` returns the handles of `n` slots"
-_FREE = "`pool.free(slots, after=fence)` takes handles back, as `take` returned them"
-_STATS = "`pool.stats` has `free`, `pending` and `live`"
-_ELSEWHERE = {
-    **dict.fromkeys(("alloc", "allocate", "acquire", "get", "pop"), _TAKE),
-    **dict.fromkeys(("release", "put", "give_back", "dealloc", "deallocate", "append"), _FREE),
-    **dict.fromkeys(("available", "available_size", "num_free", "free_slots", "used", "num_used", "full"), _STATS),
-    "reset": "`pool.clear()` frees every slot",
-    **dict.fromkeys(("resize", "grow", "extend"), "a pool keeps its size: make another one, of the size needed"),
-}
-
 
 @final
 @attrs.frozen
-class SlotStats(Numbers):
+class SlotStats:
     """A pool in numbers: free + pending + live = size + reserve.
 
     Attributes:
@@ -95,12 +83,7 @@ class PendingSlots:
 
 
 @ranges("take", "free", "release_requests")
-@shows_signature
-@methods_show_signature(
-    take="SlotPool.take(n, *, reserved=False), as in pool.take(2)",
-    free="SlotPool.free(slots, *, after=None), as in pool.free(slots, after=fence)",
-)
-class SlotPool(Guided):
+class SlotPool(OfThisProcess):
     """Slots 1 to size + reserve. Slot 0 is padding and is never taken.
 
     Args:
@@ -118,13 +101,9 @@ class SlotPool(Guided):
             count; their sum does not fit into int32.
     """
 
-    _INSTEAD = _ELSEWHERE
-    _guide = f"{_STATS}, `pool.size` is how many slots it has, `pool.live_slots()` which are taken"
-
     def __init__(
         self, runtime: Runtime, size: SupportsIndex, *, reserve: SupportsIndex = 0, name: str = "slots"
     ) -> None:
-        check_runtime(runtime, type(self).__name__)
         ordinary = size_of(size, f"{name}: size", least=1)
         reserved = size_of(reserve, f"{name}: reserve")
         size_of(ordinary + reserved, f"{name}: size + reserve")

@@ -14,14 +14,13 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
 from batchstate._arrays import Array, copy_into, of_dtype
-from batchstate._guidance import shows_signature
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import Layout, RowState
 from batchstate._upload import Extras, append_needs, extra_array, joined_writes, named_arrays
 from batchstate.batch import Batch
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
-from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
+from batchstate.runtime.base import Fence, Runtime, check_fence
 from batchstate.runtime.memory import ALIGNMENT, FixedMemory, PackedUpload, Place, ReadyTensor, packed_places, view_at
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
@@ -34,7 +33,6 @@ _BYTES_PER_WRITE = 16
 """Bytes of one element of a table write: its index, and a value of the widest dtype."""
 
 
-@shows_signature
 @final
 class StaticBuffers(Mapping[str, torch.Tensor]):
     """Memory for the columns of a batch class, and for extras, at one number of rows: name -> device tensor.
@@ -67,7 +65,6 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         extras: Mapping[str, object] | None = None,
         num_writes: SupportsIndex | None = None,
     ) -> None:
-        check_runtime(runtime, "StaticBuffers")
         runtime.check_owner("StaticBuffers")
         untyped: object = batch
         if not isinstance(untyped, type) or not issubclass(untyped, Batch):

@@ -30,7 +30,6 @@ from batchstate._allocator import STALE_HANDLE
 from batchstate._arrays import Amount, Selection
 from batchstate._arrays import count as counted
 from batchstate._column_inputs import rows_from
-from batchstate._guidance import Guided, check_kind, shown, shows_signature
 from batchstate._origin import Origin
 from batchstate._planned_step import (
     NAMES,
@@ -50,7 +49,7 @@ from batchstate._rows import GENERATION_SUFFIX, RowState
 from batchstate._upload import NO_EXTRAS, Extras, check_writes, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
-from batchstate.errors import ArgumentError, DeclarationError, another_runtime, one_of
+from batchstate.errors import ArgumentError, DeclarationError, another_runtime, one_of, shown
 from batchstate.forward.plan import ForwardPlan, checked_layouts
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap
@@ -58,7 +57,7 @@ from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime.base import Fence, check_fence
+from batchstate.runtime.base import Fence, OfThisProcess, check_fence
 from batchstate.runtime.memory import PackedUpload, ReadyTensor, packed_places
 from batchstate.tables import Table, TableWrite
 
@@ -75,9 +74,8 @@ TakenSlots = list[Held]
 
 
 @ranges("plan")
-@shows_signature
 @final
-class StepPlanner(Guided):
+class StepPlanner(OfThisProcess):
     """Plans the steps of one batch class. Belongs to the runtime's thread.
 
     Args:
@@ -97,8 +95,6 @@ class StepPlanner(Guided):
         ArgumentError: not a batch class, page pool or relay, or not of the same slots.
         DeclarationError: no such column or field.
     """
-
-    _guide = "`planner.plan(batch)` plans a step"
 
     def __init__(
         self,
@@ -769,7 +765,6 @@ class StepPlanner(Guided):
         for name, value, kind in (("pages", pages, PagePool), ("relay", relay, FutureMap)):
             if kind is PagePool or value is not None:
                 remedy = f"pass {name}={name}, made over the slot pool of the requests: {kind.__name__}(...)"
-                check_kind(value, kind, f"StepPlanner: `{name}`", remedy)
         if isinstance(pages, PagePool) and isinstance(relay, FutureMap) and pages.slots is not relay.slots:
             raise ArgumentError(
                 f"StepPlanner: {pages!r} and {relay!r} are of two slot pools",

@@ -9,8 +9,8 @@ Writes are planned on the owning thread; the scatter runs on the stream that is 
 still reads the table (`read_until`) and after earlier writes from other streams. The host never waits.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 import attrs
 import numpy as np
@@ -19,7 +19,6 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import Array, as_array, converted, read_only, select_rows, shape_of, signed_twin
-from batchstate._guidance import Guided, shown, shows_signature
 from batchstate._origin import Changes, Origin, RowSet
 from batchstate.errors import (
     ArgumentError,
@@ -28,10 +27,11 @@ from batchstate.errors import (
     RowIndexError,
     ShapeError,
     another_runtime,
+    shown,
     wrong_shape,
 )
 from batchstate.mirror import Handles, MirroredTensor
-from batchstate.runtime.base import Fence, Runtime, check_fence
+from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.runtime.memory import FixedMemory, ReadyTensor, numpy_dtype
 from batchstate.violations import Code, Where
 
@@ -147,13 +147,8 @@ class TableRows:
         return self._gathered.on_current_stream(self.table.runtime)
 
 
-_DEVICE = "`table.device_for(slots)` is its memory on the device, for a kernel"
-_WRITE = "`table.write(slots, positions, values)` writes, `table.entry(...)` with the next upload"
-
-
-@shows_signature
 @final
-class Table(Guided):
+class Table(OfThisProcess):
     """Device memory `[capacity, *row_shape]` indexed by the slots, pages or locations of one pool.
 
     Made by `table` and `adopt` of `SlotPool` and `PagePool`.
@@ -168,13 +163,6 @@ class Table(Guided):
         holds: index space of its values (`slot`, `page`, `location`, ...), or None for plain numbers.
         of: the pool that its values are of, where the table was made with it.
     """
-
-    _INSTEAD: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("device", "tensor", "data", "gpu", "cuda"), _DEVICE),
-        **dict.fromkeys(("host", "cpu", "np", "numpy"), "`table.host_for(slots)` is its host copy, if it has one"),
-        **dict.fromkeys(("set", "put", "update", "fill"), _WRITE),
-    }
-    _guide = f"{_DEVICE}; `table.gather(slots)` reads rows; {_WRITE}"
 
     def __init__(
         self, space: IndexSpace, device: torch.Tensor, *, name: str, holds: str | None = None, host: Array | None = None

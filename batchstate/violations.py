@@ -107,7 +107,7 @@ class Violation(BatchStateError, RuntimeError):
     """
 
     def __init__(self, code: Code, breach: Breach, *, remedy: str, where: Where) -> None:
-        super().__init__(breach.problem, value=breach.actual, remedy=remedy if breach.remedy is None else breach.remedy)
+        super().__init__(breach.problem, breach.actual, remedy if breach.remedy is None else breach.remedy)
         self.code = code
         self.expected = breach.expected
         self.actual = breach.actual

@@ -14,13 +14,12 @@ from tests.journeys import JOURNEYS, Journey, files_of
 PACKAGE = Path(batchstate.__file__).parent
 
 LAYERS: dict[str, tuple[str, ...]] = {
-    "invariants": (
+    "ground": (
         "batchstate",
         "_lazy",
         "_source_lines",
         "_version",
         "errors",
-        "_guidance",
         "nvtx",
         "levels",
         "violations",
@@ -34,23 +33,45 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "forward inputs": ("forward",),
     "relay": ("_relay", "future_map"),
     "steps": ("_planned_step", "step"),
-    "watch": ("watch",),
     "transport": ("transport",),
-    "traffic": ("traffic",),
+    "watch": ("watch",),
+    "races": ("races",),
     "testing": ("testing",),
-    "self-check": ("selfcheck",),
     "commands": ("cli", "__main__"),
 }
 """From the lowest to the highest: modules of the package, and folders with all that is in them."""
 
 CORE = range(1, 9)
+GROUND = ("ground", "runtime")
+"""All that `watch` and `races` stand on: they serve engines that keep their own state."""
+
 OUTSIDE = {
     "_arrays": ("transport", "testing"),
-    "_guidance": ("levels", "watch", "transport", "testing"),
-    "_lazy": ("batchstate", "testing"),
-    "_source_lines": ("testing",),
+    "_lazy": ("batchstate", "races", "testing"),
+    "_source_lines": ("races",),
 }
 """Private modules of the package that more than the core may import, and who may."""
+
+_KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
+BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
+    "ground": (LAYERS["ground"], 1_700),
+    "runtime": (("runtime",), 1_800),
+    "state, relay, steps, pages": (
+        tuple(part for layer in list(LAYERS)[2:9] for part in LAYERS[layer]),
+        14_200,
+    ),
+    "host tier": (_KV_TIER, 1_800),
+    "transport": (("transport",), 5_000),
+    "watch": (("watch",), 2_400),
+    "races": (("races",), 8_500),
+    "fuzz tools": (("testing",), 3_000),
+    "command line": (("cli", "__main__"), 800),
+}
+"""Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys."""
+
+MOST_LINES, MOST_FILES = 40_000, 140
+BESIDE = {"tests/selfcheck": 12_000, "examples/traffic": 1_200}
+OTHER_TESTS = 37_000
 
 MOST_FLOORS = 12
 
@@ -75,31 +96,32 @@ def modules() -> dict[str, Path]:
     return files
 
 
-def statements(node: ast.AST, *, inside: bool) -> Iterator[ast.AST]:
-    """What runs when a module is imported, and with `inside` what functions run; nothing for type checkers alone."""
+def statements(node: ast.AST, *, inside: bool, types: bool) -> Iterator[ast.AST]:
+    """Statements that run on import; with `inside` those of functions too, with `types` those for type checkers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef) and not inside:
             continue
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not types:
             for other in child.orelse:
                 yield other
-                yield from statements(other, inside=inside)
+                yield from statements(other, inside=inside, types=types)
             continue
         yield child
-        yield from statements(child, inside=inside)
+        yield from statements(child, inside=inside, types=types)
 
 
 @cache
-def imports(module: str, *, inside: bool = False) -> frozenset[str]:
-    """The modules of the package that a module imports; with `inside`, those too that its functions import."""
-    found = set()
-    for node in statements(ast.parse(modules()[module].read_text()), inside=inside):
+def imports(module: str, *, inside: bool = False, types: bool = False) -> frozenset[str]:
+    """The modules of the package that a module imports; see `statements`. Lazy packages import for type checkers only."""
+    imported: set[str] = set()
+    types = types and not ("lazy_names" in modules()[module].read_text() and modules()[module].name == "__init__.py")
+    for node in statements(ast.parse(modules()[module].read_text()), inside=inside, types=types):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "batchstate":
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in modules() else str(node.module) for name in names}
+            imported |= {name if name in modules() else str(node.module) for name in names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "batchstate"}
-    return frozenset(found)
+            imported |= {alias.name for alias in node.names if alias.name.split(".")[0] == "batchstate"}
+    return frozenset(imported)
 
 
 def test_every_module_has_a_layer() -> None:
@@ -114,16 +136,69 @@ def test_imports_point_downward() -> None:
         assert [name for name in imports(module, inside=True) if layer_of(name) > layer_of(module)] == [], module
 
 
+@pytest.mark.parametrize("part", ["watch", "races"])
+def test_tools_stand_on_ground_and_runtime(part: str) -> None:
+    """Watching and race checking need nothing of the state, in functions and for type checkers neither."""
+    allowed = {layer_of(LAYERS[name][0]) for name in GROUND} | {layer_of(part)}
+    for module in modules():
+        if part_of(module) == part:
+            needs = imports(module, inside=True, types=True) - {"batchstate"}
+            assert [name for name in needs if layer_of(name) not in allowed] == [], module
+
+
 def test_no_circle() -> None:
-    """No module imports itself through others."""
+    """No module imports itself through others; outside of the state, imports for type checkers count."""
     order = list(TopologicalSorter({module: imports(module) for module in modules()}).static_order())
     assert len(order) == len(modules())
+    outside = [module for module in modules() if layer_of(module) not in range(2, 9)]
+    graph = {
+        module: imports(module, inside=True, types=True) & set(outside) - {module, "batchstate"} for module in outside
+    }
+    list(TopologicalSorter(graph).static_order())
+
+
+def lines_of(file: Path) -> int:
+    """Lines of a file, docstrings and blank lines counted."""
+    return len(file.read_text().splitlines())
+
+
+def belongs_to(module: str, parts: tuple[str, ...]) -> bool:
+    """Whether a module is one of `parts`, or in a folder of them."""
+    inner = module.removeprefix("batchstate.")
+    return any(inner == part or inner.startswith(f"{part}.") for part in parts)
+
+
+@pytest.mark.parametrize("part", BUDGETS)
+def test_part_keeps_its_budget(part: str) -> None:
+    """A part of the package has no more lines than its budget."""
+    parts, budget = BUDGETS[part]
+    others = _KV_TIER if part != "host tier" else ()
+    files = [file for module, file in modules().items() if belongs_to(module, parts) and not belongs_to(module, others)]
+    assert sum(map(lines_of, files)) <= budget
+
+
+def test_package_keeps_its_budget() -> None:
+    """Each module is in one budget, and the wheel has no more lines and files than `MOST_LINES`, `MOST_FILES`."""
+    for module in modules():
+        assert any(belongs_to(module, parts) for parts, _ in BUDGETS.values()), module
+    assert sum(map(lines_of, modules().values())) <= MOST_LINES
+    assert len(modules()) <= MOST_FILES
+
+
+def test_checks_beside_the_package_keep_their_budgets() -> None:
+    """Machines with mutants, traffic, and all other tests have no more lines than their budgets."""
+    root = PACKAGE.parent
+    for folder, budget in BESIDE.items():
+        files = [file for file in (root / folder).rglob("*") if file.suffix in (".py", ".mutants")]
+        assert sum(map(lines_of, files)) <= budget, folder
+    others = [file for file in (root / "tests").rglob("*.py") if "selfcheck" not in file.parts]
+    assert sum(map(lines_of, others)) <= OTHER_TESTS
 
 
 def is_allowed(module: str, imported: str) -> bool:
     """Whether a module may import this one: `a.b._x` is for `a.b`, `_x` of the package for its core and `OUTSIDE`."""
     folder, _, last = imported.rpartition(".")
-    if not last.startswith("_") or part_of(module) == "selfcheck":
+    if not last.startswith("_"):
         return True
     if folder == "batchstate":
         return layer_of(module) in CORE or part_of(module) in OUTSIDE.get(last, ())
@@ -131,7 +206,7 @@ def is_allowed(module: str, imported: str) -> bool:
 
 
 def test_private_modules_stay_where_they_belong() -> None:
-    """No module imports a private one of another part; the library's checks of itself may."""
+    """No module imports a private one of another part."""
     for module in modules():
         assert [name for name in imports(module, inside=True) if not is_allowed(module, name)] == [], module
 

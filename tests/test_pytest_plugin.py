@@ -24,7 +24,11 @@ pytest_plugins = "pytester"
 
 PLUGIN = "batchstate.testing.pytest.plugin"
 ROOT = Path(__file__).parent.parent
-DRAWN = (race, sim, race_text)  # imported here once: what a run in this process imports first is dropped at its end
+DRAWN = (
+    RaceReport,
+    sim,
+    race_text,
+)  # imported here once: what a run in this process imports first is dropped at its end
 with sim.SimRuntime() as warm:  # so is what torch imports when it first infers a shape
     warm.upload([np.zeros(1)]).view(0).add(1)
 

@@ -14,7 +14,6 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import put_rows, select_rows
-from batchstate._guidance import check_kind
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
 from batchstate.forward.plan import NO_END, ForwardPlan, handles_of
@@ -381,8 +380,6 @@ def check_parts(plan: object, uploaded: object, what: str) -> None:
         ArgumentError: one of them is something else.
     """
     remedy = "pass a ForwardPlan, and what `batch.upload(extras=plan.extras)` returned"
-    check_kind(plan, ForwardPlan, what, remedy)
-    check_kind(uploaded, Extras, what, remedy)
 
 
 def _uploaded_handles(handles: Slots, uploaded: Extras, name: str) -> Slots:

@@ -27,10 +27,9 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import Array, amounts, arange_per_row, as_array, check_range, count
-from batchstate._guidance import check_kind, methods_show_signature, shown
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._upload import Extras, check_writes, named_arrays, packed_step
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, one_of
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, one_of, shown
 from batchstate.forward.token_array import TokenArray, checked_arrays
 from batchstate.invariants import times_checked
 from batchstate.kv.last_location import LastLocation
@@ -149,7 +148,6 @@ def checked_layouts(layouts: object, int32: object, what: str) -> tuple[str, ...
 
 
 @ranges("of", "upload")
-@methods_show_signature("of", __init__="ForwardPlan.of(slots, seq_lens, query_lens)")
 @final
 @attrs.define(eq=False, repr=False)
 class ForwardPlan:
@@ -744,7 +742,6 @@ def _tier_rows(tier: LastLocation, row_set: RowSet, where: Where) -> Ints:
 
 def _window(tier: LastLocation, row_set: RowSet, lens: Ints, queries: Ints, where: Where) -> Ints:
     """Tokens of each request that its pages hold at the most, int64[num_reqs]; `NO_END` outside of the tier."""
-    check_kind(tier, LastLocation, f"{_WHAT}: tier", "pass what `HiSparse.map_last_location` returned")
     window = np.full(len(lens), NO_END, dtype=np.int64)
     rows, mapped = _tier_rows(tier, row_set, where), np.flatnonzero(tier.owners.np)
     window[rows] = tier.hot_tokens

@@ -10,7 +10,6 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import Array, converted, shape_of
-from batchstate._guidance import shows_signature
 from batchstate.errors import DeclarationError, ShapeError
 from batchstate.runtime.memory import numpy_dtype
 from batchstate.violations import Where
@@ -18,7 +17,6 @@ from batchstate.violations import Where
 Ints = npt.NDArray[np.int64]
 
 
-@shows_signature
 @final
 @attrs.frozen(eq=False, repr=False)
 class TokenArray:

@@ -23,7 +23,6 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import AllFences
 from batchstate._arrays import MOST_ROWS, amounts, arange_per_row, count
-from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
 from batchstate.errors import ArgumentError, CaptureError, another_runtime
 from batchstate.kv._lengths import explained
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
@@ -32,7 +31,7 @@ from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import Extension, PagePool
 from batchstate.mirror import Contract, HostLocations, Locations, MirroredTensor, Slots
 from batchstate.runtime.agreement import QueriedFence
-from batchstate.runtime.base import Fence, Runtime, check_fence
+from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.violations import Violation, Where
 
 __all__ = ["HiSparse", "InFlight", "LastLocation", "TierState", "TierStats"]
@@ -48,7 +47,7 @@ def _host_only(unit: type[V], runtime: Runtime, numbers: Ints) -> V:
 
 @final
 @attrs.frozen
-class TierStats(Numbers):
+class TierStats:
     """The host tier in numbers.
 
     Attributes:
@@ -85,9 +84,8 @@ class InFlight:
     step: int | None = None
 
 
-@shows_signature
 @final
-class HiSparse(Guided):
+class HiSparse(OfThisProcess):
     """The host tier of one worker. Belongs to the thread of its runtime.
 
     Position p of a request lies in row p % hot_tokens of its hot buffer, which its device pages make up.
@@ -102,13 +100,9 @@ class HiSparse(Guided):
         ArgumentError, ShapeError, DtypeError, DeviceError: the parts do not go together.
     """
 
-    _guide = "`tier.stats` has its numbers, `tier.states(slots)` where each request is"
-
     def __init__(
         self, pages: PagePool, host: HostKVPool, kv: Sequence[torch.Tensor], *, hot_tokens: int = 4096
     ) -> None:
-        check_kind(pages, PagePool, "HiSparse", "pass the pool of the KV on the device")
-        check_kind(host, HostKVPool, "HiSparse", "pass the pool of the KV on the host")
         self.runtime: Runtime = host.runtime
         self.pages = pages
         self.slots = pages.slots

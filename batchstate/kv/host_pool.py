@@ -18,10 +18,9 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
 from batchstate._arrays import amounts, arange_per_row, as_array, read_only
-from batchstate._guidance import Guided, Numbers, shows_signature
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.runtime.agreement import QueriedFence
-from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
+from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.runtime.memory import MappedMemory
 from batchstate.violations import Where
 
@@ -170,7 +169,7 @@ class HostRanges:
 
 @final
 @attrs.frozen
-class HostStats(Numbers):
+class HostStats:
     """A pool in tokens: free + pending + live = size.
 
     Attributes:
@@ -255,9 +254,8 @@ class HostBuffer:
     memory: torch.Tensor = attrs.field(repr=False)
 
 
-@shows_signature
 @final
-class HostKVPool(Guided):
+class HostKVPool(OfThisProcess):
     """Host locations page_size to (num_pages + 1) * page_size - 1.
 
     Args:
@@ -279,8 +277,6 @@ class HostKVPool(Guided):
         backed: those in host memory, which the host tier backs up into and reads.
     """
 
-    _guide = "`host.stats` has `free`, `pending` and `live`, `host.num_pages` is how many pages there are"
-
     def __init__(
         self,
         runtime: Runtime,
@@ -292,7 +288,6 @@ class HostKVPool(Guided):
         dtype: torch.dtype | None = None,
         name: str = "host tier",
     ) -> None:
-        check_runtime(runtime, name)
         self.runtime = runtime
         self.name = name
         self.pool_id = next(_pool_ids)

@@ -17,7 +17,6 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count, read_only, shape_of
-from batchstate._guidance import Guided, Numbers, check_kind, methods_show_signature, shows_signature
 from batchstate._origin import Changes, Origin
 from batchstate.errors import ArgumentError, ShapeError, another_runtime
 from batchstate.invariants import times_checked
@@ -37,7 +36,7 @@ from batchstate.kv._sharing import PageLease, PageSharing, Source
 from batchstate.mirror import Locations, MirroredTensor, Pages, Slots, lined_up
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
-from batchstate.runtime.base import Fence, Runtime, check_fence, check_runtime
+from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.tables import Table, TableWrite
 from batchstate.violations import Code, Where
 
@@ -49,26 +48,9 @@ LENGTH_ORDER, DERIVED_STALE = Code.LENGTH_ORDER, Code.DERIVED_STALE
 ZERO = np.array(0)  # numpy takes as long to convert one number as to compare 100 of them
 
 
-_EXTEND = "`pages.extend(slots, total_lens)` gives requests their pages, `pages.take(n)` takes pages for no request yet"
-_RELEASE = "`pages.release_requests(slots, after=fence)` frees slots with their pages, `pages.release` the pages alone"
-_STATS = "`pages.stats` has `free`, `pending` and `live`"
-_TABLE = "`pages.page_table` has the pages of each slot"
-_ELSEWHERE = {
-    **dict.fromkeys(("alloc", "allocate", "append", "get", "pop"), _EXTEND),
-    **dict.fromkeys(("free", "dealloc", "deallocate", "put"), _RELEASE),
-    **dict.fromkeys(
-        ("available", "available_size", "num_free", "num_free_blocks", "free_pages", "free_blocks"), _STATS
-    ),
-    **dict.fromkeys(("block_table", "block_tables", "page_tables"), _TABLE),
-    "block_size": "it is called `pages.page_size`",
-    "num_blocks": "it is called `pages.num_pages`",
-    **dict.fromkeys(("reset", "clear"), "`pages.slots.clear()` frees every slot with its pages"),
-}
-
-
 @final
 @attrs.frozen
-class PageStats(Numbers):
+class PageStats:
     """A page pool in numbers: free + pending + live = num_pages.
 
     Attributes:
@@ -175,10 +157,8 @@ class Extension:
 
 
 @ranges("extend", "advance", "commit", "release_requests")
-@shows_signature
-@methods_show_signature(extend="PagePool.extend(slots, total_lens), as in pages.extend(batch.slots, batch.seq_lens)")
 @final
-class PagePool(Guided):
+class PagePool(OfThisProcess):
     """Pages 1 to num_pages for the requests of one slot pool. Location t lies on page t // page_size.
 
     Args:
@@ -204,9 +184,6 @@ class PagePool(Guided):
         DeviceError: `slots` belongs to another runtime.
     """
 
-    _INSTEAD = _ELSEWHERE
-    _guide = f"{_STATS}, `pages.num_pages` is how many there are; {_TABLE}"
-
     def __init__(
         self,
         runtime: Runtime,
@@ -218,10 +195,6 @@ class PagePool(Guided):
         name: str = "pages",
         req_to_token: Table | None = None,
     ) -> None:
-        check_runtime(runtime, "PagePool")
-        check_kind(
-            slots, SlotPool, "PagePool: `slots`", "pass the SlotPool or HybridSlotPool whose slots own the pages"
-        )
         self.runtime = runtime
         self.name = name
         self.slots = slots

@@ -1,9 +1,9 @@
 """`PrefixCache`: pages that stay readable under a key when their requests are gone, until their memory is needed."""
 
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from operator import itemgetter
-from typing import ClassVar, SupportsIndex, final
+from typing import SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, FreeIndices, size_of
-from batchstate._guidance import Guided, Numbers, check_kind, shows_signature
 from batchstate.errors import ArgumentError, DtypeError
 from batchstate.kv.pages import PageLease, PagePool
 from batchstate.mirror import Slots
+from batchstate.runtime.base import OfThisProcess
 from batchstate.violations import Where
 
 __all__ = ["CacheFit", "PrefixCache", "PrefixCacheStats"]
@@ -220,7 +220,7 @@ class CachedPages:
 
 @final
 @attrs.frozen
-class PrefixCacheStats(Numbers):
+class PrefixCacheStats:
     """A prefix cache in numbers.
 
     Attributes:
@@ -254,13 +254,8 @@ class CacheFit:
     evicted: tuple[Hashable, ...]
 
 
-_MATCH = "`cache.match(keys)` finds the pages of a prefix, `key in cache` says if a page is cached"
-_INSERT = "`cache.insert(owner, keys)` gives pages their keys"
-
-
-@shows_signature
 @final
-class PrefixCache(Guided):
+class PrefixCache(OfThisProcess):
     """The pages of a pool that can be found by key.
 
     A key stands for all tokens up to the end of its page: a hash of them, or a tuple of the key before and the page's
@@ -278,16 +273,7 @@ class PrefixCache(Guided):
         ArgumentError: not a page pool, or one that has a cache.
     """
 
-    _INSTEAD: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("get", "lookup", "find", "find_longest_cache_hit", "match_prefix"), _MATCH),
-        **dict.fromkeys(("put", "set", "add", "cache_full_blocks"), _INSERT),
-        "take_events": "`cache.take_evicted()` returns the keys evicted since the last call",
-        **dict.fromkeys(("pop", "free"), "`cache.evict(num_pages)` and `cache.remove(keys)` forget pages"),
-    }
-    _guide = f"{_MATCH}; {_INSERT}"
-
     def __init__(self, pages: PagePool, *, notices: bool = False) -> None:
-        check_kind(pages, PagePool, "PrefixCache", "pass the PagePool whose pages are cached: PrefixCache(pages)")
         self.pages = pages
         self._references = pages._references
         self._match = f"{pages.name}: match"

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime, open_runtime
 
@@ -42,7 +41,6 @@ def devices_of(device: str, examples: int) -> dict[str, int]:
     return {name: part for name, part in parts.items() if part}
 
 
-@shows_signature
 def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0) -> Runtime:
     """The runtime of a device by name.
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, TypeVar, final
 import attrs
 import torch
 
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.races.detector import Detector, OnRace
 from batchstate.races.hints import HintFor, hint_for
@@ -25,7 +24,7 @@ from batchstate.races.tracing.dispatch import is_raw, untraced
 from batchstate.races.tracing.memory import MemoryKind
 from batchstate.races.tracing.runtime import TracedRuntime
 from batchstate.races.waits import Waits, WideWait
-from batchstate.runtime import Fence, MappedMemory, Runtime, Stream, check_runtime
+from batchstate.runtime import Fence, MappedMemory, Runtime, Stream
 from batchstate.runtime.base import Array, foreign_fence
 from batchstate.runtime.memory import StagingBlock
 
@@ -134,7 +133,6 @@ class RaceFence:
 T = TypeVar("T")
 
 
-@shows_signature
 class RaceRuntime(TracedRuntime[StreamClock]):
     """Checks everything that runs through it, and through torch in a `with` window of it.
 
@@ -170,8 +168,6 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         note_waits: bool = False,
         hint_for: HintFor = hint_for,
     ) -> None:
-        if inner is not None:
-            check_runtime(inner, "RaceRuntime")
         if on_race not in ("raise", "collect"):
             raise ArgumentError(
                 f"expected on_race 'raise' or 'collect', got {on_race!r}",

@@ -4,7 +4,7 @@ Nothing else in the library names a stream, an event or pinned memory, so the sa
 plain CPU and on test devices. `open_runtime` opens the runtime of a device.
 """
 
-from batchstate.runtime.base import Counters, DoneFence, Fence, Runtime, Stream, check_fence, check_runtime
+from batchstate.runtime.base import Counters, DoneFence, Fence, Runtime, Stream, check_fence
 from batchstate.runtime.devices import AcceleratorRuntime, CpuRuntime, open_runtime
 from batchstate.runtime.memory import (
     NUMPY_DTYPES,
@@ -32,7 +32,6 @@ __all__ = [
     "Staging",
     "Stream",
     "check_fence",
-    "check_runtime",
     "dtype_meant",
     "host_dtype",
     "numpy_dtype",

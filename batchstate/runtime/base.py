@@ -13,12 +13,13 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
+    NoReturn,
     Protocol,
     Self,
     SupportsIndex,
@@ -34,8 +35,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._guidance import Guided, check_kind, shows_signature
-from batchstate.errors import ArgumentError, CallError, CaptureError, DtypeError, OwnerThreadError, ShapeError
+from batchstate.errors import ArgumentError, CaptureError, DeviceError, DtypeError, OwnerThreadError, ShapeError
 from batchstate.invariants import times_checked
 from batchstate.runtime.memory import (
     KnownMemory,
@@ -299,8 +299,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown)  # the child has copies of pools, and no device of its own
 
 
-@shows_signature
-class Runtime(Guided, abc.ABC):
+class OfThisProcess:
+    """Base of what belongs to a runtime of this process: it can be neither copied nor pickled."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:  # `copy` and `deepcopy` ask it too
+        problem = f"{self!r} cannot be copied or pickled: it belongs to a runtime of this process"
+        raise DeviceError(problem, type(self).__name__, "send host values, and make it anew on the other side")
+
+
+class Runtime(OfThisProcess, abc.ABC):
     """One device as the library uses it. Belongs to the thread that made it.
 
     A new kind of device implements the methods marked abstract; the rest is shared. `open_runtime` makes the one for a
@@ -318,24 +327,6 @@ class Runtime(Guided, abc.ABC):
     """
 
     remember_memory: ClassVar[bool] = False
-
-    _INSTEAD: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("sync", "wait_all"), "`runtime.synchronize()` waits for the device"),
-        **dict.fromkeys(("fence", "event", "record_event", "Event"), "`runtime.record()` returns a fence"),
-        **dict.fromkeys(("streams", "new_stream", "Stream"), "`runtime.stream(name)` makes a stream"),
-    }
-
-    _guide = "`runtime.counters` has its numbers, `runtime.device` is the device"
-
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuses the base class, with the function that makes a runtime."""
-        if cls is Runtime:
-            raise CallError(
-                "expected a kind of runtime, got the base class `Runtime`",
-                value=cls,
-                remedy="`open_runtime('cpu')` or `open_runtime('cuda')` returns a runtime",
-            )
-        return super().__new__(cls)
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
         self.device = device
@@ -881,17 +872,6 @@ class Runtime(Guided, abc.ABC):
                 if (tensor := reference()) is not None:
                     self._known_memory.add(tensor)
         return self._known_memory
-
-
-def check_runtime(runtime: object, what: str) -> None:
-    """Refuses anything but a runtime.
-
-    Raises:
-        ArgumentError: `runtime` is something else.
-    """
-    check_kind(
-        runtime, Runtime, f"{what}: `runtime`", "pass what `open_runtime` returns: runtime = open_runtime('cpu')"
-    )
 
 
 def _declared_depth(steps_in_flight: SupportsIndex) -> int:

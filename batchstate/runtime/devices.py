@@ -10,7 +10,6 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from batchstate._guidance import methods_show_signature, shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.runtime.base import Array, Counters, DoneFence, Fence, Runtime, Stream, foreign_fence
 from batchstate.runtime.memory import MappedMemory, StagingBlock, device_view
@@ -22,8 +21,6 @@ _DONE = DoneFence()
 _ids = itertools.count()
 
 
-@shows_signature
-@methods_show_signature("stream")
 class CpuRuntime(Runtime):
     """A plain CPU as device: every operation runs at once, and streams have a name and no concurrency.
 
@@ -133,8 +130,6 @@ class EventFence:
         self.event.synchronize()
 
 
-@shows_signature
-@methods_show_signature("stream")
 class AcceleratorRuntime(Runtime):
     """Runs on an accelerator through `torch.get_device_module(device)`.
 
@@ -309,7 +304,6 @@ def _device_module(device: torch.device) -> Any:
         return None
 
 
-@shows_signature
 def open_runtime(device: str | torch.device = "cpu", *, steps_in_flight: int = 2) -> Runtime:
     """The runtime of a device.
 

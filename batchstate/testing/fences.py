@@ -12,7 +12,6 @@ import attrs
 import torch
 
 from batchstate._arrays import count
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.races.tracing.clocks import Clocks, StreamClock
 from batchstate.runtime import Fence, Stream
@@ -20,7 +19,6 @@ from batchstate.runtime.base import Array
 from batchstate.runtime.devices import CpuRuntime
 
 
-@shows_signature
 @final
 @attrs.define(eq=False)
 class ManualFence:
@@ -49,7 +47,6 @@ class ManualFence:
         self._stream.complete_until(self)
 
 
-@shows_signature
 @final
 @attrs.define(eq=False)
 class ManualStream:
@@ -136,7 +133,6 @@ def is_behind(after: Fence, before: Fence) -> bool:
     return any(before is fence or before in fence._foreign for fence in after._runtime._before(after._seen))
 
 
-@shows_signature
 @final
 class LateRuntime(CpuRuntime):
     """A CPU runtime whose operations run at once and whose fences complete late.

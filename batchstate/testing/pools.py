@@ -29,7 +29,6 @@ from hypothesis.stateful import initialize, precondition, rule
 from hypothesis.strategies import SearchStrategy
 
 from batchstate import invariants
-from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, PoolExhaustedError
 from batchstate.testing.machine import Machine, disagree
 from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine, with_replay
@@ -44,7 +43,6 @@ class InjectedError(RuntimeError):
     """Raised by an `inner` call of a pool that is made to fail."""
 
 
-@shows_signature
 @final
 @attrs.frozen(eq=False)
 class PoolSpec(Generic[P]):
@@ -79,18 +77,15 @@ class PoolSpec(Generic[P]):
     sizes: SearchStrategy[int] = attrs.field(factory=lambda: st.integers(1, 8))
 
 
-@shows_signature
 def pool_machine(spec: PoolSpec[Any]) -> type[Machine]:
     """A state machine for the pool; collect its `TestCase`, or run it with `fuzz_pool`.
 
     Args:
         spec: what the pool is.
     """
-    check_kind(spec, PoolSpec, "fuzzing of a pool", "pass a PoolSpec, which says how to make it, to take and to free")
     return type(f"{spec.name}Machine", (_EnginePoolMachine,), {"spec": spec, "__doc__": f"Fuzzes {spec.name}."})
 
 
-@shows_signature
 def fuzz_pool(
     spec: PoolSpec[Any], *, examples: int = 100, seed: int = 0, steps: int = STEPS, shrink: bool = True
 ) -> MachineResult:

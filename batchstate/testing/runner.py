@@ -19,8 +19,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from batchstate._arrays import count
-from batchstate._guidance import shown, shows_signature
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, shown
 from batchstate.levels import Level
 from batchstate.races import Race, RaceReport
 from batchstate.races.devices import is_tool, open_device
@@ -80,7 +79,6 @@ class MachineResult:
         }
 
 
-@shows_signature
 def run_machine(
     machine: type[Machine],
     *,

@@ -15,9 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from batchstate import invariants
-from batchstate._guidance import shows_signature
 from batchstate.races.tracing.operations import isin_waits
-from batchstate.runtime import Runtime, check_runtime
+from batchstate.runtime import Runtime
 from batchstate.runtime.memory import KnownMemory
 from batchstate.violations import Violation
 
@@ -53,7 +52,6 @@ _NEUTRAL = frozenset(
 """Calls that read no element and make no memory: not worth a look."""
 
 
-@shows_signature
 @contextlib.contextmanager
 def no_hidden_sync(runtime: Runtime) -> Iterator[None]:
     """A window in which a hidden synchronisation raises. `resolve`, `read_back` and `synchronize` may wait.
@@ -67,7 +65,6 @@ def no_hidden_sync(runtime: Runtime) -> Iterator[None]:
     Raises:
         Violation: HIDDEN_SYNC: a device tensor was read by the host, or gave a shape that only the device knows.
     """
-    check_runtime(runtime, "no_hidden_sync")
     with contextlib.ExitStack() as window:
         # Only where host and device tensors look alike must device memory be remembered.
         seen = runtime.known_memory() if runtime.device.type == "cpu" else None

@@ -36,7 +36,6 @@ from hypothesis.stateful import Bundle, consumes, initialize, multiple, precondi
 from hypothesis.strategies import SearchStrategy
 
 from batchstate import invariants
-from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.mirror import Contract
 from batchstate.testing.machine import DisagreementError, Machine
@@ -61,7 +60,6 @@ B = TypeVar("B")
 R = TypeVar("R")
 
 
-@shows_signature
 @final
 @attrs.frozen
 class Twin:
@@ -86,7 +84,6 @@ class Twin:
             )
 
 
-@shows_signature
 @final
 @attrs.frozen(eq=False)
 class TwinSlots:
@@ -111,7 +108,6 @@ def _slots_of(slots: "str | TwinSlots | None") -> TwinSlots | None:
     return TwinSlots(slots) if isinstance(slots, str) else slots
 
 
-@shows_signature
 @final
 @attrs.frozen(eq=False)
 class TwinSpec(Generic[B, R]):
@@ -177,8 +173,6 @@ class TwinSpec(Generic[B, R]):
     declared: Declaration | None = None
 
     def __attrs_post_init__(self) -> None:
-        for twin in self.twins:
-            check_kind(twin, Twin, f"{self.name}: twins", "name both sides: Twin('seq_lens_cpu', 'seq_lens')")
         names = self.attribute_names
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -234,7 +228,6 @@ class TwinSpec(Generic[B, R]):
         """The same as a `TwinSpec`."""
         if isinstance(spec, WatchedSpec):
             return cls(declared=spec.declared, **spec.calls)
-        check_kind(spec, TwinSpec, "fuzzing of a batch class", "pass a TwinSpec of it, or `watched.spec(...)`")
         return spec
 
     @property
@@ -245,7 +238,6 @@ class TwinSpec(Generic[B, R]):
         return [name for twin in self.twins for name in (twin.host, twin.device)] + list(self.rows)
 
 
-@shows_signature
 def twin_machine(spec: TwinSpec[Any, Any] | WatchedSpec) -> type[Machine]:
     """A state machine for the class; collect its `TestCase`, or run it with `fuzz_twins`.
 
@@ -268,7 +260,6 @@ def twin_machine(spec: TwinSpec[Any, Any] | WatchedSpec) -> type[Machine]:
     return type(f"{spec.name}Machine", tuple(machine for machine, _ in hooks) or (_TwinMachine,), names)
 
 
-@shows_signature
 def fuzz_twins(
     spec: TwinSpec[Any, Any] | WatchedSpec,
     *,

@@ -20,7 +20,6 @@ import torch
 
 from batchstate import invariants
 from batchstate._arrays import as_array, converted, count
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError, ShapeError
 from batchstate.transport.engines.base import Copies, Ints
 from batchstate.transport.wire import LARGEST, check_ranges
@@ -92,7 +91,6 @@ def _layers(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-@shows_signature
 @final
 @attrs.frozen
 class KVLayout:

@@ -20,7 +20,6 @@ import attrs
 import numpy as np
 
 from batchstate._arrays import count
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, TransferError
 from batchstate.kv.host_pool import HostRanges
 from batchstate.transport.engines.base import Delivery, Engine, Ints, Region
@@ -207,7 +206,6 @@ class Ignored:
     notices: int = 0
 
 
-@shows_signature
 @final
 class Receiver(Session):
     """One rank of a decode worker. Belongs to the thread of its engine.

@@ -19,7 +19,6 @@ import numpy as np
 
 from batchstate import invariants, levels
 from batchstate._arrays import count
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, BatchStateError, DtypeError, TransferError
 from batchstate.mirror import HostLocations, Locations, MirroredTensor
 from batchstate.runtime import Fence, check_fence
@@ -140,7 +139,6 @@ class Closed(dict[int, None]):
         return serial <= self._floor
 
 
-@shows_signature
 @final
 class Sender(Session):
     """One rank of a prefill worker. Belongs to the thread of its engine.

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Self, final
 
 import attrs
 
-from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.transport.engines.base import Endpoint, Engine, Peer, Region, RemoteRegion, check_instance
 from batchstate.transport.plan import KVLayout, Layouts, buffers_of, check_fit
@@ -72,7 +71,6 @@ def _layouts(value: object) -> Layouts:
     return layouts
 
 
-@shows_signature
 @final
 @attrs.frozen
 class Description:
@@ -98,7 +96,6 @@ class Description:
     reach: Endpoint = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        check_kind(self.endpoint, bytes, "Description: endpoint", "pass what `Engine.endpoint()` returned")
         reach = Endpoint.from_bytes(self.endpoint)
         object.__setattr__(self, "reach", reach)
         if reach.instance != self.instance:
@@ -263,7 +260,6 @@ class Worker:
         return [by_name[layer] for layer, _ in buffers_of(self.description.layouts) if layer in by_name]
 
 
-@shows_signature
 class Session(abc.ABC):
     """One rank of a worker that transfers KV: a `Sender` or a `Receiver`. Belongs to the thread of its engine.
 
@@ -288,8 +284,6 @@ class Session(abc.ABC):
     def __init__(
         self, engine: Engine, description: Description, regions: Sequence[Region], *, clock: Clock, grace_seconds: float
     ) -> None:
-        check_kind(engine, Engine, type(self).__name__, "pass what `open_engine` returns")
-        check_kind(description, Description, type(self).__name__, "describe the worker: Description(...)")
         if description.instance != engine.instance:
             raise ArgumentError(
                 f"the description is of instance {description.instance}, the engine is {engine.instance}",

@@ -15,16 +15,15 @@ From here on each of these calls is checked: at `cheap` by lengths, dtypes and w
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial, wraps
-from typing import Any, TypeVar, cast, final
+from functools import partial
+from typing import Any, TypeVar, final
 
 import attrs
 
 from batchstate import levels
-from batchstate._guidance import shows_signature
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
-from batchstate.errors import ArgumentError, CallError
+from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from batchstate.watch._audit import Audit
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
@@ -39,7 +38,6 @@ OPERATIONS = ("filter", "merge", "next_batch", "split", "advance", "update", "re
 """Operations of a `Batch` that leave it behind for another one."""
 
 
-@shows_signature
 @final
 class Watched(Hooked):
     """A class that is watched, until `stop` or the end of a `with` block.
@@ -197,26 +195,6 @@ def _call_of(cls: type, name: str) -> Callable[[Any], Any]:
     return call
 
 
-def _without_level(function: F) -> F:
-    """A decorator: the level of checks is not an argument, and who looks for it there is told where it is."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if "level" in kwargs:
-            level = kwargs["level"]
-            raise CallError(
-                f"{function.__name__}: it has no `level`: the level of checks belongs to the process",
-                value=level,
-                remedy=f"set it round the calls: `with batchstate.checks({level!r}):`, or for good: "
-                f"`batchstate.set_checks({level!r})`",
-            )
-        return function(*args, **kwargs)
-
-    return cast(F, call)
-
-
-@_without_level
-@shows_signature
 def watch(
     cls: type,
     *,
@@ -314,8 +292,6 @@ def watch(
     return watched
 
 
-@_without_level
-@shows_signature
 def audit(
     cls: type[Batch],
     *,

@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.rows import Name, Place, getter, suspects
@@ -19,7 +18,6 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 Question: TypeAlias = Callable[[Any, Place], None]
 
 
-@shows_signature
 @final
 class WatchedPool(Hooked):
     """A pool, or what manages it, that is watched, until `stop` or the end of a `with` block.
@@ -92,7 +90,6 @@ def _install(
     return watched
 
 
-@shows_signature
 def watch_pages(
     cls: type,
     *,
@@ -174,7 +171,6 @@ def watch_pages(
     return _install(cls, after, question, "watch_pages", on_violation, every)
 
 
-@shows_signature
 def watch_slots(
     cls: type,
     *,
@@ -240,7 +236,6 @@ def watch_slots(
     return _install(cls, after, question, "watch_slots", on_violation, every)
 
 
-@shows_signature
 def watch_copy(
     cls: type,
     method: str,

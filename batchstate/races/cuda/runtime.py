@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, overload
 import attrs
 import torch
 
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._hints import torch_hint_for
 from batchstate.races.cuda._tracer import CudaTracer
@@ -240,7 +239,6 @@ def cuda_on_cpu(
     stands_for: Mapping[str, Callable[..., Any]] | None = None,
     note_waits: bool = False,
 ) -> CudaRuntime | CudaSimRuntime: ...
-@shows_signature
 def cuda_on_cpu(
     device: str = RACE,
     *,

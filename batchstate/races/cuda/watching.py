@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, final
 import attrs
 import torch
 
-from batchstate._guidance import shows_signature
 from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._hints import torch_hint_for
@@ -453,7 +452,6 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
         self._tracer.replay(getattr(graph, "_batchstate_capture", []))
 
 
-@shows_signature
 def watch_cuda(
     *, on_race: OnRace = "raise", fences: Literal["lazy", "eager"] = "lazy", note_waits: bool = False
 ) -> WatchedCuda:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.races.sim.calls import SpeculativeRead
 from batchstate.races.sim.device import BlockAllocator, Device, DeviceStream, SimFence, poisoned
@@ -31,7 +30,6 @@ from batchstate.runtime.memory import StagingBlock
 T = TypeVar("T")
 
 
-@shows_signature
 class SimRuntime(TracedRuntime[DeviceStream]):
     """A device on CPU tensors. Streams run late in a `with` window of it, and at once outside.
 

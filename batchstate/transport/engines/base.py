@@ -27,7 +27,6 @@ import torch
 
 from batchstate import invariants
 from batchstate._arrays import arange_per_row, count
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, ShapeError, TransferError, one_of
 from batchstate.transport.connection import LEAST_SECRET, new_secret
 from batchstate.transport.wire import (
@@ -415,7 +414,6 @@ def check_instance(instance: str) -> None:
         ) from error
 
 
-@shows_signature
 class Engine(abc.ABC):
     """One way of writing into another process's memory. Belongs to the thread that made it.
 
@@ -782,7 +780,6 @@ ENGINES = tuple(_HOMES)
 """Names that `open_engine` knows. The engine of tests, `InProcessEngine`, needs a network and is made by itself."""
 
 
-@shows_signature
 def open_engine(name: str = "tcp", **options: Any) -> Engine:
     """The engine of this name; what it needs besides the library is imported now.
 

@@ -17,7 +17,6 @@ from typing import final
 import attrs
 
 from batchstate import invariants
-from batchstate._guidance import shows_signature
 from batchstate.errors import HandshakeError, TransferError
 from batchstate.transport.engines.base import Capabilities, Copies, Delivery, Engine, Handle, Ints, Peer, Region, Status
 
@@ -262,7 +261,6 @@ class Network:
                 self._tags.append((due, flight.reader, Delivery(flight.handle.tag, flight.writer.instance)))
 
 
-@shows_signature
 @final
 class InProcessEngine(Engine):
     """An engine within one process, for memory of the host and of CUDA devices.

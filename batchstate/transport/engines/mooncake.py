@@ -34,7 +34,6 @@ from typing import Any, final
 import attrs
 import numpy as np
 
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.connection import Connection, ConnectionEndedError, Listener, connect
 from batchstate.transport.engines.base import (
@@ -203,7 +202,6 @@ CHANGED_BY = {"MC_TCP_PROTO": ("1",), "MC_USE_TENT": None, "MC_USE_TEV1": None}
 """Settings under which a completed row need not have landed: values, or None for any."""
 
 
-@shows_signature
 @final
 class MooncakeEngine(Engine):
     """Writes over Mooncake's transfer engine. Its ports are open to all: see the warning at the top of this module.

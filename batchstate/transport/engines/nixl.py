@@ -48,7 +48,6 @@ import numpy as np
 import torch
 
 from batchstate import invariants
-from batchstate._guidance import shows_signature
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.connection import MAC, mac_of
 from batchstate.transport.engines.base import (
@@ -285,7 +284,6 @@ class _Request:
     error: str = ""
 
 
-@shows_signature
 @final
 class NixlEngine(Engine):
     """Writes over UCX.

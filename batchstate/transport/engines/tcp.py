@@ -33,7 +33,6 @@ import numpy.typing as npt
 import torch
 
 from batchstate._arrays import arange_per_row, count
-from batchstate._guidance import check_kind, shows_signature
 from batchstate.errors import ArgumentError
 from batchstate.transport.connection import MOST_BYTES, Connection, ConnectionEndedError, Listener, connect
 from batchstate.transport.engines.base import (
@@ -393,7 +392,6 @@ class Outgoing:
 # The engine
 
 
-@shows_signature
 @final
 class TcpEngine(Engine):
     """Writes over a connection for each direction.
@@ -414,7 +412,6 @@ class TcpEngine(Engine):
     capabilities = Capabilities(one_sided=False, max_rows=MOST_ROWS)
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0, connect_timeout: float = 10.0) -> None:
-        check_kind(host, str, "TcpEngine: host", "pass a name or an address of this machine, as '127.0.0.1'")
         port = count(port, "TcpEngine: port", most=65_535)
         super().__init__()
         self._timeout = connect_timeout
