@@ -98,8 +98,8 @@ class Transaction:
         self._runtime.check_owner(asked)
         raise PoolBrokenError(
             f"{asked}: `{self.operation}` has not ended in {self.label}, which may be half changed",
-            value=self.operation,
-            remedy="if it was interrupted or could not be undone, make the pool anew, and what is over it. If it "
+            self.operation,
+            "if it was interrupted or could not be undone, make the pool anew, and what is over it. If it "
             "is running, do not call the pool from a listener, a finalizer or a signal handler",
         )
 
@@ -868,8 +868,8 @@ class Generations:
             raise ArgumentError(
                 f"{operation}: expected {kind.unit}s of pool {self.name!r}, got {kind.unit}s of "
                 f"{'no pool' if other is None else f'pool {other.name!r}'}",
-                value=slots,
-                remedy=f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it",
+                slots,
+                f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it",
             )
         return rows, slots._generations  # type: ignore[return-value]
 
@@ -884,7 +884,7 @@ class Generations:
         else:
             got = shown(given)
             remedy = f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is"
-        return DtypeError(f"{self.name}: {operation}: expected {unit}, got {got}", value=given, remedy=remedy)
+        return DtypeError(f"{self.name}: {operation}: expected {unit}, got {got}", given, remedy)
 
     def all_held(self, rows: Ints, held: Ints) -> bool:
         """Whether each handle is live and of its slot's present owner: the fast form of four invariants, O(n).

@@ -77,30 +77,26 @@ def as_array(values: object, what: str) -> Array:
     elif exact_numbers is not None:
         array = exact_numbers(what)
     elif isinstance(values, np.ma.MaskedArray):
-        raise DtypeError(f"{what}: a masked array", value=values.dtype, remedy="fill or filter the masked elements")
+        raise DtypeError(f"{what}: a masked array", values.dtype, "fill or filter the masked elements")
     elif isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
-            raise DeviceError(
-                f"{what}: a tensor on {values.device} was given where host values are meant",
-                value=str(values.device),
-                remedy="pass host values; `MirroredTensor.from_device` takes device tensors",
-            )
+            problem = f"{what}: a tensor on {values.device} was given where host values are meant"
+            remedy = "pass host values; `MirroredTensor.from_device` takes device tensors"
+            raise DeviceError(problem, str(values.device), remedy)
         try:
             array = values.detach().resolve_conj().resolve_neg().numpy()
         except TypeError:
-            raise DtypeError(
-                f"{what}: numpy has no {values.dtype}", value=values.dtype, remedy="convert the tensor first"
-            ) from None
+            raise DtypeError(f"{what}: numpy has no {values.dtype}", values.dtype, "convert the tensor first") from None
     else:
         try:
             array = np.asarray(values)
         except ValueError:
-            raise ShapeError(f"{what}: rows of unequal lengths", value=values, remedy="pass equal rows") from None
+            raise ShapeError(f"{what}: rows of unequal lengths", values, "pass equal rows") from None
     if array.dtype.kind not in "biuf":
         raise DtypeError(
             f"{what}: expected numbers, got " + (repr(values) if array.ndim == 0 else f"values of dtype {array.dtype}"),
-            value=array.dtype,
-            remedy="pass a list of numbers, a numpy array or a CPU tensor, with one per row",
+            array.dtype,
+            "pass a list of numbers, a numpy array or a CPU tensor, with one per row",
         )
     return array
 
@@ -121,11 +117,8 @@ def converted(values: object, dtype: np.dtype[Any], what: str) -> Array:
         return np.array(array, order="C")
     kind, target = array.dtype.kind, dtype.kind
     if (target == "b" and kind != "b") or (target in "iu" and kind == "f"):
-        raise DtypeError(
-            f"{what}: values of dtype {array.dtype} do not go into {dtype}",
-            value=array.dtype,
-            remedy=f"convert to {dtype} where the loss is intended",
-        )
+        problem = f"{what}: values of dtype {array.dtype} do not go into {dtype}"
+        raise DtypeError(problem, array.dtype, f"convert to {dtype} where the loss is intended")
     if not array.size or target == "b":
         return array.astype(dtype, order="C")
     least, most = array.item(array.argmin()), array.item(array.argmax())  # numpy finds a place faster than its value
@@ -135,9 +128,8 @@ def converted(values: object, dtype: np.dtype[Any], what: str) -> Array:
         with np.errstate(over="ignore"):
             result = array.astype(dtype, order="C")
         if not np.array_equal(np.isfinite(result), np.isfinite(array)):
-            raise ValueOverflowError(
-                f"{what}: a finite value becomes infinite in {dtype}", value=array.max(), remedy="use a wider dtype"
-            )
+            problem = f"{what}: a finite value becomes infinite in {dtype}"
+            raise ValueOverflowError(problem, array.max(), "use a wider dtype")
         return result
     return array.astype(dtype, order="C")
 
@@ -156,11 +148,8 @@ def carried(values: object, dtype: np.dtype[Any], bits_of: torch.dtype | None, w
     if not array.size:
         return np.empty(array.shape, dtype=dtype)
     if array.dtype.kind not in "iu" or array.dtype.itemsize != dtype.itemsize:
-        raise DtypeError(
-            f"{what}: expected the bits of {bits_of} as {dtype}, got {array.dtype}: numpy has no {bits_of}",
-            value=array.dtype,
-            remedy=f"pass tensor.view(torch.{dtype}).numpy(), or a device tensor",
-        )
+        problem = f"{what}: expected the bits of {bits_of} as {dtype}, got {array.dtype}: numpy has no {bits_of}"
+        raise DtypeError(problem, array.dtype, f"pass tensor.view(torch.{dtype}).numpy(), or a device tensor")
     return np.array(array, order="C").view(dtype)
 
 
@@ -200,11 +189,8 @@ def check_range(least: int, most: int, dtype: np.dtype[Any], what: str) -> None:
     floor, ceiling = _LIMITS[dtype]
     if least < floor or most > ceiling:
         value = least if least < floor else most
-        raise ValueOverflowError(
-            f"{what}: {value} does not fit {dtype} ({floor} to {ceiling})",
-            value=value,
-            remedy="use a wider dtype, or find out why the value is so large",
-        )
+        problem = f"{what}: {value} does not fit {dtype} ({floor} to {ceiling})"
+        raise ValueOverflowError(problem, value, "use a wider dtype, or find out why the value is so large")
 
 
 MOST_ROWS = 2**31 - 1
@@ -222,15 +208,15 @@ def count(value: SupportsIndex, what: str, *, least: int = 0, most: int | None =
         ArgumentError: too small or too large.
     """
     if isinstance(value, bool | np.bool_):
-        raise DtypeError(f"{what} is {value}, expected an integer", value=value, remedy="pass an integer")
+        raise DtypeError(f"{what} is {value}, expected an integer", value, "pass an integer")
     try:
         number = operator.index(value)
     except TypeError:
-        raise DtypeError(f"{what} is {value!r}, expected an integer", value=value, remedy="pass an integer") from None
+        raise DtypeError(f"{what} is {value!r}, expected an integer", value, "pass an integer") from None
     if number < least:
-        raise ArgumentError(f"{what} is {number}, expected >= {least}", value=number, remedy=f"pass {least} or more")
+        raise ArgumentError(f"{what} is {number}, expected >= {least}", number, f"pass {least} or more")
     if most is not None and number > most:
-        raise ArgumentError(f"{what} is {number}, expected <= {most}", value=number, remedy=f"pass {most} or less")
+        raise ArgumentError(f"{what} is {number}, expected <= {most}", number, f"pass {most} or less")
     return number
 
 
@@ -247,15 +233,12 @@ def shape_of(shape: object, what: str, *, rows: int = 1) -> tuple[int, ...]:
     """
     if not isinstance(shape, tuple | list):
         one = shape if isinstance(shape, int) else 8
-        raise ShapeError(f"{what}: expected a shape, got {shape!r}", value=shape, remedy=f"pass a tuple, as `({one},)`")
+        raise ShapeError(f"{what}: expected a shape, got {shape!r}", shape, f"pass a tuple, as `({one},)`")
     sizes = tuple(count(size, f"{what}: shape") for size in shape)
     elements = math.prod(sizes) * rows
     if elements > MOST_ELEMENTS:
-        raise ArgumentError(
-            f"{what}: {elements} elements in {rows} rows",
-            value=sizes,
-            remedy="no memory holds that: pass smaller sizes",
-        )
+        problem = f"{what}: {elements} elements in {rows} rows"
+        raise ArgumentError(problem, sizes, "no memory holds that: pass smaller sizes")
     return sizes
 
 
@@ -266,11 +249,11 @@ def sizes_of(sizes: object, num_rows: int, what: str) -> list[int]:
         ArgumentError, DtypeError: not a list of counts, or another sum.
     """
     if not isinstance(sizes, Iterable):
-        raise ArgumentError(f"{what}: expected sizes, got {sizes!r}", value=sizes, remedy="pass a list of sizes")
+        raise ArgumentError(f"{what}: expected sizes, got {sizes!r}", sizes, "pass a list of sizes")
     lengths = [count(size, f"{what}: size") for size in sizes]
     if sum(lengths) != num_rows:
         problem = f"{what}: sizes {lengths} sum to {sum(lengths)}, not {num_rows}"
-        raise ArgumentError(problem, value=lengths, remedy="cover every row")
+        raise ArgumentError(problem, lengths, "cover every row")
     return lengths
 
 
@@ -316,11 +299,8 @@ def kept_rows(keep: object, num_rows: int, what: str) -> Rows:
         if np.count_nonzero(seen) != rows.size:
             copy = first_duplicate(rows)
     if copy is not None:
-        raise ArgumentError(
-            f"{what}: row {rows[copy]} appears twice",
-            value=int(rows[copy]),
-            remedy="name each row once; integers are row indices, a mask has one boolean per row: [True, False, True]",
-        )
+        remedy = "name each row once; integers are row indices, a mask has one boolean per row: [True, False, True]"
+        raise ArgumentError(f"{what}: row {rows[copy]} appears twice", int(rows[copy]), remedy)
     return rows
 
 
@@ -334,41 +314,33 @@ def row_indices(rows: object, num_rows: int, what: str) -> Rows:
     """
     if isinstance(rows, str | slice) or rows is None:
         example = f"list(range{rows.indices(num_rows)})" if isinstance(rows, slice) else "[0, 1]"
-        raise DtypeError(
-            f"{what}: expected row indices or a mask, got {rows!r}",
-            value=rows,
-            remedy=f"pass a list of row indices, such as {example}, or a mask with one boolean per row",
-        )
+        remedy = f"pass a list of row indices, such as {example}, or a mask with one boolean per row"
+        raise DtypeError(f"{what}: expected row indices or a mask, got {rows!r}", rows, remedy)
     array = as_array(rows, what)
     if array.ndim != 1:
         raise ShapeError(
             f"{what}: expected rows or a mask, got "
             + (f"the number {array}" if array.ndim == 0 else f"an array of shape {list(array.shape)}"),
-            value=array.shape,
-            remedy="pass a list of row indices, or a mask with one boolean per row",
+            array.shape,
+            "pass a list of row indices, or a mask with one boolean per row",
         )
     if array.dtype.kind == "b":
         if array.size != num_rows:
-            raise ShapeError(
-                f"{what}: a mask of {array.size} rows for {num_rows} rows",
-                value=array.size,
-                remedy="make the mask from this value, after all earlier filters",
-            )
+            problem = f"{what}: a mask of {array.size} rows for {num_rows} rows"
+            raise ShapeError(problem, array.size, "make the mask from this value, after all earlier filters")
         return array.nonzero()[0]
     if array.size == 0:
         return np.empty(0, dtype=np.int64)
     if array.dtype.kind not in "iu":
-        raise DtypeError(
-            f"{what}: row indices of dtype {array.dtype}", value=array.dtype, remedy="pass integers or booleans"
-        )
+        raise DtypeError(f"{what}: row indices of dtype {array.dtype}", array.dtype, "pass integers or booleans")
     index: Rows = array.astype(np.int64, copy=False)
     if int(index.view(np.uint64).max()) >= num_rows:  # one look: as unsigned numbers, negative ones are the largest
         least, most = int(array.min()), int(array.max())
         wrong = least if least < 0 else most
         raise RowIndexError(
             f"{what}: row {wrong} is out of range, expected rows of 0 to {num_rows - 1}",
-            value=wrong,
-            remedy=f"rows do not count from the end; the last one is {num_rows - 1}, len(batch) - 1"
+            wrong,
+            f"rows do not count from the end; the last one is {num_rows - 1}, len(batch) - 1"
             if wrong < 0
             else "use row indices of this batch or value: rows are numbered anew after each filter",
         )
@@ -415,13 +387,13 @@ def amounts(n: object, num_rows: int, what: str) -> Amounts:
         return np.array(n, dtype=np.int64)
     array = as_array(n, what)
     if array.dtype.kind not in "iu" and array.size:
-        raise DtypeError(f"{what}: expected integers, got {array.dtype}", value=array.dtype, remedy="pass integers")
+        raise DtypeError(f"{what}: expected integers, got {array.dtype}", array.dtype, "pass integers")
     if array.ndim and array.shape != (num_rows,):
         raise ShapeError(
             f"{what}: expected one number, or one for each of {num_rows} rows, got "
             + (f"a list of {array.size}" if isinstance(n, list) else f"an array of shape {list(array.shape)}"),
-            value=array.shape,
-            remedy="pass one number for all rows, or one number per row",
+            array.shape,
+            "pass one number for all rows, or one number per row",
         )
     if array.size and array.dtype.kind == "u":  # every signed dtype goes into int64
         check_range(0, int(array.max()), np.dtype(np.int64), what)
@@ -435,11 +407,8 @@ def negated(amount: Amounts, what: str) -> Amounts:
         ValueOverflowError: an amount is the least int64, whose negative does not fit.
     """
     if amount.size and int(amount.min()) == _LIMITS[np.dtype(np.int64)][0]:
-        raise ValueOverflowError(
-            f"{what}: {amount.min()} cannot be negated in int64",
-            value=int(amount.min()),
-            remedy="pass a smaller amount",
-        )
+        problem = f"{what}: {amount.min()} cannot be negated in int64"
+        raise ValueOverflowError(problem, int(amount.min()), "pass a smaller amount")
     return np.negative(amount)
 
 
@@ -486,11 +455,8 @@ def shift(values: Array, amount: Amounts | int, what: str, column: str | None = 
         if wrong.any():
             at = np.unravel_index(int(np.argmax(wrong)), values.shape)
             of = "" if column is None else f": column {column!r}"
-            raise ValueOverflowError(
-                f"{what}{of}: row {at[0]} would become {exact[at]}, outside {values.dtype} ({floor} to {ceiling})",
-                value=exact[at],
-                remedy="use a wider dtype, or find out why the value is so large",
-            )
+            problem = f"{what}{of}: row {at[0]} would become {exact[at]}, outside {values.dtype} ({floor} to {ceiling})"
+            raise ValueOverflowError(problem, exact[at], "use a wider dtype, or find out why the value is so large")
     # The cast of a negative amount to an unsigned dtype wraps, and so does the sum; for arrays numpy says nothing.
     if not isinstance(amount, int):
         np.add(values, amount if amount.dtype is values.dtype else amount.astype(values.dtype), values)
@@ -519,11 +485,9 @@ def check_bound_can_move(values: Array, amount: Amounts, what: str) -> None:
         return
     floor = _LIMITS[values.dtype][0] // 2
     if floor == 0 or int(values.min()) + down < floor:
-        raise ContractError(
-            f"{what}: {down} added to a bound of {values.dtype}, whose device side may be smaller and wrap",
-            value=down,
-            remedy="resolve it first, or declare the column signed" if floor == 0 else "resolve it first",
-        )
+        problem = f"{what}: {down} added to a bound of {values.dtype}, whose device side may be smaller and wrap"
+        remedy = "resolve it first, or declare the column signed" if floor == 0 else "resolve it first"
+        raise ContractError(problem, down, remedy)
 
 
 def check_dense(tensor: torch.Tensor, what: str) -> None:
@@ -533,9 +497,7 @@ def check_dense(tensor: torch.Tensor, what: str) -> None:
         DtypeError: a sparse tensor, say.
     """
     if tensor.layout is not torch.strided:
-        raise DtypeError(
-            f"{what}: a tensor of layout {tensor.layout}", value=str(tensor.layout), remedy="pass a dense tensor"
-        )
+        raise DtypeError(f"{what}: a tensor of layout {tensor.layout}", str(tensor.layout), "pass a dense tensor")
 
 
 def signed_twin(dtype: torch.dtype) -> torch.dtype:

@@ -108,14 +108,12 @@ class ColumnInputs:
             elif isinstance(column, HostColumn):
                 inputs.objects[name] = _object_rows(value, num_rows, label)
             elif column is not None:
-                raise DeclarationError(
-                    f"{label}: expected a column of a known kind, got {type(column).__name__}",
-                    value=column,
-                    remedy="derive the class of the column from MirroredColumn, DeviceColumn or HostColumn",
-                )
+                problem = f"{label}: expected a column of a known kind, got {type(column).__name__}"
+                remedy = "derive the class of the column from MirroredColumn, DeviceColumn or HostColumn"
+                raise DeclarationError(problem, column, remedy)
             else:
                 known_names = one_of(columns, name) if columns else "declare it, in a subclass of `Batch`"
-                raise DeclarationError(f"{label} is not declared", value=name, remedy=known_names)
+                raise DeclarationError(f"{label} is not declared", name, known_names)
         if groups:
             for name, rows in inputs.host.items():
                 place = layout.places[name]
@@ -132,8 +130,8 @@ class ColumnInputs:
             if of_slots and num_rows:
                 raise DtypeError(
                     f"{label}: expected slots, got numbers",
-                    value=value,
-                    remedy="pass what `pool.take` returned; if the numbers come from your own allocator, "
+                    value,
+                    "pass what `pool.take` returned; if the numbers come from your own allocator, "
                     "`Slots.from_host(runtime, numbers)`",
                 )
             self.host[name] = host_values(column, value, num_rows, runtime, label)
@@ -144,11 +142,9 @@ class ColumnInputs:
         _check_value(column, value, runtime, label)
         bounded = value.contract is Contract.UPPER_BOUND
         if value.contract is Contract.DEVICE_ONLY or (bounded and column.contract is not Contract.UPPER_BOUND):
-            raise ContractError(
-                f"{label}: expected contract {column.contract.value!r}, got {value.contract.value!r}",
-                value=value.contract.value,
-                remedy="resolve the value, or declare the column with contract='upper_bound'",
-            )
+            problem = f"{label}: expected contract {column.contract.value!r}, got {value.contract.value!r}"
+            remedy = "resolve the value, or declare the column with contract='upper_bound'"
+            raise ContractError(problem, value.contract.value, remedy)
         self.host[name] = numbers = value.np
         _check_shape(column, value.shape, num_rows, label)
         column.check_values(numbers, runtime, label)
@@ -231,11 +227,9 @@ def device_rows(column: TensorColumn, value: object, num_rows: int, runtime: Run
         return DeviceRows.of(value.device_side, num_rows)
     if isinstance(value, torch.Tensor):
         if value.device != runtime.device:
-            raise DeviceError(
-                f"{label}: expected a tensor on {runtime.device}, got one on {value.device}",
-                value=str(value.device),
-                remedy="pass a tensor of the runtime's device, or host values as a list or array",
-            )
+            problem = f"{label}: expected a tensor on {runtime.device}, got one on {value.device}"
+            remedy = "pass a tensor of the runtime's device, or host values as a list or array"
+            raise DeviceError(problem, str(value.device), remedy)
         check_dense(value, label)
         _check_dtype(column, value.dtype, label)
         _check_shape(column, tuple(value.shape), num_rows, label)
@@ -258,14 +252,10 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
         return columns
     names: tuple[Any, ...] = tuple(columns) if is_list or isinstance(untyped, Iterable) else (untyped,)
     if not all(isinstance(name, str) for name in names):
-        raise DeclarationError(
-            f"{what}: expected column names, got {columns!r}", value=columns, remedy="pass column names"
-        )
+        raise DeclarationError(f"{what}: expected column names, got {columns!r}", columns, "pass column names")
     added = dict.fromkeys(names, n)
     if len(added) < len(names):
-        raise ArgumentError(
-            f"{what}: a column is named twice in {names}", value=names, remedy="name each once, with the sum"
-        )
+        raise ArgumentError(f"{what}: a column is named twice in {names}", names, "name each once, with the sum")
     return added
 
 
@@ -276,30 +266,21 @@ def _num_rows_of(values: Mapping[str, object], what: str) -> int:
             return len(value)  # type: ignore[arg-type]
         except TypeError:  # also of what has a length in general, and none as it is: an array of no dimensions
             number = "the number " if isinstance(value, int | float) else ""
-            raise ArgumentError(
-                f"{what}: column {name!r}: expected one row per request, got {number}{value!r}",
-                value=value,
-                remedy="pass a list, array or tensor with one row per request; slots are what `pool.take` returned",
-            ) from None
-    raise ArgumentError(f"{what}: no columns", value=(), remedy="use `empty` for a batch of no requests")
+            problem = f"{what}: column {name!r}: expected one row per request, got {number}{value!r}"
+            remedy = "pass a list, array or tensor with one row per request; slots are what `pool.take` returned"
+            raise ArgumentError(problem, value, remedy) from None
+    raise ArgumentError(f"{what}: no columns", (), "use `empty` for a batch of no requests")
 
 
 def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
     if not isinstance(value, Sized) or isinstance(value, str | bytes | Set | Mapping):
-        raise DtypeError(
-            f"{label}: expected a sequence, got {type(value).__name__}",
-            value=value,
-            remedy="pass one object per request",
-        )
+        problem = f"{label}: expected a sequence, got {type(value).__name__}"
+        raise DtypeError(problem, value, "pass one object per request")
     if len(value) != num_rows:
-        raise ShapeError(
-            f"{label}: expected {num_rows} objects, got {len(value)}", value=len(value), remedy="pass one per request"
-        )
+        raise ShapeError(f"{label}: expected {num_rows} objects, got {len(value)}", len(value), "pass one per request")
     rows = np.fromiter(iter(value), dtype=np.object_)  # type: ignore[call-overload]
     if rows.size != num_rows:
-        raise ShapeError(
-            f"{label}: expected {num_rows} objects, as `len` says, got {rows.size}", value=value, remedy="pass a list"
-        )
+        raise ShapeError(f"{label}: expected {num_rows} objects, as `len` says, got {rows.size}", value, "pass a list")
     return rows
 
 
@@ -323,11 +304,9 @@ def _check_shape(column: TensorColumn, shape: tuple[int, ...], num_rows: int, la
             )
         else:
             problem = f"{label}: expected shape {[num_rows, *column.shape]}, got {list(shape)}"
-        raise ShapeError(problem, value=shape, remedy="pass one row per request, each of the declared shape")
+        raise ShapeError(problem, shape, "pass one row per request, each of the declared shape")
 
 
 def _check_dtype(column: TensorColumn, dtype: torch.dtype, label: str) -> None:
     if dtype != column.dtype:
-        raise DtypeError(
-            f"{label}: expected {column.dtype}, got {dtype}", value=dtype, remedy="convert the values first"
-        )
+        raise DtypeError(f"{label}: expected {column.dtype}, got {dtype}", dtype, "convert the values first")

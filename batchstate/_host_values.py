@@ -58,7 +58,7 @@ class HostValues:
     def _not_empty(self, operation: str) -> Array:
         values = self.np
         if not values.size:
-            raise ArgumentError(f"{operation} of {self!r}", value=values.shape, remedy="ask `len(value)` before")
+            raise ArgumentError(f"{operation} of {self!r}", values.shape, "ask `len(value)` before")
         return values
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -91,11 +91,8 @@ class HostValues:
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
-        raise ArgumentError(
-            f"the truth value of {self!r} is ambiguous",
-            value=self.np.shape,
-            remedy="use `len(value) > 0`, or `.any()`/`.all()` of a comparison",
-        )
+        problem = f"the truth value of {self!r} is ambiguous"
+        raise ArgumentError(problem, self.np.shape, "use `len(value) > 0`, or `.any()`/`.all()` of a comparison")
 
 
 def _largest(values: Array) -> int:
@@ -112,12 +109,7 @@ def _compared(first: Array, other: object, operation: Callable[[Array, Any], Any
     try:
         return operation(first, second)
     except ValueError:
-        raise ShapeError(
-            f"comparison of {list(first.shape)} with values of another shape",
-            value=other,
-            remedy="pass one number, or as many",
-        ) from None
+        problem = f"comparison of {list(first.shape)} with values of another shape"
+        raise ShapeError(problem, other, "pass one number, or as many") from None
     except TypeError:
-        raise DtypeError(
-            f"comparison of {first.dtype} with {type(other).__name__}", value=other, remedy="pass numbers"
-        ) from None
+        raise DtypeError(f"comparison of {first.dtype} with {type(other).__name__}", other, "pass numbers") from None

@@ -294,9 +294,7 @@ class Declared:
         `known` are the entries of the ids for these requests.
         """
         if self.relay is None:
-            raise ArgumentError(
-                "StepPlanner: publish without a relay", value=None, remedy="declare the planner with one: relay=..."
-            )
+            raise ArgumentError("StepPlanner: publish without a relay", None, "declare the planner with one: relay=...")
         value = values[self.ids[0]] if known is not None and [*values] == [self.ids[0]] else None
         if (
             known is not None
@@ -394,11 +392,8 @@ class PlannedStep:
             ArgumentError: nothing was published yet, or no results were declared.
         """
         if self._results is None:
-            raise ArgumentError(
-                f"{self!r} has no results",
-                value=self,
-                remedy="publish first, and name the fields that the host reads: StepPlanner(..., results=...)",
-            )
+            remedy = "publish first, and name the fields that the host reads: StepPlanner(..., results=...)"
+            raise ArgumentError(f"{self!r} has no results", self, remedy)
         return self._results
 
 

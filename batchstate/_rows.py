@@ -483,9 +483,9 @@ def _not_counted(layout: Layout, name: str, label: str) -> Exception:
         some = "" if column.takes_any or column.unit else f", of which a {type(column).__name__} takes some"
         return DtypeError(
             f"{label} holds {column.unit or column.np_dtype}{some}",
-            value=column.dtype,
-            remedy="`advance` adds to columns of integers that are not indices; set others with `update` or `replace`",
+            column.dtype,
+            "`advance` adds to columns of integers that are not indices; set others with `update` or `replace`",
         )
     what = "holds Python objects" if name in layout.columns else "is not declared"
     remedy = one_of([one for one, declared in layout.tensors.items() if declared.counted], name)
-    return DeclarationError(f"{label} {what}", value=name, remedy=remedy)
+    return DeclarationError(f"{label} {what}", name, remedy)

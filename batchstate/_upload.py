@@ -402,11 +402,9 @@ def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableW
         for write in joined:
             copy = _first_conflict(write)
             if copy is not None:
-                raise ArgumentError(
-                    f"upload: element {write.index[copy]} of {write.table!r} is written twice",
-                    value=int(write.index[copy]),
-                    remedy="write each element once a step; a device does not order the writes of one scatter",
-                )
+                problem = f"upload: element {write.index[copy]} of {write.table!r} is written twice"
+                remedy = "write each element once a step; a device does not order the writes of one scatter"
+                raise ArgumentError(problem, int(write.index[copy]), remedy)
     return joined
 
 
@@ -447,9 +445,8 @@ def named_arrays(extras: object, what: str) -> Mapping[str, object]:
     """
     if isinstance(extras, Mapping) and all(isinstance(name, str) for name in extras):
         return extras
-    raise ArgumentError(
-        f"{what}: expected extras by name, got {extras!r}", value=extras, remedy="pass a mapping: name -> host array"
-    )
+    problem = f"{what}: expected extras by name, got {extras!r}"
+    raise ArgumentError(problem, extras, "pass a mapping: name -> host array")
 
 
 def check_writes(writes: object, what: str) -> None:
@@ -459,8 +456,5 @@ def check_writes(writes: object, what: str) -> None:
         ArgumentError: it is something else.
     """
     if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
-        raise ArgumentError(
-            f"{what}: expected `writes`, a list of table writes, got {writes!r}",
-            value=writes,
-            remedy="pass a list of what `Table.entry` or `Extension.entry` returned",
-        )
+        problem = f"{what}: expected `writes`, a list of table writes, got {writes!r}"
+        raise ArgumentError(problem, writes, "pass a list of what `Table.entry` or `Extension.entry` returned")

@@ -176,11 +176,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
             unknown = [name for name in given if name not in cls._columns]
             also = f", but values for {', '.join(map(str, unknown))}, which it does not declare" if unknown else ""
             meant = one_of(missing, unknown[0]).partition("use")[0] if unknown else ""
-            raise DeclarationError(
-                f"{what}: no value for {', '.join(missing)}{also}",
-                value=missing,
-                remedy=f"{meant}give every declared column its value",
-            )
+            problem = f"{what}: no value for {', '.join(missing)}{also}"
+            raise DeclarationError(problem, missing, f"{meant}give every declared column its value")
 
     @classmethod
     def empty(cls, runtime: Runtime) -> Self:
@@ -216,11 +213,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if value is None:
             declared = self._layout.tensors.get(column)
             if declared is None:
-                raise DeclarationError(
-                    f"{type(self).__name__} has no tensor column {column!r}",
-                    value=column,
-                    remedy=one_of(self._layout.tensors, column),
-                )
+                problem = f"{type(self).__name__} has no tensor column {column!r}"
+                raise DeclarationError(problem, column, one_of(self._layout.tensors, column))
             value = self._values[column] = self._value(declared)
         return value
 
@@ -308,11 +302,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """
         known: object = column
         if not isinstance(known, str) or column not in self._state.objects:
-            raise DeclarationError(
-                f"{type(self).__name__} has no host column {column!r}",
-                value=column,
-                remedy=one_of(self._state.objects, column),
-            )
+            problem = f"{type(self).__name__} has no host column {column!r}"
+            raise DeclarationError(problem, column, one_of(self._state.objects, column))
         return tuple(self._state.objects[column].tolist())
 
     # Moving rows
@@ -377,7 +368,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if type(advance) is not tuple or advance:
             added = amounts_by_column(advance, n, what)
         elif type(n) is not int or n != 1:
-            raise ArgumentError(f"{what}: n={n!r} of no column", value=n, remedy="name columns: advance='seq_lens'")
+            raise ArgumentError(f"{what}: n={n!r} of no column", n, "name columns: advance='seq_lens'")
         same = state is self._state
         if added or same:
             state = state.shifted(added, in_all, what, in_place=not same)
@@ -392,24 +383,17 @@ class Batch(OfThisProcess, metaclass=BatchType):
             num_reqs = index.size
         if joining is not None or operation == "merge":
             if type(joining) is not type(self):
-                raise DeclarationError(
-                    f"{operation}: expected another {type(self).__name__}, got {shown(joining)}",
-                    value=type(joining).__name__,
-                    remedy="pass a batch of the same class, one in each call",
-                )
+                problem = f"{operation}: expected another {type(self).__name__}, got {shown(joining)}"
+                remedy = "pass a batch of the same class, one in each call"
+                raise DeclarationError(problem, type(joining).__name__, remedy)
             if joining.runtime is not self.runtime:
-                raise DeviceError(
-                    f"{operation}: expected a batch of the same runtime, got one of another",
-                    value=joining,
-                    remedy="open one runtime, and build both batches with it",
-                )
+                problem = f"{operation}: expected a batch of the same runtime, got one of another"
+                raise DeviceError(problem, joining, "open one runtime, and build both batches with it")
             joining._begin(operation)
             if self._pool_id != joining._pool_id and num_reqs and joining.num_reqs:
-                raise ArgumentError(
-                    f"{operation}: expected slots of pool {self._pool_id}, got slots of pool {joining._pool_id}",
-                    value=joining._pool_id,
-                    remedy="take the slots of all requests of a batch from one pool",
-                )
+                problem = f"{operation}: expected slots of pool {self._pool_id}, got slots of pool {joining._pool_id}"
+                remedy = "take the slots of all requests of a batch from one pool"
+                raise ArgumentError(problem, joining._pool_id, remedy)
             state = state.merged(joining._state, index)
         elif index is not None:
             state = state.taken(index)
@@ -492,9 +476,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         declared = self._tensor_column(column, what)
         index = kept_rows(rows, self._begin("update"), what)
         if column not in self._layout.places or column in self._state.device or column == self._slot_column:
-            raise ArgumentError(
-                f"{what}: the host does not have its exact values", value=column, remedy=f"use replace({column}=...)"
-            )
+            problem = f"{what}: the host does not have its exact values"
+            raise ArgumentError(problem, column, f"use replace({column}=...)")
         new = host_values(declared, values, index.size, self.runtime, what, some=True)
         state = self._state.copied((column,))
         state.column(column)[index] = new
@@ -525,23 +508,14 @@ class Batch(OfThisProcess, metaclass=BatchType):
         index = kept_rows(rows, self._begin("update_device"), what)
         mirrored = column in self._layout.places
         if declared.contract is Contract.EXACT:
-            raise ContractError(
-                f"{what}: expected a column of bounds, got an exact one",
-                value=column,
-                remedy="declare it with contract='upper_bound', or use `update`",
-            )
+            problem = f"{what}: expected a column of bounds, got an exact one"
+            raise ContractError(problem, column, "declare it with contract='upper_bound', or use `update`")
         if mirrored != (bound is not None):
-            raise ArgumentError(
-                f"{what}: expected {'a bound' if mirrored else 'no bound'}, got {bound!r}",
-                value=bound,
-                remedy="pass bound= for a mirrored column, and no bound for a device-only one",
-            )
+            problem = f"{what}: expected {'a bound' if mirrored else 'no bound'}, got {bound!r}"
+            raise ArgumentError(problem, bound, "pass bound= for a mirrored column, and no bound for a device-only one")
         if not isinstance(values, torch.Tensor | MirroredTensor):
-            raise DeviceError(
-                f"{what}: expected a device tensor, got {type(values).__name__}",
-                value=values,
-                remedy="pass what a kernel has found; `update` and `replace` take host values",
-            )
+            problem = f"{what}: expected a device tensor, got {type(values).__name__}"
+            raise DeviceError(problem, values, "pass what a kernel has found; `update` and `replace` take host values")
         for one in (values, bound):
             self._check_same_rows(one, "update_device", column, index)
         if levels.full and isinstance(values, MirroredTensor):
@@ -572,11 +546,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if slots is not None:
             bound = numbers_of(bound, slots, self.row_set, what)
         elif self._slot_column is not None and getattr(bound, "row_set", None) is None:
-            raise ArgumentError(
-                f"{what}: {type(bound).__name__} does not say to which requests its rows belong",
-                value=bound,
-                remedy="pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots",
-            )
+            problem = f"{what}: {type(bound).__name__} does not say to which requests its rows belong"
+            remedy = "pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots"
+            raise ArgumentError(problem, bound, remedy)
         lower = value.tighten(bound).np
         declared.check_values(lower, self.runtime, what)
         state = self._state.copied((column,))
@@ -626,12 +598,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """
         names = columns or self._layout.tensors
         for name in columns:
-            if not isinstance(name, str):
-                raise DeclarationError(
-                    f"{type(self).__name__}.on_device: expected column names, got {name!r}",
-                    value=name,
-                    remedy="pass names one by one: batch.on_device('slots', 'seq_lens')",
-                )
             self._tensor_column(name, f"{type(self).__name__}.on_device: column {name!r}")
         for name, windows in self._open_windows().items():
             if name in names:
@@ -710,11 +676,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """
         receive = getattr(buffers, "receive", None)
         if receive is None:
-            raise ArgumentError(
-                f"{type(self).__name__}.to_static: expected StaticBuffers, got {shown(buffers)}",
-                value=buffers,
-                remedy="pass `StaticBuffers(runtime, batch_class, rows=...)`, which have fixed addresses",
-            )
+            problem = f"{type(self).__name__}.to_static: expected StaticBuffers, got {shown(buffers)}"
+            remedy = "pass `StaticBuffers(runtime, batch_class, rows=...)`, which have fixed addresses"
+            raise ArgumentError(problem, buffers, remedy)
         arrays = self._checked_step(writes, extras, "to_static")
         self._check_host_is_fresh("to_static")
         uploaded = buffers.receive(self, writes, arrays)
@@ -928,11 +892,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
             self._check_read_columns(operation)
         num_reqs = self.num_reqs
         if self.num_rows != num_reqs:
-            raise ArgumentError(
-                f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows",
-                value=self.num_rows,
-                remedy="keep the batch from before `pad`; a padded one is for one launch",
-            )
+            problem = f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows"
+            remedy = "keep the batch from before `pad`; a padded one is for one launch"
+            raise ArgumentError(problem, self.num_rows, remedy)
         return num_reqs
 
     def _check_same_rows(
@@ -948,9 +910,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         known: object = name
         column = self._layout.tensors.get(name) if isinstance(known, str) else None
         if column is None:
-            raise DeclarationError(
-                f"{what} is not a tensor column", value=name, remedy=one_of(self._layout.tensors, name)
-            )
+            raise DeclarationError(f"{what} is not a tensor column", name, one_of(self._layout.tensors, name))
         return column
 
     def _where(self, operation: str, column: str | None = None) -> Where:

@@ -36,26 +36,17 @@ class Column:
 
     def __set_name__(self, owner: type, name: str) -> None:
         if self.name and self.name != name:
-            raise DeclarationError(
-                f"one declaration is used as {self.name!r} and as {name!r}",
-                value=name,
-                remedy="declare each column anew",
-            )
+            problem = f"one declaration is used as {self.name!r} and as {name!r}"
+            raise DeclarationError(problem, name, "declare each column anew")
         self.name = name
 
     def __set__(self, instance: object, value: object) -> None:
-        raise DeclarationError(
-            f"cannot assign to column {self.name!r} of a batch",
-            value=type(value).__name__,
-            remedy=f"a batch is immutable: batch = batch.replace({self.name}=...)",
-        )
+        remedy = f"a batch is immutable: batch = batch.replace({self.name}=...)"
+        raise DeclarationError(f"cannot assign to column {self.name!r} of a batch", type(value).__name__, remedy)
 
     def __delete__(self, instance: object) -> None:
-        raise DeclarationError(
-            f"cannot delete column {self.name!r} of a batch",
-            value=self.name,
-            remedy="every batch of a class has its columns: declare another class without this one",
-        )
+        remedy = "every batch of a class has its columns: declare another class without this one"
+        raise DeclarationError(f"cannot delete column {self.name!r} of a batch", self.name, remedy)
 
 
 class TensorColumn(Column):
@@ -91,11 +82,8 @@ class TensorColumn(Column):
         self.counted = self.takes_any and self.np_dtype.kind in "iu" and self.bits_of is None
         row = padding_row(pad, self.np_dtype, self.bits_of, "pad")
         if row.shape not in ((), self.shape):
-            raise ShapeError(
-                f"a pad of {list(row.shape)} for rows of {list(self.shape)}",
-                value=pad,
-                remedy="pass one number or one row",
-            )
+            problem = f"a pad of {list(row.shape)} for rows of {list(self.shape)}"
+            raise ShapeError(problem, pad, "pass one number or one row")
         self.pad: Array = np.broadcast_to(row, self.shape)
 
     @property
@@ -174,8 +162,8 @@ def _check_holds(dtype: "np.dtype[Any]", pad: object, contract: Contract, holds:
         if refused:
             raise DeclarationError(
                 f"a column of {holds} indices with {what}",
-                value=what,
-                remedy="declare exact integers, padded with 0, which is padding in every index space; slots are "
+                what,
+                "declare exact integers, padded with 0, which is padding in every index space; slots are "
                 "`slot_column()`",
             )
 
@@ -206,11 +194,8 @@ def mirrored(
     numpy_dtype(dtype)  # refuses what has no host side
     weakest = Contract(contract)
     if weakest not in (Contract.EXACT, Contract.UPPER_BOUND):
-        raise DeclarationError(
-            f"a mirrored column cannot be {weakest.value}",
-            value=weakest.value,
-            remedy="use `device_only(...)` or `host_list()`; uploads of a batch are deferred as they are",
-        )
+        remedy = "use `device_only(...)` or `host_list()`; uploads of a batch are deferred as they are"
+        raise DeclarationError(f"a mirrored column cannot be {weakest.value}", weakest.value, remedy)
     return MirroredColumn(dtype, shape, pad, weakest, holds)
 
 
@@ -257,17 +242,12 @@ def declared_columns(cls: type, reserved: frozenset[str]) -> dict[str, Column]:
                     raise _hides(cls, name, "choose another name for the column")
                 columns[name] = value
             elif name in columns:
-                raise DeclarationError(
-                    f"{base.__name__}.{name} hides the column of that name",
-                    value=name,
-                    remedy="declare the column anew, or choose another name",
-                )
+                problem = f"{base.__name__}.{name} hides the column of that name"
+                raise DeclarationError(problem, name, "declare the column anew, or choose another name")
     _check_own(cls, columns, reserved)
     slots = [name for name, column in columns.items() if isinstance(column, SlotColumn)]
     if len(slots) > 1:
-        raise DeclarationError(
-            f"{cls.__name__} declares {len(slots)} slot columns", value=slots, remedy="a request has one slot"
-        )
+        raise DeclarationError(f"{cls.__name__} declares {len(slots)} slot columns", slots, "a request has one slot")
     return columns
 
 
@@ -286,9 +266,9 @@ def _check_own(cls: type, columns: Mapping[str, Column], reserved: frozenset[str
 
 
 def _hides(cls: type, name: str, remedy: str) -> DeclarationError:
-    return DeclarationError(f"{cls.__name__}.{name} would hide what every batch has", value=name, remedy=remedy)
+    return DeclarationError(f"{cls.__name__}.{name} would hide what every batch has", name, remedy)
 
 
 def _declares_nothing(cls: type, name: str, what: str) -> DeclarationError:
     remedy = f"write {name} = mirrored(dtype), device_only(dtype), slot_column() or host_list()"
-    return DeclarationError(f"{cls.__name__}.{name} is {what}", value=name, remedy=remedy)
+    return DeclarationError(f"{cls.__name__}.{name} is {what}", name, remedy)

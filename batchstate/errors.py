@@ -96,7 +96,7 @@ class ShapeError(BatchStateError, ValueError):
 
 def wrong_shape(what: str, expected: Iterable[int], got: Iterable[int], remedy: str) -> ShapeError:
     """The error of values of another shape than the one that is expected."""
-    return ShapeError(f"{what}: expected shape {[*expected]}, got {[*got]}", value=tuple(got), remedy=remedy)
+    return ShapeError(f"{what}: expected shape {[*expected]}, got {[*got]}", tuple(got), remedy)
 
 
 class DtypeError(BatchStateError, TypeError):
@@ -129,7 +129,7 @@ class DeviceError(BatchStateError, ValueError):
 
 def another_runtime(what: str, value: object) -> DeviceError:
     """The error of a value that belongs to another runtime than the one that it is used with."""
-    return DeviceError(f"{what}: {value!r} belongs to another runtime", value=value, remedy="open one runtime for both")
+    return DeviceError(f"{what}: {value!r} belongs to another runtime", value, "open one runtime for both")
 
 
 class OwnerThreadError(BatchStateError, RuntimeError):

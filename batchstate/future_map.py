@@ -51,7 +51,7 @@ from batchstate.errors import (
     another_runtime,
     one_of,
 )
-from batchstate.forward.inputs import ForwardInputs, Sources, check_parts, end_to_end
+from batchstate.forward.inputs import ForwardInputs, Sources, end_to_end
 from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
@@ -138,24 +138,19 @@ def relay_field(
     """
     value: Any = read_by
     if not isinstance(value, str) or value not in _READ_BY:
-        raise DeclarationError(f"relay_field: read_by is {value!r}", value=value, remedy=one_of(_READ_BY, value))
+        raise DeclarationError(f"relay_field: read_by is {value!r}", value, one_of(_READ_BY, value))
     value = dtype
     if not isinstance(value, torch.dtype):
-        raise DtypeError(f"relay_field: expected a torch dtype, got {value!r}", value=value, remedy=dtype_meant(value))
+        raise DtypeError(f"relay_field: expected a torch dtype, got {value!r}", value, dtype_meant(value))
     if value not in _MOVABLE:
-        raise DtypeError(
-            f"a relay field of {value}", value=value, remedy="view such values as torch.uint8, and declare that"
-        )
+        raise DtypeError(f"a relay field of {value}", value, "view such values as torch.uint8, and declare that")
     readers = _READ_BY[read_by]
     if readers & HOST or non_negative:
         numpy_dtype(dtype)
     sizes = shape_of(shape, "a relay field")
     if ragged and (len(sizes) != 1 or dtype not in (torch.int32, torch.int64)):
-        raise DeclarationError(
-            f"a ragged relay field of {dtype}{list(sizes)}",
-            value=sizes,
-            remedy="declare the most values of a request, as relay_field(torch.int64, (k,), ragged=True)",
-        )
+        remedy = "declare the most values of a request, as relay_field(torch.int64, (k,), ragged=True)"
+        raise DeclarationError(f"a ragged relay field of {dtype}{list(sizes)}", sizes, remedy)
     return RelayField(dtype, sizes, readers, bool(non_negative), bool(must_read), bool(ragged))
 
 
@@ -425,9 +420,7 @@ class FutureMap(OfThisProcess):
         """What `publish` checks before it changes anything: the live rows, values on the device and on the host."""
         self._check_call("publish")
         if not values:
-            raise DeclarationError(
-                f"{self.name}: publish of no field", value=None, remedy=f"name one of: {', '.join(self._fields)}"
-            )
+            raise DeclarationError(f"{self.name}: publish of no field", None, f"name one of: {', '.join(self._fields)}")
         self._check_fields(values, "publish")
         self._entries.prune()
         live = self._live(slots, "publish")
@@ -456,11 +449,8 @@ class FutureMap(OfThisProcess):
         host: dict[str, Array] = {}
         for name, value in values.items():
             if isinstance(value, (torch.Tensor, MirroredTensor)):
-                raise ArgumentError(
-                    f"{self.name}: {name!r} from the device, with the copy of a step",
-                    value=name,
-                    remedy="publish what a forward has made with `publish`",
-                )
+                problem = f"{self.name}: {name!r} from the device, with the copy of a step"
+                raise ArgumentError(problem, name, "publish what a forward has made with `publish`")
             host[name] = self._checked_host_values(name, value, (rows.size, rows.size))
         self._entries.check_overwrite(rows, host)
         return PackedPublish(self, rows, generations, host)
@@ -701,9 +691,8 @@ class FutureMap(OfThisProcess):
         self._check_call("prefetch")
         self._check_fields(fields, "prefetch", HOST)
         if not fields or len(set(fields)) < len(fields):
-            raise DeclarationError(
-                f"{self.name}: prefetch of {fields}", value=fields, remedy="name each field once, and at least one"
-            )
+            problem = f"{self.name}: prefetch of {fields}"
+            raise DeclarationError(problem, fields, "name each field once, and at least one")
         live = self._live(slots, "prefetch")
         publications = self._entries.check_read(live.np, live.generations, fields, HOST, "prefetch")
         with self.runtime.use(self._private):
@@ -769,22 +758,19 @@ class FutureMap(OfThisProcess):
                 MIRROR_EQUAL, SENTINEL_ESCAPED at `full`) is checked after it was taken.
         """
         operation = "resolve_forward_inputs"
-        check_parts(plan, uploaded, f"{self.name}: {operation}")
         self._check_call(operation)
         names = tuple(ids) if isinstance(ids, list | tuple) else (cast(str, ids),)
         read = names if lengths is None else (*names, lengths)
         self._check_fields(read, operation)
         if len(set(read)) < len(read):
-            raise DeclarationError(f"{self.name}: inputs from fields {read}", value=read, remedy="name each field once")
+            raise DeclarationError(f"{self.name}: inputs from fields {read}", read, "name each field once")
         widths = [_id_width(name, self._fields[name], plan.id_dtype, self.name) for name in names]
         width = least = sum(widths)
         ragged = [name for name in names if self._fields[name].ragged]
         if ragged and ragged != [*names[-1:]]:
-            raise DeclarationError(
-                f"{self.name}: inputs from fields {names}, of which {', '.join(ragged)} is ragged",
-                value=names,
-                remedy="name one ragged field, and name it last: the ids of a request are in one sequence",
-            )
+            problem = f"{self.name}: inputs from fields {names}, of which {', '.join(ragged)} is ragged"
+            remedy = "name one ragged field, and name it last: the ids of a request are in one sequence"
+            raise DeclarationError(problem, names, remedy)
         if ragged:
             least -= widths[-1]
         if not names and plan.relay_rows.size:
@@ -792,11 +778,8 @@ class FutureMap(OfThisProcess):
         if lengths is not None:
             _check_lengths(lengths, self._fields[lengths], self.name)
         if req_to_token is not None and getattr(req_to_token, "space", None) is not self.slots:
-            raise ArgumentError(
-                f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}",
-                value=req_to_token,
-                remedy="pass the token table over the relay's pool",
-            )
+            problem = f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}"
+            raise ArgumentError(problem, req_to_token, "pass the token table over the relay's pool")
         self._live(plan.slots, operation)
         sources, gathered = self._sources(names, width, lengths, req_to_token, least)
         sources.check(plan, uploaded, self.name)
@@ -893,17 +876,11 @@ class FutureMap(OfThisProcess):
         for name in names:
             field = self._fields.get(name) if isinstance(name, str) else None
             if field is None:
-                raise DeclarationError(
-                    f"{self.name}: {operation} of {name!r}, which is not declared",
-                    value=name,
-                    remedy=one_of(self._fields, name),
-                )
+                problem = f"{self.name}: {operation} of {name!r}, which is not declared"
+                raise DeclarationError(problem, name, one_of(self._fields, name))
             if reader & ~field.readers:
-                raise DeclarationError(
-                    f"{self.name}: {operation} of {name!r}, which is read by {READERS[field.readers]}",
-                    value=name,
-                    remedy="declare the field with read_by='both'",
-                )
+                problem = f"{self.name}: {operation} of {name!r}, which is read by {READERS[field.readers]}"
+                raise DeclarationError(problem, name, "declare the field with read_by='both'")
 
     def _live(self, slots: Any, operation: str) -> Slots:
         """The rows of `slots` before the padding at their end, each a live handle and named once."""
@@ -1036,20 +1013,15 @@ def _checked_fields(fields: Mapping[str, RelayField], what: str) -> dict[str, Re
     value: Any = fields
     if not isinstance(value, Mapping) or not value:
         got = "none" if value == {} else repr(value)
-        raise DeclarationError(
-            f"{what}: expected fields by name, got {got}",
-            value=value,
-            remedy="pass a mapping, such as {'last_token': relay_field(torch.int64)}",
-        )
+        problem = f"{what}: expected fields by name, got {got}"
+        raise DeclarationError(problem, value, "pass a mapping, such as {'last_token': relay_field(torch.int64)}")
     for name, field in value.items():
         if not isinstance(name, str) or not name.isidentifier() or name in ("slots", "self", "by"):
-            raise DeclarationError(
-                f"{what}: {name!r} cannot name a field", value=name, remedy="use an identifier other than slots and by"
-            )
+            problem = f"{what}: {name!r} cannot name a field"
+            raise DeclarationError(problem, name, "use an identifier other than slots and by")
         if not isinstance(field, RelayField):
-            raise DeclarationError(
-                f"{what}: field {name!r} is {type(field).__name__}", value=field, remedy="declare it with relay_field"
-            )
+            problem = f"{what}: field {name!r} is {type(field).__name__}"
+            raise DeclarationError(problem, field, "declare it with relay_field")
     return dict(value)
 
 
@@ -1067,17 +1039,13 @@ def _check_device_values(
         if levels.full:
             value.check("publish")
     elif value.device != runtime.device:
-        raise DeviceError(
-            f"{what}: expected a tensor on {runtime.device}, got one on {value.device}",
-            value=str(value.device),
-            remedy="pass a tensor of the runtime's device, or host values as a list or an array",
-        )
+        problem = f"{what}: expected a tensor on {runtime.device}, got one on {value.device}"
+        remedy = "pass a tensor of the runtime's device, or host values as a list or an array"
+        raise DeviceError(problem, str(value.device), remedy)
     else:
         check_dense(value, what)
     if value.dtype != field.dtype:
-        raise DtypeError(
-            f"{what}: expected {field.dtype}, got {value.dtype}", value=value.dtype, remedy="convert it in the forward"
-        )
+        raise DtypeError(f"{what}: expected {field.dtype}, got {value.dtype}", value.dtype, "convert it in the forward")
     _check_shape(tuple(value.shape), field, num_rows, what)
 
 
@@ -1105,11 +1073,8 @@ def _filled(value: object, width: int) -> object:
 def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], what: str) -> None:
     if not shape or shape[1:] != field.shape or shape[0] not in num_rows:
         expected = " or ".join(str([number, *field.shape]) for number in dict.fromkeys(num_rows))
-        raise ShapeError(
-            f"{what}: expected shape {expected}, got {list(shape)}",
-            value=shape,
-            remedy="pass one entry per request, in the order of the slots",
-        )
+        problem = f"{what}: expected shape {expected}, got {list(shape)}"
+        raise ShapeError(problem, shape, "pass one entry per request, in the order of the slots")
 
 
 def _live_rows(value: torch.Tensor | MirroredTensor, live: int) -> torch.Tensor:
@@ -1123,31 +1088,19 @@ def _live_rows(value: torch.Tensor | MirroredTensor, live: int) -> torch.Tensor:
 def _id_width(name: str, field: RelayField, dtype: torch.dtype, what: str) -> int:
     """Ids per request in a field that feeds a forward whose ids are `dtype`."""
     if field.dtype != dtype:
-        raise DtypeError(
-            f"{what}: ids from field {name!r} of {field.dtype}",
-            value=field.dtype,
-            remedy=f"declare it {dtype}, as the ids of this forward are; ForwardPlan.of(..., int32=...) says which",
-        )
+        remedy = f"declare it {dtype}, as the ids of this forward are; ForwardPlan.of(..., int32=...) says which"
+        raise DtypeError(f"{what}: ids from field {name!r} of {field.dtype}", field.dtype, remedy)
     if len(field.shape) > 1:
-        raise DeclarationError(
-            f"{what}: ids from field {name!r} of {list(field.shape)}",
-            value=field.shape,
-            remedy="ids of a request are one number, or one row of them",
-        )
+        problem = f"{what}: ids from field {name!r} of {list(field.shape)}"
+        raise DeclarationError(problem, field.shape, "ids of a request are one number, or one row of them")
     return field.shape[0] if field.shape else 1
 
 
 def _check_lengths(name: str, field: RelayField, what: str) -> None:
     """Refuses a field whose entries cannot be lengths."""
     if field.shape:
-        raise DeclarationError(
-            f"{what}: lengths from field {name!r} of {list(field.shape)}",
-            value=field.shape,
-            remedy="the length of a request is one number",
-        )
+        problem = f"{what}: lengths from field {name!r} of {list(field.shape)}"
+        raise DeclarationError(problem, field.shape, "the length of a request is one number")
     if field.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(
-            f"{what}: lengths from field {name!r} of {field.dtype}",
-            value=field.dtype,
-            remedy="declare it torch.int64 or torch.int32",
-        )
+        problem = f"{what}: lengths from field {name!r} of {field.dtype}"
+        raise DtypeError(problem, field.dtype, "declare it torch.int64 or torch.int32")

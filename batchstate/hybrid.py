@@ -239,9 +239,8 @@ class HybridSlotPool(SlotPool):
         if kind is None and len(self._owners) == 1:
             return next(iter(self._owners.values()))
         if kind not in self._owners:
-            raise ArgumentError(
-                f"{self.name}: no states of kind {kind!r}", value=kind, remedy=f"name one of: {', '.join(self._owners)}"
-            )
+            problem = f"{self.name}: no states of kind {kind!r}"
+            raise ArgumentError(problem, kind, f"name one of: {', '.join(self._owners)}")
         return self._owners[kind]
 
     @property
@@ -296,10 +295,9 @@ class HybridSlotPool(SlotPool):
     def _with_states(self, take: Callable[[], Slots], wanted: Mapping[str, Ints], write: bool) -> Slots:
         """Slots with states, as many as `wanted` of each kind."""
         if write and self.runtime.capturing:
-            raise CaptureError(
-                f"{self.name}: take writes to the device, which a captured stream does not allow",
-                remedy="take with write=False, and pack `state_entry` with an upload after the capture",
-            )
+            problem = f"{self.name}: take writes to the device, which a captured stream does not allow"
+            remedy = "take with write=False, and pack `state_entry` with an upload after the capture"
+            raise CaptureError(problem, None, remedy)
         before = {kind: owner.wanted for kind, owner in self._owners.items()}  # of a take whose fence calls this one
         try:
             for kind, owner in self._owners.items():
@@ -327,11 +325,8 @@ class HybridSlotPool(SlotPool):
             each = np.broadcast_to(given, (size,))
             if size and not 0 <= int(each.min()) <= int(each.max()) <= owner.per_slot:
                 wrong = int(each.min()) if each.min() < 0 else int(each.max())
-                raise ArgumentError(
-                    f"{self.name}: take of {wrong} {kind} states for a slot",
-                    value=wrong,
-                    remedy=f"pass 0 to {owner.per_slot} for each slot (states_per_slot)",
-                )
+                problem = f"{self.name}: take of {wrong} {kind} states for a slot"
+                raise ArgumentError(problem, wrong, f"pass 0 to {owner.per_slot} for each slot (states_per_slot)")
             wanted[str(kind)] = each
         return wanted
 
@@ -422,11 +417,9 @@ def _kinds(states: object, per_slot: object, name: str) -> dict[str, tuple[int, 
     unknown = [kind for kind in counts if kind not in sizes]
     wrong = [kind for kind in sizes if not (isinstance(kind, str) and kind.isidentifier()) or kind in taken]
     if not sizes or unknown or wrong:
-        raise ArgumentError(
-            f"{name}: expected kinds of states and a count for each, got states {[*sizes]} and counts {[*counts]}",
-            value=(unknown or wrong or [*sizes]),
-            remedy=f"name each kind by an identifier other than {', '.join(taken)}, and count these kinds only",
-        )
+        problem = f"{name}: expected kinds of states and a count for each, got states {[*sizes]} and counts {[*counts]}"
+        remedy = f"name each kind by an identifier other than {', '.join(taken)}, and count these kinds only"
+        raise ArgumentError(problem, unknown or wrong or [*sizes], remedy)
     kinds = {}
     for kind, size in sizes.items():
         what = name if kind == _ONLY else f"{name}: {kind}"

@@ -28,7 +28,7 @@ class Level(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         legal = [level.value for level in cls]
-        raise ArgumentError(f"unknown level of checks {value!r}", value=value, remedy=one_of(legal, value))
+        raise ArgumentError(f"unknown level of checks {value!r}", value, one_of(legal, value))
 
 
 cheap: bool = True
@@ -71,9 +71,8 @@ def _from_environment() -> None:
     try:
         set_checks(text)
     except ArgumentError as error:
-        raise ArgumentError(
-            f"environment variable {ENVIRONMENT_VARIABLE}: {error.problem}", value=text, remedy=error.remedy
-        ) from None
+        problem = f"environment variable {ENVIRONMENT_VARIABLE}: {error.problem}"
+        raise ArgumentError(problem, text, error.remedy) from None
 
 
 _from_environment()

@@ -55,7 +55,6 @@ from batchstate._origin import RowSet, joined
 from batchstate.errors import (
     ArgumentError,
     ContractError,
-    DeclarationError,
     DeviceError,
     DtypeError,
     ShapeError,
@@ -86,7 +85,7 @@ class Contract(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         legal = [one.value for one in cls]
-        raise ArgumentError(f"unknown contract {value!r}", value=value, remedy=one_of(legal, value))
+        raise ArgumentError(f"unknown contract {value!r}", value, one_of(legal, value))
 
 
 _STRENGTH = {Contract.DEVICE_ONLY: 0, Contract.UPPER_BOUND: 1, Contract.EXACT: 2, Contract.HOST_ONLY: 3}
@@ -201,9 +200,9 @@ class StaleWindow:
 
     def __attrs_post_init__(self) -> None:
         if self.side not in ("host", "device"):
-            raise ArgumentError(f"unknown side {self.side!r}", value=self.side, remedy="use 'host' or 'device'")
+            raise ArgumentError(f"unknown side {self.side!r}", self.side, "use 'host' or 'device'")
         if not self.reason:
-            raise ArgumentError("a stale window without a reason", value=self.reason, remedy="say what makes it stale")
+            raise ArgumentError("a stale window without a reason", self.reason, "say what makes it stale")
 
 
 def stale_reasons(windows: tuple[StaleWindow, ...], side: str) -> tuple[str, ...]:
@@ -329,11 +328,8 @@ class MirroredTensor(HostValues, OfThisProcess):
         """
         wanted = Contract(contract)
         if wanted not in (Contract.EXACT, Contract.HOST_ONLY):
-            raise ContractError(
-                f"{cls.__name__}.from_host cannot make a {wanted.value} value",
-                value=wanted.value,
-                remedy="use `from_pair` for upper_bound, `from_device` for device_only",
-            )
+            problem = f"{cls.__name__}.from_host cannot make a {wanted.value} value"
+            raise ContractError(problem, wanted.value, "use `from_pair` for upper_bound, `from_device` for device_only")
         what = name or cls.__name__
         if isinstance(values, MirroredTensor):
             if values.unit != cls.unit:
@@ -342,12 +338,12 @@ class MirroredTensor(HostValues, OfThisProcess):
         chosen = natural_dtype(values, what) if dtype is None else numpy_dtype(dtype)
         if cls.unit is not None and chosen != np.int64:
             if dtype is not None or chosen.kind not in "iu":
-                raise DtypeError(f"{what}: expected int64 {cls.unit}s, got {chosen}", value=chosen, remedy="pass int64")
+                raise DtypeError(f"{what}: expected int64 {cls.unit}s, got {chosen}", chosen, "pass int64")
             chosen = np.dtype(np.int64)
         torch_dtype(chosen)
         host = converted(values, chosen, what)
         if host.ndim == 0:
-            raise ShapeError(f"{what}: a scalar has no rows", value=values, remedy="pass one row per request")
+            raise ShapeError(f"{what}: a scalar has no rows", values, "pass one row per request")
         return cls(runtime, host, None, dtype=torch_dtype(chosen), shape=host.shape, contract=wanted, name=name)
 
     @classmethod
@@ -397,19 +393,13 @@ class MirroredTensor(HostValues, OfThisProcess):
         wanted = Contract(contract)
         what = name or cls.__name__
         if wanted not in (Contract.EXACT, Contract.UPPER_BOUND):
-            raise ContractError(
-                f"{what}: expected exact or upper_bound for a pair, got {wanted.value}",
-                value=wanted.value,
-                remedy="use `from_host` or `from_device`",
-            )
+            problem = f"{what}: expected exact or upper_bound for a pair, got {wanted.value}"
+            raise ContractError(problem, wanted.value, "use `from_host` or `from_device`")
         _check_on_device(runtime, device, what)
         array = converted(host, numpy_dtype(device.dtype), what)
         if array.shape != tuple(device.shape):
-            raise ShapeError(
-                f"{what}: host side {list(array.shape)}, device side {list(device.shape)}",
-                value=array.shape,
-                remedy="pass two sides of one shape",
-            )
+            problem = f"{what}: host side {list(array.shape)}, device side {list(device.shape)}"
+            raise ShapeError(problem, array.shape, "pass two sides of one shape")
         value = cls(
             runtime,
             array,
@@ -509,11 +499,9 @@ class MirroredTensor(HostValues, OfThisProcess):
         what, handles, own = self._what("aligned"), cast(object, slots), self.row_set
         wanted = handles.row_set if isinstance(handles, MirroredTensor) and handles.unit == "slot" else None
         if wanted is None or own is None:
-            raise ArgumentError(
-                f"{what}: expected rows of requests and handles, got {self!r} and {slots!r}",
-                value=slots,
-                remedy="pass the slots of a batch; columns and results of a relay know whose their rows are",
-            )
+            problem = f"{what}: expected rows of requests and handles, got {self!r} and {slots!r}"
+            remedy = "pass the slots of a batch; columns and results of a relay know whose their rows are"
+            raise ArgumentError(problem, slots, remedy)
         values, rows = self.np, own.rows_of(wanted, self.label, **self._where("aligned"))
         return values if rows is None else values[rows]
 
@@ -531,9 +519,7 @@ class MirroredTensor(HostValues, OfThisProcess):
     def exact_host(self, what: str) -> Array:
         """The host side if it is exact, of any index space. Raises what `exact_numbers` raises, but UNIT_MISMATCH."""
         if self.contract not in (Contract.EXACT, Contract.HOST_ONLY):
-            raise ContractError(
-                f"{what}: {self!r} has no exact host side", value=self.contract.value, remedy="resolve it first"
-            )
+            raise ContractError(f"{what}: {self!r} has no exact host side", self.contract.value, "resolve it first")
         if levels.full:
             self.check(what)
         return self.np
@@ -545,11 +531,8 @@ class MirroredTensor(HostValues, OfThisProcess):
 
     def _host_side(self) -> Array:
         if self._host is None:
-            raise SideMissingError(
-                f"{self!r} has no host side",
-                value=self.contract.value,
-                remedy="call `resolve()`, which waits for the device, or plan with a bound",
-            )
+            remedy = "call `resolve()`, which waits for the device, or plan with a bound"
+            raise SideMissingError(f"{self!r} has no host side", self.contract.value, remedy)
         return self._host
 
     def _check_fresh(self, side: str) -> None:
@@ -627,7 +610,7 @@ class MirroredTensor(HostValues, OfThisProcess):
         """The rows of all values in order; the weakest of their contracts. Raises what `merge` raises."""
         untyped: object = values
         if not isinstance(untyped, list | tuple) or not untyped or not isinstance(untyped[0], MirroredTensor):
-            raise ArgumentError("cat of no values", value=untyped, remedy="pass a list of at least one value")
+            raise ArgumentError("cat of no values", untyped, "pass a list of at least one value")
         first = values[0]
         if first._plain and not levels.full and _all_plain(values, first._plain):
             joined_host, numbers = joined_rows([one._host for one in values]), [one._generations for one in values]
@@ -638,11 +621,8 @@ class MirroredTensor(HostValues, OfThisProcess):
             first._check_alike(other)
         pools = {value._pool_id for value in values if len(value)}
         if len(pools) > 1:
-            raise ArgumentError(
-                f"{first._what('merge')}: {first.unit}s of pools {sorted(pools)}",
-                value=sorted(pools),
-                remedy="keep one column for each pool",
-            )
+            problem = f"{first._what('merge')}: {first.unit}s of pools {sorted(pools)}"
+            raise ArgumentError(problem, sorted(pools), "keep one column for each pool")
         for value in values:
             value.check("cat")
         contract = functools.reduce(weaker_contract, [value.contract for value in values])
@@ -711,11 +691,9 @@ class MirroredTensor(HostValues, OfThisProcess):
         rows = count(to, f"{what}: rows", least=len(self), most=MOST_ROWS)
         fill = padding_row(value, *host_dtype(self.dtype), what)
         if fill.ndim and fill.shape != self.shape[1:]:
-            raise ShapeError(
-                f"{what}: a pad of {list(fill.shape)}", value=fill.shape, remedy="pass one number or one row"
-            )
+            raise ShapeError(f"{what}: a pad of {list(fill.shape)}", fill.shape, "pass one number or one row")
         if self.unit is not None and fill.any():
-            raise ArgumentError(f"{what}: padding {self.unit}s with {value}", value=value, remedy="pad indices with 0")
+            raise ArgumentError(f"{what}: padding {self.unit}s with {value}", value, "pad indices with 0")
         padding = np.broadcast_to(fill, (rows - len(self), *self.shape[1:]))
         host = None if self._host is None else np.concatenate([self._host, padding])
         device = self._device_if_needed()
@@ -752,18 +730,12 @@ class MirroredTensor(HostValues, OfThisProcess):
         if isinstance(values, MirroredTensor):
             self._check_alike(values, "update")
             if values._generations is not None and values._pool_id != self._pool_id and len(values):
-                raise ArgumentError(
-                    f"{what}: {self.unit}s of pool {values._pool_id} into those of pool {self._pool_id}",
-                    value=values._pool_id,
-                    remedy="keep one column for each pool",
-                )
+                problem = f"{what}: {self.unit}s of pool {values._pool_id} into those of pool {self._pool_id}"
+                raise ArgumentError(problem, values._pool_id, "keep one column for each pool")
             given = values.exact_host(what)
         if self._generations is not None and type(values) is not type(self):
-            raise DtypeError(
-                f"{what}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers",
-                value=values,
-                remedy="pass what `pool.take` returned",
-            )
+            problem = f"{what}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers"
+            raise DtypeError(problem, values, "pass what `pool.take` returned")
         new = carried(given, *host_dtype(self.dtype), what)
         shape = (len(index), *self.shape[1:])
         if new.ndim and new.shape != shape:
@@ -800,15 +772,10 @@ class MirroredTensor(HostValues, OfThisProcess):
         operation = "+ n" if sign > 0 else "- n"
         what = self._what(operation)
         if self.dtype.is_floating_point or self.dtype is torch.bool:
-            raise DtypeError(
-                f"{what}: arithmetic on {self.dtype}; two processors round differently",
-                value=self.dtype,
-                remedy="compute it in one place and pass the result to `update`",
-            )
+            problem = f"{what}: arithmetic on {self.dtype}; two processors round differently"
+            raise DtypeError(problem, self.dtype, "compute it in one place and pass the result to `update`")
         if self.unit is not None:
-            raise DtypeError(
-                f"{what}: arithmetic on {self.unit} indices", value=n, remedy="indices are moved, not computed"
-            )
+            raise DtypeError(f"{what}: arithmetic on {self.unit} indices", n, "indices are moved, not computed")
         self.check(operation)
         amount = amounts(n, len(self), what)
         if isinstance(n, MirroredTensor) and n.row_set is not None and self._row_set is not None:
@@ -841,17 +808,12 @@ class MirroredTensor(HostValues, OfThisProcess):
         """
         wanted = Contract(contract)
         if wanted is Contract.UPPER_BOUND and self.unit is not None:
-            raise ContractError(
-                f"{self!r} holds {self.unit}s, which have no bound",
-                value=wanted.value,
-                remedy="bounds are for lengths and counts",
-            )
+            problem = f"{self!r} holds {self.unit}s, which have no bound"
+            raise ContractError(problem, wanted.value, "bounds are for lengths and counts")
         if weaker_contract(wanted, self.contract) is not wanted or wanted is Contract.HOST_ONLY:
-            raise ContractError(
-                f"{self!r}: the contract {self.contract.value!r} cannot become {wanted.value!r}",
-                value=wanted.value,
-                remedy="only `resolve()` strengthens a contract, and it waits for the device",
-            )
+            problem = f"{self!r}: the contract {self.contract.value!r} cannot become {wanted.value!r}"
+            remedy = "only `resolve()` strengthens a contract, and it waits for the device"
+            raise ContractError(problem, wanted.value, remedy)
         if levels.full:
             self.check("weaken")
         host = None if wanted is Contract.DEVICE_ONLY else self._host
@@ -874,11 +836,8 @@ class MirroredTensor(HostValues, OfThisProcess):
         """
         what = self._what("tighten")
         if self.contract is not Contract.UPPER_BOUND:
-            raise ContractError(
-                f"{what}: expected a bound, got {self!r}",
-                value=self.contract.value,
-                remedy="use `update`, which changes exact values on both sides",
-            )
+            problem = f"{what}: expected a bound, got {self!r}"
+            raise ContractError(problem, self.contract.value, "use `update`, which changes exact values on both sides")
         if levels.full:
             self.check("tighten")
         host = converted(lined_up(bound, self.row_set, what), numpy_dtype(self.dtype), what)
@@ -886,11 +845,8 @@ class MirroredTensor(HostValues, OfThisProcess):
             raise wrong_shape(what, self.shape, host.shape, "pass one bound for each value")
         higher = np.argwhere(~(host <= self.np))  # of any trailing shape, and of no rows too
         if higher.size:
-            raise ArgumentError(
-                f"{what}: the bound of row {higher[0][0]} would rise",
-                value=int(higher[0][0]),
-                remedy="pass bounds that are at most the present ones",
-            )
+            problem = f"{what}: the bound of row {higher[0][0]} would rise"
+            raise ArgumentError(problem, int(higher[0][0]), "pass bounds that are at most the present ones")
         value = self._derived(host, self._device, self.shape, "tighten", row_set=self._row_set)
         if not levels.full:
             value.check("tighten")
@@ -903,9 +859,7 @@ class MirroredTensor(HostValues, OfThisProcess):
             return self
         device = self._device.tensor(self.runtime)
         if self.dtype not in NUMPY_DTYPES:
-            raise DtypeError(
-                f"{self!r}: numpy has no {self.dtype}", value=self.dtype, remedy="convert it on the device"
-            )
+            raise DtypeError(f"{self!r}: numpy has no {self.dtype}", self.dtype, "convert it on the device")
         host, row_set = self.runtime.read_back(device), self._row_set
         return self._derived(host, device, self.shape, "resolve", contract=Contract.EXACT, row_set=row_set)
 
@@ -1009,22 +963,12 @@ class MirroredTensor(HostValues, OfThisProcess):
 
     def _check_alike(self, other: "MirroredTensor", operation: str = "merge") -> None:
         what = self._what(operation)
-        if not isinstance(other, MirroredTensor):
-            raise DeclarationError(
-                f"{what}: expected a MirroredTensor, got {type(other).__name__}",
-                value=other,
-                remedy="make one: MirroredTensor.from_host(runtime, values)",
-            )
         if self.unit != other.unit:
             invariants.unit_mismatch(str(self.unit), str(other.unit), **self._where(operation))
         if self.runtime is not other.runtime:
             raise another_runtime(what, other)
         if self.dtype != other.dtype:
-            raise DtypeError(
-                f"{what}: expected {self.dtype}, got {other.dtype}",
-                value=other.dtype,
-                remedy="convert one first",
-            )
+            raise DtypeError(f"{what}: expected {self.dtype}, got {other.dtype}", other.dtype, "convert one first")
         if self.shape[1:] != other.shape[1:]:
             raise wrong_shape(f"{what}: rows", self.shape[1:], other.shape[1:], "pass rows of one shape")
 
@@ -1060,7 +1004,7 @@ def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, what: str)
     """
     handles = slots.row_set if isinstance(cast(object, slots), MirroredTensor) and slots.unit == "slot" else None
     if handles is None:
-        raise ArgumentError(f"{what}: slots are {slots!r}", value=slots, remedy="pass handles, as `batch.slots`")
+        raise ArgumentError(f"{what}: slots are {slots!r}", slots, "pass handles, as `batch.slots`")
     numbers = as_array(lined_up(values, handles, what), what)
     if numbers.shape[:1] != (len(slots),):
         raise wrong_shape(what, (len(slots), *numbers.shape[1:]), numbers.shape, "pass one row for each slot")
@@ -1070,18 +1014,13 @@ def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, what: str)
 
 def _check_on_device(runtime: Runtime, tensor: torch.Tensor, what: str) -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise DtypeError(
-            f"{what}: expected a tensor, got {type(tensor).__name__}", value=tensor, remedy="pass a device tensor"
-        )
+        raise DtypeError(f"{what}: expected a tensor, got {type(tensor).__name__}", tensor, "pass a device tensor")
     if tensor.device != runtime.device:
-        raise DeviceError(
-            f"{what}: a tensor on {tensor.device}, runtime on {runtime.device}",
-            value=str(tensor.device),
-            remedy="pass a tensor of the runtime's device",
-        )
+        problem = f"{what}: a tensor on {tensor.device}, runtime on {runtime.device}"
+        raise DeviceError(problem, str(tensor.device), "pass a tensor of the runtime's device")
     check_dense(tensor, what)
     if tensor.ndim == 0:
-        raise ShapeError(f"{what}: a scalar has no rows", value=tuple(tensor.shape), remedy="pass one row per request")
+        raise ShapeError(f"{what}: a scalar has no rows", tuple(tensor.shape), "pass one row per request")
 
 
 def _uploaded(runtime: Runtime, host: Array | None) -> ReadyTensor:

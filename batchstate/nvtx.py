@@ -41,7 +41,7 @@ def set_nvtx(on: bool) -> bool:
     """
     global _on
     if type(on) is not bool:
-        raise ArgumentError(f"set_nvtx: expected True or False, got {on!r}", value=on, remedy="pass True to switch on")
+        raise ArgumentError(f"set_nvtx: expected True or False, got {on!r}", on, "pass True to switch on")
     before = _on == "1"
     if on:
         _check_available()
@@ -81,16 +81,12 @@ def _check_available() -> None:
         nvtx.range_push("batchstate")
         nvtx.range_pop()
     except RuntimeError as error:
-        raise ArgumentError(
-            f"expected a build of torch with NVTX, got torch {torch.__version__}: {error}",
-            value=torch.__version__,
-            remedy=f"use a build of torch for CUDA, or unset {ENVIRONMENT_VARIABLE}",
-        ) from None
+        problem = f"expected a build of torch with NVTX, got torch {torch.__version__}: {error}"
+        remedy = f"use a build of torch for CUDA, or unset {ENVIRONMENT_VARIABLE}"
+        raise ArgumentError(problem, torch.__version__, remedy) from None
 
 
 if _on not in ("0", "1"):
-    raise ArgumentError(
-        f"environment variable {ENVIRONMENT_VARIABLE}: expected 0 or 1, got {_on!r}", value=_on, remedy="use 1 or 0"
-    )
+    raise ArgumentError(f"environment variable {ENVIRONMENT_VARIABLE}: expected 0 or 1, got {_on!r}", _on, "use 1 or 0")
 if _on == "1":
     _check_available()

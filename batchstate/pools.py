@@ -431,9 +431,8 @@ class SlotPool(OfThisProcess):
         """
         array = as_array(slots, f"{self.name}: is_live")
         if array.size and array.dtype.kind not in "iu":
-            raise DtypeError(
-                f"{self.name}: is_live: expected integers, got {array.dtype}", value=array.dtype, remedy="pass integers"
-            )
+            problem = f"{self.name}: is_live: expected integers, got {array.dtype}"
+            raise DtypeError(problem, array.dtype, "pass integers")
         rows = array.astype(np.int64, copy=False)
         invariants.slot_out_of_range(rows, self.capacity, object=self._allocator.label, operation="is_live")
         return self._allocator.live_among(rows)

@@ -68,11 +68,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         runtime.check_owner("StaticBuffers")
         untyped: object = batch
         if not isinstance(untyped, type) or not issubclass(untyped, Batch):
-            raise ArgumentError(
-                f"StaticBuffers: expected a batch class, got {batch!r}",
-                value=batch,
-                remedy="pass a class that declares columns",
-            )
+            problem = f"StaticBuffers: expected a batch class, got {batch!r}"
+            raise ArgumentError(problem, batch, "pass a class that declares columns")
         self.runtime = runtime
         self.rows = size_of(rows, "StaticBuffers: rows", least=1)
         self.num_reqs = 0
@@ -86,7 +83,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self._extras = {name: extra_array(name, one) for name, one in declared.items()}
         twice = [name for name in self._extras if name in batch.columns()]
         if twice:
-            raise ArgumentError(f"extras are named as columns: {twice}", value=twice, remedy="rename the extras")
+            raise ArgumentError(f"extras are named as columns: {twice}", twice, "rename the extras")
         writes = 32 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
         layout = batch._layout
         arrays = [*RowState.padding(layout, self.rows).aligned(), *self._extras.values()]
@@ -254,38 +251,27 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def _checked(self, batch: Batch, extras: Mapping[str, object]) -> dict[str, Array]:
         what = f"{type(batch).__name__}.to_static"
         if type(batch) is not self._batch:
-            raise DeclarationError(
-                f"{what}: expected buffers of {type(batch).__name__}, got buffers of {self._batch.__name__}",
-                value=self,
-                remedy="make StaticBuffers for each batch class",
-            )
+            problem = f"{what}: expected buffers of {type(batch).__name__}, got buffers of {self._batch.__name__}"
+            raise DeclarationError(problem, self, "make StaticBuffers for each batch class")
         if batch.runtime is not self.runtime:
             raise another_runtime(what, self)
         if batch.num_rows > self.rows:
-            raise ArgumentError(
-                f"{what}: {batch.num_rows} rows into buffers of {self.rows}",
-                value=batch.num_rows,
-                remedy="use the buffers of a larger graph, or `split` the batch",
-            )
+            problem = f"{what}: {batch.num_rows} rows into buffers of {self.rows}"
+            raise ArgumentError(problem, batch.num_rows, "use the buffers of a larger graph, or `split` the batch")
         if extras.keys() != self._extras.keys():
             missing, undeclared = (
                 sorted(self._extras.keys() - extras.keys()),
                 sorted(extras.keys() - self._extras.keys()),
             )
-            raise ArgumentError(
-                f"{what}: extras missing: {missing}; not declared: {undeclared}",
-                value=missing or undeclared,
-                remedy="give each step the extras that the buffers were made with",
-            )
+            problem = f"{what}: extras missing: {missing}; not declared: {undeclared}"
+            remedy = "give each step the extras that the buffers were made with"
+            raise ArgumentError(problem, missing or undeclared, remedy)
         arrays = {name: extra_array(name, extras[name], what) for name in self._extras}
         for name, declared in self._extras.items():
             array = arrays[name]
             if array.dtype != declared.dtype:
-                raise DtypeError(
-                    f"{what}: extra {name!r}: expected {declared.dtype}, got {array.dtype}",
-                    value=array.dtype,
-                    remedy="give it the dtype that the graph was captured with",
-                )
+                problem = f"{what}: extra {name!r}: expected {declared.dtype}, got {array.dtype}"
+                raise DtypeError(problem, array.dtype, "give it the dtype that the graph was captured with")
             if array.shape != declared.shape:
                 remedy = "pad it to the rows of the graph: what is not written would be of an earlier step"
                 raise wrong_shape(f"{what}: extra {name!r}", declared.shape, array.shape, remedy)

@@ -112,21 +112,16 @@ class StepPlanner(OfThisProcess):
         window: SupportsIndex | None = None,
         layouts: str | Sequence[str] = (),
     ) -> None:
-        self._check_parts(batch, pages, relay)
+        self._check_parts(pages, relay)
         column = batch.columns().get(seq_lens)
         if not isinstance(column, MirroredColumn) or column.shape or batch._slot_column is None:
-            raise DeclarationError(
-                f"StepPlanner of {batch.__name__}: no slots, or no column {seq_lens!r} of one number per request",
-                value=seq_lens,
-                remedy="declare slot_column() and mirrored(torch.int64), and name the second: seq_lens=...",
-            )
+            problem = f"StepPlanner of {batch.__name__}: no slots, or no column {seq_lens!r} of one number per request"
+            remedy = "declare slot_column() and mirrored(torch.int64), and name the second: seq_lens=..."
+            raise DeclarationError(problem, seq_lens, remedy)
         offset = column if kv_offset is None else batch.columns().get(kv_offset)
         if not isinstance(offset, MirroredColumn) or offset.shape:
-            raise DeclarationError(
-                f"StepPlanner of {batch.__name__}: no column {kv_offset!r} of one number per request",
-                value=kv_offset,
-                remedy="declare mirrored(torch.int64), and name it: kv_offset=...",
-            )
+            problem = f"StepPlanner of {batch.__name__}: no column {kv_offset!r} of one number per request"
+            raise DeclarationError(problem, kv_offset, "declare mirrored(torch.int64), and name it: kv_offset=...")
         self._runtime, self._pages, self._slots = pages.runtime, pages, pages.slots
         self._relay = relay
         self._has_ids, self._int32, self._kv_offset = has_ids, tuple(int32), kv_offset
@@ -138,9 +133,7 @@ class StepPlanner(OfThisProcess):
         fields = {} if relay is None else relay.fields
         for name in (*names, *results, *(() if lengths is None else (lengths,))):
             if name not in fields:
-                raise DeclarationError(
-                    f"StepPlanner: field {name!r} is not declared", value=name, remedy=one_of(fields, name)
-                )
+                raise DeclarationError(f"StepPlanner: field {name!r} is not declared", name, one_of(fields, name))
         field = fields[names[0]] if names else None
         one_id_each = len(names) == 1 and has_ids and field is not None and field.dtype == torch.int64
         in_one_piece = (
@@ -219,11 +212,9 @@ class StepPlanner(OfThisProcess):
         if self._runtime.capturing:
             self._runtime.refuse_capture("planning a step")
         if type(batch) is not self._kind:
-            raise ArgumentError(
-                f"StepPlanner: plan: expected a batch of {self._kind.__name__}, got {shown(batch)}",
-                value=batch,
-                remedy=f"pass what `{self._kind.__name__}.build` returned; each batch class has a planner of its own",
-            )
+            problem = f"StepPlanner: plan: expected a batch of {self._kind.__name__}, got {shown(batch)}"
+            remedy = f"pass what `{self._kind.__name__}.build` returned; each batch class has a planner of its own"
+            raise ArgumentError(problem, batch, remedy)
         if batch.runtime is not self._runtime:
             raise another_runtime("StepPlanner", batch)
         if writes:
@@ -316,7 +307,7 @@ class StepPlanner(OfThisProcess):
             )
         else:
             return
-        raise ArgumentError(f"StepPlanner: {problem}", value=published, remedy=remedy)
+        raise ArgumentError(f"StepPlanner: {problem}", published, remedy)
 
     def _turned_over(
         self,
@@ -382,11 +373,8 @@ class StepPlanner(OfThisProcess):
         elif leaving is not None:
             _check_apart(leaving[0], slots[first:])
         if first and arrived and batch._pool_id != pool_id:
-            raise ArgumentError(
-                f"{what}: expected slots of pool {pool_id}, got slots of pool {batch._pool_id}",
-                value=pool_id,
-                remedy="take the slots of all requests of a batch from one pool",
-            )
+            problem = f"{what}: expected slots of pool {pool_id}, got slots of pool {batch._pool_id}"
+            raise ArgumentError(problem, pool_id, "take the slots of all requests of a batch from one pool")
         new = batch._derived(OPERATION, state, first + arrived, pool_id=pool_id if arrived else batch._pool_id)
         if levels.cheap or takes is None:
             new._check_slots(OPERATION)
@@ -533,11 +521,8 @@ class StepPlanner(OfThisProcess):
             arrays[name] = extra_array(name, value)
         if tokens is not None and not NAMES.isdisjoint(arrays):
             taken = sorted(NAMES.intersection(arrays))
-            raise DeclarationError(
-                f"StepPlanner: plan with extras named {', '.join(taken)}",
-                value=taken,
-                remedy="rename them: the arrays that the planner sends to the forward have these names",
-            )
+            remedy = "rename them: the arrays that the planner sends to the forward have these names"
+            raise DeclarationError(f"StepPlanner: plan with extras named {', '.join(taken)}", taken, remedy)
         state = batch._state
         requests = before = steps.requests
         same = requests is not None and requests.row_set.number == batch._row_number
@@ -756,21 +741,10 @@ class StepPlanner(OfThisProcess):
         return StepRequests(layout, batch.row_set, rows, generations, self._slots.frees, known, width, rows * width)
 
     @staticmethod
-    def _check_parts(batch: object, pages: object, relay: object) -> None:
-        if not isinstance(batch, type) or not issubclass(batch, Batch):
-            problem = f"StepPlanner: expected a subclass of Batch, got {shown(batch)}"
-            raise ArgumentError(
-                problem, value=batch, remedy="pass the class that declares the columns, not a batch of it"
-            )
-        for name, value, kind in (("pages", pages, PagePool), ("relay", relay, FutureMap)):
-            if kind is PagePool or value is not None:
-                remedy = f"pass {name}={name}, made over the slot pool of the requests: {kind.__name__}(...)"
-        if isinstance(pages, PagePool) and isinstance(relay, FutureMap) and pages.slots is not relay.slots:
-            raise ArgumentError(
-                f"StepPlanner: {pages!r} and {relay!r} are of two slot pools",
-                value=relay.slots,
-                remedy="make both over the pool that the requests take their slots from",
-            )
+    def _check_parts(pages: PagePool, relay: FutureMap | None) -> None:
+        if relay is not None and pages.slots is not relay.slots:
+            problem = f"StepPlanner: {pages!r} and {relay!r} are of two slot pools"
+            raise ArgumentError(problem, relay.slots, "make both over the pool that the requests take their slots from")
 
 
 _MOST_IN_ONE_PIECE = 8192
@@ -781,8 +755,6 @@ def _check_apart(leaving: Ints, joining: Ints) -> None:
     """Refuses requests that leave and join in one plan: their slots would be freed while they run."""
     both = set(leaving.tolist()).intersection(joining.tolist())
     if both:
-        raise ArgumentError(
-            f"StepPlanner: plan with requests that leave and join, in slots {sorted(both)}",
-            value=sorted(both),
-            remedy="a request that stays is kept: name its row in keep=, and pass in joining= those that are new",
-        )
+        problem = f"StepPlanner: plan with requests that leave and join, in slots {sorted(both)}"
+        remedy = "a request that stays is kept: name its row in keep=, and pass in joining= those that are new"
+        raise ArgumentError(problem, sorted(both), remedy)

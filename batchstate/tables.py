@@ -27,7 +27,6 @@ from batchstate.errors import (
     RowIndexError,
     ShapeError,
     another_runtime,
-    shown,
     wrong_shape,
 )
 from batchstate.mirror import Handles, MirroredTensor
@@ -198,24 +197,12 @@ class Table(OfThisProcess):
     @classmethod
     def adopted(cls, space: IndexSpace, tensor: torch.Tensor, name: str, *, holds: str | None, host: bool) -> Self:
         """For pools, which document it: a table over an engine's own tensor."""
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(
-                f"{name}: expected a tensor to adopt, got {shown(tensor)}",
-                value=tensor,
-                remedy="pass a tensor on the device",
-            )
         if tensor.device != space.runtime.device:
-            raise DeviceError(
-                f"{name}: a tensor on {tensor.device}, pool on {space.runtime.device}",
-                value=str(tensor.device),
-                remedy="adopt a tensor of the pool's device",
-            )
+            problem = f"{name}: a tensor on {tensor.device}, pool on {space.runtime.device}"
+            raise DeviceError(problem, str(tensor.device), "adopt a tensor of the pool's device")
         if tensor.ndim == 0 or not tensor.is_contiguous():
-            raise ShapeError(
-                f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}",
-                value=tuple(tensor.shape),
-                remedy="adopt a contiguous tensor with one row per index",
-            )
+            problem = f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}"
+            raise ShapeError(problem, tuple(tensor.shape), "adopt a contiguous tensor with one row per index")
         table = cls(space, tensor, name=name, holds=holds)
         if host:
             table._host = space.runtime.read_back(tensor).copy()
@@ -249,9 +236,7 @@ class Table(OfThisProcess):
             ArgumentError: the table has no host side. Else as `device_for`.
         """
         if self._host is None:
-            raise ArgumentError(
-                f"{self.name}: host_for of a table without a host side", value=self, remedy="make it with host=True"
-            )
+            raise ArgumentError(f"{self.name}: host_for of a table without a host side", self, "make it with host=True")
         rows: Array = self._host[self._check_written(handles, "host_for")]
         return rows
 
@@ -358,8 +343,8 @@ class Table(OfThisProcess):
             if copy is not None:
                 raise ArgumentError(
                     f"{what}: element {index[copy] % self._row_width} of row {index[copy] // self._row_width} twice",
-                    value=int(index[copy]),
-                    remedy="write each element once; a device does not order the writes of one scatter",
+                    int(index[copy]),
+                    "write each element once; a device does not order the writes of one scatter",
                 )
         return TableWrite(self, index, array.reshape(-1), (owners,), origin)
 
@@ -379,9 +364,8 @@ class Table(OfThisProcess):
             Violation: SLOT_STALE_HANDLE; DERIVED_STALE: locations on pages that changed since.
         """
         if write.table is not self:
-            raise ArgumentError(
-                f"{self.name}: {operation} of {write!r}", value=write, remedy="give a write to the table that made it"
-            )
+            problem = f"{self.name}: {operation} of {write!r}"
+            raise ArgumentError(problem, write, "give a write to the table that made it")
         for owners in write.owners:
             self.space.rows_of(owners, f"{self.name}: {operation}")
         if levels.cheap and write.origin is not None:
@@ -494,11 +478,8 @@ class Table(OfThisProcess):
         """
         self.runtime.check_owner(f"{self.name}: note_write")
         if self._host is not None:
-            raise ArgumentError(
-                f"{self.name}: note_write of a table with a host side",
-                value=self,
-                remedy="write both sides with `write`, or make the table with host=False",
-            )
+            problem = f"{self.name}: note_write of a table with a host side"
+            raise ArgumentError(problem, self, "write both sides with `write`, or make the table with host=False")
         self.space.rows_of(handles, f"{self.name}: note_write")
         self._fixed.note_foreign_write()
         self._note_rows(handles.np, handles.generations)
@@ -525,32 +506,22 @@ class Table(OfThisProcess):
     def _positions(self, positions: object, n: int, what: str) -> Ints:
         array = self._integers(positions, f"{what}: positions")
         if array.size != n:
-            raise ShapeError(
-                f"{what}: expected {n} positions, got {array.size}",
-                value=array.size,
-                remedy="pass one position for each row",
-            )
+            problem = f"{what}: expected {n} positions, got {array.size}"
+            raise ShapeError(problem, array.size, "pass one position for each row")
         if array.size:
             invariants.sentinel_escaped(array, **self._where("write"))
             most = int(array.max())
             if most >= self._row_width:
-                raise RowIndexError(
-                    f"{what}: expected positions of 0 to {self._row_width - 1}, got {most}",
-                    value=most,
-                    remedy="pass positions inside the row, or make the table wider",
-                )
+                problem = f"{what}: expected positions of 0 to {self._row_width - 1}, got {most}"
+                raise RowIndexError(problem, most, "pass positions inside the row, or make the table wider")
         return array
 
     def _integers(self, values: object, what: str) -> Ints:
         array = as_array(values, what)
         if array.ndim != 1:
-            raise ShapeError(
-                f"{what}: expected one dimension, got {array.ndim}",
-                value=array.shape,
-                remedy="pass a flat array",
-            )
+            raise ShapeError(f"{what}: expected one dimension, got {array.ndim}", array.shape, "pass a flat array")
         if array.size and array.dtype.kind not in "iu":
-            raise DtypeError(f"{what}: expected integers, got {array.dtype}", value=array.dtype, remedy="pass integers")
+            raise DtypeError(f"{what}: expected integers, got {array.dtype}", array.dtype, "pass integers")
         return array.astype(np.int64, copy=False)
 
     def _values(self, values: object, what: str) -> Array:

@@ -112,7 +112,7 @@ def statements(node: ast.AST, *, inside: bool, types: bool) -> Iterator[ast.AST]
 
 @cache
 def imports(module: str, *, inside: bool = False, types: bool = False) -> frozenset[str]:
-    """The modules of the package that a module imports; see `statements`. Lazy packages import for type checkers only."""
+    """The modules of the package that a module imports; see `statements`. Lazy names are for type checkers alone."""
     imported: set[str] = set()
     types = types and not ("lazy_names" in modules()[module].read_text() and modules()[module].name == "__init__.py")
     for node in statements(ast.parse(modules()[module].read_text()), inside=inside, types=types):

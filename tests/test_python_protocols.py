@@ -1,4 +1,4 @@
-"""Public objects are plain Python: methods have their names, and an operation that an object lacks is Python's error."""
+"""Public objects are plain Python: methods have their names, and what an object lacks is Python's own error."""
 
 import copy
 import pickle
@@ -91,7 +91,7 @@ def test_every_listed_name_can_be_read(name: str) -> None:
         lambda made: made["value"][0],
         lambda made: made["value"] * 2,
         lambda made: int(made["value"]),
-        lambda made: Decode(),
+        lambda made: type(made["batch"])(),
     ],
     ids=["missing", "too many", "unknown", "len", "index", "times", "int", "class"],
 )

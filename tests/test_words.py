@@ -34,11 +34,11 @@ def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def relative_sentences(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring, and of each comment, with a sentence that begins so."""
+    """Line and text of each sentence of a docstring, and of each comment, that begins so."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            if any(RELATIVE.match(text) for text in sentences(node.value.value)):
-                yield node.lineno, node.value.value.strip().splitlines()[0]
+            for text in filter(RELATIVE.match, sentences(node.value.value)):
+                yield node.lineno, text.replace("\n", " ")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and RELATIVE.match(token.string.lstrip("#: ")):
             yield token.start[0], token.string

@@ -75,12 +75,11 @@ def run(args: argparse.Namespace) -> int:
     arguments = _of_script(args)
     device, seed = args.device or "race", args.seed or 0
     if device.partition(":")[0] == "sim" and args.baseline is not None:
-        raise ArgumentError("--baseline with sim", value=device, remedy="accept findings of the race detector")
+        raise ArgumentError("--baseline with sim", device, "accept findings of the race detector")
     accepted = frozenset() if args.baseline is None else accepted_in(args.baseline)
     if not args.script.is_file():
-        raise ArgumentError(
-            f"{args.script}: this script does not exist", value=str(args.script), remedy="name a file of Python code"
-        )
+        problem = f"{args.script}: this script does not exist"
+        raise ArgumentError(problem, str(args.script), "name a file of Python code")
     if device == "sim":
         return _compare(args.script, arguments, seed, args.json)
     watches: dict[str, Literal["lazy", "eager"]] = {"cuda": "lazy", "cuda:prompt": "eager"}

@@ -51,38 +51,26 @@ class Sources:
         plan.check(uploaded.row_set, "resolve_forward_inputs")
         missing = sorted(name for name, array in plan.extras.items() if uploaded.arrays.get(name) is not array)
         if missing:
-            raise ArgumentError(
-                f"{what}: {', '.join(missing)} of {plan!r} were not uploaded with this batch",
-                value=missing,
-                remedy="pass what `batch.upload(extras=plan.extras)` returned for this plan",
-            )
+            problem = f"{what}: {', '.join(missing)} of {plan!r} were not uploaded with this batch"
+            raise ArgumentError(problem, missing, "pass what `batch.upload(extras=plan.extras)` returned for this plan")
         if plan.has_ids and len(plan.relay_rows) and not self.ids:
-            raise DeclarationError(
-                f"{what}: {plan!r}, and no field for their ids",
-                value=plan,
-                remedy="name the fields that hold them (ids=...); or pass the ids of all requests to the plan",
-            )
+            remedy = "name the fields that hold them (ids=...); or pass the ids of all requests to the plan"
+            raise DeclarationError(f"{what}: {plan!r}, and no field for their ids", plan, remedy)
         if not plan.has_ids and self.ids:
-            raise DeclarationError(
-                f"{what}: ids from {', '.join(self.ids)} for {plan!r}, which has none",
-                value=self.ids,
-                remedy="leave `ids` out, or make the plan with has_ids=True",
-            )
+            problem = f"{what}: ids from {', '.join(self.ids)} for {plan!r}, which has none"
+            raise DeclarationError(problem, self.ids, "leave `ids` out, or make the plan with has_ids=True")
         queries = plan.query_lens[plan.relay_rows]
         for row in plan.relay_rows[(queries > self.width) | (queries < (self.least or self.width))].tolist():
             most = f"{self.least} to {self.width}" if self.least < self.width else f"{self.width}"
             raise ShapeError(
                 f"{what}: the request in row {row} puts in {plan.query_lens[row]} tokens, "
                 f"and the relay has {most} for it in {', '.join(self.ids) or self.lengths}",
-                value=int(plan.query_lens[row]),
-                remedy="pass its ids to the plan, or name the fields that hold them all",
+                int(plan.query_lens[row]),
+                "pass its ids to the plan, or name the fields that hold them all",
             )
         if plan.bounded and self.lengths is None:
-            raise ContractError(
-                f"{what}: {plan!r} has bounds of the lengths",
-                value="upper_bound",
-                remedy="name the field that was published with the true ones: lengths=...",
-            )
+            remedy = "name the field that was published with the true ones: lengths=..."
+            raise ContractError(f"{what}: {plan!r} has bounds of the lengths", "upper_bound", remedy)
         table, width = self.req_to_token, int(plan.kv_ends.max(initial=0))
         if table is not None and (
             table.dtype.is_floating_point
@@ -90,17 +78,11 @@ class Sources:
             or table.shape[1] < width
             or table.holds not in (None, "location")
         ):
-            raise ArgumentError(
-                f"{what}: {table!r} for requests of up to {width} tokens",
-                value=table,
-                remedy="pass the table of locations by slot and position, as wide as a request may be long",
-            )
+            remedy = "pass the table of locations by slot and position, as wide as a request may be long"
+            raise ArgumentError(f"{what}: {table!r} for requests of up to {width} tokens", table, remedy)
         if plan.bounded and "slot_mapping" in plan.extras and self.req_to_token is None:
-            raise ArgumentError(
-                f"{what}: the slot mapping of bounded lengths needs a token table",
-                value=None,
-                remedy="pass req_to_token=, from which the device looks up where the KV really goes",
-            )
+            remedy = "pass req_to_token=, from which the device looks up where the KV really goes"
+            raise ArgumentError(f"{what}: the slot mapping of bounded lengths needs a token table", None, remedy)
 
     def put_in(self, plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Which of `width` numbers of each request it puts in, int64[tokens], and how many, int64[requests].
@@ -172,11 +154,8 @@ class ForwardInputs:
             ArgumentError: the forward has no ids.
         """
         if self._ids is None:
-            raise ArgumentError(
-                f"input_ids of {self.plan!r}, which has none",
-                value=self.plan,
-                remedy="plan with has_ids=True where the forward takes ids; a later rank takes hidden states",
-            )
+            remedy = "plan with has_ids=True where the forward takes ids; a later rank takes hidden states"
+            raise ArgumentError(f"input_ids of {self.plan!r}, which has none", self.plan, remedy)
         return self._ids
 
     @classmethod
@@ -193,15 +172,11 @@ class ForwardInputs:
             ArgumentError: no plan or upload, or not of each other; a request whose ids or lengths the relay has.
             Violation: as `FutureMap.resolve_forward_inputs`.
         """
-        check_parts(plan, uploaded, "ForwardInputs")
         runtime = plan.slots.runtime
         runtime.check_owner("ForwardInputs.of")
         if len(plan.relay_rows):
-            raise ArgumentError(
-                f"ForwardInputs of {plan!r}: row {plan.relay_rows[0]} waits for a relay",
-                value=plan,
-                remedy="pass ids of all requests to the plan, or call `FutureMap.resolve_forward_inputs`",
-            )
+            remedy = "pass ids of all requests to the plan, or call `FutureMap.resolve_forward_inputs`"
+            raise ArgumentError(f"ForwardInputs of {plan!r}: row {plan.relay_rows[0]} waits for a relay", plan, remedy)
         sources = Sources(runtime, lambda slots, *fields: slots.device, (), 0, None, None)
         sources.check(plan, uploaded, "ForwardInputs")
         plan.check_unused()
@@ -371,15 +346,6 @@ _TENSORS = tuple(
     for one in attrs.fields(ForwardInputs)
     if one.name not in ("plan", "slots", "sampled_slots", "arrays", "_ids")
 )
-
-
-def check_parts(plan: object, uploaded: object, what: str) -> None:
-    """Refuses what is not a plan and an upload.
-
-    Raises:
-        ArgumentError: one of them is something else.
-    """
-    remedy = "pass a ForwardPlan, and what `batch.upload(extras=plan.extras)` returned"
 
 
 def _uploaded_handles(handles: Slots, uploaded: Extras, name: str) -> Slots:

@@ -140,10 +140,10 @@ def checked_layouts(layouts: object, int32: object, what: str) -> tuple[str, ...
         if not isinstance(given, Collection) or isinstance(given, str):
             problem = f"{what}: expected {name} in a tuple, got {given!r}"
             remedy = f"pass a tuple of some of: {', '.join(there)}"
-            raise DeclarationError(problem, value=given, remedy=remedy)
+            raise DeclarationError(problem, given, remedy)
         for one in given:
             if not isinstance(one, str) or one not in there:
-                raise DeclarationError(f"{what}: unknown name {one!r} in {name}", value=one, remedy=one_of(there, one))
+                raise DeclarationError(f"{what}: unknown name {one!r} in {name}", one, one_of(there, one))
     return tuple(cast(Collection[str], names))
 
 
@@ -299,13 +299,11 @@ class ForwardPlan:
                 before a request; PAGE_RELEASED: a token reads what was given back.
         """
         if not isinstance(slots, Slots):
-            raise DtypeError(f"{_WHAT}: expected slots, got {shown(slots)}", value=slots, remedy="pass `batch.slots`")
+            raise DtypeError(f"{_WHAT}: expected slots, got {shown(slots)}", slots, "pass `batch.slots`")
         names = checked_layouts(layouts, int32, _WHAT)
         named = checked_arrays(token_arrays, _WHAT)
         if pages is not None and not isinstance(pages, PagePool):
-            raise ArgumentError(
-                f"{_WHAT}: expected a PagePool, got {shown(pages)}", value=pages, remedy="pass pages=pool"
-            )
+            raise ArgumentError(f"{_WHAT}: expected a PagePool, got {shown(pages)}", pages, "pass pages=pool")
         numbers_of_slots = slots.np
         num_rows, used = len(slots), np.flatnonzero(numbers_of_slots)
         num_reqs = int(used[-1]) + 1 if used.size else 0  # behind them lie padded rows
@@ -340,18 +338,15 @@ class ForwardPlan:
         if offset is not None and (pages is None or np.count_nonzero(offset < 0)):
             raise ArgumentError(
                 f"{_WHAT}: expected a kv_offset of 0 or more and a PagePool, got {offset.min(initial=0)} and {pages!r}",
-                value=int(offset.min(initial=0)),
-                remedy="pass pages=, the pool that holds the tokens of the encoder, and how many there are",
+                int(offset.min(initial=0)),
+                "pass pages=, the pool that holds the tokens of the encoder, and how many there are",
             )
         window = None
         if tier is not None:
             window = _window(tier, row_set, lens, queries, where)
             if pages is None or offset is not None or names:
-                raise ContractError(
-                    f"{_WHAT}: {tier!r} without pages, or with kv_offset or layouts",
-                    value=tier,
-                    remedy="pass pages; attention of the host tier reads `hot_from` and its tables",
-                )
+                remedy = "pass pages; attention of the host tier reads `hot_from` and its tables"
+                raise ContractError(f"{_WHAT}: {tier!r} without pages, or with kv_offset or layouts", tier, remedy)
         plan = cls(
             slots=slots,
             num_tokens=num_tokens,
@@ -486,17 +481,11 @@ class ForwardPlan:
         untyped: object = owner
         pool = owner if isinstance(owner, SlotPool) else None
         if not isinstance(untyped, SlotPool | Runtime):
-            raise ArgumentError(
-                f"{what}: owner: expected a SlotPool or a Runtime, got {type(owner).__name__}",
-                value=owner,
-                remedy="pass the SlotPool of this rank, or its runtime where it has no pools",
-            )
+            problem = f"{what}: owner: expected a SlotPool or a Runtime, got {type(owner).__name__}"
+            raise ArgumentError(problem, owner, "pass the SlotPool of this rank, or its runtime where it has no pools")
         if pages is not None and getattr(pages, "slots", None) is not pool:
-            raise ArgumentError(
-                f"{what}: expected pages over {owner!r}, got {pages!r}",
-                value=pages,
-                remedy="pass pages of its slots",
-            )
+            problem = f"{what}: expected pages over {owner!r}, got {pages!r}"
+            raise ArgumentError(problem, pages, "pass pages of its slots")
         header, arrays = _unpacked(data, what)
         runtime = owner.runtime if isinstance(owner, SlotPool) else owner
         numbers, generations = arrays.pop("slots"), arrays.pop("generations")
@@ -617,11 +606,9 @@ class ForwardPlan:
                 mapping = _locations(table, rows, self.kv_index(rows, positions), page_size)
             arrays["slot_mapping"] = self._indices("slot_mapping", mapping, size)
             if self.bounded and "flashinfer" in layouts:
-                raise ContractError(
-                    f"{_WHAT}: expected exact lengths for layout 'flashinfer', got bounds",
-                    value="upper_bound",
-                    remedy="resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'",
-                )
+                problem = f"{_WHAT}: expected exact lengths for layout 'flashinfer', got bounds"
+                remedy = "resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'"
+                raise ContractError(problem, "upper_bound", remedy)
             if layouts:
                 table = self._page_table(self.pages)
                 if self.kv_offset is not None:
@@ -629,14 +616,11 @@ class ForwardPlan:
                 for name in layouts:
                     arrays |= LAYOUTS[name](table, self.seq_lens, page_size, num_rows)
         elif layouts:
-            raise ArgumentError(
-                f"{_WHAT}: layouts {list(layouts)} need pages", value=layouts, remedy="pass pages=, the PagePool"
-            )
+            raise ArgumentError(f"{_WHAT}: layouts {list(layouts)} need pages", layouts, "pass pages=, the PagePool")
         taken = sorted(({*arrays, *_INDICES} - {_IDS}) & self.token_arrays.keys())
         if taken:
-            raise DeclarationError(
-                f"{_WHAT}: token arrays {taken} have names that the plan uses itself", value=taken, remedy="rename them"
-            )
+            problem = f"{_WHAT}: token arrays {taken} have names that the plan uses itself"
+            raise DeclarationError(problem, taken, "rename them")
         if not self.deferred:
             arrays |= self.token_arrays
         if self.has_ids and self.prompt_ids is None and not self.direct:
@@ -668,11 +652,9 @@ class ForwardPlan:
         first, rest = np.divmod(np.zeros(0, np.int64) if self.kv_offset is None else self.kv_offset, page_size)
         if rest.any():
             row = int(np.flatnonzero(rest)[0])
-            raise ArgumentError(
-                f"{_WHAT}: row {row} has a kv_offset of {rest[row]} tokens over {first[row]} pages of {page_size}",
-                value=int(rest[row]),
-                remedy="page lists begin with a page: let the offset fill whole pages, or plan without layouts",
-            )
+            problem = f"{_WHAT}: row {row} has a kv_offset of {rest[row]} tokens over {first[row]} pages of {page_size}"
+            remedy = "page lists begin with a page: let the offset fill whole pages, or plan without layouts"
+            raise ArgumentError(problem, int(rest[row]), remedy)
         columns = np.minimum(np.arange(table.shape[1]) + first[:, None], table.shape[1] - 1)
         shifted: npt.NDArray[np.int32] = np.take_along_axis(table, columns, axis=1)
         return shifted
@@ -684,11 +666,8 @@ class ForwardPlan:
         short = np.flatnonzero(allocated < ends)
         if short.size:
             row = int(short[0])
-            raise ArgumentError(
-                f"{_WHAT}: request in row {row} has {ends[row]} tokens and pages for {allocated[row]}",
-                value=int(ends[row]),
-                remedy="grow the pages first (`pages.extend` or `pages.advance`)",
-            )
+            problem = f"{_WHAT}: request in row {row} has {ends[row]} tokens and pages for {allocated[row]}"
+            raise ArgumentError(problem, int(ends[row]), "grow the pages first (`pages.extend` or `pages.advance`)")
         fed = self.query_lens > 0
         pages.check_readable(live.np[fed], self.kv_starts[fed], "plan", window=self._reach)
         if self._exact and levels.cheap:
@@ -752,8 +731,8 @@ def _window(tier: LastLocation, row_set: RowSet, lens: Ints, queries: Ints, wher
         row = int(wrong[0])
         raise ArgumentError(
             f"{_WHAT}: row {row} puts in {queries[row]} tokens up to length {lens[row]}, but {tier!r} mapped others",
-            value=int(lens[row]),
-            remedy="give `map_last_location` the same lengths and tokens, in the same step",
+            int(lens[row]),
+            "give `map_last_location` the same lengths and tokens, in the same step",
         )
     return window
 
@@ -764,11 +743,8 @@ def _check_queries(queries: Ints, lens: Ints) -> None:
     wrong = np.flatnonzero((queries < 0) | (queries > lens))
     if wrong.size:
         row = int(wrong[0])
-        raise ArgumentError(
-            f"{_WHAT}: row {row}: expected 0 <= query_lens <= seq_lens, got {queries[row]} and {lens[row]}",
-            value=int(queries[row]),
-            remedy="let seq_lens count the tokens of this step too",
-        )
+        problem = f"{_WHAT}: row {row}: expected 0 <= query_lens <= seq_lens, got {queries[row]} and {lens[row]}"
+        raise ArgumentError(problem, int(queries[row]), "let seq_lens count the tokens of this step too")
 
 
 def rows_that_sample(samples: object, queries: Ints, num_rows: int) -> Ints:
@@ -778,19 +754,13 @@ def rows_that_sample(samples: object, queries: Ints, num_rows: int) -> Ints:
     if mask.shape == (num_rows,):
         mask = mask[:num_reqs]
     if mask.shape != (num_reqs,) or (mask.dtype != np.bool_ and mask.size):
-        raise ShapeError(
-            f"{_WHAT}: samples: expected bool[{num_reqs}], got {mask.dtype}{list(mask.shape)}",
-            value=mask.shape,
-            remedy="pass a mask, one boolean per request",
-        )
+        problem = f"{_WHAT}: samples: expected bool[{num_reqs}], got {mask.dtype}{list(mask.shape)}"
+        raise ShapeError(problem, mask.shape, "pass a mask, one boolean per request")
     rows = np.flatnonzero(mask)
     without = rows[queries[rows] == 0]
     if without.size:
-        raise ArgumentError(
-            f"{_WHAT}: the request in row {without[0]} samples and puts in no token",
-            value=int(without[0]),
-            remedy="pass samples=query_lens > 0",
-        )
+        problem = f"{_WHAT}: the request in row {without[0]} samples and puts in no token"
+        raise ArgumentError(problem, int(without[0]), "pass samples=query_lens > 0")
     return rows
 
 
@@ -838,7 +808,7 @@ def _unpacked(data: object, what: str) -> tuple[dict[str, Any], dict[str, Array]
         DtypeError: no bytes. ArgumentError: bytes that `_packed` did not make.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise DtypeError(f"{what}: expected bytes, got {type(data).__name__}", value=data, remedy=_REMEDY)
+        raise DtypeError(f"{what}: expected bytes, got {type(data).__name__}", data, _REMEDY)
     raw, start = bytes(data), len(_MAGIC) + _SIZES.size
     if len(raw) < start or not raw.startswith(_MAGIC):
         raise _damaged(what, "no plan of this version")
@@ -889,4 +859,4 @@ def _check(header: dict[str, Any], arrays: dict[str, Array]) -> None:
 
 def _damaged(what: str, problem: str) -> ArgumentError:
     """The error of bytes that are not a plan."""
-    return ArgumentError(f"{what}: {problem}", value=problem, remedy=_REMEDY)
+    return ArgumentError(f"{what}: {problem}", problem, _REMEDY)

@@ -48,7 +48,7 @@ class TokenArray:
         object.__setattr__(self, "shape", shape_of(self.shape, what))
         dtype = numpy_dtype(self.dtype)
         if self.fill is not None and converted(self.fill, dtype, f"{what}: fill").ndim:
-            raise ShapeError(f"{what}: fill is {self.fill!r}", value=self.fill, remedy="pass one number")
+            raise ShapeError(f"{what}: fill is {self.fill!r}", self.fill, "pass one number")
 
     def __repr__(self) -> str:
         return f"TokenArray({self.dtype}, shape={self.shape})"
@@ -72,11 +72,8 @@ class TokenArray:
             rows = rows[:num_reqs]
         if not isinstance(rows, list | tuple) or len(rows) != num_reqs:
             size = len(rows) if isinstance(rows, list | tuple) else type(rows).__name__
-            raise ShapeError(
-                f"{what} of {size} for {num_reqs} requests",
-                value=size,
-                remedy="pass a list with the values of each request, and None for those that have none here",
-            )
+            remedy = "pass a list with the values of each request, and None for those that have none here"
+            raise ShapeError(f"{what} of {size} for {num_reqs} requests", size, remedy)
         dtype = numpy_dtype(self.dtype)
         known: list[Array | None] = [None] * num_reqs
         lengths = query_lens.tolist()
@@ -95,15 +92,12 @@ class TokenArray:
                 raise ShapeError(
                     f"{what} of row {row}: expected a list of {query}{each}, got "
                     + (f"the number {values}" if array.ndim == 0 else f"shape {list(array.shape)}"),
-                    value=array.shape,
-                    remedy="pass a list of lists: for each request one value per token, or None",
+                    array.shape,
+                    "pass a list of lists: for each request one value per token, or None",
                 )
             if len(array) != query:
-                raise ShapeError(
-                    f"{what} of row {row}: {len(array)} values for its {query} tokens",
-                    value=len(array),
-                    remedy="pass exactly those of this chunk",
-                )
+                problem = f"{what} of row {row}: {len(array)} values for its {query} tokens"
+                raise ShapeError(problem, len(array), "pass exactly those of this chunk")
             known[row] = array
         return known
 
@@ -143,9 +137,6 @@ def checked_arrays(arrays: object, what: str) -> dict[str, TokenArray]:
     if not isinstance(arrays, dict) or not all(
         isinstance(name, str) and name != "input_ids" and isinstance(one, TokenArray) for name, one in arrays.items()
     ):
-        raise DeclarationError(
-            f"{what}: token_arrays are {arrays!r}",
-            value=arrays,
-            remedy="pass a dict of names to TokenArray(...); ids are `prompt_ids`",
-        )
+        problem = f"{what}: token_arrays are {arrays!r}"
+        raise DeclarationError(problem, arrays, "pass a dict of names to TokenArray(...); ids are `prompt_ids`")
     return dict(arrays)

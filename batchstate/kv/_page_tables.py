@@ -25,11 +25,9 @@ def check_map_to(pool: "PagePool", by: str, holds: str | None, shape: tuple[int,
     same_slots = isinstance(untyped, type(pool)) and untyped is not pool and untyped.slots is pool.slots
     fits = by == "location" and not shape and holds in (None, "location")
     if not same_slots or of.page_size != pool.page_size or not fits:
-        raise ArgumentError(
-            f"{pool.name}: a table by {by}, {list(shape)} each, that holds {holds or 'location'} of {of!r}",
-            value=of,
-            remedy="map locations to those of another PagePool of the same slots and the same page size",
-        )
+        problem = f"{pool.name}: a table by {by}, {list(shape)} each, that holds {holds or 'location'} of {of!r}"
+        remedy = "map locations to those of another PagePool of the same slots and the same page size"
+        raise ArgumentError(problem, of, remedy)
 
 
 def check_map(pool: "PagePool", table: Table, of: "PagePool", operation: str) -> None:
@@ -53,19 +51,14 @@ def check_buffers(pool: "PagePool", buffers: tuple[torch.Tensor, ...]) -> None:
     for one in buffers:
         what, given = f"{pool.name}: register_kv", type(one).__name__
         if not isinstance(one, torch.Tensor):
-            raise ArgumentError(f"{what}: expected a device tensor, got {given}", value=one, remedy="pass tensors")
+            raise ArgumentError(f"{what}: expected a device tensor, got {given}", one, "pass tensors")
         if one.device != pool.runtime.device:
-            raise DeviceError(
-                f"{what}: expected a tensor on {pool.runtime.device}, got one on {one.device}",
-                value=one.device,
-                remedy="pass KV memory of the pool's device",
-            )
+            problem = f"{what}: expected a tensor on {pool.runtime.device}, got one on {one.device}"
+            raise DeviceError(problem, one.device, "pass KV memory of the pool's device")
         if not one.ndim or one.shape[0] not in (pool.location_capacity, pool.num_pages + 1):
-            raise ShapeError(
-                f"{what}: expected one row for each location or page, got shape {list(one.shape)}",
-                value=tuple(one.shape),
-                remedy=f"pass [{pool.location_capacity}, ...] or [{pool.num_pages + 1}, ...]",
-            )
+            problem = f"{what}: expected one row for each location or page, got shape {list(one.shape)}"
+            remedy = f"pass [{pool.location_capacity}, ...] or [{pool.num_pages + 1}, ...]"
+            raise ShapeError(problem, tuple(one.shape), remedy)
 
 
 def check_page_zero(pool: "PagePool", buffers: tuple[torch.Tensor, ...], operation: str) -> None:
@@ -81,27 +74,19 @@ def check_req_to_token(pool: "PagePool", table: Table) -> None:
     untyped: object = table
     if not isinstance(untyped, Table) or table.space is not pool.slots:
         other = f", of another pool, {table.space.name!r}" if isinstance(untyped, Table) else ""
-        raise ArgumentError(
-            f"{pool.name}: expected a table of its slots as req_to_token, got {table!r}{other}",
-            value=table,
-            remedy=f"make it with `table(...)` of {pool.slots!r}",
-        )
+        problem = f"{pool.name}: expected a table of its slots as req_to_token, got {table!r}{other}"
+        raise ArgumentError(problem, table, f"make it with `table(...)` of {pool.slots!r}")
     shape, dtype = table.shape, numpy_dtype(table.dtype)
     if dtype.kind not in "iu":
-        raise DtypeError(
-            f"{pool.name}: req_to_token: expected integers, got {dtype}",
-            value=dtype,
-            remedy="it holds locations: use int32 or int64",
-        )
+        problem = f"{pool.name}: req_to_token: expected integers, got {dtype}"
+        raise DtypeError(problem, dtype, "it holds locations: use int32 or int64")
     where = pool._where("req_to_token")
     invariants.table_capacity(table.capacity, pool.slots.capacity, **where)
     if table.holds not in (None, "location"):
         invariants.unit_mismatch("location", table.holds, **where)
     most = pool.max_tokens_per_request
     if len(shape) != 2 or shape[1] < most:
-        raise ShapeError(
-            f"{pool.name}: req_to_token: expected rows of at least {most} locations, got shape {list(shape[1:])}",
-            value=shape,
-            remedy="make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`",
-        )
+        problem = f"{pool.name}: req_to_token: expected rows of at least {most} locations, got shape {list(shape[1:])}"
+        remedy = "make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`"
+        raise ShapeError(problem, shape, remedy)
     converted(np.array([pool.location_capacity - 1]), dtype, f"{pool.name}: req_to_token")

@@ -124,11 +124,8 @@ class PageSharing:
     def held(self, lease: PageLease, operation: str) -> PageLease:
         """The lease, which this pool made and which is not released."""
         if self.leases.get(id(lease)) is not lease:
-            raise ArgumentError(
-                f"{self._pool.name}: {operation} of {lease!r}, which this pool does not hold",
-                value=lease,
-                remedy="use a lease before it is released, in the pool that made it",
-            )
+            problem = f"{self._pool.name}: {operation} of {lease!r}, which this pool does not hold"
+            raise ArgumentError(problem, lease, "use a lease before it is released, in the pool that made it")
         return lease
 
     def commit(self, lease: PageLease, total: object) -> None:
@@ -196,11 +193,9 @@ class PageSharing:
         have = self._table.num_pages[rows]
         if np.count_nonzero(have):
             slot = int(rows[have > 0][0])
-            raise ArgumentError(
-                f"{self._references.allocator.label}: {operation} into slot {slot}, which has pages already",
-                value=slot,
-                remedy="share a prefix before the request gets pages of its own, or release those",
-            )
+            problem = f"{self._references.allocator.label}: {operation} into slot {slot}, which has pages already"
+            remedy = "share a prefix before the request gets pages of its own, or release those"
+            raise ArgumentError(problem, slot, remedy)
         lengths = np.full(rows.size, tokens, dtype=np.int64)
         pool._check_lengths(lengths, lengths, operation)
         self._references.add(pages, rows.size, operation)
@@ -273,11 +268,8 @@ class PageSharing:
 
     def _one(self, slots: Slots, operation: str) -> Slots:
         if self._slots.rows_of(slots, operation).size != 1:
-            raise ArgumentError(
-                f"{self._pool.name}: {operation}: expected one slot, got {len(slots)}",
-                value=len(slots),
-                remedy="pass the slot of one request",
-            )
+            problem = f"{self._pool.name}: {operation}: expected one slot, got {len(slots)}"
+            raise ArgumentError(problem, len(slots), "pass the slot of one request")
         return slots
 
     def _whole_pages(self, tokens: int, available: int, operation: str) -> int:
@@ -292,6 +284,6 @@ class PageSharing:
         if self._references.allocator.repeated(pages):
             raise ArgumentError(
                 f"{self._pool.name}: {operation} of {source!r}, after which a request would have a page at two places",
-                value=source,
-                remedy="pass leases of different pages, each of which goes on where the one before ends",
+                source,
+                "pass leases of different pages, each of which goes on where the one before ends",
             )

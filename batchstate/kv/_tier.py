@@ -76,25 +76,17 @@ class KVCopier:
         self._last: dict[object, Fence] = {}  # stream -> fence after its last launch
         backed = [one for one in host.specs if not one.on_device]
         if len(self.kv) != len(backed):
-            raise ShapeError(
-                f"expected {len(backed)} device buffers, got {len(self.kv)}",
-                value=len(self.kv),
-                remedy="pass one for each layer that the host pool has in host memory",
-            )
+            problem = f"expected {len(backed)} device buffers, got {len(self.kv)}"
+            raise ShapeError(problem, len(self.kv), "pass one for each layer that the host pool has in host memory")
         for spec, tensor in zip(backed, self.kv, strict=True):
             layer, wanted = spec.name, (pages.location_capacity, *spec.item_shape)
             if tensor.dtype is not spec.dtype:
-                raise DtypeError(
-                    f"layer {layer}: expected {spec.dtype}, as in the host tier, got {tensor.dtype}",
-                    value=tensor.dtype,
-                    remedy="make the device buffer and that of the host pool with one dtype",
-                )
+                problem = f"layer {layer}: expected {spec.dtype}, as in the host tier, got {tensor.dtype}"
+                remedy = "make the device buffer and that of the host pool with one dtype"
+                raise DtypeError(problem, tensor.dtype, remedy)
             if tuple(tensor.shape) != wanted or tensor.device != self._runtime.device:
-                raise ShapeError(
-                    f"layer {layer}: {list(tensor.shape)} on {tensor.device}",
-                    value=tuple(tensor.shape),
-                    remedy=f"pass {list(wanted)} on {self._runtime.device}",
-                )
+                problem = f"layer {layer}: {list(tensor.shape)} on {tensor.device}"
+                raise ShapeError(problem, tuple(tensor.shape), f"pass {list(wanted)} on {self._runtime.device}")
 
     @property
     def fences(self) -> tuple[Fence, ...]:
@@ -306,11 +298,8 @@ class TierRequests(SlotListener):
         self.transaction.enter(f"{operation} of slots")
         planned = rows[np.isin(rows, self.planned)] if self.planned.size else self.planned
         if planned.size:
-            raise ArgumentError(
-                f"{operation} of slot {planned[0]}, which is in a plan whose backup was not launched",
-                value=int(planned[0]),
-                remedy="call `back_up` with the plan first, then let the request go",
-            )
+            problem = f"{operation} of slot {planned[0]}, which is in a plan whose backup was not launched"
+            raise ArgumentError(problem, int(planned[0]), "call `back_up` with the plan first, then let the request go")
         if np.array_equal(rows, self.releasing):
             return
         staged = rows[self.states[rows] == TierState.STAGED]

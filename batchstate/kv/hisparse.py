@@ -113,8 +113,8 @@ class HiSparse(OfThisProcess):
         if pages.max_tokens_per_request < self.hot_tokens:
             raise ArgumentError(
                 f"hot buffers of {self.hot_tokens} tokens in {pages!r} for {pages.max_tokens_per_request} per request",
-                value=self.hot_tokens,
-                remedy="let max_tokens_per_request of the pages be at least hot_tokens",
+                self.hot_tokens,
+                "let max_tokens_per_request of the pages be at least hot_tokens",
             )
         self._copier = KVCopier(pages, host, kv)
         pages.register_kv(*kv)
@@ -390,11 +390,8 @@ class HiSparse(OfThisProcess):
 
     def _check_no_pages(self, slots: Slots, operation: str) -> None:
         if np.count_nonzero(self.pages.allocated(slots)):
-            raise ArgumentError(
-                f"{operation} for a request that has device pages",
-                value=slots,
-                remedy="use `admit_staged` for KV that is on the device; give a DIRECT request no pages",
-            )
+            remedy = "use `admit_staged` for KV that is on the device; give a DIRECT request no pages"
+            raise ArgumentError(f"{operation} for a request that has device pages", slots, remedy)
 
     def _entering(self, slots: Slots, operation: str) -> Ints:
         self._begin(operation)
@@ -406,11 +403,8 @@ class HiSparse(OfThisProcess):
         length = np.broadcast_to(amounts(lengths, rows.size, operation), rows.shape)
         most = np.broadcast_to(amounts(max_tokens, rows.size, operation), rows.shape)
         if length.size and int(length.min()) < 1:
-            raise ArgumentError(
-                f"{operation}: expected at least 1 token per request, got {length.min()}",
-                value=int(length.min()),
-                remedy="admit requests that have a prompt",
-            )
+            problem = f"{operation}: expected at least 1 token per request, got {length.min()}"
+            raise ArgumentError(problem, int(length.min()), "admit requests that have a prompt")
         where = self._where(operation)
         invariants.length_order(length, most, self.host.num_tokens, explain=_not_reserved, **where)
         return length, most
@@ -552,18 +546,13 @@ class HiSparse(OfThisProcess):
             for given, what in ((lens, "seq_lens"), (tokens, "tokens"))
         )
         if rows.size and int(counts.min()) < 1:
-            raise ArgumentError(
-                f"{operation} of {counts.min()} tokens", value=int(counts.min()), remedy="map at least one each"
-            )
+            raise ArgumentError(f"{operation} of {counts.min()} tokens", int(counts.min()), "map at least one each")
         if confirmed is not None:
             given = confirmed.np if isinstance(confirmed, MirroredTensor) else confirmed
             return length, counts, np.broadcast_to(amounts(given, n, f"{operation}: confirmed"), n)[: rows.size]
         if bounded:
-            raise ArgumentError(
-                f"{operation}: seq_lens is a bound, without `confirmed`",
-                value=seq_lens,
-                remedy="pass how many tokens of each request the results that are known have accepted",
-            )
+            remedy = "pass how many tokens of each request the results that are known have accepted"
+            raise ArgumentError(f"{operation}: seq_lens is a bound, without `confirmed`", seq_lens, remedy)
         return length, counts, length - counts
 
     def _grow(self, slots: Slots, more: Ints) -> None:
@@ -577,11 +566,8 @@ class HiSparse(OfThisProcess):
     def _check_step(self, slots: Slots, rows: Ints, length: Ints, before: Ints, settled: Ints, where: Where) -> None:
         """Refuses a second open plan, lengths beyond what was reserved, and steps that do not go on from the last."""
         if self._open is not None:
-            raise ArgumentError(
-                f"{self._open!r} was planned, and its backup not launched",
-                value=self._open,
-                remedy="call `back_up` for each `map_last_location`, in order",
-            )
+            problem = f"{self._open!r} was planned, and its backup not launched"
+            raise ArgumentError(problem, self._open, "call `back_up` for each `map_last_location`, in order")
         requests = self._requests
         last, backed, most = requests.length[rows], requests.backed[rows], requests.max_tokens[rows]
         invariants.length_order(length, most, int(most.max(initial=0)), explain=_OUTGROWN, **where)
@@ -593,8 +579,8 @@ class HiSparse(OfThisProcess):
             raise ArgumentError(
                 f"slot {rows[row]} has {length[row]} tokens with {length[row] - before[row]} new ones, of those before "
                 f"{settled[row]} confirmed; it had {least[row]} to {last[row]}",
-                value=int(length[row]),
-                remedy="go on after tokens that were mapped, each request once a step; `tokens` says how many are new",
+                int(length[row]),
+                "go on after tokens that were mapped, each request once a step; `tokens` says how many are new",
             )
         invariants.length_order(
             length - settled, np.full_like(length, self.hot_tokens), self.hot_tokens, explain=_TOO_FAR, **where
@@ -634,11 +620,8 @@ class HiSparse(OfThisProcess):
         """
         self._begin("back_up")
         if self._open is None or plan is not self._open or plan.launched:
-            raise ArgumentError(
-                f"back_up of {plan!r}, which is not the plan of this step",
-                value=plan,
-                remedy="call it once for each `map_last_location`, in order",
-            )
+            problem = f"back_up of {plan!r}, which is not the plan of this step"
+            raise ArgumentError(problem, plan, "call it once for each `map_last_location`, in order")
         where = self._where("back_up")
         for unit, indices in ((Locations.unit, plan.backup_from), (HostLocations.unit, plan.backup_to)):
             if indices.unit != unit:
@@ -664,11 +647,8 @@ class HiSparse(OfThisProcess):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         source, target = (uploaded.get(name) for name in ("backup_from", "backup_to"))
         if source is None or target is None or not len(source) == len(target) == len(plan.backup_from):
-            raise ArgumentError(
-                f"back_up of {plan!r} with {uploaded!r}",
-                value=plan,
-                remedy="pass what `batch.upload(extras=plan.extras)` returned, or nothing",
-            )
+            problem = f"back_up of {plan!r} with {uploaded!r}"
+            raise ArgumentError(problem, plan, "pass what `batch.upload(extras=plan.extras)` returned, or nothing")
         return source, target
 
     # Leaving
@@ -753,11 +733,8 @@ def _padded(numbers: Ints, size: SupportsIndex) -> Ints:
     """`numbers` with zeros behind them, int64[size]. ArgumentError: there are more."""
     width = count(size, "backups", most=MOST_ROWS)
     if numbers.size > width:
-        raise ArgumentError(
-            f"{numbers.size} tokens to back up, and room for {width}",
-            value=numbers.size,
-            remedy="give `backups` room for the tokens that a step may have to back up: those of the last steps",
-        )
+        remedy = "give `backups` room for the tokens that a step may have to back up: those of the last steps"
+        raise ArgumentError(f"{numbers.size} tokens to back up, and room for {width}", numbers.size, remedy)
     return np.concatenate([numbers, np.zeros(width - numbers.size, dtype=np.int64)])
 
 

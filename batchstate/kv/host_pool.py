@@ -18,7 +18,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
 from batchstate._arrays import amounts, arange_per_row, as_array, read_only
-from batchstate.errors import ArgumentError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.runtime.memory import MappedMemory
@@ -159,11 +159,8 @@ class HostRanges:
         begin = operator.index(first)
         stop = most if count is None else begin + operator.index(count)
         if not 0 <= begin <= stop <= most:
-            raise ArgumentError(
-                f"expected positions inside of {self!r}, got {first} to {stop} (exclusive)",
-                value=(first, stop),
-                remedy=f"pass positions of 0 to {most}",
-            )
+            problem = f"expected positions inside of {self!r}, got {first} to {stop} (exclusive)"
+            raise ArgumentError(problem, (first, stop), f"pass positions of 0 to {most}")
         return arange_per_row(self.starts, self.lengths)[begin:stop]
 
 
@@ -210,21 +207,6 @@ class KVBuffer:
     on_device: bool = False
 
     def __attrs_post_init__(self) -> None:
-        given: tuple[object, object] = self.name, self.on_device
-        if not isinstance(given[0], str) or not isinstance(given[1], bool):
-            raise ArgumentError(f"a buffer {self!r}", value=self, remedy="pass a name, and True or False as on_device")
-        if not isinstance(self.dtype, torch.dtype):
-            raise DtypeError(
-                f"buffer {self.name!r}: expected a torch dtype, got {self.dtype!r}",
-                value=self.dtype,
-                remedy="pass a torch.dtype",
-            )
-        if not isinstance(self.item_shape, tuple | list):
-            raise ShapeError(
-                f"buffer {self.name!r}: expected a shape, got item_shape={self.item_shape!r}",
-                value=self.item_shape,
-                remedy="pass a tuple, as (8, 128)",
-            )
         shape = tuple(size_of(size, f"{self.name}: item_shape", least=1) for size in self.item_shape)
         object.__setattr__(self, "item_shape", shape)
 
@@ -294,18 +276,14 @@ class HostKVPool(OfThisProcess):
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
         if isinstance(layers, bool | str) or not isinstance(layers, int | Sequence):
-            raise ArgumentError(
-                f"{name}: expected layers, got {layers!r}", value=layers, remedy="pass names, or how many"
-            )
+            raise ArgumentError(f"{name}: expected layers, got {layers!r}", layers, "pass names, or how many")
         self.specs = tuple(
             one if isinstance(one, KVBuffer) else KVBuffer(str(one), item_shape, dtype)  # type: ignore[arg-type]
             for one in (range(layers) if isinstance(layers, int) else layers)
         )
         self.layers = tuple(one.name for one in self.specs)
         if not self.layers or len(set(self.layers)) != len(self.layers):
-            raise ArgumentError(
-                f"{name}: layers are {list(self.layers)}", value=layers, remedy="name each buffer, at least one"
-            )
+            raise ArgumentError(f"{name}: layers are {list(self.layers)}", layers, "name each buffer, at least one")
         runtime.declare_indices("host_location", self.location_capacity)
         self._memory: tuple[MappedMemory, ...] = tuple(self._zeros(one) for one in self.specs)
         self.buffers: tuple[torch.Tensor, ...] = tuple(memory.device for memory in self._memory)
@@ -408,8 +386,8 @@ class HostKVPool(OfThisProcess):
         if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
             raise ArgumentError(
                 f"{self.name}: take: expected 1 to {MOST_TOKENS} tokens each, got {wanted.min()} to {wanted.max()}",
-                value=int(wanted.min()),
-                remedy="take at least 1 token for each",
+                int(wanted.min()),
+                "take at least 1 token for each",
             )
         counts = (-(-wanted // self.page_size)).tolist()
         self._allocator.reap()
@@ -476,11 +454,8 @@ class HostKVPool(OfThisProcess):
         parts = [self._pages_to_free(one, operation) for one in freed]
         for one in freed:
             if self._kept.get(one.generation) is not keeper:
-                raise ArgumentError(
-                    f"{self.name}: free of {one!r}, which a request of the host tier owns",
-                    value=one,
-                    remedy="call `HiSparse.finish` or `abort`, or free the slot of the request",
-                )
+                problem = f"{self.name}: free of {one!r}, which a request of the host tier owns"
+                raise ArgumentError(problem, one, "call `HiSparse.finish` or `abort`, or free the slot of the request")
         pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         if self._allocator.repeated(pages):
             invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._where(operation))
@@ -537,11 +512,8 @@ class HostKVPool(OfThisProcess):
 
     def _pages(self, ranges: object, operation: str) -> Ints:
         if not isinstance(ranges, HostRanges) or ranges.pool_id != self.pool_id:
-            raise ArgumentError(
-                f"{self.name}: {operation} of {ranges!r}, which this pool did not return",
-                value=ranges,
-                remedy="pass what `take` of this pool returned",
-            )
+            problem = f"{self.name}: {operation} of {ranges!r}, which this pool did not return"
+            raise ArgumentError(problem, ranges, "pass what `take` of this pool returned")
         return ranges.locations()[:: self.page_size] // self.page_size
 
     def _pages_to_free(self, ranges: HostRanges, operation: str) -> Ints:

@@ -314,8 +314,8 @@ class PagePool(OfThisProcess):
         if rows.size != 1 or end < begin:
             raise ArgumentError(
                 f"{self.name}: {operation}: expected positions of one slot, got {begin} to {end} of {rows.size} slots",
-                value=(begin, end),
-                remedy="name one slot, and positions in ascending order",
+                (begin, end),
+                "name one slot, and positions in ascending order",
             )
         lengths = np.array([end], dtype=np.int64)
         self._check_lengths(lengths, self._table.committed[rows], operation, SHORT_PREFIX)
@@ -397,11 +397,8 @@ class PagePool(OfThisProcess):
         """What indexes a table, which may map to another pool."""
         spaces = {space.kind.unit: space for space in (self._space_of_locations, self._space_of_pages)}
         if by not in spaces:
-            raise ArgumentError(
-                f"{self.name}: a table: expected by='location' or by='page', got {by!r}",
-                value=by,
-                remedy="name one of the two; `SlotPool.table` makes tables by slot",
-            )
+            problem = f"{self.name}: a table: expected by='location' or by='page', got {by!r}"
+            raise ArgumentError(problem, by, "name one of the two; `SlotPool.table` makes tables by slot")
         if of is not None:
             check_map_to(self, by, holds, shape, of)
         return spaces[by]
@@ -479,7 +476,7 @@ class PagePool(OfThisProcess):
         else:
             given = as_array(total_lens, what)
             if given.ndim != 1:
-                raise ShapeError(f"{what} of {total_lens!r}", value=total_lens, remedy="pass one length per request")
+                raise ShapeError(f"{what} of {total_lens!r}", total_lens, "pass one length per request")
             totals = amounts(given, given.size, what)
         self.transaction.enter(operation)
         self.query_fences()
@@ -561,15 +558,10 @@ class PagePool(OfThisProcess):
         """The table, or by default the pool's, that records locations of its slots."""
         target = self.req_to_token if table is None else table
         if target is None:
-            raise ArgumentError(
-                "entry without a table", value=None, remedy="pass a table, or give the PagePool a req_to_token"
-            )
+            raise ArgumentError("entry without a table", None, "pass a table, or give the PagePool a req_to_token")
         if target.space is not self.slots:
-            raise ArgumentError(
-                f"entry of slots of {self.slots.name!r} in {target!r} of {target.space.name!r}",
-                value=target,
-                remedy="pass a table that was made by the pool of these slots",
-            )
+            problem = f"entry of slots of {self.slots.name!r} in {target!r} of {target.space.name!r}"
+            raise ArgumentError(problem, target, "pass a table that was made by the pool of these slots")
         return target
 
     def grow(self, slots: Slots, total_lens: "Amount") -> None:
@@ -664,11 +656,8 @@ class PagePool(OfThisProcess):
             return self._extend_by_one(slots, rows, start, totals, "advance")
         rows, counts = self._begin_with(slots, num_new_tokens, "advance")
         if 1 in (counts < ZERO).tobytes():
-            raise ArgumentError(
-                f"{self.name}: advance by {counts.min()}",
-                value=int(counts.min()),
-                remedy="advance by 0 or more; `truncate` takes tokens back",
-            )
+            problem = f"{self.name}: advance by {counts.min()}"
+            raise ArgumentError(problem, int(counts.min()), "advance by 0 or more; `truncate` takes tokens back")
         start = self._table.committed[rows]
         # A sum that wraps is less than `start`, so that the check of the lengths finds it.
         return self._extend(slots, rows, start, start + counts, "advance", FURTHER)

@@ -279,9 +279,7 @@ class PrefixCache(OfThisProcess):
         self._match = f"{pages.name}: match"
         pages.transaction.enter(f"{pages.name}: PrefixCache")
         if self._references.cached is not None:
-            raise ArgumentError(
-                f"{pages.name} has a prefix cache already", value=pages, remedy="use the one that was made first"
-            )
+            raise ArgumentError(f"{pages.name} has a prefix cache already", pages, "use the one that was made first")
         self._cached = self._references.cached = self._references.allocator.replace_free_list(CachedPages)
         if notices:
             self._cached.notices = []
@@ -334,11 +332,9 @@ class PrefixCache(OfThisProcess):
             numbers = pages.tolist()
             other = [page for page, old, has in zip(numbers, there, under_a_key, strict=True) if has and old != page]
             if other:
-                raise ArgumentError(
-                    f"{pool.name}: insert: page {other[0]} is cached under another key",
-                    value=cached.keys_of(np.array(other[:1]))[0],
-                    remedy="`remove` that key first, or pass `first` and the keys after it",
-                )
+                problem = f"{pool.name}: insert: page {other[0]} is cached under another key"
+                remedy = "`remove` that key first, or pass `first` and the keys after it"
+                raise ArgumentError(problem, cached.keys_of(np.array(other[:1]))[0], remedy)
             new = [at for at, old in enumerate(there) if old is None]
             duplicates = sum(old not in (None, page) for page, old in zip(numbers, there, strict=True))
             pages, named = pages[new], [named[at] for at in new]
@@ -402,11 +398,9 @@ class PrefixCache(OfThisProcess):
     def evict(self, num_pages: SupportsIndex) -> int:
         """Takes the keys from the `num_pages` pages that would be evicted first, or all there are; says how many."""
         if isinstance(num_pages, str) or num_pages is None:
-            raise DtypeError(
-                f"{self.pages.name}: evict: expected a number of pages, got {num_pages!r}",
-                value=num_pages,
-                remedy="pass a number; for all that can be evicted, `cache.evict(pages.num_pages)`",
-            )
+            problem = f"{self.pages.name}: evict: expected a number of pages, got {num_pages!r}"
+            remedy = "pass a number; for all that can be evicted, `cache.evict(pages.num_pages)`"
+            raise DtypeError(problem, num_pages, remedy)
         number = size_of(num_pages, f"{self.pages.name}: evict: num_pages")
         self.pages.reap()
         self.pages.transaction.operation = "evict"
@@ -422,11 +416,8 @@ class PrefixCache(OfThisProcess):
             ArgumentError: the cache was made without `notices=True`.
         """
         if (keys := self._cached.notices) is None:
-            raise ArgumentError(
-                f"{self.pages.name}: take_evicted: the cache keeps no notices",
-                value=self,
-                remedy="make it with PrefixCache(pages, notices=True)",
-            )
+            problem = f"{self.pages.name}: take_evicted: the cache keeps no notices"
+            raise ArgumentError(problem, self, "make it with PrefixCache(pages, notices=True)")
         self._cached.notices = []
         return keys
 
@@ -457,17 +448,10 @@ def _checked(keys: Collection[Hashable], what: str) -> list[Hashable]:
     try:
         listed = list(keys)
         if isinstance(keys, (str, bytes)):
-            raise ArgumentError(
-                f"{what}: expected a list of keys, got {keys!r}", value=keys, remedy=f"pass a list: [{keys!r}]"
-            )
+            raise ArgumentError(f"{what}: expected a list of keys, got {keys!r}", keys, f"pass a list: [{keys!r}]")
         if len(set(listed)) < len(listed):
-            raise ArgumentError(
-                f"{what}: expected distinct keys, got {keys!r}", value=keys, remedy="name each key once"
-            )
+            raise ArgumentError(f"{what}: expected distinct keys, got {keys!r}", keys, "name each key once")
     except TypeError as error:
-        raise ArgumentError(
-            f"{what}: expected keys that can be hashed, got {keys!r}",
-            value=keys,
-            remedy="pass a list of hashes, or of tuples of tokens",
-        ) from error
+        problem = f"{what}: expected keys that can be hashed, got {keys!r}"
+        raise ArgumentError(problem, keys, "pass a list of hashes, or of tuples of tokens") from error
     return listed

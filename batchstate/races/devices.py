@@ -57,10 +57,6 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
     Raises:
         ArgumentError: no such device, or none here; no such scheduler.
     """
-    if not isinstance(device, str):
-        raise ArgumentError(
-            f"expected the name of a device, got {device!r}", value=device, remedy="use 'cpu', 'cuda', 'race' or 'sim'"
-        )
     tool, _, rest = device.partition(":")
     if tool == RACE:
         from batchstate.races import RaceRuntime
@@ -76,9 +72,8 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
     except ArgumentError as error:
         if tool in ("cpu", "cuda"):
             raise
-        raise ArgumentError(
-            error.problem, value=device, remedy="use 'cpu' or 'cuda', or a tool: 'race', 'race:prompt', 'sim', ..."
-        ) from None
+        remedy = "use 'cpu' or 'cuda', or a tool: 'race', 'race:prompt', 'sim', ..."
+        raise ArgumentError(error.problem, device, remedy) from None
 
 
 @contextlib.contextmanager

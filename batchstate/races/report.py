@@ -183,20 +183,16 @@ class RaceReport:
         """
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
             found = values.get("format") if isinstance(values, Mapping) else type(values).__name__
-            raise ArgumentError(
-                f"no race report: the format is {found!r}",
-                value=found,
-                remedy=f"pass a file that a race report was saved to (format {FORMAT!r})",
-            )
+            problem = f"no race report: the format is {found!r}"
+            raise ArgumentError(problem, found, f"pass a file that a race report was saved to (format {FORMAT!r})")
         try:
             fields = {name: value for name, value in values.items() if name != "format"}
             fields["first"], fields["second"] = Access(**values["first"]), Access(**values["second"])
             fields["events"] = [Event(**event) for event in values["events"]]
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(
-                f"a damaged race report: {error}", value=str(error), remedy="save it again with `RaceReport.save`"
-            ) from None
+            problem = f"a damaged race report: {error}"
+            raise ArgumentError(problem, str(error), "save it again with `RaceReport.save`") from None
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""
@@ -213,9 +209,8 @@ class RaceReport:
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise ArgumentError(
-                f"{path}: no JSON: {error}", value=str(path), remedy="pass a file that a race report was saved to"
-            ) from None
+            problem = f"{path}: no JSON: {error}"
+            raise ArgumentError(problem, str(path), "pass a file that a race report was saved to") from None
         return cls.from_dict(values)
 
 
@@ -277,8 +272,5 @@ def accepted_in(path: Path) -> frozenset[Identity]:
             raise ValueError(f"its format is {values['format']!r}")
         return frozenset(_identity(one["kind"], one["first"], one["second"]) for one in values["findings"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArgumentError(
-            f"{path}: no file of findings: {error}",
-            value=str(path),
-            remedy="pass a file that `batchstate race run --json` has written",
-        ) from None
+        problem = f"{path}: no file of findings: {error}"
+        raise ArgumentError(problem, str(path), "pass a file that `batchstate race run --json` has written") from None

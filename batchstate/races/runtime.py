@@ -169,13 +169,10 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         hint_for: HintFor = hint_for,
     ) -> None:
         if on_race not in ("raise", "collect"):
-            raise ArgumentError(
-                f"expected on_race 'raise' or 'collect', got {on_race!r}",
-                value=on_race,
-                remedy="'raise' stops at the first race",
-            )
+            problem = f"expected on_race 'raise' or 'collect', got {on_race!r}"
+            raise ArgumentError(problem, on_race, "'raise' stops at the first race")
         if fences not in ("lazy", "eager"):
-            raise ArgumentError(f"fences is {fences!r}", value=fences, remedy="use 'lazy' or 'eager'")
+            raise ArgumentError(f"fences is {fences!r}", fences, "use 'lazy' or 'eager'")
         self._detector = Detector(lambda: self.step, on_race, hint_for)
         if note_waits:
             self._detector.waits = Waits(self._detector.history)
@@ -222,9 +219,8 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             ArgumentError: the runtime was made without `note_waits`.
         """
         if self._detector.waits is None:
-            raise ArgumentError(
-                "wide_waits of a run that kept no waits", value=self, remedy="pass `note_waits=True` to `RaceRuntime`"
-            )
+            problem = "wide_waits of a run that kept no waits"
+            raise ArgumentError(problem, self, "pass `note_waits=True` to `RaceRuntime`")
         return self._detector.waits.wide()
 
     def _note_wait(self, entry: Entry, waits: StreamClock, fence: RaceFence) -> None:

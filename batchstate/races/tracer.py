@@ -433,19 +433,13 @@ class RaceTracer(Tracer[RaceAllocation]):
                 it does not declare.
         """
         if not reads and not writes and (seen or any(self._is_traced(one) for one in given)):
-            raise ArgumentError(
-                f"the launch of {name!r} declares nothing, and touches or was given memory that is traced",
-                value=name,
-                remedy=_REMEDY,
-            )
+            problem = f"the launch of {name!r} declares nothing, and touches or was given memory that is traced"
+            raise ArgumentError(problem, name, _REMEDY)
         written = {self.use_on_device(one) for one in writes}
         for allocation, writes_it in seen.items():
             if writes_it and allocation not in written:
-                raise ArgumentError(
-                    f"the launch of {name!r} writes {allocation}, which it does not declare",
-                    value=name,
-                    remedy=_REMEDY,
-                )
+                problem = f"the launch of {name!r} writes {allocation}, which it does not declare"
+                raise ArgumentError(problem, name, _REMEDY)
 
     def add_declared(
         self,

@@ -71,9 +71,7 @@ class Agreement:
             ArgumentError: not a fence.
         """
         if not callable(getattr(fence, "query", None)):
-            raise ArgumentError(
-                f"watch: expected a fence, got {fence!r}", value=fence, remedy="pass an object with `query()`"
-            )
+            raise ArgumentError(f"watch: expected a fence, got {fence!r}", fence, "pass an object with `query()`")
         self._newest += 1
         watched = self._open[self._newest] = QueriedFence(fence, step)
         return watched
@@ -111,17 +109,12 @@ class Agreement:
         if not heard or not all(
             len(one) >= 2 and all(type(number) is int and 0 <= number < 2**63 for number in one) for one in heard
         ):
-            raise ArgumentError(
-                f"agree: expected reports of all ranks, got {reports!r:.200}",
-                value=reports,
-                remedy="pass a list of what `report()` returned on each",
-            )
+            problem = f"agree: expected reports of all ranks, got {reports!r:.200}"
+            raise ArgumentError(problem, reports, "pass a list of what `report()` returned on each")
         if not self._reported or self._reported not in heard:
-            raise ArgumentError(
-                f"{self!r}: agree: the last report of this rank is not among the {len(heard)} given",
-                value=len(heard),
-                remedy="exchange `report()` among all ranks, and pass all of them to each",
-            )
+            problem = f"{self!r}: agree: the last report of this rank is not among the {len(heard)} given"
+            remedy = "exchange `report()` among all ranks, and pass all of them to each"
+            raise ArgumentError(problem, len(heard), remedy)
         invariants.ranks_differ(
             np.array([one[0] for one in heard]), np.array([one[1] for one in heard]), object=self, operation="agree"
         )

@@ -101,9 +101,7 @@ class Stream:
 
 def foreign_fence(fence: object) -> ArgumentError:
     """The error for a fence that another runtime recorded: this one cannot know when it completes."""
-    return ArgumentError(
-        f"{fence!r} was not recorded by this runtime", value=fence, remedy="record fences with `Runtime.record`"
-    )
+    return ArgumentError(f"{fence!r} was not recorded by this runtime", fence, "record fences with `Runtime.record`")
 
 
 def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
@@ -115,11 +113,8 @@ def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
     if fence is None and not needed:
         return
     if isinstance(fence, type) or not callable(getattr(fence, "query", None)):
-        raise ArgumentError(
-            f"{operation}: expected a fence as `after`, got {fence!r}",
-            value=fence,
-            remedy="pass what `Runtime.record()` returns",
-        )
+        problem = f"{operation}: expected a fence as `after`, got {fence!r}"
+        raise ArgumentError(problem, fence, "pass what `Runtime.record()` returns")
 
 
 @attrs.define
@@ -358,8 +353,8 @@ class Runtime(OfThisProcess, abc.ABC):
             raise ArgumentError(
                 f"join_group of {self!r}"
                 + (", which is in a group" if self.agreement else ", which has begun to work"),
-                value=self.step,
-                remedy="join once, when the runtime was opened: what was freed before has no number that ranks share",
+                self.step,
+                "join once, when the runtime was opened: what was freed before has no number that ranks share",
             )
         from batchstate.runtime.agreement import Agreement  # few join one
 
@@ -445,11 +440,9 @@ class Runtime(OfThisProcess, abc.ABC):
             name = threading.current_thread().name
             if not self.owner.ident:
                 name = f"{name}, of another process or later than the thread that made it"
-            raise OwnerThreadError(
-                f"{operation} was called from thread {name!r}, which does not own {self!r}",
-                value=name,
-                remedy="make one runtime per thread and process, or pass the call to the owning thread",
-            )
+            problem = f"{operation} was called from thread {name!r}, which does not own {self!r}"
+            remedy = "make one runtime per thread and process, or pass the call to the owning thread"
+            raise OwnerThreadError(problem, name, remedy)
 
     def next_step(self) -> int:
         """Begins the next step and returns its number. Never waits.
@@ -481,11 +474,8 @@ class Runtime(OfThisProcess, abc.ABC):
         self.check_owner("declare_indices")
         number = operator.index(capacity)
         if not space or number < 1:
-            raise ArgumentError(
-                f"declare_indices: expected a name and a capacity of 1 or more, got {space!r} and {number}",
-                value=space,
-                remedy="name the index space, and say how many indices it has",
-            )
+            problem = f"declare_indices: expected a name and a capacity of 1 or more, got {space!r} and {number}"
+            raise ArgumentError(problem, space, "name the index space, and say how many indices it has")
         self._index_spaces[space] = max(number, self._index_spaces.get(space, 0))
 
     def check_indices(self, indices: Array, space: str, *, declared: bool = True, **where: Unpack[Where]) -> None:
@@ -503,11 +493,8 @@ class Runtime(OfThisProcess, abc.ABC):
         """
         capacity = self._index_spaces.get(space)
         if capacity is None and declared:
-            raise ArgumentError(
-                f"the capacity of index space {space!r} is not known",
-                value=space,
-                remedy=f"make the pool first, or call `runtime.declare_indices({space!r}, capacity)`",
-            )
+            remedy = f"make the pool first, or call `runtime.declare_indices({space!r}, capacity)`"
+            raise ArgumentError(f"the capacity of index space {space!r} is not known", space, remedy)
         flat = indices.reshape(-1)
         invariants.sentinel_escaped(flat, **where)
         if capacity is not None:
@@ -597,15 +584,11 @@ class Runtime(OfThisProcess, abc.ABC):
         except (AttributeError, TypeError) as error:
             if isinstance(error, DtypeError):
                 raise
-            raise DtypeError(
-                f"upload: expected arrays, got {arrays!r}", value=arrays, remedy="pass a list of numpy arrays"
-            ) from None
+            problem = f"upload: expected arrays, got {arrays!r}"
+            raise DtypeError(problem, arrays, "pass a list of numpy arrays") from None
         if into is not None and into.numel() < nbytes:
-            raise ShapeError(
-                f"upload: expected at least {nbytes} bytes of memory, got {into.numel()}",
-                value=nbytes,
-                remedy="pass a larger tensor as `into`",
-            )
+            problem = f"upload: expected at least {nbytes} bytes of memory, got {into.numel()}"
+            raise ShapeError(problem, nbytes, "pass a larger tensor as `into`")
         block = self.staging_block(nbytes)
         for array, place in zip(arrays, places, strict=True):
             block.write(array, place[0])
@@ -664,9 +647,7 @@ class Runtime(OfThisProcess, abc.ABC):
         except (AttributeError, TypeError) as error:
             if isinstance(error, DtypeError):
                 raise
-            raise DtypeError(
-                f"{name}: expected tensors, got {tensors!r}", value=tensors, remedy="pass a list of tensors"
-            ) from None
+            raise DtypeError(f"{name}: expected tensors, got {tensors!r}", tensors, "pass a list of tensors") from None
         parts = [
             tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
             for tensor in tensors
@@ -840,10 +821,8 @@ class Runtime(OfThisProcess, abc.ABC):
             CaptureError: it is.
         """
         if self.capturing:
-            raise CaptureError(
-                f"{what} is not possible while the stream is captured",
-                remedy="prepare inputs before the capture, into buffers with fixed addresses",
-            )
+            problem = f"{what} is not possible while the stream is captured"
+            raise CaptureError(problem, None, "prepare inputs before the capture, into buffers with fixed addresses")
 
     # For test tools. The first two are hooks: a tool overrides them, and here they do nothing.
 
@@ -879,11 +858,11 @@ def _declared_depth(steps_in_flight: SupportsIndex) -> int:
     remedy = "declare 1 for a synchronous engine, 2 for one step of overlap"
     problem = f"expected steps_in_flight of 1 to {MOST_STEPS}, got {steps_in_flight!r}"
     if isinstance(steps_in_flight, bool):
-        raise DtypeError(problem, value=steps_in_flight, remedy=remedy)
+        raise DtypeError(problem, steps_in_flight, remedy)
     try:
         depth = operator.index(steps_in_flight)
     except TypeError:
-        raise DtypeError(problem, value=steps_in_flight, remedy=remedy) from None
+        raise DtypeError(problem, steps_in_flight, remedy) from None
     if not 1 <= depth <= MOST_STEPS:
-        raise ArgumentError(problem, value=depth, remedy=remedy)
+        raise ArgumentError(problem, depth, remedy)
     return depth

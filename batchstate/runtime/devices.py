@@ -144,11 +144,8 @@ class AcceleratorRuntime(Runtime):
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
         module = _device_module(device)
         if not hasattr(module, "Event") or not module.is_available():  # None has no events
-            raise ArgumentError(
-                f"device {str(device)!r} is not available here",
-                value=str(device),
-                remedy="use 'cpu', or a machine and a torch build that have this device",
-            )
+            problem = f"device {str(device)!r} is not available here"
+            raise ArgumentError(problem, str(device), "use 'cpu', or a machine and a torch build that have this device")
         self._module = module
         index: int | None = device.index  # torch's stub says int, and a device named without one has None
         if index is None:
@@ -317,7 +314,7 @@ def open_runtime(device: str | torch.device = "cpu", *, steps_in_flight: int = 2
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ArgumentError(f"unknown device {device!r}", value=device, remedy="use 'cpu' or 'cuda'") from None
+        raise ArgumentError(f"unknown device {device!r}", device, "use 'cpu' or 'cuda'") from None
     if wanted.type == "cpu":
         return CpuRuntime(steps_in_flight=steps_in_flight)
     return AcceleratorRuntime(wanted, steps_in_flight=steps_in_flight)

@@ -81,8 +81,8 @@ def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
 def _unshared(dtype: object) -> DtypeError:
     if isinstance(dtype, torch.dtype):
         names = ", ".join(str(one) for one in NUMPY_DTYPES.values())
-        return DtypeError(f"numpy has no dtype {dtype}", value=dtype, remedy=f"use one of: {names}")
-    return DtypeError(f"expected a torch dtype, got {dtype!r}", value=dtype, remedy=dtype_meant(dtype))
+        return DtypeError(f"numpy has no dtype {dtype}", dtype, f"use one of: {names}")
+    return DtypeError(f"expected a torch dtype, got {dtype!r}", dtype, dtype_meant(dtype))
 
 
 def dtype_meant(given: object) -> str:
@@ -447,11 +447,8 @@ def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
         DeviceError: it is not the host's: reading it there would end the process.
     """
     if tensor.device.type != "cpu":
-        raise DeviceError(
-            f"expected memory of the host, got a tensor on {tensor.device}",
-            value=str(tensor.device),
-            remedy="read it with `Runtime.inspect` or `read_back`",
-        )
+        problem = f"expected memory of the host, got a tensor on {tensor.device}"
+        raise DeviceError(problem, str(tensor.device), "read it with `Runtime.inspect` or `read_back`")
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return np.empty(0, dtype=np.uint8)
@@ -484,11 +481,9 @@ def device_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     flat = torch.as_tensor(_Addressable(pinned), device=device)
     if flat.device != device or flat.data_ptr() != pinned.data_ptr():  # a copy would be another memory
-        raise DeviceError(
-            f"pinned memory is not addressable by {device}: torch made a copy of it on {flat.device}",
-            value=str(device),
-            remedy="use a device with unified addressing, and make it the current one before the pool is made",
-        )
+        problem = f"pinned memory is not addressable by {device}: torch made a copy of it on {flat.device}"
+        remedy = "use a device with unified addressing, and make it the current one before the pool is made"
+        raise DeviceError(problem, str(device), remedy)
     return flat.view(pinned.dtype).view(pinned.shape)
 
 

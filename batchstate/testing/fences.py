@@ -170,11 +170,8 @@ class LateRuntime(CpuRuntime):
             ArgumentError: the fence is not of a runtime like this.
         """
         if not isinstance(fence, LateFence):
-            raise ArgumentError(
-                f"complete_through: expected a fence of this runtime, got {fence!r}",
-                value=fence,
-                remedy="pass what `record` returned",
-            )
+            problem = f"complete_through: expected a fence of this runtime, got {fence!r}"
+            raise ArgumentError(problem, fence, "pass what `record` returned")
         while self._pending and self._pending[0].number <= fence.number:
             self._complete_before(self._pending[0]._seen)
 

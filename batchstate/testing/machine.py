@@ -240,11 +240,8 @@ class Machine(RuleBasedStateMachine):
         """
         if when:
             if target not in self.TARGETS:
-                raise ArgumentError(
-                    f"machine {self.NAME!r} has no coverage target {target!r}",
-                    value=target,
-                    remedy="declare it in `TARGETS`",
-                )
+                problem = f"machine {self.NAME!r} has no coverage target {target!r}"
+                raise ArgumentError(problem, target, "declare it in `TARGETS`")
             self.session.reached[self.NAME, target] += 1
 
     def on(self, side: bool) -> contextlib.AbstractContextManager[None]:

@@ -98,9 +98,8 @@ def fuzz_pool(
     pool = spec.make(4)
     for name in spec.inner:
         if error_of(partial(_inner, pool, name)) is not None:
-            raise ArgumentError(
-                f"{spec.name}: a pool just made has no call {name!r}", value=name, remedy="correct `inner` of the spec"
-            )
+            problem = f"{spec.name}: a pool just made has no call {name!r}"
+            raise ArgumentError(problem, name, "correct `inner` of the spec")
     result = run_machine(machine, examples=examples, seed=seed, steps=steps, shrink=shrink)
     replay = f"fuzz_pool(spec, examples={examples}, seed={seed}, steps={steps})  # the PoolSpec of {spec.name}"
     return with_replay(attrs.evolve(result, name=spec.name), replay)

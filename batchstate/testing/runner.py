@@ -119,7 +119,7 @@ def run_machine(
     if not (isinstance(given, type) and issubclass(given, Machine)):
         remedy = "pass the class that `twin_machine` or `pool_machine` returns, or a subclass of `Machine`"
         problem = f"run_machine: expected a state machine, got {shown(machine)}"
-        raise ArgumentError(problem, value=machine, remedy=remedy)
+        raise ArgumentError(problem, machine, remedy)
     if level is None:
         level = Level.CHEAP if is_tool(device) else Level.FULL
     level = Level(level)  # before anything runs: an unknown level is not a failure of the machine

@@ -72,7 +72,7 @@ def dtypes(kinds: str = _KINDS) -> SearchStrategy[torch.dtype]:
         ArgumentError: no kind, or an unknown one.
     """
     if not kinds or set(kinds) - set(_KINDS):
-        raise ArgumentError(f"dtypes: kinds {kinds!r}", value=kinds, remedy=f"use letters of {_KINDS!r}")
+        raise ArgumentError(f"dtypes: kinds {kinds!r}", kinds, f"use letters of {_KINDS!r}")
     return st.sampled_from([torch_one for torch_one, dtype in NUMPY_DTYPES.items() if dtype.kind in kinds])
 
 
@@ -161,7 +161,7 @@ def amounts(num_rows: SupportsIndex, least: int = -3, most: int = 3) -> SearchSt
     """
     n = count(num_rows, "amounts: num_rows")
     if least > most:
-        raise ArgumentError(f"amounts: from {least} to {most}", value=least, remedy="pass least <= most")
+        raise ArgumentError(f"amounts: from {least} to {most}", least, "pass least <= most")
     one = st.integers(least, most)
     return st.one_of(one, st.lists(one, min_size=n, max_size=n).map(lambda values: np.array(values, dtype=np.int64)))
 

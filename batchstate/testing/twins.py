@@ -77,11 +77,9 @@ class Twin:
 
     def __attrs_post_init__(self) -> None:
         if self.contract not in (Contract.EXACT, Contract.UPPER_BOUND):
-            raise ArgumentError(
-                f"twins {self.host!r} and {self.device!r} under {self.contract.value}",
-                value=self.contract.value,
-                remedy="use 'exact' or 'upper_bound'; name an attribute that has no twin in `rows`",
-            )
+            problem = f"twins {self.host!r} and {self.device!r} under {self.contract.value}"
+            remedy = "use 'exact' or 'upper_bound'; name an attribute that has no twin in `rows`"
+            raise ArgumentError(problem, self.contract.value, remedy)
 
 
 @final
@@ -176,50 +174,35 @@ class TwinSpec(Generic[B, R]):
         names = self.attribute_names
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ArgumentError(
-                f"{self.name}: {', '.join(twice)} twice", value=twice, remedy="name each attribute once"
-            )
+            raise ArgumentError(f"{self.name}: {', '.join(twice)} twice", twice, "name each attribute once")
         unknown = sorted({*self.lazy, *self.padding} - set(names))
         if unknown:
-            raise ArgumentError(
-                f"{self.name}: {', '.join(unknown)} in `lazy` or `padding`, and not in `twins` or `rows`",
-                value=unknown,
-                remedy="name attributes of the twins, or of `rows`",
-            )
+            problem = f"{self.name}: {', '.join(unknown)} in `lazy` or `padding`, and not in `twins` or `rows`"
+            raise ArgumentError(problem, unknown, "name attributes of the twins, or of `rows`")
         if self.slots is not None and self.slots.attribute not in names:
-            raise ArgumentError(
-                f"{self.name}: slots in {self.slots.attribute!r}, which is neither in `twins` nor in `rows`",
-                value=self.slots.attribute,
-                remedy=f"use one of: {', '.join(names)}",
-            )
+            problem = f"{self.name}: slots in {self.slots.attribute!r}, which is neither in `twins` nor in `rows`"
+            raise ArgumentError(problem, self.slots.attribute, f"use one of: {', '.join(names)}")
         if not names:
             remedy = "name the twins of the class: twins=[Twin('seq_lens_cpu', 'seq_lens')]"
-            raise ArgumentError(f"{self.name}: expected twins, got none", value=names, remedy=remedy)
+            raise ArgumentError(f"{self.name}: expected twins, got none", names, remedy)
         if not 0 <= self.least_rows <= self.most_rows or not self.most_rows:
-            raise ArgumentError(
-                f"{self.name}: {self.least_rows} to {self.most_rows} rows",
-                value=(self.least_rows, self.most_rows),
-                remedy="use 0 <= least_rows <= most_rows, most_rows at least 1",
-            )
+            problem = f"{self.name}: {self.least_rows} to {self.most_rows} rows"
+            remedy = "use 0 <= least_rows <= most_rows, most_rows at least 1"
+            raise ArgumentError(problem, (self.least_rows, self.most_rows), remedy)
         if self.max_rows is not None and self.max_rows < self.most_rows:
-            raise ArgumentError(
-                f"{self.name}: max_rows={self.max_rows}, and {self.most_rows} rows are built",
-                value=self.max_rows,
-                remedy=f"use max_rows of {self.most_rows} or more, or a smaller most_rows",
-            )
+            problem = f"{self.name}: max_rows={self.max_rows}, and {self.most_rows} rows are built"
+            remedy = f"use max_rows of {self.most_rows} or more, or a smaller most_rows"
+            raise ArgumentError(problem, self.max_rows, remedy)
         if self.merge is None and self.add is None:
             raise ArgumentError(
                 f"{self.name}: expected `merge` or `add`, got neither",
-                value=None,
-                remedy=f"say how requests join a batch, with a method of the class itself: "
+                None,
+                f"say how requests join a batch, with a method of the class itself: "
                 f"merge={self.name}.merge, or add=...",
             )
         if self.declared is not None and (self.twins or self.rows or self.lazy):
-            raise ArgumentError(
-                f"{self.name}: `twins`, `rows` or `lazy` beside what is declared",
-                value=(self.twins, self.rows, self.lazy),
-                remedy="declare the columns in `watch` alone",
-            )
+            problem = f"{self.name}: `twins`, `rows` or `lazy` beside what is declared"
+            raise ArgumentError(problem, (self.twins, self.rows, self.lazy), "declare the columns in `watch` alone")
         for name, op in self.ops.items():
             _check_op(self.name, name, op)
 
@@ -554,11 +537,8 @@ class _TwinMachine(Machine):
             if name == KEY or (self.spec.declared is not None and name not in found):
                 continue
             if name not in self.spec.attribute_names:
-                raise ArgumentError(
-                    f"{tracked.name}: the model has {name!r}, which is neither in `twins` nor in `rows`",
-                    value=name,
-                    remedy=f"use one of: {', '.join(self.spec.attribute_names)}",
-                )
+                problem = f"{tracked.name}: the model has {name!r}, which is neither in `twins` nor in `rows`"
+                raise ArgumentError(problem, name, f"use one of: {', '.join(self.spec.attribute_names)}")
             if name not in found:
                 raise DisagreementError(f"{tracked.name}: {name!r} was lost\n  expected {_listed(expected.values())}")
             now = found[name]
@@ -685,17 +665,17 @@ def _check_op(of: str, name: str, op: object) -> None:
     what = f"{of}: ops[{name!r}]"
     remedy = "pass name -> (call, model), or (call, model, strategy): both take the batches, then what was drawn"
     if not isinstance(op, tuple) or not 2 <= len(op) <= 3 or not all(callable(one) for one in op[:2]):
-        raise ArgumentError(f"{what} is {op!r}", value=op, remedy=remedy)
+        raise ArgumentError(f"{what} is {op!r}", op, remedy)
     if len(op) == 3 and not isinstance(op[2], SearchStrategy):
-        raise ArgumentError(f"{what}: expected a strategy, got {op[2]!r}", value=op[2], remedy=remedy)
+        raise ArgumentError(f"{what}: expected a strategy, got {op[2]!r}", op[2], remedy)
     if not name.isidentifier() or hasattr(_TwinMachine, name) or name in _HOOKS:
-        raise ArgumentError(f"{what}: the name is taken", value=name, remedy="choose another identifier")
+        raise ArgumentError(f"{what}: the name is taken", name, "choose another identifier")
     try:
         number = _num_batches(op[1], len(op) - 2)
     except (TypeError, ValueError):
         number = 0
     if number < 1:
-        raise ArgumentError(f"{what}: a model of {max(number, 0)} batches", value=op[1], remedy=remedy)
+        raise ArgumentError(f"{what}: a model of {max(number, 0)} batches", op[1], remedy)
 
 
 def _rule_of(name: str, call: Any, model: Any, *arguments: SearchStrategy[Any]) -> Any:
@@ -805,8 +785,6 @@ def _length(batch: object, name: str) -> int:
 def _found(spec: TwinSpec[Any, Any], what: str, look: Callable[[], object]) -> None:
     error = error_of(look)
     if error is not None:
-        raise ArgumentError(
-            f"{spec.name}: {what} of a batch just built: {type(error).__name__}: {error}",
-            value=what,
-            remedy="correct the spec: each attribute named has one entry per request (a list, an array or a tensor)",
-        ) from error
+        problem = f"{spec.name}: {what} of a batch just built: {type(error).__name__}: {error}"
+        remedy = "correct the spec: each attribute named has one entry per request (a list, an array or a tensor)"
+        raise ArgumentError(problem, what, remedy) from error

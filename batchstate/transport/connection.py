@@ -139,7 +139,7 @@ class Connection:
         """
         nbytes = sum(map(len, parts))
         if nbytes > MOST_BYTES:
-            raise ArgumentError(f"a message of {nbytes} bytes", value=nbytes, remedy=f"send {MOST_BYTES} at most")
+            raise ArgumentError(f"a message of {nbytes} bytes", nbytes, f"send {MOST_BYTES} at most")
         length = nbytes.to_bytes(4)
         head = length + self._mac(self._seals, self._sent, length, parts)
         self._sent += 1
@@ -315,16 +315,11 @@ def connect(address: Address, secret: bytes, seconds: float = 10.0) -> Connectio
     except (OSError, OverflowError, ValueError) as error:
         if isinstance(error, HandshakeError):
             raise
-        raise TransferError(
-            f"{where} cannot be reached: {getattr(error, 'strerror', None) or error}",
-            value=where,
-            remedy="see that the peer runs there, and that each side's host can be reached from the other",
-        ) from error
-    raise HandshakeError(
-        f"{where} hangs up: it has another secret, or is another program",
-        value=where,
-        remedy="take the peer's new endpoint, or set the same secret on both sides",
-    )
+        problem = f"{where} cannot be reached: {getattr(error, 'strerror', None) or error}"
+        remedy = "see that the peer runs there, and that each side's host can be reached from the other"
+        raise TransferError(problem, where, remedy) from error
+    problem = f"{where} hangs up: it has another secret, or is another program"
+    raise HandshakeError(problem, where, "take the peer's new endpoint, or set the same secret on both sides")
 
 
 def _called(address: Address, secret: bytes, until: float) -> Connection:
@@ -344,11 +339,8 @@ def _called(address: Address, secret: bytes, until: float) -> Connection:
             raise ConnectionEndedError("it hangs up") from error
         nonces = nonce + heard[:NONCE]
         if not invariants.peer_unknown.holds(_answer(secret, nonces), bytes(heard[NONCE:])):
-            raise HandshakeError(
-                f"what listens at {address[0]}:{address[1]} does not know the secret",
-                value=address,
-                remedy="take the peer's new endpoint, or set the same secret on both sides",
-            )
+            problem = f"what listens at {address[0]}:{address[1]} does not know the secret"
+            raise HandshakeError(problem, address, "take the peer's new endpoint, or set the same secret on both sides")
         wire.sendall(_proof(secret, nonces))
         return Connection(wire, _keys(secret, nonces))
     except BaseException:
@@ -358,10 +350,8 @@ def _called(address: Address, secret: bytes, until: float) -> Connection:
 
 def _check_secret(secret: bytes) -> None:
     if len(secret) < LEAST_SECRET:
-        raise ArgumentError(
-            f"a secret of {len(secret)} bytes",
-            remedy=f"pass at least {LEAST_SECRET} random bytes, as `new_secret()` makes them",
-        )
+        problem = f"a secret of {len(secret)} bytes"
+        raise ArgumentError(problem, None, f"pass at least {LEAST_SECRET} random bytes, as `new_secret()` makes them")
 
 
 # Listening
@@ -405,11 +395,9 @@ class Listener:
         try:
             self._wire = socket.create_server(address, backlog=4096)
         except (OSError, OverflowError) as error:
-            raise TransferError(
-                f"cannot listen on {address[0]}:{address[1]}: {getattr(error, 'strerror', None) or error}",
-                value=address,
-                remedy="name an address of this machine and a port that is free (port 0 takes any)",
-            ) from error
+            problem = f"cannot listen on {address[0]}:{address[1]}: {getattr(error, 'strerror', None) or error}"
+            remedy = "name an address of this machine and a port that is free (port 0 takes any)"
+            raise TransferError(problem, address, remedy) from error
         self._wire.setblocking(False)
         self.address: Address = (address[0], self._wire.getsockname()[1])
         self.refused = 0

@@ -59,15 +59,10 @@ def held_by(rank: int, degree: int, heads: int) -> Held:
         ArgumentError: the heads cannot be shared evenly by so many ranks, or the rank is outside.
     """
     if heads % degree and degree % heads:
-        raise ArgumentError(
-            f"{heads} heads cannot be shared evenly by {degree} ranks",
-            value=degree,
-            remedy="use a degree that divides the number of KV heads, or a multiple of it",
-        )
+        problem = f"{heads} heads cannot be shared evenly by {degree} ranks"
+        raise ArgumentError(problem, degree, "use a degree that divides the number of KV heads, or a multiple of it")
     if not 0 <= rank < degree:
-        raise ArgumentError(
-            f"expected a rank of 0 to {degree - 1}, got {rank}", value=rank, remedy="number the ranks from 0"
-        )
+        raise ArgumentError(f"expected a rank of 0 to {degree - 1}, got {rank}", rank, "number the ranks from 0")
     local, replicas = max(1, heads // degree), max(1, degree // heads)
     return Held(rank // replicas * local, local, rank % replicas, replicas)
 
@@ -75,19 +70,14 @@ def held_by(rank: int, degree: int, heads: int) -> Held:
 def _dtype(value: object) -> str:
     name = str(value).removeprefix("torch.")
     if not isinstance(value, str | torch.dtype) or name not in _DTYPES:
-        raise DtypeError(
-            f"expected a dtype, got {value!r}"[:80],
-            value=value,
-            remedy="pass the name of a torch dtype, such as 'bfloat16'",
-        )
+        problem = f"expected a dtype, got {value!r}"[:80]
+        raise DtypeError(problem, value, "pass the name of a torch dtype, such as 'bfloat16'")
     return _DTYPES[name]
 
 
 def _layers(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
-        raise ArgumentError(
-            f"expected layers, got {value!r}", value=value, remedy="pass a tuple of names, one per buffer"
-        )
+        raise ArgumentError(f"expected layers, got {value!r}", value, "pass a tuple of names, one per buffer")
     return tuple(value)
 
 
@@ -137,30 +127,24 @@ class KVLayout:
     def __attrs_post_init__(self) -> None:
         name, times = Counter(self.layers).most_common(1)[0] if self.layers else ("", 0)
         if times != 1:
-            raise ArgumentError(
-                f"of layers {self.layers} {name!r} is named {times} times", value=name, remedy="name each buffer once"
-            )
+            problem = f"of layers {self.layers} {name!r} is named {times} times"
+            raise ArgumentError(problem, name, "name each buffer once")
         ours = set(self.stage)
         if self.stage != tuple(layer for layer in self.layers if layer in ours):
-            raise ArgumentError(
-                f"a stage of {list(self.stage)} of the layers {list(self.layers)}",
-                value=self.stage,
-                remedy="name some of the layers, in their order, each once",
-            )
+            problem = f"a stage of {list(self.stage)} of the layers {list(self.layers)}"
+            raise ArgumentError(problem, self.stage, "name some of the layers, in their order, each once")
         for name in ("page_size", "item_bytes", "rank", "degree", "heads"):
             number = count(getattr(self, name), name, least=0 if name == "rank" else 1, most=_MOST[name])
             object.__setattr__(self, name, number)  # JSON takes no numpy integers
         for name in ("replicated", "token_major", "per_request"):
             if type(getattr(self, name)) is not bool:
                 value = getattr(self, name)
-                raise DtypeError(f"{name} is {value!r}", value=value, remedy="pass True or False")
+                raise DtypeError(f"{name} is {value!r}", value, "pass True or False")
         held = self.held
         if self.item_bytes % held.heads:
-            raise ArgumentError(
-                f"item_bytes {self.item_bytes} cannot be shared by the {held.heads} heads of a rank",
-                value=self.item_bytes,
-                remedy="pass the bytes that one token has in one buffer on this rank, and the heads of all ranks",
-            )
+            problem = f"item_bytes {self.item_bytes} cannot be shared by the {held.heads} heads of a rank"
+            remedy = "pass the bytes that one token has in one buffer on this rank, and the heads of all ranks"
+            raise ArgumentError(problem, self.item_bytes, remedy)
 
     @classmethod
     def of_page_bytes(cls, page_bytes: int, page_size: int, *, dtype: str, layers: Sequence[str], **rest: Any) -> Self:
@@ -178,11 +162,8 @@ class KVLayout:
         """
         size, nbytes = count(page_size, "page_size", least=1), count(page_bytes, "page_bytes", least=1)
         if nbytes % size:
-            raise ArgumentError(
-                f"a page of {nbytes} bytes does not divide by its {size} tokens",
-                value=nbytes,
-                remedy="register buffers that hold KV alone; keep scales and headers of a page in buffers of their own",
-            )
+            remedy = "register buffers that hold KV alone; keep scales and headers of a page in buffers of their own"
+            raise ArgumentError(f"a page of {nbytes} bytes does not divide by its {size} tokens", nbytes, remedy)
         return cls(size, dtype, layers, nbytes // size, **rest)
 
     @property
@@ -210,9 +191,7 @@ class KVLayout:
         names = {one.name for one in attrs.fields(cls)}
         if not isinstance(fields, Mapping) or set(fields) != names:
             found = sorted(map(str, fields)) if isinstance(fields, Mapping) else type(fields).__name__
-            raise ArgumentError(
-                f"expected a layout, got {found}", value=found, remedy=f"pass {', '.join(sorted(names))}"
-            )
+            raise ArgumentError(f"expected a layout, got {found}", found, f"pass {', '.join(sorted(names))}")
         return cls(**fields)
 
 
@@ -235,29 +214,24 @@ def check_fit(ours: KVLayout, theirs: KVLayout) -> None:
     """
     pages = ours.page_size, theirs.page_size
     if pages[0] != pages[1] and not (min(pages) == 1 and ours.token_major and theirs.token_major):
-        raise HandshakeError(
-            f"page_size is {pages[0]} here, {pages[1]} there",
-            value=pages,
-            remedy="start both workers with one page size, or keep KV token-major in host pages of 1 token",
-        )
+        remedy = "start both workers with one page size, or keep KV token-major in host pages of 1 token"
+        raise HandshakeError(f"page_size is {pages[0]} here, {pages[1]} there", pages, remedy)
     for name, remedy in _SAME:
         here, there = getattr(ours, name), getattr(theirs, name)
         if here != there:
-            raise HandshakeError(f"{name} is {here} here, {there} there", value=(here, there), remedy=remedy)
+            raise HandshakeError(f"{name} is {here} here, {there} there", (here, there), remedy)
     if ours.head_bytes != theirs.head_bytes:
-        raise HandshakeError(
-            f"item_bytes is {_bytes(ours)} here, {_bytes(theirs)} there",
-            value=(ours.item_bytes, theirs.item_bytes),
-            remedy="use one head size and dtype; `item_bytes` are those of one token in one buffer on one rank",
-        )
+        problem = f"item_bytes is {_bytes(ours)} here, {_bytes(theirs)} there"
+        remedy = "use one head size and dtype; `item_bytes` are those of one token in one buffer on one rank"
+        raise HandshakeError(problem, (ours.item_bytes, theirs.item_bytes), remedy)
     if ours.layers != theirs.layers:
         both = max(len(ours.layers), len(theirs.layers))
         at = next(at for at in range(both) if ours.layers[at : at + 1] != theirs.layers[at : at + 1])
         raise HandshakeError(
             f"layers: {len(ours.layers)} here, {len(theirs.layers)} there; "
             f"number {at} is {_named(ours, at)} here, {_named(theirs, at)} there",
-            value=(ours.layers, theirs.layers),
-            remedy="load the same layers on both workers, and list their buffers in the same order",
+            (ours.layers, theirs.layers),
+            "load the same layers on both workers, and list their buffers in the same order",
         )
 
 
@@ -328,17 +302,14 @@ def check_sources(target: Layouts, sources: tuple[Layouts, ...]) -> None:
             if len(degrees) != 1 or tuple(ranks) != needed[0]:
                 raise ArgumentError(
                     f"layer {layer!r}: writers of ranks {ranks} of {sorted(degrees)}; needed are {needed or 'some'}",
-                    value=ranks,
-                    remedy="name each worker that `plan.sources_of` names, once, of every stage",
+                    ranks,
+                    "name each worker that `plan.sources_of` names, once, of every stage",
                 )
     if len(useful) < len(sources):
         idle = next(at for at in range(len(sources)) if at not in useful)
         one = sources[idle][0]
-        raise ArgumentError(
-            f"writer {idle}, rank {one.rank} of {one.degree} with {list(one.stage)}, has nothing to write",
-            value=idle,
-            remedy="name each worker that `plan.sources_of` names, once, of every stage",
-        )
+        problem = f"writer {idle}, rank {one.rank} of {one.degree} with {list(one.stage)}, has nothing to write"
+        raise ArgumentError(problem, idle, "name each worker that `plan.sources_of` names, once, of every stage")
 
 
 # Rows
@@ -364,11 +335,8 @@ def expand_pages(pages: npt.ArrayLike, page_size: int, num_tokens: int) -> Ints:
     size, total = count(page_size, "page_size", least=1), count(num_tokens, "num_tokens")
     indices = indices_of(pages, "pages")
     if -(-total // size) != indices.size:
-        raise ArgumentError(
-            f"{total} tokens do not end on the last of {indices.size} pages of {size}",
-            value=total,
-            remedy="pass exactly the pages that hold the tokens, and the number of tokens",
-        )
+        problem = f"{total} tokens do not end on the last of {indices.size} pages of {size}"
+        raise ArgumentError(problem, total, "pass exactly the pages that hold the tokens, and the number of tokens")
     _check_indices(indices, size, "pages")
     if size == 1:
         return indices.copy()
@@ -393,23 +361,14 @@ def check_chunk(first: int, num_tokens: int, total: int, page_size: int, last: b
     begin = count(first, "first")
     end = begin + count(num_tokens, "num_tokens")
     if begin % size:
-        raise ArgumentError(
-            f"a chunk begins at token {begin}, inside a page of {size}",
-            value=begin,
-            remedy=f"begin at {begin - begin % size}, and end the chunk before it there",
-        )
+        problem = f"a chunk begins at token {begin}, inside a page of {size}"
+        raise ArgumentError(problem, begin, f"begin at {begin - begin % size}, and end the chunk before it there")
     if end > whole or (last and end != whole):
-        raise ArgumentError(
-            f"a {'last ' if last else ''}chunk ends at token {end} of {whole}",
-            value=end,
-            remedy="end the last chunk where the prompt ends, and send no chunk after it",
-        )
+        problem = f"a {'last ' if last else ''}chunk ends at token {end} of {whole}"
+        raise ArgumentError(problem, end, "end the last chunk where the prompt ends, and send no chunk after it")
     if not last and end % size:
-        raise ArgumentError(
-            f"a chunk that is not the last ends at token {end}, inside a page of {size}",
-            value=end,
-            remedy=f"end it at {end - end % size}; only the last chunk may end inside a page",
-        )
+        problem = f"a chunk that is not the last ends at token {end}, inside a page of {size}"
+        raise ArgumentError(problem, end, f"end it at {end - end % size}; only the last chunk may end inside a page")
 
 
 def owned_by(locs: npt.ArrayLike, ranges: npt.ArrayLike) -> None:
@@ -443,11 +402,8 @@ def owned_by(locs: npt.ArrayLike, ranges: npt.ArrayLike) -> None:
     )
     copy = invariants.first_duplicate(wanted) if (ascending[1:] == ascending[:-1]).any() else None
     if copy is not None:
-        raise ArgumentError(
-            f"target location {wanted[copy]} is named twice, the second time in row {copy}",
-            value=int(wanted[copy]),
-            remedy="write each target location once",
-        )
+        problem = f"target location {wanted[copy]} is named twice, the second time in row {copy}"
+        raise ArgumentError(problem, int(wanted[copy]), "write each target location once")
 
 
 def location_rows(
@@ -481,18 +437,14 @@ def location_rows(
     """
     check_fit(source_layout, target_layout)
     if not source_layout.token_major and source_layout.page_size > 1:
-        raise ArgumentError(
-            f"pages of {source_layout.page_size} tokens that are not token-major cannot be split into tokens",
-            value=source_layout.page_size,
-            remedy="keep KV token-major, [page, token, head, ...], or use pages of one token",
-        )
+        problem = f"pages of {source_layout.page_size} tokens that are not token-major cannot be split into tokens"
+        remedy = "keep KV token-major, [page, token, head, ...], or use pages of one token"
+        raise ArgumentError(problem, source_layout.page_size, remedy)
     ours, theirs = indices_of(source_locs, "source locations"), indices_of(target_locs, "target locations")
     if ours.size != theirs.size:
-        raise ShapeError(
-            f"{ours.size} source locations for {theirs.size} target locations",
-            value=(ours.size, theirs.size),
-            remedy="name one target for each source; a part of a request is a chunk of its own",
-        )
+        problem = f"{ours.size} source locations for {theirs.size} target locations"
+        remedy = "name one target for each source; a part of a request is a chunk of its own"
+        raise ShapeError(problem, (ours.size, theirs.size), remedy)
     _check_indices(ours, source_layout.item_bytes, "source locations")
     _check_indices(theirs, target_layout.item_bytes, "target locations")
     here = _region_per_layer(source_regions, source_layout, "source")
@@ -610,13 +562,10 @@ def indices_of(values: npt.ArrayLike, what: str) -> Ints:
         values = list(values)  # numpy would make floats of an empty one
     indices = converted(values, np.dtype(np.int64), what)
     if as_array(values, what).dtype.kind == "b":
-        raise DtypeError(f"{what}: expected integers, got booleans", value="bool", remedy="pass np.flatnonzero(mask)")
+        raise DtypeError(f"{what}: expected integers, got booleans", "bool", "pass np.flatnonzero(mask)")
     if indices.ndim != 1:
-        raise ShapeError(
-            f"{what}: expected one dimension, got {indices.ndim}",
-            value=indices.shape,
-            remedy="pass a one-dimensional array",
-        )
+        problem = f"{what}: expected one dimension, got {indices.ndim}"
+        raise ShapeError(problem, indices.shape, "pass a one-dimensional array")
     return indices
 
 
@@ -629,19 +578,13 @@ def _check_indices(indices: Ints, scale: int, what: str) -> None:
 def _region_per_layer(regions: Sequence[SupportsIndex], layout: KVLayout, side: str) -> Ints:
     indices = [count(region, f"{side} region") for region in regions]
     if len(indices) != len(layout.stage) or len(set(indices)) != len(indices):
-        raise ArgumentError(
-            f"expected {len(layout.stage)} different {side} regions, one per layer, got {indices}",
-            value=indices,
-            remedy="pass the index of one region for each layer",
-        )
+        problem = f"expected {len(layout.stage)} different {side} regions, one per layer, got {indices}"
+        raise ArgumentError(problem, indices, "pass the index of one region for each layer")
     return np.array(indices, dtype=np.int64)
 
 
 def _check_lengths(copies: Copies) -> None:
     if len(copies) and int(copies.lengths.min()) < 1:
         row = int(copies.lengths.argmin())
-        raise ArgumentError(
-            f"row {row}: expected at least 1 byte, got {copies.lengths[row]}",
-            value=int(copies.lengths[row]),
-            remedy="leave empty rows out",
-        )
+        problem = f"row {row}: expected at least 1 byte, got {copies.lengths[row]}"
+        raise ArgumentError(problem, int(copies.lengths[row]), "leave empty rows out")

@@ -167,13 +167,11 @@ class Ended:
             TransferError: it has not ended.
         """
         if not self.query():
-            raise TransferError(
-                f"{self.lease!r} may still be written by "
-                + ", ".join(writer.worker.name for writer in self.lease.writers if not writer.ended),
-                value=self.lease.serial,
-                remedy="poll the receiver, pass it its messages, and `peer_ended` when a supervisor saw a writer's end",
-                in_flight=True,
+            problem = f"{self.lease!r} may still be written by " + ", ".join(
+                writer.worker.name for writer in self.lease.writers if not writer.ended
             )
+            remedy = "poll the receiver, pass it its messages, and `peer_ended` when a supervisor saw a writer's end"
+            raise TransferError(problem, self.lease.serial, remedy, in_flight=True)
 
 
 @final
@@ -265,22 +263,16 @@ class Receiver(Session):
         given: object = writers
         names = given if isinstance(given, Sequence) and not isinstance(given, str) else ()
         if not names or not all(isinstance(name, str) for name in names):
-            raise ArgumentError(
-                f"expected the names of writers, got {writers!r}",
-                value=writers,
-                remedy="pass a list of at least one name",
-            )
+            problem = f"expected the names of writers, got {writers!r}"
+            raise ArgumentError(problem, writers, "pass a list of at least one name")
         total = count(num_tokens, "num_tokens", most=MOST_TOKENS)
         which = count(attempt, "attempt", least=1, most=MOST_ATTEMPTS)
         count(len(str(request)), "characters of the request's name", most=MOST_TEXT)
         workers = tuple(map(self._named, names))
         for worker in workers:
             if worker.ended or worker.lost is not None:
-                raise TransferError(
-                    f"{worker.name} is gone: {worker.lost or 'it has ended'}",
-                    value=worker.name,
-                    remedy="accept its next introduction, or use other writers",
-                )
+                problem = f"{worker.name} is gone: {worker.lost or 'it has ended'}"
+                raise TransferError(problem, worker.name, "accept its next introduction, or use other writers")
         check_sources(self._description.layouts, tuple(worker.description.layouts for worker in workers))
         self._serial += 1
         epoch = self._engine.instance
@@ -298,9 +290,9 @@ class Receiver(Session):
         """
         self._check_own("retry", lease)
         if lease.state not in (LeaseState.FAILED, LeaseState.ABORTED):
-            raise ArgumentError(f"{lease!r} has not failed", value=lease.serial, remedy="retry it once it fails")
+            raise ArgumentError(f"{lease!r} has not failed", lease.serial, "retry it once it fails")
         if lease.retried:
-            raise ArgumentError(f"{lease!r} was retried already", value=lease.serial, remedy="use its last attempt")
+            raise ArgumentError(f"{lease!r} was retried already", lease.serial, "use its last attempt")
         names = [writer.worker.name for writer in lease.writers] if writers is None else writers
         following = self.lease(lease.request, lease.num_tokens, names, attempt=lease.attempt + 1)
         lease.retried = True
@@ -325,17 +317,15 @@ class Receiver(Session):
         self._check_own("grant", lease)
         memory = _kept_behind(lease, ranges)
         if lease.state is not LeaseState.WAITING:
-            raise TransferError(f"{lease!r}: {lease.reason}", value=lease.serial, remedy="free the memory, and retry")
+            raise TransferError(f"{lease!r}: {lease.reason}", lease.serial, "free the memory, and retry")
         if lease.ranges is not None or self._leases.get(lease.serial) is not lease:
-            raise ArgumentError(f"{lease!r} is granted already", value=lease.serial, remedy="grant each once")
+            raise ArgumentError(f"{lease!r} is granted already", lease.serial, "grant each once")
         check_ranges(memory, lease.num_tokens)
         state_row = self._state_row(lease, states)
         if memory.size and int(memory.sum(axis=1).max()) > self._capacity:
-            raise ArgumentError(
-                f"expected ranges below host location {self._capacity}, got one up to {memory.sum(axis=1).max()}",
-                value=int(memory.sum(axis=1).max()),
-                remedy="grant memory of the host pool whose regions the receiver was made with",
-            )
+            problem = f"expected ranges below host location {self._capacity}, got one up to {memory.sum(axis=1).max()}"
+            remedy = "grant memory of the host pool whose regions the receiver was made with"
+            raise ArgumentError(problem, int(memory.sum(axis=1).max()), remedy)
         _check_unleased(lease, memory, state_row, self._leases.values())
         said = lease.serial, lease.attempt, lease.request
         held = lease.num_tokens, memory, state_row
@@ -435,11 +425,9 @@ class Receiver(Session):
         wanted = any(one.per_request for one in self._description.layouts)
         if rows[:, 1].sum() != wanted or (wanted and int(rows[0, 0]) >= self._state_capacity):
             expected = f"one row of {self._state_capacity}" if wanted else "no row"
-            raise ArgumentError(
-                f"{lease!r}: expected {expected} for states, got {rows.tolist()}",
-                value=rows.tolist(),
-                remedy="pass one row of the pool of the `per_request` buffers, or None without such buffers",
-            )
+            problem = f"{lease!r}: expected {expected} for states, got {rows.tolist()}"
+            remedy = "pass one row of the pool of the `per_request` buffers, or None without such buffers"
+            raise ArgumentError(problem, rows.tolist(), remedy)
         return int(rows[0, 0]) if wanted else 0
 
     def _check_own(self, operation: str, lease: object) -> None:
@@ -460,8 +448,8 @@ def _kept_behind(lease: Lease, ranges: object) -> Ints:
             kept = f"kept until {ranges.writer!r}" if ranges.writer is not None else "not kept until a writer has ended"
         raise ArgumentError(
             f"{lease!r}: grant of {ranges!r}, {kept}",
-            value=ranges,
-            remedy="take the memory with `writer=lease.ended` (`HostKVPool.take`, `HiSparse.reserve`): freed before "
+            ranges,
+            "take the memory with `writer=lease.ended` (`HostKVPool.take`, `HiSparse.reserve`): freed before "
             "its end, it would be another request's while a writer still writes it",
         )
     return ranges.table
@@ -471,11 +459,8 @@ def _check_unleased(lease: Lease, memory: Ints, state_row: int, leases: Iterable
     """Refuses host locations int64[r, 2] and a row of states that another of `leases` may still write."""
     others = [one for one in leases if one.ranges is not None and not one.ended.query()]
     if state_row and state_row in [one.state_row for one in others]:
-        raise ArgumentError(
-            f"{lease!r} is to have row {state_row} for states, which another lease may still write",
-            value=state_row,
-            remedy="take another row; that of a lease is free when `lease.ended` says so",
-        )
+        problem = f"{lease!r} is to have row {state_row} for states, which another lease may still write"
+        raise ArgumentError(problem, state_row, "take another row; that of a lease is free when `lease.ended` says so")
     if not others or not memory.size:
         return
     ranges = np.concatenate([one.ranges for one in others if one.ranges is not None])
@@ -483,8 +468,6 @@ def _check_unleased(lease: Lease, memory: Ints, state_row: int, leases: Iterable
     shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
     if shared.any():
         start, length = ranges[int(np.flatnonzero(shared)[0])].tolist()
-        raise ArgumentError(
-            f"{lease!r} is to have host locations that another lease may still write: {length} from {start} on",
-            value=memory.tolist(),
-            remedy="take other host memory; that of a lease is free when `lease.ended` says so",
-        )
+        problem = f"{lease!r} is to have host locations that another lease may still write: {length} from {start} on"
+        remedy = "take other host memory; that of a lease is free when `lease.ended` says so"
+        raise ArgumentError(problem, memory.tolist(), remedy)

@@ -109,12 +109,9 @@ class SourcesFree:
             TransferError: they are not.
         """
         if not self.query():
-            raise TransferError(
-                f"{self.transfer!r} may still read its source locations",
-                value=self.transfer.grant.serial,
-                remedy="poll the sender, and call `peer_ended` when a supervisor saw the receiver's end",
-                in_flight=True,
-            )
+            problem = f"{self.transfer!r} may still read its source locations"
+            remedy = "poll the sender, and call `peer_ended` when a supervisor saw the receiver's end"
+            raise TransferError(problem, self.transfer.grant.serial, remedy, in_flight=True)
 
 
 @final
@@ -169,11 +166,8 @@ class Sender(Session):
     ) -> None:
         super().__init__(engine, description, regions, clock=clock, grace_seconds=0.0)
         if holds not in (Locations.unit, HostLocations.unit):
-            raise ArgumentError(
-                f"expected holds={Locations.unit!r} or {HostLocations.unit!r}, got {holds!r}",
-                value=holds,
-                remedy="say which memory the regions of this sender are",
-            )
+            problem = f"expected holds={Locations.unit!r} or {HostLocations.unit!r}, got {holds!r}"
+            raise ArgumentError(problem, holds, "say which memory the regions of this sender are")
         self._holds = holds
         self._max_bytes = None if max_bytes is None else count(max_bytes, "max_bytes", least=1)
         self._live: dict[tuple[str, int], Transfer] = {}  # by instance of the receiver, and serial of its lease
@@ -219,11 +213,9 @@ class Sender(Session):
         check_fence(after, "send", needed=True)
         writes = self._planned(transfer, sources, first, last, state_row)
         if not after.query():
-            raise ArgumentError(
-                f"{transfer!r}: send of {len(sources)} tokens that may not be written yet",
-                value=after,
-                remedy="send when the fence of the forward that writes them is complete; ask it in each step",
-            )
+            problem = f"{transfer!r}: send of {len(sources)} tokens that may not be written yet"
+            remedy = "send when the fence of the forward that writes them is complete; ask it in each step"
+            raise ArgumentError(problem, after, remedy)
         before = len(transfer.handles)
         try:
             for copies in writes:
@@ -300,20 +292,15 @@ class Sender(Session):
     ) -> list[Copies]:
         """The writes, once everything that can be checked has been."""
         if transfer.state is not TransferState.OPEN:
-            raise TransferError(
-                f"{transfer!r}: {transfer.reason}", value=transfer.state, remedy="send while it is OPEN"
-            )
+            raise TransferError(f"{transfer!r}: {transfer.reason}", transfer.state, "send while it is OPEN")
         if not isinstance(last, bool | np.bool_):
-            raise DtypeError(f"expected last=True or False, got {last!r}", value=last, remedy="pass one of them")
+            raise DtypeError(f"expected last=True or False, got {last!r}", last, "pass one of them")
         sources = self._sources(locations)
         check_chunk(first, sources.size, transfer.grant.num_tokens, self._description.layouts[0].page_size, last)
         if transfer.complete or first != transfer.sent:
             sent = f"{transfer.sent} are sent" + (", all" if transfer.complete else "")
-            raise ArgumentError(
-                f"{transfer!r}: expected the tokens from {transfer.sent} on, got those from {first} on; {sent}",
-                value=first,
-                remedy="send the tokens of a request once, in order",
-            )
+            problem = f"{transfer!r}: expected the tokens from {transfer.sent} on, got those from {first} on; {sent}"
+            raise ArgumentError(problem, first, "send the tokens of a request once, in order")
         targets = transfer.targets[first : first + sources.size]
         owned_by(targets, transfer.grant.ranges)
         states = self._states(state_row, last)
@@ -336,30 +323,22 @@ class Sender(Session):
         given = count(row, "state_row")
         wanted = last and any(one.per_request and one.stage for one in self._description.layouts)
         if bool(given) != wanted:
-            raise ArgumentError(
-                f"send: expected {'a' if wanted else 'no'} state_row, got {given}",
-                value=given,
-                remedy="if this worker has buffers of states, pass their row with the last tokens, and only then",
-            )
+            remedy = "if this worker has buffers of states, pass their row with the last tokens, and only then"
+            raise ArgumentError(f"send: expected {'a' if wanted else 'no'} state_row, got {given}", given, remedy)
         return np.array([given] if given else [], dtype=np.int64)
 
     def _sources(self, locations: object) -> Ints:
         """Where the tokens lie, int64[k], in the index space of the regions."""
         if not isinstance(locations, MirroredTensor):
-            raise DtypeError(
-                f"send: expected locations, got {type(locations).__name__}",
-                value=locations,
-                remedy="pass `pages.locations(...)`, or `Locations.from_host` of numbers of your own allocator",
-            )
+            remedy = "pass `pages.locations(...)`, or `Locations.from_host` of numbers of your own allocator"
+            raise DtypeError(f"send: expected locations, got {type(locations).__name__}", locations, remedy)
         invariants.unit_mismatch(self._holds, str(locations.unit), object=self, operation="send")
         return indices_of(locations.exact_host("send: source locations"), "source locations")
 
     def _write(self, transfer: Transfer, copies: Copies, last: bool) -> None:
         peer = transfer.worker.peer
         if peer is None:
-            raise TransferError(
-                f"{transfer.worker.name} is not connected", value=transfer, remedy="accept its introduction first"
-            )
+            raise TransferError(f"{transfer.worker.name} is not connected", transfer, "accept its introduction first")
         chunk = len(transfer.handles)
         grant = transfer.grant
         tag = Tag(grant.sender, grant.serial, grant.attempt, grant.writer, chunk, chunk + 1 if last else 0).packed()

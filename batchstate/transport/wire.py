@@ -187,10 +187,8 @@ def check_mac(fields: Mapping[str, Any], secret: bytes) -> None:
     """
     rest = {name: value for name, value in fields.items() if name != "mac"}
     if not invariants.peer_unknown.holds(_mac(rest, secret).encode(), fields["mac"].encode()):
-        raise HandshakeError(
-            "the MAC does not fit: damaged on its way, or not made by the engine itself",
-            remedy="pass what the other side's `introduce()` or `endpoint()` returned, as it is",
-        )
+        remedy = "pass what the other side's `introduce()` or `endpoint()` returned, as it is"
+        raise HandshakeError("the MAC does not fit: damaged on its way, or not made by the engine itself", None, remedy)
 
 
 def _mac(fields: Mapping[str, Any], secret: bytes) -> str:
@@ -345,11 +343,8 @@ def packed(message: Grant | Notice) -> bytes:
         fields["reason"] = message.reason[:MOST_TEXT]
     data = json.dumps(fields, default=np.ndarray.tolist).encode()
     if len(data) > MOST_BYTES:
-        raise ArgumentError(
-            f"expected a message of at most {MOST_BYTES} bytes, got {len(data)}",
-            value=len(data),
-            remedy="grant memory in fewer and longer ranges",
-        )
+        problem = f"expected a message of at most {MOST_BYTES} bytes, got {len(data)}"
+        raise ArgumentError(problem, len(data), "grant memory in fewer and longer ranges")
     return data
 
 
@@ -375,19 +370,13 @@ def check_ranges(ranges: Ints, num_tokens: int) -> tuple[Ints, Ints]:
         ShapeError, ArgumentError: they do not.
     """
     if ranges.ndim != 2 or ranges.shape[1] != 2:
-        raise ShapeError(
-            f"expected ranges of shape [r, 2], got {[*ranges.shape]}",
-            value=ranges.shape,
-            remedy="pass start and length of each range",
-        )
+        problem = f"expected ranges of shape [r, 2], got {[*ranges.shape]}"
+        raise ShapeError(problem, ranges.shape, "pass start and length of each range")
     starts, lengths = ranges[np.argsort(ranges[:, 0])].T.copy()  # a column in one piece: much faster below
     wrong = (starts < 1) | (lengths < 1) | (lengths > LARGEST - starts)
     ends = starts + np.where(wrong, 0, lengths)
     wrong[1:] |= starts[1:] < ends[:-1]
     if wrong.any() or int(lengths.sum()) < num_tokens:
-        raise ArgumentError(
-            f"ranges {ranges[:4].tolist()} for {num_tokens} tokens",
-            value=num_tokens,
-            remedy="pass start and length of ranges that do not overlap and hold the request; location 0 is padding",
-        )
+        remedy = "pass start and length of ranges that do not overlap and hold the request; location 0 is padding"
+        raise ArgumentError(f"ranges {ranges[:4].tolist()} for {num_tokens} tokens", num_tokens, remedy)
     return starts, ends

@@ -52,22 +52,15 @@ MOST_LAYOUTS = 64
 def _layouts(value: object) -> Layouts:
     layouts = (value,) if isinstance(value, KVLayout) else tuple(value) if isinstance(value, list | tuple) else ()
     if not 0 < len(layouts) <= MOST_LAYOUTS or not all(isinstance(one, KVLayout) for one in layouts):
-        raise ArgumentError(
-            f"expected layouts, got {value!r:.80}", value=value, remedy="pass one KVLayout or a list of them"
-        )
+        raise ArgumentError(f"expected layouts, got {value!r:.80}", value, "pass one KVLayout or a list of them")
     if len({(one.rank, one.degree) for one in layouts}) > 1:
-        raise ArgumentError(
-            f"layouts of ranks {[(one.rank, one.degree) for one in layouts]}",
-            value=[one.rank for one in layouts],
-            remedy="give each layout of a worker the rank and the degree of that worker",
-        )
+        problem = f"layouts of ranks {[(one.rank, one.degree) for one in layouts]}"
+        remedy = "give each layout of a worker the rank and the degree of that worker"
+        raise ArgumentError(problem, [one.rank for one in layouts], remedy)
     names = [layer for one in layouts for layer in one.layers]
     if len(set(names)) < len(names) or not any(one.stage for one in layouts):
-        raise ArgumentError(
-            f"layouts of the layers {names[:12]}",
-            value=names,
-            remedy="name each buffer once in all layouts together, at least one of them in the worker's stage",
-        )
+        remedy = "name each buffer once in all layouts together, at least one of them in the worker's stage"
+        raise ArgumentError(f"layouts of the layers {names[:12]}", names, remedy)
     return layouts
 
 
@@ -99,11 +92,9 @@ class Description:
         reach = Endpoint.from_bytes(self.endpoint)
         object.__setattr__(self, "reach", reach)
         if reach.instance != self.instance:
-            raise HandshakeError(
-                f"{self.worker} says that its instance is {self.instance}, its endpoint is of {reach.instance}",
-                value=(self.instance, reach.instance),
-                remedy="after a restart, describe the worker anew: instance and endpoint of one engine",
-            )
+            problem = f"{self.worker} says that its instance is {self.instance}, its endpoint is of {reach.instance}"
+            remedy = "after a restart, describe the worker anew: instance and endpoint of one engine"
+            raise HandshakeError(problem, (self.instance, reach.instance), remedy)
 
     @property
     def layout(self) -> KVLayout:
@@ -126,11 +117,8 @@ class Description:
         }
         data = sealed(fields, self.reach.secret)
         if len(data) > MOST_BYTES:
-            raise HandshakeError(
-                f"a description of {len(data)} bytes",
-                value=len(data),
-                remedy=f"register fewer regions: a description has at most {MOST_BYTES} bytes",
-            )
+            remedy = f"register fewer regions: a description has at most {MOST_BYTES} bytes"
+            raise HandshakeError(f"a description of {len(data)} bytes", len(data), remedy)
         return data
 
     @classmethod
@@ -151,22 +139,16 @@ class Description:
             layouts = [KVLayout.from_dict(one) for one in fields["layouts"]]
             found = cls(fields["worker"], fields["instance"], layouts, fields["endpoint"])
         except (ArgumentError, DtypeError) as error:
-            raise HandshakeError(
-                f"worker {fields['worker']!r} describes an impossible layout: {error.problem:.200}",
-                value=error.value,
-                remedy=f"on that worker: {error.remedy}",
-            ) from error
+            problem = f"worker {fields['worker']!r} describes an impossible layout: {error.problem:.200}"
+            raise HandshakeError(problem, error.value, f"on that worker: {error.remedy}") from error
         check_mac(value, found.reach.secret)
         return found
 
 
 def _version(value: Any) -> Any:
     if type(value) is not int or value != VERSION:
-        raise HandshakeError(
-            f"version is {VERSION} here, {value!r:.60} there",
-            value=(VERSION, value),
-            remedy="run the same version of batchstate on both workers",
-        )
+        problem = f"version is {VERSION} here, {value!r:.60} there"
+        raise HandshakeError(problem, (VERSION, value), "run the same version of batchstate on both workers")
     return value
 
 
@@ -196,22 +178,17 @@ def check_peers(ours: Description, theirs: Description) -> None:
     if ours.instance == theirs.instance:
         raise HandshakeError(
             f"instance is {ours.instance} here ({ours.worker}), {theirs.instance} there ({theirs.worker}): the same",
-            value=(ours.instance, theirs.instance),
-            remedy="exchange descriptions between two workers, each with an engine of its own",
+            (ours.instance, theirs.instance),
+            "exchange descriptions between two workers, each with an engine of its own",
         )
     engines = ours.reach.engine, theirs.reach.engine
     if engines[0] != engines[1]:
-        raise HandshakeError(
-            f"engine is {engines[0]} here, {engines[1]} there",
-            value=engines,
-            remedy="open the same engine on both workers",
-        )
+        problem = f"engine is {engines[0]} here, {engines[1]} there"
+        raise HandshakeError(problem, engines, "open the same engine on both workers")
     if len(ours.layouts) != len(theirs.layouts):
-        raise HandshakeError(
-            f"layouts: {len(ours.layouts)} here, {len(theirs.layouts)} there",
-            value=(len(ours.layouts), len(theirs.layouts)),
-            remedy="describe the same kinds of buffers on both workers, in the same order",
-        )
+        problem = f"layouts: {len(ours.layouts)} here, {len(theirs.layouts)} there"
+        remedy = "describe the same kinds of buffers on both workers, in the same order"
+        raise HandshakeError(problem, (len(ours.layouts), len(theirs.layouts)), remedy)
     for here, there in zip(ours.layouts, theirs.layouts, strict=True):
         check_fit(here, there)
 
@@ -285,28 +262,20 @@ class Session(abc.ABC):
         self, engine: Engine, description: Description, regions: Sequence[Region], *, clock: Clock, grace_seconds: float
     ) -> None:
         if description.instance != engine.instance:
-            raise ArgumentError(
-                f"the description is of instance {description.instance}, the engine is {engine.instance}",
-                value=description.instance,
-                remedy="describe the worker by its engine's instance and endpoint",
-            )
+            problem = f"the description is of instance {description.instance}, the engine is {engine.instance}"
+            remedy = "describe the worker by its engine's instance and endpoint"
+            raise ArgumentError(problem, description.instance, remedy)
         buffers = buffers_of(description.layouts)
         if [region.name for region in regions] != [layer for layer, _ in buffers]:
-            raise ArgumentError(
-                f"expected regions {[layer for layer, _ in buffers]}, got {[region.name for region in regions]}",
-                value=len(regions),
-                remedy="register one region per layer under the layer's name, and pass them in the layout's order",
-            )
+            problem = f"expected regions {[layer for layer, _ in buffers]}, got {[region.name for region in regions]}"
+            remedy = "register one region per layer under the layer's name, and pass them in the layout's order"
+            raise ArgumentError(problem, len(regions), remedy)
         if isinstance(grace_seconds, bool) or not isinstance(grace_seconds, int | float):
-            raise DtypeError(
-                f"grace_seconds: expected a number, got {grace_seconds!r}", value=grace_seconds, remedy="pass seconds"
-            )
+            raise DtypeError(f"grace_seconds: expected a number, got {grace_seconds!r}", grace_seconds, "pass seconds")
         if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
-            raise ArgumentError(
-                f"grace_seconds: expected 0 or more, and finite, got {grace_seconds}",
-                value=grace_seconds,
-                remedy="pass the seconds in which bytes of an ended worker may still arrive",
-            )
+            problem = f"grace_seconds: expected 0 or more, and finite, got {grace_seconds}"
+            remedy = "pass the seconds in which bytes of an ended worker may still arrive"
+            raise ArgumentError(problem, grace_seconds, remedy)
         self.outbox: list[tuple[str, bytes]] = []
         self._engine = engine
         self._description = description
@@ -349,11 +318,9 @@ class Session(abc.ABC):
         self._engine.check_owner("accept")
         theirs = Description.from_bytes(introduction)
         if from_worker is not None and theirs.worker != from_worker:
-            raise HandshakeError(
-                f"an introduction of worker {theirs.worker!r} came from {from_worker!r}",
-                value=theirs.worker,
-                remedy="pass an introduction on as it is, with the name of the worker that sent it",
-            )
+            problem = f"an introduction of worker {theirs.worker!r} came from {from_worker!r}"
+            remedy = "pass an introduction on as it is, with the name of the worker that sent it"
+            raise HandshakeError(problem, theirs.worker, remedy)
         check_instance(theirs.instance)
         check_peers(self._description, theirs)
         before = self._workers.get(theirs.worker)
@@ -361,17 +328,12 @@ class Session(abc.ABC):
         for name in ("rank", "degree", "stage"):  # one that cannot be the next would end one that may live
             was, now = getattr(earlier.layout, name), getattr(theirs.layout, name)
             if was != now:
-                raise HandshakeError(
-                    f"{name} of worker {theirs.worker!r} was {was}, and is {now} in a new introduction",
-                    value=(was, now),
-                    remedy="give each rank a name of its own, and a new name where the group changes",
-                )
+                problem = f"{name} of worker {theirs.worker!r} was {was}, and is {now} in a new introduction"
+                remedy = "give each rank a name of its own, and a new name where the group changes"
+                raise HandshakeError(problem, (was, now), remedy)
         if theirs.instance in self._ended:
-            raise HandshakeError(
-                f"instance {theirs.instance} of {theirs.worker} has ended",
-                value=theirs.instance,
-                remedy="introduce the instance that runs now",
-            )
+            problem = f"instance {theirs.instance} of {theirs.worker} has ended"
+            raise HandshakeError(problem, theirs.instance, "introduce the instance that runs now")
         if before is not None and before.instance == theirs.instance:
             before.lost = None
             return before.name
@@ -424,7 +386,7 @@ class Session(abc.ABC):
         """The current instance of a worker. HandshakeError: it has not been accepted."""
         worker = self._workers.get(name) if isinstance(name, str) else None
         if worker is None:
-            raise HandshakeError(f"worker {name!r} is unknown", value=name, remedy="accept its introduction first")
+            raise HandshakeError(f"worker {name!r} is unknown", name, "accept its introduction first")
         return worker
 
     def _connected(self, theirs: Description) -> Worker:
@@ -436,11 +398,8 @@ class Session(abc.ABC):
         layers = [layer for layer, _ in buffers_of(theirs.layouts)]
         if len(worker.regions) != len(layers) or len(set(names)) != len(names):
             self._engine.disconnect(peer)
-            raise HandshakeError(
-                f"{worker.name} has regions {names[:12]} for layers {layers}",
-                value=worker.name,
-                remedy="there, register one region per layer under its name before `endpoint()`",
-            )
+            remedy = "there, register one region per layer under its name before `endpoint()`"
+            raise HandshakeError(f"{worker.name} has regions {names[:12]} for layers {layers}", worker.name, remedy)
         return worker
 
     def _end(self, worker: Worker) -> None:
@@ -477,17 +436,15 @@ class Session(abc.ABC):
         self._engine.check_owner("on_message")
         heard = unpacked(message)
         if heard.kind not in kinds:
-            raise ArgumentError(
-                f"{heard!r} is not what the other side says", value=heard, remedy="give it to the other side"
-            )
+            raise ArgumentError(f"{heard!r} is not what the other side says", heard, "give it to the other side")
         if heard.to != self._engine.instance or heard.sender in self._ended:
             return None
         worker = self._named(name)
         if heard.sender != worker.instance:
             raise HandshakeError(
                 f"expected a message of instance {worker.instance} of {name!r}, got one of instance {heard.sender}",
-                value=heard.sender,
-                remedy="accept its introduction first",
+                heard.sender,
+                "accept its introduction first",
             )
         return worker, heard
 
@@ -499,11 +456,8 @@ class Session(abc.ABC):
         """Refuses what another session has made: `instance` is that of its engine."""
         self._engine.check_owner(operation)
         if instance != self._engine.instance:
-            raise ArgumentError(
-                f"expected a {what} of {self!r}, got {one!r}",
-                value=one,
-                remedy=f"pass a {what} that this {type(self).__name__.lower()} has returned",
-            )
+            problem = f"expected a {what} of {self!r}, got {one!r}"
+            raise ArgumentError(problem, one, f"pass a {what} that this {type(self).__name__.lower()} has returned")
 
 
 def regions_by_layout(

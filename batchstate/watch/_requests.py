@@ -49,17 +49,8 @@ def over_requests(combine: Callable[[Iterable[Any]], Any], function: Callable[[A
         ArgumentError: another `combine`, for which it would matter how many requests say the same.
     """
     if combine not in (any, all, max, min):
-        raise ArgumentError(
-            f"over_requests: expected any, all, max or min, got {combine!r}",
-            value=combine,
-            remedy="for a sum or a count write a function of the batch",
-        )
-    if not callable(function):
-        raise ArgumentError(
-            f"over_requests: expected a function of a request, got {function!r}",
-            value=function,
-            remedy="pass a function, as `lambda req: req.grammar is not None`",
-        )
+        problem = f"over_requests: expected any, all, max or min, got {combine!r}"
+        raise ArgumentError(problem, combine, "for a sum or a count write a function of the batch")
     return OverRequests(combine, function)
 
 

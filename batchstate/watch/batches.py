@@ -78,11 +78,8 @@ class Watched(Hooked):
         if isinstance(advance, str):
             calls["advance"] = _call_of(self.cls, advance)
         elif advance is not None and self.declared.adds and getattr(advance, "__name__", "<lambda>") == "<lambda>":
-            raise ArgumentError(
-                f"spec of {self.name}: `advance` has no name, and `adds` is of {', '.join(self.declared.adds)}",
-                value=advance,
-                remedy=f"name the method: advance={next(iter(self.declared.adds))!r}",
-            )
+            problem = f"spec of {self.name}: `advance` has no name, and `adds` is of {', '.join(self.declared.adds)}"
+            raise ArgumentError(problem, advance, f"name the method: advance={next(iter(self.declared.adds))!r}")
         return WatchedSpec(
             self.declared, {"num_rows": self.declared.count, "name": self.name, "least_rows": 1, **calls}
         )
@@ -184,9 +181,7 @@ class WatchedSpec:
 def _call_of(cls: type, name: str) -> Callable[[Any], Any]:
     """Calls a method of a batch by its name, as it stands at that moment."""
     if not callable(getattr(cls, name, None)):
-        raise ArgumentError(
-            f"spec of {cls.__name__}: it has no method {name!r}", value=name, remedy="name a method as `advance`"
-        )
+        raise ArgumentError(f"spec of {cls.__name__}: it has no method {name!r}", name, "name a method as `advance`")
 
     def call(batch: Any) -> Any:
         return getattr(batch, name)()
@@ -257,16 +252,14 @@ def watch(
         DeclarationError: a method is watched already.
     """
     if not isinstance(cls, type):
-        raise ArgumentError(f"watch: expected a class, got {cls!r}", value=cls, remedy="pass the class itself")
+        raise ArgumentError(f"watch: expected a class, got {cls!r}", cls, "pass the class itself")
     name = cls.__name__
     ends, begins = hooks_of(name, cls, after, "after"), hooks_of(name, cls, before, "before")
     movers = hooks_of(name, cls, moves, "moves")
     moving = [method for _, method in movers]
     movers += [] if adds is None else hooks_of(name, cls, adds, "adds")
     if not ends and not begins and not movers:
-        raise ArgumentError(
-            f"watch of {name}: no method is named", value=None, remedy="name methods in `after` or `before`"
-        )
+        raise ArgumentError(f"watch of {name}: no method is named", None, "name methods in `after` or `before`")
     declared = Declaration(
         name,
         num_rows=num_rows,
@@ -283,9 +276,7 @@ def watch(
         adds=adds,
     )
     if lag is not None and (type(lag) is not int or lag < 1):
-        raise ArgumentError(
-            f"watch of {name}: expected lag=1 or more, got {lag!r}", value=lag, remedy="1 compares at the next call"
-        )
+        raise ArgumentError(f"watch of {name}: expected lag=1 or more, got {lag!r}", lag, "1 compares at the next call")
     watched = Watched(cls, declared, on_violation, every, lag, runtime)
     hooks = [*begins, *ends, *movers]
     watched.install(cls, {hook: watched.around(hook[1], hook in begins, hook in ends) for hook in hooks})
@@ -319,9 +310,7 @@ def audit(
     """
     given: object = cls
     if not (isinstance(given, type) and issubclass(given, Batch)):
-        raise ArgumentError(
-            f"audit: expected a subclass of Batch, got {cls!r}", value=cls, remedy="for other classes use `watch`"
-        )
+        raise ArgumentError(f"audit: expected a subclass of Batch, got {cls!r}", cls, "for other classes use `watch`")
     names = [name for name, column in cls.columns().items() if isinstance(column, MirroredColumn)]
     pairs = [((name, partial(_host_side, name)), (f"{name}.device", partial(_device_side, name))) for name in names]
     return watch(cls, num_rows="num_rows", before=before, pairs=pairs, every=every, lag=lag, on_violation=on_violation)

@@ -72,15 +72,11 @@ class Hooked:
 
     def __init__(self, name: str, on_violation: OnViolation, every: int) -> None:
         if isinstance(on_violation, str) and on_violation not in ("raise", "log"):
-            raise ArgumentError(
-                f"watch of {name}: expected on_violation 'raise', 'log' or a function, got {on_violation!r}",
-                value=on_violation,
-                remedy="a function gets the violation; 'log' logs once for each place",
-            )
+            problem = f"watch of {name}: expected on_violation 'raise', 'log' or a function, got {on_violation!r}"
+            raise ArgumentError(problem, on_violation, "a function gets the violation; 'log' logs once for each place")
         if type(every) is not int or every < 1:
-            raise ArgumentError(
-                f"watch of {name}: expected every=1 or more, got {every!r}", value=every, remedy="1 checks each call"
-            )
+            problem = f"watch of {name}: expected every=1 or more, got {every!r}"
+            raise ArgumentError(problem, every, "1 checks each call")
         self.name = name
         self._on_violation = on_violation
         self.every = every
@@ -103,9 +99,7 @@ class Hooked:
         self.stop()
 
     def __reduce__(self) -> str:
-        raise DeclarationError(
-            f"{self!r} cannot be copied or pickled", value=self.name, remedy="call `watch` in the other process"
-        )
+        raise DeclarationError(f"{self!r} cannot be copied or pickled", self.name, "call `watch` in the other process")
 
     def stop(self) -> None:
         """Takes the hooks away. A method that was wrapped again since keeps a hook that does nothing."""
@@ -138,9 +132,8 @@ class Hooked:
                 for where, name, _, before in reversed(self._undo):
                     delattr(where, name) if before is None else setattr(where, name, before)
                 self._undo.clear()
-                raise ArgumentError(
-                    f"watch of {self.name}: {error}", value=owner, remedy="watch a class that is written in Python"
-                ) from error
+                problem = f"watch of {self.name}: {error}"
+                raise ArgumentError(problem, owner, "watch a class that is written in Python") from error
             self.active = True
 
     @property
@@ -223,8 +216,8 @@ def _misdeclared(name: str, operation: str, error: Exception) -> DeclarationErro
         problem, value = error.problem, str(error.value)
     found = DeclarationError(
         f"watch of {name}, {operation}: {problem}",
-        value=value,
-        remedy="correct the declaration, or the batch lacks what it has to have here",
+        value,
+        "correct the declaration, or the batch lacks what it has to have here",
     )
     found.__cause__ = error.__cause__ or error
     return found
@@ -237,42 +230,27 @@ method as a plain function, arguments."""
 
 def _method(watched: str, owner: Any, name: str) -> Any:
     if not isinstance(owner, type | ModuleType):
-        raise ArgumentError(
-            f"watch of {watched}: expected a class or a module that has {name!r}, got {owner!r}",
-            value=owner,
-            remedy="name a method, or pass (class, 'method')",
-        )
+        problem = f"watch of {watched}: expected a class or a module that has {name!r}, got {owner!r}"
+        raise ArgumentError(problem, owner, "name a method, or pass (class, 'method')")
     try:
         method = inspect.getattr_static(owner, name)
     except AttributeError:
         near = [one for one in dir(owner) if one.startswith(name[:4]) and callable(getattr(owner, one, None))]
-        raise ArgumentError(
-            f"watch of {watched}: {owner.__name__} has no method {name!r}",
-            value=name,
-            remedy=f"it has {', '.join(near[:5])}" if near else "name one of its methods",
-        ) from None
+        remedy = f"it has {', '.join(near[:5])}" if near else "name one of its methods"
+        raise ArgumentError(f"watch of {watched}: {owner.__name__} has no method {name!r}", name, remedy) from None
     function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
     if getattr(function, _WATCHER, None) is not None:
         if name not in vars(owner):  # the base is watched: of the subclass's objects, its own declaration is asked
             whole: Any = vars(function)["__wrapped__"]
             return type(method)(whole) if isinstance(method, classmethod | staticmethod) else whole
-        raise DeclarationError(
-            f"{owner.__name__}.{name} is watched already",
-            value=name,
-            remedy="one watch is enough: declare everything in it, or `stop()` the other first",
-        )
+        remedy = "one watch is enough: declare everything in it, or `stop()` the other first"
+        raise DeclarationError(f"{owner.__name__}.{name} is watched already", name, remedy)
     if not callable(function) or isinstance(function, type | property):
-        raise ArgumentError(
-            f"watch of {watched}: {owner.__name__}.{name} is a {type(method).__name__}, not a method",
-            value=name,
-            remedy="name a method",
-        )
+        problem = f"watch of {watched}: {owner.__name__}.{name} is a {type(method).__name__}, not a method"
+        raise ArgumentError(problem, name, "name a method")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise ArgumentError(
-            f"watch of {watched}: {owner.__name__}.{name} returns before it has run (a coroutine or generator)",
-            value=name,
-            remedy="name the plain method that it calls",
-        )
+        problem = f"watch of {watched}: {owner.__name__}.{name} returns before it has run (a coroutine or generator)"
+        raise ArgumentError(problem, name, "name the plain method that it calls")
     return method
 
 
@@ -302,8 +280,8 @@ def hooks_of(name: str, owner: type, hooks: object, what: str) -> list[tuple[Any
     if isinstance(hooks, str) or not isinstance(hooks, Collection):
         raise ArgumentError(
             f"watch of {name}: `{what}` is {'the text ' if isinstance(hooks, str) else ''}{hooks!r}, expected a list",
-            value=hooks,
-            remedy=f"leave `{what}` out" if hooks is None else f"pass a list: {what}=[{hooks!r}]",
+            hooks,
+            f"leave `{what}` out" if hooks is None else f"pass a list: {what}=[{hooks!r}]",
         )
     found: list[tuple[Any, str]] = []
     for hook in hooks:
@@ -314,9 +292,6 @@ def hooks_of(name: str, owner: type, hooks: object, what: str) -> list[tuple[Any
         elif callable(hook) and getattr(owner, getattr(hook, "__name__", ""), None) == hook:
             found.append((owner, hook.__name__))
         else:
-            raise ArgumentError(
-                f"watch of {name}: expected in `{what}` the name of a method, got {hook!r}",
-                value=hook,
-                remedy="name a method of the class, or pass (class or module, 'name')",
-            )
+            problem = f"watch of {name}: expected in `{what}` the name of a method, got {hook!r}"
+            raise ArgumentError(problem, hook, "name a method of the class, or pass (class or module, 'name')")
     return found

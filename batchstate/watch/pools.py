@@ -81,10 +81,10 @@ def _install(
     pass_on: bool = False,
 ) -> WatchedPool:
     if not isinstance(cls, type):
-        raise ArgumentError(f"{what}: expected a class, got {cls!r}", value=cls, remedy="pass the class itself")
+        raise ArgumentError(f"{what}: expected a class, got {cls!r}", cls, "pass the class itself")
     hooks = hooks_of(cls.__name__, cls, after, "after")
     if not hooks:
-        raise ArgumentError(f"{what} of {cls.__name__}: no method is named", value=None, remedy="name them in `after`")
+        raise ArgumentError(f"{what} of {cls.__name__}: no method is named", None, "name them in `after`")
     watched = WatchedPool(cls, question, what, on_violation, every)
     watched.install(cls, {hook: watched.around(hook[1], pass_on) for hook in hooks})
     return watched

@@ -222,7 +222,7 @@ def _is_flat(pairs: object) -> bool:
 
 
 def _failed(argument: str, error: Exception) -> DeclarationError:
-    return DeclarationError(f"{argument}: {type(error).__name__}: {error}", value=argument)
+    return DeclarationError(f"{argument}: {type(error).__name__}: {error}", argument)
 
 
 @contextlib.contextmanager
@@ -311,11 +311,8 @@ class Declaration:
         self._in_turn = ([self._by_request] if self._by_request else []) + [[one] for one in self._by_batch]
         self._by_request_at_once = _all_of([one.name.removeprefix("not ") for one in self._by_request])
         if not (self.columns or self.derived or self.indices):
-            raise ArgumentError(
-                f"watch of {self.name}: no column is declared",
-                value=None,
-                remedy="name columns in `pairs`, `rows`, `derived`, `implied` or `indices`",
-            )
+            problem = f"watch of {self.name}: no column is declared"
+            raise ArgumentError(problem, None, "name columns in `pairs`, `rows`, `derived`, `implied` or `indices`")
         sides = {pair.device for pair in self.pairs}
         self._counted_on_device = frozenset(name for name, counts in upto.items() if counts in sides)
         self._unread: list[tuple[str, str | None, Name | None]] = [
@@ -334,11 +331,8 @@ class Declaration:
 
     def _refuse(self, argument: str, value: object, right: bool, expected: str) -> None:
         if not right:
-            raise ArgumentError(
-                f"watch of {self.name}: `{argument}` is {value!r}, expected {expected}",
-                value=value,
-                remedy=f"pass {expected}",
-            )
+            problem = f"watch of {self.name}: `{argument}` is {value!r}, expected {expected}"
+            raise ArgumentError(problem, value, f"pass {expected}")
 
     def _refuse_map(self, argument: str, value: object, right: Callable[[Any], bool], expected: str) -> None:
         known = value is None or isinstance(value, Mapping)
@@ -356,17 +350,12 @@ class Declaration:
             if label == "<lambda>":
                 label = f"column {len(self.columns)}"
         else:
-            raise ArgumentError(
-                f"watch of {self.name}: expected the name of a column or a function, got {name!r}",
-                value=name,
-                remedy="name an attribute ('seq_lens', 'sampling.top_k'), or pass a function of the batch",
-            )
+            problem = f"watch of {self.name}: expected the name of a column or a function, got {name!r}"
+            remedy = "name an attribute ('seq_lens', 'sampling.top_k'), or pass a function of the batch"
+            raise ArgumentError(problem, name, remedy)
         if self._given.setdefault(label, column) != column:
-            raise ArgumentError(
-                f"watch of {self.name}: two columns are called {label!r}: {self._given[label]!r} and {column!r}",
-                value=label,
-                remedy="give a function a name of its own: ('label', function)",
-            )
+            problem = f"watch of {self.name}: two columns are called {label!r}: {self._given[label]!r} and {column!r}"
+            raise ArgumentError(problem, label, "give a function a name of its own: ('label', function)")
         self.columns[label] = getter(column)
         return label
 
@@ -375,14 +364,14 @@ class Declaration:
         if len(parts) == 3 and parts[2] not in ("exact", "upper_bound"):
             raise ArgumentError(
                 f"watch of {self.name}: expected a pair with 'exact' or 'upper_bound' in its third place, got {pair!r}",
-                value=pair,
-                remedy=one_of(("exact", "upper_bound"), parts[2]),
+                pair,
+                one_of(("exact", "upper_bound"), parts[2]),
             )
         if len(parts) not in (2, 3):
             raise ArgumentError(
                 f"watch of {self.name}: expected a pair (host, device) or (host, device, 'upper_bound'), got {pair!r}",
-                value=pair,
-                remedy="name the host side first",
+                pair,
+                "name the host side first",
             )
         host, device = self._column(parts[0]), self._column(parts[1])
         return Pair(f"{host} / {device}", host, device, parts[2:] == ("upper_bound",))
@@ -400,25 +389,22 @@ class Declaration:
         for what, names in (("when", self.when), ("upto", self.upto)):
             unknown = sorted(set(names) - set(self.columns))
             if unknown:
-                raise ArgumentError(
-                    f"watch of {self.name}: {', '.join(unknown)} in `{what}`, and not in `pairs` or `rows`",
-                    value=unknown,
-                    remedy="name columns of `pairs` or of `rows`",
-                )
+                problem = f"watch of {self.name}: {', '.join(unknown)} in `{what}`, and not in `pairs` or `rows`"
+                raise ArgumentError(problem, unknown, "name columns of `pairs` or of `rows`")
         for method, columns in self.adds.items():
             unknown = sorted(set(columns) - set(self.columns))
             if unknown:
                 raise ArgumentError(
                     f"watch of {self.name}: `adds` of {method!r} names {', '.join(unknown)}, not in `pairs` or `rows`",
-                    value=unknown,
-                    remedy="name columns of `pairs` or of `rows`",
+                    unknown,
+                    "name columns of `pairs` or of `rows`",
                 )
         if (self.moves or self.adds or self._by_request) and self.key is None:
             raise ArgumentError(
                 f"watch of {self.name}: `{'moves` or `adds' if self.moves or self.adds else 'over_requests'}` without "
                 "`key`",
-                value=None,
-                remedy="name the column that says whose each row is, as the list of requests or of their ids",
+                None,
+                "name the column that says whose each row is, as the list of requests or of their ids",
             )
 
     # Reading
@@ -437,7 +423,7 @@ class Declaration:
                 raise DeclarationError(
                     f"num_rows: expected a number, got a {type(number).__name__}; its length is "
                     "`num_rows=lambda batch: len(...)`",
-                    value="num_rows",
+                    "num_rows",
                 ) from error
             raise _failed("num_rows", error) from error
 

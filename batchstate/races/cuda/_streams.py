@@ -47,11 +47,8 @@ class _Made:
             ArgumentError: it is over.
         """
         if self._window.tracer.ended:
-            raise ArgumentError(
-                f"a {self._OF_TORCH.__name__} of `cuda_on_cpu` was used after its window had ended",
-                value=None,
-                remedy="make streams, events and graphs inside of the window that uses them",
-            )
+            problem = f"a {self._OF_TORCH.__name__} of `cuda_on_cpu` was used after its window had ended"
+            raise ArgumentError(problem, None, "make streams, events and graphs inside of the window that uses them")
         return self._window
 
     def __getattr__(self, name: str) -> Any:

@@ -160,11 +160,8 @@ def _stand_in(stack: contextlib.ExitStack, name: str, function: Callable[..., An
             torch._C._dispatch_find_schema_or_throw(name, "")
             library.impl(operator, function, "CPU")
         except RuntimeError as error:
-            raise ArgumentError(
-                f"stands_for names {name!r}: {str(error).splitlines()[0]}",
-                value=name,
-                remedy="define the operator first",
-            ) from None
+            problem = f"stands_for names {name!r}: {str(error).splitlines()[0]}"
+            raise ArgumentError(problem, name, "define the operator first") from None
         return
     path, _, attribute = name.rpartition(".")
     try:
@@ -172,11 +169,8 @@ def _stand_in(stack: contextlib.ExitStack, name: str, function: Callable[..., An
     except (ImportError, AttributeError, ValueError):
         owner = None
     if owner is None or (not hasattr(owner, attribute) and owner is not torch._C):
-        raise ArgumentError(
-            f"stands_for names {name!r}, which does not exist",
-            value=name,
-            remedy="name an attribute as `package.module.attribute` or an operator as `namespace::operator`",
-        )
+        remedy = "name an attribute as `package.module.attribute` or an operator as `namespace::operator`"
+        raise ArgumentError(f"stands_for names {name!r}, which does not exist", name, remedy)
     replace(stack, owner, attribute, function)
 
 

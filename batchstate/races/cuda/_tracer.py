@@ -87,11 +87,9 @@ class CudaTracer(Tracer[A]):
             self.keep(tensor, MemoryKind.PINNED)
             return MemoryKind.PINNED
         if self._beside_a_gpu and _is_cuda(tensor):
-            raise ArgumentError(
-                f"a tensor {list(tensor.shape)} of the GPU of this machine, in a window of `cuda_on_cpu`",
-                value=None,
-                remedy="make it inside of the window; `CUDA_VISIBLE_DEVICES=''` in front shows who makes it outside",
-            )
+            problem = f"a tensor {list(tensor.shape)} of the GPU of this machine, in a window of `cuda_on_cpu`"
+            remedy = "make it inside of the window; `CUDA_VISIBLE_DEVICES=''` in front shows who makes it outside"
+            raise ArgumentError(problem, None, remedy)
         return MemoryKind.HOST
 
     def on_device(self, tensor: torch.Tensor) -> bool:

@@ -298,9 +298,7 @@ def only_window(rt: Runtime) -> Iterator[None]:
         ArgumentError: another one is open.
     """
     if _open:
-        raise ArgumentError(
-            "cuda_on_cpu inside of cuda_on_cpu", value=_open[0], remedy="use the runtime of the window that is open"
-        )
+        raise ArgumentError("cuda_on_cpu inside of cuda_on_cpu", _open[0], "use the runtime of the window that is open")
     _open.append(rt)
     try:
         yield

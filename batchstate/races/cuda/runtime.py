@@ -294,9 +294,8 @@ def cuda_on_cpu(
     if tool == SIM:
         return CudaSimRuntime(**described, seed=seed, scheduler=rest or "random")
     if device not in (RACE, f"{RACE}:{PROMPT}"):
-        raise ArgumentError(
-            f"cuda_on_cpu of device {device!r}", value=device, remedy="use 'race', 'race:prompt', 'sim' or 'sim:NAME'"
-        )
+        problem = f"cuda_on_cpu of device {device!r}"
+        raise ArgumentError(problem, device, "use 'race', 'race:prompt', 'sim' or 'sim:NAME'")
     fences: Literal["eager", "lazy"] = "eager" if rest else "lazy"
     return CudaRuntime(**described, on_race=on_race, fences=fences, note_waits=note_waits, hint_for=torch_hint_for)
 
@@ -322,9 +321,8 @@ def declared_kernel(
         signature = inspect.signature(function)
         for name in (*reads, *writes):
             if name not in signature.parameters:
-                raise ArgumentError(
-                    f"{function.__name__} has no argument {name!r}", value=name, remedy="name arguments of the function"
-                )
+                problem = f"{function.__name__} has no argument {name!r}"
+                raise ArgumentError(problem, name, "name arguments of the function")
 
         @functools.wraps(function)
         def launch(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -299,11 +299,8 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
 
     def __init__(self, **given: Any) -> None:
         if not torch.cuda.is_available():
-            raise ArgumentError(
-                "watch_cuda where torch has no GPU",
-                value=torch.__version__,
-                remedy="use `cuda_on_cpu`, which needs none",
-            )
+            problem = "watch_cuda where torch has no GPU"
+            raise ArgumentError(problem, torch.__version__, "use `cuda_on_cpu`, which needs none")
         self._polled: dict[int, RaceFence] = {}
         self._unnamed = 0
         super().__init__(AcceleratorRuntime(torch.device("cuda")), **given)

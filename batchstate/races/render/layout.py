@@ -196,9 +196,7 @@ def _event_of(access: Access) -> Event:
 
 
 def _damaged(problem: str) -> ArgumentError:
-    return ArgumentError(
-        f"a damaged race report: {problem}", value=problem, remedy="save it again with `RaceReport.save`"
-    )
+    return ArgumentError(f"a damaged race report: {problem}", problem, "save it again with `RaceReport.save`")
 
 
 _SITE = re.compile(r"(?:.*[/\\])?(?P<file>[^/\\]+)(?P<line>:\d+)(?: in .*)?")

@@ -223,9 +223,7 @@ def race_text(report: RaceReport, width: int = 100, *, ascii: bool = False) -> s
         ArgumentError: the report does not hang together, or the width is below `LEAST_WIDTH`.
     """
     if width < LEAST_WIDTH:
-        raise ArgumentError(
-            f"{width} characters are too few for a picture", value=width, remedy=f"pass at least {LEAST_WIDTH}"
-        )
+        raise ArgumentError(f"{width} characters are too few for a picture", width, f"pass at least {LEAST_WIDTH}")
     report = drawable(report)
     if ascii:
         report = RaceReport.from_dict(_spelt_out(report.as_dict()))

@@ -166,11 +166,9 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         result: T = super().launch(run, *args, reads=reads, writes=writes, name=called, operations=operations, **kwargs)
         shown = self._window is None or run is not operation or seen != tracer.operations
         if not shown and any(one.numel() for one in declared):
-            raise ArgumentError(
-                f"the launch of {called!r} declares what it touches, and torch saw nothing of it",
-                value=called,
-                remedy="mark the function with `raw_kernel`, so that it is enqueued as a whole; it ran at once",
-            )
+            problem = f"the launch of {called!r} declares what it touches, and torch saw nothing of it"
+            remedy = "mark the function with `raw_kernel`, so that it is enqueued as a whole; it ran at once"
+            raise ArgumentError(problem, called, remedy)
         return result
 
     def inspect(self, tensor: torch.Tensor) -> Array:

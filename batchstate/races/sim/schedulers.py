@@ -125,5 +125,5 @@ def scheduler_of(name: object, seed: int) -> Scheduler:
     """
     make = PORTFOLIO.get(name) if isinstance(name, str) else None
     if make is None:
-        raise ArgumentError(f"unknown scheduler {name!r}", value=name, remedy=one_of(PORTFOLIO, name))
+        raise ArgumentError(f"unknown scheduler {name!r}", name, one_of(PORTFOLIO, name))
     return make(seed)

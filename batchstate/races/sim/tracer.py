@@ -307,20 +307,14 @@ class SimTracer(Tracer[SimAllocation]):
         tensors = _tensors((*args, *kwargs.values()))
         for one in tensors:
             if one.ndim and self.kind_of(one) is MemoryKind.HOST:
-                raise DeviceError(
-                    f"{name} of a host tensor {tuple(one.shape)}",
-                    value=tuple(one.shape),
-                    remedy="bring it to the device first, with `Runtime.upload`, or use pinned memory",
-                )
+                remedy = "bring it to the device first, with `Runtime.upload`, or use pinned memory"
+                raise DeviceError(f"{name} of a host tensor {tuple(one.shape)}", tuple(one.shape), remedy)
         memory = [one.untyped_storage()._cdata for one in tensors]
         missing = [one for one in declared if one.untyped_storage()._cdata not in memory]
         if missing or not declared:
-            raise ArgumentError(
-                f"the raw kernel {name!r} declares {'memory that it is not given' if missing else 'nothing'}",
-                value=name,
-                remedy="pass each tensor as an argument and say `reads=` and `writes=`: "
-                "it runs later, on its arguments",
-            )
+            problem = f"the raw kernel {name!r} declares {'memory that it is not given' if missing else 'nothing'}"
+            remedy = "pass each tensor as an argument and say `reads=` and `writes=`: it runs later, on its arguments"
+            raise ArgumentError(problem, name, remedy)
 
         def pack(tensor: torch.Tensor) -> Any:
             return tensor.data if self.kind_of(tensor) is MemoryKind.PINNED else self.pack(tensor)

@@ -112,9 +112,7 @@ class Tracer(abc.ABC, Generic[A]):
                 return True, kind is MemoryKind.PINNED
             if name == "pin_memory":
                 if kind is MemoryKind.DEVICE:
-                    raise ArgumentError(
-                        "pin_memory of a device tensor", value=None, remedy="only host memory can be pinned"
-                    )
+                    raise ArgumentError("pin_memory of a device tensor", None, "only host memory can be pinned")
                 return True, self.keep(tensor.clone(), MemoryKind.PINNED)
             named = kwargs.get("device", args[0] if args else None)
             dtype = kwargs.get("dtype", next((one for one in args if isinstance(one, torch.dtype)), tensor.dtype))
@@ -130,11 +128,8 @@ class Tracer(abc.ABC, Generic[A]):
                     self._read_by_host(tensor, name)
                 return False, None
             if name in ("numpy", "__array__"):
-                raise DeviceError(
-                    f"{name} of a device tensor {tuple(tensor.shape)}",
-                    value=tuple(tensor.shape),
-                    remedy="use `Runtime.download` or `.cpu()`; on an accelerator torch refuses too",
-                )
+                remedy = "use `Runtime.download` or `.cpu()`; on an accelerator torch refuses too"
+                raise DeviceError(f"{name} of a device tensor {tuple(tensor.shape)}", tuple(tensor.shape), remedy)
             if name == "to" and named != "cpu":
                 return False, None
             if name == "to" and non_blocking:
@@ -203,11 +198,9 @@ class Tracer(abc.ABC, Generic[A]):
         indices = list(tensors_in(call.args[1])) if host and call.operation.takes_host_index else []
         for one in host:
             if not any(one is index for index in indices):
-                raise DeviceError(
-                    f"{call.operation.name} of device tensors and a host tensor {tuple(one.shape)}",
-                    value=tuple(one.shape),
-                    remedy="bring it to the device first, with `Runtime.upload`; on an accelerator torch refuses too",
-                )
+                problem = f"{call.operation.name} of device tensors and a host tensor {tuple(one.shape)}"
+                remedy = "bring it to the device first, with `Runtime.upload`; on an accelerator torch refuses too"
+                raise DeviceError(problem, tuple(one.shape), remedy)
 
     # What a tool does
 

@@ -67,11 +67,8 @@ class DeviceEvent:
 
     def _recorded(self, what: str) -> Fence:
         if self._last is None:
-            raise ArgumentError(
-                f"{what} for event {self._name!r} before it was recorded",
-                value=self._name,
-                remedy="record it first, on the stream whose work it stands for; a device would not wait at all",
-            )
+            remedy = "record it first, on the stream whose work it stands for; a device would not wait at all"
+            raise ArgumentError(f"{what} for event {self._name!r} before it was recorded", self._name, remedy)
         return self._last
 
 
@@ -110,7 +107,7 @@ class TracedRuntime(Runtime, Generic[S]):
         self.check_owner("with")
         if self._entered:
             name = type(self).__name__
-            raise ArgumentError(f"a {name} was entered twice", value=self, remedy="make one for each `with`")
+            raise ArgumentError(f"a {name} was entered twice", self, "make one for each `with`")
         self._entered = True
         self._window = contextlib.ExitStack()
         self._window.enter_context(self._tracing())
@@ -141,9 +138,7 @@ class TracedRuntime(Runtime, Generic[S]):
         """
         known = self._streams.get(stream.key)
         if known is None:
-            raise ArgumentError(
-                f"{stream!r} is not a stream of this runtime", value=stream, remedy="use `Runtime.stream`"
-            )
+            raise ArgumentError(f"{stream!r} is not a stream of this runtime", stream, "use `Runtime.stream`")
         return known
 
     def _known_current(self) -> S:

@@ -102,27 +102,25 @@ def _check_mark(mark: pytest.Mark) -> None:
     shown = ", ".join([*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())])
     called, legal = f"mark {MARK}({shown})", ", ".join(_CHECKS)
     if mark.args:
-        raise ArgumentError(
-            f"{called} has an argument without a name", value=mark.args[0], remedy=f"name it; there are {legal}"
-        )
+        raise ArgumentError(f"{called} has an argument without a name", mark.args[0], f"name it; there are {legal}")
     for name, value in mark.kwargs.items():
         if name not in _CHECKS:
-            raise ArgumentError(f"{called} has no argument {name!r}", value=name, remedy=f"use {legal}")
+            raise ArgumentError(f"{called} has no argument {name!r}", name, f"use {legal}")
         try:
             _CHECKS[name](value)
         except ArgumentError as error:
-            raise ArgumentError(f"{called}: {error.problem}", value=value, remedy=error.remedy) from None
+            raise ArgumentError(f"{called}: {error.problem}", value, error.remedy) from None
 
 
 def _check_device(value: object) -> None:
     if not isinstance(value, str) or not value:
-        raise ArgumentError(f"device is {value!r}", value=value, remedy="use 'cpu', 'cuda', 'race' or 'sim'")
+        raise ArgumentError(f"device is {value!r}", value, "use 'cpu', 'cuda', 'race' or 'sim'")
 
 
 def _whole(name: str, least: int) -> Callable[[object], None]:
     def check(value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ArgumentError(f"{name} is {value!r}", value=value, remedy=f"pass a whole number from {least} on")
+            raise ArgumentError(f"{name} is {value!r}", value, f"pass a whole number from {least} on")
 
     return check
 

@@ -102,26 +102,16 @@ def described(index: int, memory: Memory, name: str, others: Iterable[Region]) -
     if isinstance(memory, torch.Tensor):
         contiguous, address, nbytes = memory.is_contiguous(), memory.data_ptr(), memory.numel() * memory.element_size()
         device = memory.device.type
-    elif isinstance(memory, np.ndarray):
+    else:
         contiguous, address, nbytes = memory.flags.c_contiguous, memory.ctypes.data, memory.nbytes
         device = "cpu"
-    else:
-        raise ArgumentError(
-            f"{name}: expected a tensor or an array, got {type(memory).__name__}", value=memory, remedy="pass a tensor"
-        )
     if not contiguous or not nbytes:
-        raise ArgumentError(
-            f"region {name!r}: {nbytes} bytes, {'' if contiguous else 'not '}contiguous",
-            value=name,
-            remedy="register contiguous memory of at least one byte",
-        )
+        problem = f"region {name!r}: {nbytes} bytes, {'' if contiguous else 'not '}contiguous"
+        raise ArgumentError(problem, name, "register contiguous memory of at least one byte")
     for other in others:
         if address < other.address + other.nbytes and other.address < address + nbytes:
-            raise ArgumentError(
-                f"region {name!r} overlaps region {other.name!r}, which is registered",
-                value=name,
-                remedy="register each piece of memory once",
-            )
+            problem = f"region {name!r} overlaps region {other.name!r}, which is registered"
+            raise ArgumentError(problem, name, "register each piece of memory once")
     return Region(index, str(name), address, nbytes, memory, device)
 
 
@@ -153,11 +143,8 @@ class Copies:
     def __attrs_post_init__(self) -> None:
         shapes = {one.shape for one in self.arrays()}
         if len(shapes) != 1 or self.lengths.ndim != 1:
-            raise ShapeError(
-                f"Copies: expected five arrays of one length, got shapes {[one.shape for one in self.arrays()]}",
-                value=shapes,
-                remedy="pass int64[n] for each",
-            )
+            problem = f"Copies: expected five arrays of one length, got shapes {[one.shape for one in self.arrays()]}"
+            raise ShapeError(problem, shapes, "pass int64[n] for each")
 
     def __repr__(self) -> str:
         return f"Copies({len(self)} rows, {self.nbytes} bytes)"
@@ -276,9 +263,8 @@ class Peer:
             TransferError: it is.
         """
         if self.lost is not None:
-            raise TransferError(
-                f"peer {self.instance} is gone: {self.lost}", value=self.instance, remedy="connect to its next instance"
-            )
+            problem = f"peer {self.instance} is gone: {self.lost}"
+            raise TransferError(problem, self.instance, "connect to its next instance")
 
 
 @final
@@ -409,9 +395,8 @@ def check_instance(instance: str) -> None:
     try:
         nonce(instance)
     except ValueError as error:
-        raise HandshakeError(
-            f"instance is {instance[:40]!r}", value=instance, remedy="introduce a worker by its engine's `instance`"
-        ) from error
+        problem = f"instance is {instance[:40]!r}"
+        raise HandshakeError(problem, instance, "introduce a worker by its engine's `instance`") from error
 
 
 class Engine(abc.ABC):
@@ -522,16 +507,10 @@ class Engine(abc.ABC):
         """
         self.check_owner("unregister")
         if self._regions.get(getattr(region, "index", -1)) is not region:
-            raise ArgumentError(
-                f"{region!r} is not registered here", value=region, remedy="pass what `register` returned, once"
-            )
+            raise ArgumentError(f"{region!r} is not registered here", region, "pass what `register` returned, once")
         if self._open:
-            raise TransferError(
-                f"{region.name} is unregistered while {len(self._open)} writes are open",
-                value=region.name,
-                remedy="poll, or drain, every handle first",
-                in_flight=True,
-            )
+            problem = f"{region.name} is unregistered while {len(self._open)} writes are open"
+            raise TransferError(problem, region.name, "poll, or drain, every handle first", in_flight=True)
         self._unregister(region)
         del self._regions[region.index]
 
@@ -560,18 +539,15 @@ class Engine(abc.ABC):
         theirs = Endpoint.from_bytes(endpoint)
         instance = theirs.instance
         if theirs.engine != self.name:
-            raise HandshakeError(
-                f"the peer speaks {theirs.engine}, this engine {self.name}",
-                value=theirs.engine,
-                remedy="open the same on both sides",
-            )
+            problem = f"the peer speaks {theirs.engine}, this engine {self.name}"
+            raise HandshakeError(problem, theirs.engine, "open the same on both sides")
         check_instance(instance)
         if instance == self.instance or instance in self._peers:
             raise HandshakeError(
                 f"the endpoint of instance {instance} is "
                 + ("this engine's own" if instance == self.instance else "connected already"),
-                value=instance,
-                remedy="connect once to each other engine; after a restart, to its new endpoint",
+                instance,
+                "connect once to each other engine; after a restart, to its new endpoint",
             )
         peer = Peer(instance, theirs.regions, theirs.secret)
         self._connect(peer, theirs.native)
@@ -612,7 +588,7 @@ class Engine(abc.ABC):
         self.check_owner("write")
         known: object = peer
         if not isinstance(known, Peer) or self._peers.get(peer.instance) is not peer:
-            raise ArgumentError(f"expected a peer of {self!r}, got {peer!r}", value=peer, remedy="connect to it first")
+            raise ArgumentError(f"expected a peer of {self!r}, got {peer!r}", peer, "connect to it first")
         peer.check_lost()
         self._check_tag(tag)
         sources, targets = _addresses(
@@ -682,23 +658,17 @@ class Engine(abc.ABC):
             TransferError: the engine is closed.
         """
         if threading.get_ident() != self._thread:
-            raise OwnerThreadError(
-                f"{operation} of {self!r} was called from thread {threading.current_thread().name!r}",
-                value=threading.current_thread().name,
-                remedy="make one engine per thread",
-            )
+            problem = f"{operation} of {self!r} was called from thread {threading.current_thread().name!r}"
+            raise OwnerThreadError(problem, threading.current_thread().name, "make one engine per thread")
         if self._closed:
-            raise TransferError(f"{operation} of {self!r}, which is closed", value=operation, remedy="open a new one")
+            raise TransferError(f"{operation} of {self!r}, which is closed", operation, "open a new one")
 
     def _check_tag(self, tag: object) -> None:
         if not isinstance(tag, bytes) or not 0 < len(tag) <= MOST_TAG_BYTES:
-            raise ArgumentError(
-                f"a tag is 1 to {MOST_TAG_BYTES} bytes, got {tag!r}", value=tag, remedy="pass a shorter one, as bytes"
-            )
+            problem = f"a tag is 1 to {MOST_TAG_BYTES} bytes, got {tag!r}"
+            raise ArgumentError(problem, tag, "pass a shorter one, as bytes")
         if tag in self._used or tag in self._open:
-            raise ArgumentError(
-                f"tag {tag!r} was used before", value=tag, remedy="give each write, also a retry, a new tag"
-            )
+            raise ArgumentError(f"tag {tag!r} was used before", tag, "give each write, also a retry, a new tag")
 
     def _end(self, handle: Handle) -> None:
         handle.drained = True
@@ -713,11 +683,8 @@ def _addresses(
 ) -> tuple[Ints, Ints]:
     """Address of each row here and there, int64[n] each; refuses rows outside, too many, and that overlap there."""
     if len(copies) > max_rows:
-        raise ArgumentError(
-            f"expected at most {max_rows} rows in one write of {name}, got {len(copies)}",
-            value=len(copies),
-            remedy="cut it with `transport.plan.chunked`",
-        )
+        problem = f"expected at most {max_rows} rows in one write of {name}, got {len(copies)}"
+        raise ArgumentError(problem, len(copies), "cut it with `transport.plan.chunked`")
     sources = _inside(here, copies.source_regions, copies.source_offsets, copies, "source", where)
     targets = _inside(there, copies.target_regions, copies.target_offsets, copies, "target", where)
     ends = targets + copies.lengths
@@ -727,11 +694,8 @@ def _addresses(
     overlaps = targets[order][1:] < ends[order][:-1]
     if overlaps.any():
         row = int(order[1:][overlaps][0])
-        raise ArgumentError(
-            f"row {row} of a write overlaps another row at its destination",
-            value=row,
-            remedy="name each destination once",
-        )
+        problem = f"row {row} of a write overlaps another row at its destination"
+        raise ArgumentError(problem, row, "name each destination once")
     return sources, targets
 
 
@@ -742,11 +706,8 @@ def _inside(regions: _ByIndex, indices: Ints, offsets: Ints, copies: Copies, sid
     present = indices[:1] if one_layer else np.unique(indices)
     for index in present.tolist():
         if index not in regions:
-            raise ArgumentError(
-                f"{side} region {index} is not registered",
-                value=index,
-                remedy="register memory before the endpoint is made, and use the indices of `Region`",
-            )
+            remedy = "register memory before the endpoint is made, and use the indices of `Region`"
+            raise ArgumentError(f"{side} region {index} is not registered", index, remedy)
     places = np.array([(regions[index].address, regions[index].nbytes) for index in present.tolist()], dtype=np.int64)
     begins, sizes = places[0].tolist() if one_layer else places[np.searchsorted(present, indices)].T
     there: Where = {**where, "operation": f"write ({side})"}
@@ -764,8 +725,8 @@ def check_trusted(why: str, trusted_network: bool) -> None:
     if trusted_network is not True:
         raise ArgumentError(
             f"{why}, and lets every caller of its port write into registered memory",
-            value=trusted_network,
-            remedy="keep all but the workers out by a firewall or a network namespace, and pass trusted_network=True; "
+            trusted_network,
+            "keep all but the workers out by a firewall or a network namespace, and pass trusted_network=True; "
             'or open "tcp", which lets in only who knows a secret',
         )
 
@@ -792,7 +753,7 @@ def open_engine(name: str = "tcp", **options: Any) -> Engine:
         TransferError: it is not installed here, or cannot be started; the message says what to install.
     """
     if name not in _HOMES:
-        raise ArgumentError(f"no engine is called {name!r}", value=name, remedy=one_of(ENGINES, name))
+        raise ArgumentError(f"no engine is called {name!r}", name, one_of(ENGINES, name))
     module, kind = _HOMES[name]
     engine: Engine = getattr(importlib.import_module(module), kind)(**options)
     return engine

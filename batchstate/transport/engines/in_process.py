@@ -136,7 +136,7 @@ def _moved_by_driver() -> Move:
         copied = driver.cuMemcpy(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes))
         status = copied or driver.cuStreamSynchronize(None)  # between device memories the copy returns before its end
         if status:
-            raise TransferError(f"CUDA does not copy {nbytes} bytes: error {status}", value=status, remedy="see cuda.h")
+            raise TransferError(f"CUDA does not copy {nbytes} bytes: error {status}", status, "see cuda.h")
 
     return move
 
@@ -300,11 +300,8 @@ class InProcessEngine(Engine):
         try:
             self.network.move = _moved_by_driver()
         except OSError as error:
-            raise TransferError(
-                f"{region.name} lies on {region.device}, which this engine reaches by CUDA's driver: {error}",
-                value=region.device,
-                remedy="register memory of the host, or of a CUDA device",
-            ) from error
+            problem = f"{region.name} lies on {region.device}, which this engine reaches by CUDA's driver: {error}"
+            raise TransferError(problem, region.device, "register memory of the host, or of a CUDA device") from error
 
     def _unregister(self, region: Region) -> None:
         pass
@@ -315,19 +312,15 @@ class InProcessEngine(Engine):
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
         reached = self.network.engines.get(peer.instance)
         if reached is None or reached.killed:
-            raise TransferError(
-                f"no engine {peer.instance} here", value=peer.instance, remedy="use one network for both sides"
-            )
+            raise TransferError(f"no engine {peer.instance} here", peer.instance, "use one network for both sides")
         if not invariants.peer_unknown.holds(reached._secret, peer.secret):
-            raise HandshakeError(
-                f"engine {peer.instance} has another secret", value=peer.instance, remedy="pass its own endpoint"
-            )
+            raise HandshakeError(f"engine {peer.instance} has another secret", peer.instance, "pass its own endpoint")
         peer.native = reached
 
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
         dice = self.network.dice
         if dice.random() < self.faults.refused:
-            raise TransferError("the write was refused", value=handle.tag, remedy="write again, with another tag")
+            raise TransferError("the write was refused", handle.tag, "write again, with another tag")
         fate = chosen(self.faults, dice)
         pieces = self.network.pieces(fate, copies, sources, targets)
         flight = Flight(self, handle.peer.native, handle, fate, pieces, fate.delay)

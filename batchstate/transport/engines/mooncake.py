@@ -252,9 +252,7 @@ class MooncakeEngine(Engine):
         before = _listeners() if self._local else {}
         status = engine.initialize(self._host, "P2PHANDSHAKE", "tcp", "")
         if status:
-            raise TransferError(
-                f"Mooncake did not start: {status}", value=status, remedy="set MC_LOG_LEVEL=INFO, and read why"
-            )
+            raise TransferError(f"Mooncake did not start: {status}", status, "set MC_LOG_LEVEL=INFO, and read why")
         if self._local:
             _tie_to_loopback(file for inode, file in _listeners().items() if inode not in before)
         return engine
@@ -262,27 +260,22 @@ class MooncakeEngine(Engine):
     def _registered(self, address: int, nbytes: int, what: str) -> None:
         status = self._natives[0].register_memory(address, nbytes)
         if status:
-            raise TransferError(
-                f"Mooncake did not register {what} ({nbytes} bytes): {status}",
-                value=status,
-                remedy="register each piece of memory with one engine of the process, once",
-            )
+            problem = f"Mooncake did not register {what} ({nbytes} bytes): {status}"
+            raise TransferError(problem, status, "register each piece of memory with one engine of the process, once")
 
     def _register(self, region: Region) -> None:
         if region.device != "cpu" and not getattr(self._module, "SUPPORT_CUDA", False):
             raise ArgumentError(
                 f"region {region.name!r} lies on {region.device}, and this build of Mooncake knows host memory only",
-                value=region.device,
-                remedy="register pinned host memory, or install a build for the device",
+                region.device,
+                "register pinned host memory, or install a build for the device",
             )
         self._registered(region.address, region.nbytes, repr(region.name))
 
     def _unregister(self, region: Region) -> None:
         status = self._natives[0].unregister_memory(region.address)
         if status:
-            raise TransferError(
-                f"Mooncake did not let {region.name!r} go: {status}", value=status, remedy="close the engine"
-            )
+            raise TransferError(f"Mooncake did not let {region.name!r} go: {status}", status, "close the engine")
 
     def _endpoint(self) -> bytes:
         mooncake = f"{self._host}:{self._natives[0].get_rpc_port()}"
@@ -303,17 +296,11 @@ class MooncakeEngine(Engine):
             self._opened[target] = peer.instance
             engine, found = self._natives[-1], np.zeros(INSTANCE_BYTES, dtype=np.uint8)
             if engine.transfer_sync_read(target, found.ctypes.data, fields["identity"], found.nbytes):
-                raise TransferError(
-                    f"{target} does not tell who it is",
-                    value=target,
-                    remedy="see that the peer runs; take its new endpoint",
-                )
+                problem = f"{target} does not tell who it is"
+                raise TransferError(problem, target, "see that the peer runs; take its new endpoint")
             if found.tobytes() != peer.instance.encode():
-                raise HandshakeError(
-                    f"behind {target} is not instance {peer.instance}",
-                    value=target,
-                    remedy="take the peer's new endpoint",
-                )
+                problem = f"behind {target} is not instance {peer.instance}"
+                raise HandshakeError(problem, target, "take the peer's new endpoint")
         except BaseException:
             connection.close()
             raise
@@ -416,11 +403,8 @@ def _tie_to_loopback(files: Iterable[int]) -> None:
             with socket.socket(fileno=os.dup(file)) as wire:
                 wire.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
     except OSError as error:
-        raise TransferError(
-            f"Mooncake's ports cannot be tied to the loopback: {error}",
-            value=error.errno,
-            remedy="use Linux 5.7 or newer, or name the host by which other machines reach this one",
-        ) from error
+        remedy = "use Linux 5.7 or newer, or name the host by which other machines reach this one"
+        raise TransferError(f"Mooncake's ports cannot be tied to the loopback: {error}", error.errno, remedy) from error
 
 
 def _end_natives(natives: list[Any], links: list[Link]) -> None:
@@ -433,15 +417,10 @@ def _loaded() -> ModuleType:
     for setting, values in CHANGED_BY.items():
         value = os.environ.get(setting)
         if value is not None and (values is None or value in values):
-            raise TransferError(
-                f"{setting}={value}: completed rows may not have landed", value=value, remedy=f"unset {setting}"
-            )
+            raise TransferError(f"{setting}={value}: completed rows may not have landed", value, f"unset {setting}")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         return importlib.import_module("mooncake.engine")
     except ImportError as error:
-        raise TransferError(
-            f"Mooncake cannot be loaded: {error}",
-            value=str(error),
-            remedy="pip install 'batchstate[mooncake]', and apt-get install libibverbs1 (slim: libnuma1 libcurl4)",
-        ) from error
+        remedy = "pip install 'batchstate[mooncake]', and apt-get install libibverbs1 (slim: libnuma1 libcurl4)"
+        raise TransferError(f"Mooncake cannot be loaded: {error}", str(error), remedy) from error

@@ -180,9 +180,8 @@ class Mailbox:
             self._socket.bind(self.path)
         except OSError as error:
             self.close()
-            raise TransferError(
-                f"no socket at {self.path}: {error}", value=self.path, remedy="set TMPDIR to a folder with a short path"
-            ) from error
+            problem = f"no socket at {self.path}: {error}"
+            raise TransferError(problem, self.path, "set TMPDIR to a folder with a short path") from error
 
     def __repr__(self) -> str:
         return f"Mailbox({self.path!r})"
@@ -339,11 +338,9 @@ class NixlEngine(Engine):
                 self._agent = self._nixl.nixlAgent(self.instance, config)
                 self._backends = [self._agent.createBackend("UCX", {} if self.has_port else _NO_PORT)]
             except self._errors as error:
-                raise TransferError(
-                    f"NIXL does not open UCX on interface {interface!r} with transports {wanted!r}: {error}",
-                    value=interface,
-                    remedy="name an interface that exists and transports that UCX has (`ucx_info -d` lists them)",
-                ) from error
+                problem = f"NIXL does not open UCX on interface {interface!r} with transports {wanted!r}: {error}"
+                remedy = "name an interface that exists and transports that UCX has (`ucx_info -d` lists them)"
+                raise TransferError(problem, interface, remedy) from error
         self._places: dict[int, _Place] = {}
         self._native: dict[int, Any] = {}
         self._mailbox = None if self.has_port else Mailbox(self.instance, self._secret, "".join(here()[:1]))
@@ -357,11 +354,8 @@ class NixlEngine(Engine):
         try:
             self._agent.registerMem(native, self._backends)
         except self._errors as error:
-            raise TransferError(
-                f"NIXL does not register {region}: {error}",
-                value=region.name,
-                remedy="name transports that reach it (`cuda` for device memory)",
-            ) from error
+            remedy = "name transports that reach it (`cuda` for device memory)"
+            raise TransferError(f"NIXL does not register {region}: {error}", region.name, remedy) from error
         self._native[region.index], self._places[region.index] = native, (kind, device)
 
     def _unregister(self, region: Region) -> None:
@@ -385,11 +379,9 @@ class NixlEngine(Engine):
         self._look(peer)
         peer.check_lost()
         if not (self.has_port or link.process.known):
-            raise HandshakeError(
-                f"peer {peer.instance} runs on another machine, or in another PID namespace",
-                value=peer.instance,
-                remedy="name an interface on both sides, or open tcp; shared memory joins processes of one machine",
-            )
+            problem = f"peer {peer.instance} runs on another machine, or in another PID namespace"
+            remedy = "name an interface on both sides, or open tcp; shared memory joins processes of one machine"
+            raise HandshakeError(problem, peer.instance, remedy)
         if (self._mailbox is None) != (not link.mailbox) or (link.mailbox and not os.path.exists(link.mailbox)):
             raise _no_endpoint(peer, "its tags go another way, or its mailbox is not in this file system")
         try:
@@ -436,11 +428,9 @@ class NixlEngine(Engine):
         except self._errors as error:
             self._notice_loss(peer, error)
             peer.check_lost()
-            raise TransferError(
-                f"NIXL refuses a write of {len(copies)} rows to {peer.instance}: {error}",
-                value=peer.instance,
-                remedy="connect to an endpoint made after the memory was registered, still registered there",
-            ) from error
+            problem = f"NIXL refuses a write of {len(copies)} rows to {peer.instance}: {error}"
+            remedy = "connect to an endpoint made after the memory was registered, still registered there"
+            raise TransferError(problem, peer.instance, remedy) from error
         try:
             self._agent.postXferReq(request.number, b"")
             request.mail = handle.tag if mailed else None  # not before: without its rows the tag must never go
@@ -525,9 +515,7 @@ class NixlEngine(Engine):
             rows[:, 2] = next(iter(places.values()))[1]
         kinds = {kind for kind, _ in places.values()}
         if len(kinds) > 1:
-            raise ArgumentError(
-                "one write with rows of host memory and of device memory", value=kinds, remedy="write them apart"
-            )
+            raise ArgumentError("one write with rows of host memory and of device memory", kinds, "write them apart")
         return self._nixl.nixlXferDList(self._kind(kinds.pop()), rows)
 
     def _look(self, peer: Peer) -> None:
@@ -556,9 +544,7 @@ def _bindings() -> Any:
         # The documented class, `nixl_agent`, always has its thread spin; what it wraps can be told not to.
         return importlib.import_module("nixl")._bindings
     except ImportError as error:
-        raise TransferError(
-            f"NIXL cannot be imported: {error}", value="nixl", remedy="pip install 'batchstate[nixl]'"
-        ) from error
+        raise TransferError(f"NIXL cannot be imported: {error}", "nixl", "pip install 'batchstate[nixl]'") from error
 
 
 def _settings(interface: str | None, tls: str) -> dict[str, str]:
@@ -585,6 +571,6 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 def _no_endpoint(peer: Peer, why: str) -> HandshakeError:
     return HandshakeError(
         f"the endpoint of {peer.instance} leads nowhere: {why}",
-        value=peer.instance,
-        remedy="pass what the other side's `endpoint()` returned",
+        peer.instance,
+        "pass what the other side's `endpoint()` returned",
     )

@@ -83,7 +83,7 @@ def as_bytes(memory: Memory, name: str) -> torch.Tensor:
     if isinstance(memory, torch.Tensor):
         return memory.detach().reshape(-1).view(torch.uint8)
     if not memory.flags.writeable:
-        raise ArgumentError(f"region {name!r} is read-only", value=name, remedy="register memory that can be written")
+        raise ArgumentError(f"region {name!r} is read-only", name, "register memory that can be written")
     return torch.from_numpy(memory.reshape(-1).view(np.uint8))
 
 
@@ -458,11 +458,8 @@ class TcpEngine(Engine):
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
         rows = in_order(copies)
         if len(rows) > MOST_CUT_ROWS:
-            raise ArgumentError(
-                f"{len(rows)} rows once long ones are cut; {MOST_CUT_ROWS} fit into a message",
-                value=len(rows),
-                remedy="cut the write with `transport.plan.chunked` and fewer `max_bytes`",
-            )
+            problem = f"{len(rows)} rows once long ones are cut; {MOST_CUT_ROWS} fit into a message"
+            raise ArgumentError(problem, len(rows), "cut the write with `transport.plan.chunked` and fewer `max_bytes`")
         handle.native = Job(handle.tag, rows, self._inbox.memories(), handle.peer.native)
         handle.peer.native.submit(handle.native)
 

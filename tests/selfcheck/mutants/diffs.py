@@ -51,7 +51,7 @@ class Change:
     """What is replaced in one function.
 
     Attributes:
-        where: `module:qualified.name`; the module is relative to `batchstate`, unless it begins with `tests`.
+        where: `module:qualified.name`; a module outside of `tests` and `examples` is one of `batchstate`.
         pieces: (before, after) pairs.
     """
 
@@ -66,7 +66,9 @@ class Change:
         """
         module, _, path = self.where.partition(":")
         try:
-            found: Any = importlib.import_module(module if module.startswith("tests.") else f"batchstate.{module}")
+            found: Any = importlib.import_module(
+                module if module.startswith(("tests.", "examples.")) else f"batchstate.{module}"
+            )
             for name in path.split("."):
                 found = inspect.getattr_static(found, name)
         except (ImportError, AttributeError):
@@ -239,7 +241,7 @@ def changed(where: str, before: str, after: str) -> Iterator[None]:
     """A window in which one piece of the library's source is another; for tests.
 
     Args:
-        where: `module:qualified.name`; the module is relative to `batchstate`, unless it begins with `tests`.
+        where: `module:qualified.name`; a module outside of `tests` and `examples` is one of `batchstate`.
         before: the piece, which must be in the function exactly once.
         after: what replaces it in the window.
     """
