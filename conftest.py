@@ -1,17 +1,22 @@
-"""Runs the Python examples of README.md and docs/ as tests.
+"""Fixtures of all tests, and the Python examples of README.md and docs/ as tests.
 
-Every fenced `python` block runs, top to bottom; the blocks of one page share their names, and `>>>` examples
-are compared with their output. What must not run says so, in a comment that readers of the page do not see:
+Every fenced `python` block of a page runs, top to bottom; the blocks of one page share their names, and `>>>` examples
+are compared with their output. A block that must not run says so, in a comment that readers of the page do not see:
 
     <!-- skip: next "needs an engine" -->
 """
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from batchstate.runtime import Runtime
+    from batchstate.testing import LateRuntime
 
 # Before torch is imported. Tests and the processes that they start share the cores: threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +38,38 @@ else:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device`: where the tests put the device side."""
     parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, race, sim")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """Name of the device under test."""
+    return str(request.config.getoption("--device"))
+
+
+@pytest.fixture
+def rt(device: str) -> Iterator["Runtime"]:
+    """A fresh runtime of the device under test, in its window."""
+    from batchstate.races.devices import open_device, window_of
+
+    with window_of(open_device(device)) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def full() -> Iterator[None]:
+    """Checks at level `full` for the length of a test."""
+    from batchstate import levels
+
+    with levels.checks("full"):
+        yield
+
+
+@pytest.fixture
+def late() -> "LateRuntime":
+    """A device of which the host knows nothing before it waits."""
+    from batchstate.testing import LateRuntime
+
+    return LateRuntime()
 
 
 LONGEST = """

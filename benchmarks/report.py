@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.comparisons import Absent, Row
 from benchmarks.counts import Count
-from examples.console import on_terminal
+from examples.console import has_rich, on_terminal
 
 HEADINGS = ("ours", "us", "baseline", "us", "ratio", "quartiles", "asked", "")
 LEFT = (0, 2, 7)
@@ -23,7 +23,7 @@ def show(machine: Mapping[str, Any], rows: Sequence[Row | Absent]) -> None:
         "Above 1 ours is faster, below 1 it is slower. "
         "Baselines do less: no generations, no double frees found, no fences, no checks of twins."
     )
-    if on_terminal(sys.stdout) and _has_rich():
+    if on_terminal(sys.stdout) and has_rich():
         _show_rich(note, rows)
     else:
         _show_plain(note, rows)
@@ -141,11 +141,3 @@ def _show_rich(note: str, rows: Sequence[Row | Absent]) -> None:
         for row in group:
             table.add_row(*(Text(cell) for cell in _cells(row)))
         console.print(table)
-
-
-def _has_rich() -> bool:
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True

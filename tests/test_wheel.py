@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_docs import ROOT, typed
+from tests.test_typed_at_the_prompt import ROOT, typed
 
 UNMET = re.compile(r";.*\bextra\b|platform_system|sys_platform|python_version <")
 """Requirements of an extra, or of other platforms."""

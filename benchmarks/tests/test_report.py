@@ -2,30 +2,26 @@
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchstate.levels import Level
 from batchstate.runtime import Runtime
 from benchmarks import plots
 from benchmarks.__main__ import main
-from benchmarks.builds.priced_checks import Import, Step, against_deleted, decode_step, of_cheap, of_full, whole_step
-from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
+from benchmarks.comparisons import Absent, Asked, Comparison, Row, run
 from benchmarks.counts import Count
 from benchmarks.curves import Curve, Measured, Point, Series
 from benchmarks.growth import growth_with_rows, pages_flat, slots_flat
 from benchmarks.machine import machine
 from benchmarks.report import show, show_counts, summary
-from benchmarks.suite import Results
+from benchmarks.suite import Results, comparisons
 from benchmarks.timing import Contender, Effort
-from benchmarks.whole_steps import EngineState, against_checks
+from benchmarks.whole_steps import EngineState
 
 TINY = Effort(rounds=5, sample_us=20)
 
@@ -130,33 +126,19 @@ def test_growth_is_measured_over_equal_work(rt: Runtime) -> None:
     assert one.limit == 4
 
 
-def test_levels_and_builds_are_priced(rt: Runtime) -> None:
-    """`cheap` against `off`, and `off` against the build without checks, with their limits; a copy shows the error."""
-    rows = [
-        row
-        for some in (partial(of_cheap, limit=1.12), of_full)
-        for row in run(rt, some(against_checks(rt, num_columns=4, rows=32)), TINY)
-    ]
-    assert [(one.baseline, one.limit) for one in rows] == [("checks cheap", 1.12), ("checks full", None)]
-    for make in (decode_step(4, rows=32), whole_step(4, rows=32)):
-        rows = run(rt, against_deleted(rt, "a step", make), TINY)
-        assert [(one.baseline, one.limit) for one in rows] == [
-            ("checks off", 1.01),
-            ("checks off, imported a second time", None),
-        ]
-
-
-def test_builds_that_differ_are_found(rt: Runtime) -> None:
-    """What the builds make is compared before they are timed."""
-    right = decode_step(4, rows=32)
-
-    def off_by_one(module: Import, runtime: Any) -> Step:
-        step = right(module, runtime)
-        unchecked = module("batchstate.batch").__name__.startswith("batchstate_unchecked")
-        return (lambda: step().advance("seq_lens", 1)) if unchecked else step
-
-    with pytest.raises(MismatchError, match="checks deleted: host side of seq_lens"):
-        run(rt, against_deleted(rt, "a step", off_by_one), TINY)
+def test_levels_are_priced_one_at_a_time(rt: Runtime) -> None:
+    """`cheap` and `full` each against `off`; `cheap` in pairs, with its limit."""
+    makers = comparisons(rt, quick=False)
+    asked = {}
+    for step in ("decode step, 12 columns", "whole step, 12 columns"):
+        for level in ("cheap", "full"):
+            comparison = makers[f"{step}, checks {level}"]()
+            assert isinstance(comparison, Comparison)
+            comparison.verify()
+            (pair,) = comparison.asks
+            assert pair == ("checks off", f"checks {level}")
+            asked[step, level] = (comparison.asks[pair].limit, comparison.paired)
+    assert list(asked.values()) == [(1.12, True), (None, False), (1.06, True), (None, False)]
 
 
 def test_a_whole_step_is_the_same_each_time(rt: Runtime) -> None:
@@ -231,12 +213,3 @@ def test_names_of_lines_keep_their_distance_and_their_order(wanted: list[float])
         assert sum(placed) == pytest.approx(sum(wanted), abs=1e-6)
     if all(b - a > 10 for a, b in pairwise(wanted)):
         assert placed == pytest.approx(wanted)
-
-
-def test_levels_in_the_process_are_left_alone(rt: Runtime) -> None:
-    """A build has a switch of its own."""
-    from batchstate.levels import checks, current_checks
-
-    with checks("full"):
-        against_deleted(rt, "a step", decode_step(3, rows=8))
-        assert current_checks() is Level.FULL

@@ -34,7 +34,7 @@ FIGURES = {
     "accepted_drafts",
     "prebuilt",
 }
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from tests.race_cases import CASES
 from tests.race_cases.tools import Says, Verdict
 from tests.race_cases.verdicts import Column, Made, Table
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 QUICK = Setting("cpu", quick=True)
 
 
@@ -106,7 +106,7 @@ def test_every_stage_has_a_file_and_every_file_is_a_stage() -> None:
     assert files == set(STAGES)
     for stage in STAGES.values():
         assert callable(importlib.import_module(stage.module).run)
-    assert not [name for name in suite.FILES if not (ROOT / "tests" / f"test_{name}.py").exists()]
+    assert not [file for file in suite.FILES if not (ROOT / file).exists()]
     assert len(set(suite.FILES)) == len(suite.FILES)
 
 
@@ -331,7 +331,7 @@ def test_processes_share_the_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for name in ("one", "two"):
         (tmp_path / "tests" / f"test_{name}.py").write_text(f"def test_{name}(): pass\n")
     monkeypatch.setattr(suite, "ROOT", tmp_path)
-    monkeypatch.setattr(suite, "FILES", ("one", "two"))
+    monkeypatch.setattr(suite, "FILES", ("tests/test_one.py", "tests/test_two.py"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
     started: list[list[str]] = []
     popen = subprocess.Popen

@@ -19,7 +19,7 @@ from examples.engine.forward import Forward
 from examples.engine.model import Model
 from examples.engine.scheduler import Scheduler, Turn
 from examples.engine.settings import EngineSettings
-from tests.engine_cases import (
+from examples.tests.engine_cases import (
     SMALL,
     Watch,
     assert_runs_ahead,

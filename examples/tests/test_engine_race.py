@@ -18,7 +18,7 @@ from examples.engine.attention import PagedKV
 from examples.engine.forward import Forward
 from examples.engine.scheduler import Scheduler
 from examples.engine.settings import EngineSettings
-from tests.engine_cases import (
+from examples.tests.engine_cases import (
     SMALL,
     busy,
     model_of,

@@ -34,9 +34,9 @@ from examples.disaggregated.prefill import PrefillWorker
 from examples.disaggregated.report import Report
 from examples.disaggregated.worker import Parts, agreed, requests_of, shared_of
 from examples.engine.model import Model
-from tests.engine_cases import model_of, right_answers
+from examples.tests.engine_cases import model_of, right_answers
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FIGURES = {
     "transport",
     "requests",
