@@ -2,7 +2,7 @@
 
     {invariant-table}         every invariant in one table
     {invariants}              each with its level, remedy, real bugs and mutants, in a section with an anchor
-    {command-options} NAME    the options of a command
+    {command-options} MODULE  the options of a command
     {attributes} MODULE:NAME  the attributes that the docstring of a class lists, with their types
     {error-classes}           the error classes, with the builtin that each derives from
     {race-cases} FILE         every race case, with what each tool said of it; FILE holds that, beside the page
@@ -146,12 +146,8 @@ class CommandOptions(FromCode):
 
     def markdown(self) -> list[str]:
         """Its summary, usage and options."""
-        name = self.arguments[0]
-        try:
-            command = importlib.import_module(f"batchstate.cli.{name}")
-        except ModuleNotFoundError:
-            raise self.error(f"no command {name!r}") from None
-        parser = argparse.ArgumentParser(prog=f"batchstate {name}", add_help=False)
+        command = importlib.import_module(self.arguments[0])
+        parser = argparse.ArgumentParser(add_help=False)
         command.add_arguments(parser)
         rows = []
         for action in parser._actions:
