@@ -22,11 +22,15 @@ def add_names(parser: argparse.ArgumentParser, kind: str, option: str) -> None:
     parser.add_argument(option, metavar="NAME", nargs=1, action="extend", dest="names", help=meaning)
 
 
-def add_device(parser: argparse.ArgumentParser, *, tools: bool = False) -> None:
-    """`--device D`, see `chosen_device`; with `tools`, D may be a tool of `batchstate.races.devices`."""
-    tool = "; race or race:cuda, the race detector; sim or sim:SCHEDULER, the simulated device" if tools else ""
-    meaning = f"cpu, cuda, cuda:1, ...{tool} (default: cuda where there is one)"
+def add_device(parser: argparse.ArgumentParser, tools: str = "") -> None:
+    """`--device D`; see `chosen_device`."""
+    meaning = f"cpu, cuda, cuda:1, ...{tools} (default: cuda where there is one)"
     parser.add_argument("--device", metavar="D", help=meaning)
+
+
+def add_device_or_tool(parser: argparse.ArgumentParser) -> None:
+    """`--device D`, where D may be a tool of `batchstate.races.devices`."""
+    add_device(parser, "; race or race:cuda, the race detector; sim or sim:SCHEDULER, the simulated device")
 
 
 def add_seed(parser: argparse.ArgumentParser, *, default: int | None = 0) -> None:

@@ -2,7 +2,7 @@
 
     {invariant-table}         every invariant in one table
     {invariants}              each with its level, remedy, real bugs and mutants, in a section with an anchor
-    {command-options} MODULE  the options of a command
+    {command-options} MODULE COMMAND  the options of a command of that module's `main`; COMMAND where it has several
     {attributes} MODULE:NAME  the attributes that the docstring of a class lists, with their types
     {error-classes}           the error classes, with the builtin that each derives from
     {race-cases} FILE         every race case, with what each tool said of it; FILE holds that, beside the page
@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import attrs
 from docutils import nodes
@@ -143,14 +144,16 @@ class CommandOptions(FromCode):
     """The options of one command, from its own parser."""
 
     required_arguments = 1
+    optional_arguments = 1
+    final_argument_whitespace = True
 
     def markdown(self) -> list[str]:
-        """Its summary, usage and options."""
-        command = importlib.import_module(self.arguments[0])
-        parser = argparse.ArgumentParser(add_help=False)
-        command.add_arguments(parser)
+        """Its summary and options."""
+        parser = parser_of(*self.arguments)
         rows = []
         for action in parser._actions:
+            if isinstance(action, argparse._HelpAction):
+                continue
             shown = ", ".join(action.option_strings)
             if not action.option_strings:
                 shown = str(action.metavar or action.dest)
@@ -158,8 +161,29 @@ class CommandOptions(FromCode):
                 value = action.metavar or "{" + ",".join(map(str, action.choices or (action.dest.upper(),))) + "}"
                 shown += f" {value}"
             rows.append((f"`{shown}`", one_line((action.help or "") % {**vars(action), "prog": parser.prog})))
-        summary = command.SUMMARY[:1].upper() + command.SUMMARY[1:]
-        return [f"{summary}.", "", *table(("option", "meaning"), rows)]
+        summary = parser.description or ""
+        return [f"{summary[:1].upper()}{summary[1:]}.", "", *table(("option", "meaning"), rows)]
+
+
+class ParserMadeError(Exception):
+    """Ends a command when its parser is made, which it has."""
+
+
+def parser_of(module: str, command: str = "") -> argparse.ArgumentParser:
+    """The parser by which `main` of a module reads the arguments of one of its commands."""
+
+    def ends(parser: argparse.ArgumentParser, *_: object) -> None:
+        raise ParserMadeError(parser)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", ends):
+        try:
+            importlib.import_module(module).main(["command"])
+        except ParserMadeError as made:
+            parser: argparse.ArgumentParser = made.args[0]
+    if command:
+        (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        parser = subparsers.choices[command]
+    return parser
 
 
 class Attributes(FromCode):

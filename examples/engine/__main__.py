@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--checks", choices=[level.value for level in Level], help="default: full; under a test tool cheap"
     )
-    options.add_device(parser, tools=True)
+    options.add_device_or_tool(parser)
     options.add_seed(parser)
     options.add_json(parser)
     return parser

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="histories that each machine tries (default: %(default)s)",
     )
     options.add_seed(parser, default=None)
-    options.add_device(parser, tools=True)
+    options.add_device_or_tool(parser)
     options.add_json(parser)
     options.add_report(parser)
 
