@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from batchstate.runtime import Runtime, open_runtime
 from batchstate.testing import LateRuntime
 from examples.traffic import (
     EngineSettings,
-    RunningBatch,
     TrafficEngine,
     TrafficProgress,
     TrafficReport,
@@ -183,32 +183,11 @@ def test_clock_jumps_over_silence(rt: Runtime) -> None:
     assert report.simulated_seconds > 1000
 
 
-def test_batch_has_at_least_12_columns() -> None:
-    """The batch is as wide as an engine's."""
-    assert len(RunningBatch.columns()) >= 12
-
-
-def test_request_that_can_never_run_is_refused() -> None:
-    """A request larger than all pages together is refused before anything runs."""
-    with pytest.raises(ArgumentError, match="needs 33 pages for 130 tokens; there are 30"):
-        run_traffic(workload((0, 100, 30)), settings=TINY)
-
-
 def test_request_as_large_as_the_pool_runs(rt: Runtime) -> None:
     """A request that needs every page runs, alone."""
     report = run_traffic(workload((0, 5, 5), (0, 100, 20), (0, 5, 5)), device=rt, settings=TINY)
     assert report.clean, report.broken
     assert report.finished == 3
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"max_running": 0}, {"page_size": 0}, {"num_pages": -1}, {"step_seconds": -1.0}, {"max_tokens_per_step": 7}],
-)
-def test_impossible_settings_are_refused(wrong: dict) -> None:
-    """Sizes of nothing, times before now and steps too small to decode raise a typed error that names the value."""
-    with pytest.raises(ArgumentError, match=str(next(iter(wrong.values())))):
-        attrs.evolve(TINY, **wrong)
 
 
 def test_progress_is_reported(rt: Runtime) -> None:
@@ -341,25 +320,19 @@ def test_bad_row_is_named(tmp_path: Path, rows: str, line: int, value: str | Non
     assert repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize("content", [b"", HEADER.encode(), HEADER.encode() + b"\n\n", bytes(range(256))])
+def test_a_file_without_requests_is_refused(tmp_path: Path, content: bytes) -> None:
+    """Empty files, headers alone and any bytes at all give a typed error."""
+    path = tmp_path / "trace.csv"
+    path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"trace\.csv"):
+        read_trace(path)
+
+
 def test_missing_column_is_named(tmp_path: Path) -> None:
     """A file without one of the columns raises an error that names it."""
     with pytest.raises(ArgumentError, match="no column GeneratedTokens"):
         read_trace(trace(tmp_path, "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46,3\n"))
-
-
-@pytest.mark.parametrize("text", ["", HEADER, HEADER + "\n\n"])
-def test_empty_trace_is_refused(tmp_path: Path, text: str) -> None:
-    """A file without requests raises an error."""
-    with pytest.raises(ArgumentError):
-        read_trace(trace(tmp_path, text))
-
-
-def test_binary_file_is_no_trace(tmp_path: Path) -> None:
-    """Any bytes at all give a typed error."""
-    path = tmp_path / "trace.csv"
-    path.write_bytes(bytes(range(256)))
-    with pytest.raises(ArgumentError):
-        read_trace(path)
 
 
 @given(st.text(max_size=60))
@@ -403,30 +376,43 @@ def test_fewer_requests_keep_the_load() -> None:
     assert len(fitted_workload(1)) == 1
 
 
-@pytest.mark.parametrize(("requests", "seed"), [(0, 0), (-3, 0), (3, -1)])
-def test_impossible_draws_are_refused(requests: int, seed: int) -> None:
-    """No requests, or a negative seed, raise a typed error."""
-    with pytest.raises(ArgumentError):
-        fitted_workload(requests, seed)
-
-
 def test_first_requests() -> None:
     """`first` keeps the earliest requests, or all when there are fewer."""
     workload = fitted_workload(10)
     assert workload.first(3).context_tokens.tolist() == workload.context_tokens[:3].tolist()
     assert len(workload.first(99)) == 10
-    with pytest.raises(ArgumentError):
-        workload.first(0)
+
+
+def rows(arrival: list[float], context: list[int], generated: list[int]) -> Workload:
+    """A workload of columns."""
+    return Workload(np.array(arrival), np.array(context, np.int64), np.array(generated, np.int64))
 
 
 @pytest.mark.parametrize(
-    ("arrival", "context", "generated"),
-    [([], [], []), ([0.0], [1, 2], [1]), ([1.0, 0.0], [1, 1], [1, 1]), ([0.0], [0], [1]), ([0.0], [1], [-1])],
+    ("refused", "message"),
+    [
+        (lambda: attrs.evolve(TINY, max_running=0), "max_running is 0"),
+        (lambda: attrs.evolve(TINY, num_pages=-1), "num_pages is -1"),
+        (lambda: attrs.evolve(TINY, step_seconds=-1.0), "step_seconds is -1.0"),
+        (lambda: attrs.evolve(TINY, max_tokens_per_step=7), "max_tokens_per_step is 7 and max_running 8"),
+        (lambda: run_traffic(workload((0, 100, 30)), settings=TINY), "needs 33 pages for 130 tokens; there are 30"),
+        (lambda: fitted_workload(0), "0 requests with seed 0"),
+        (lambda: fitted_workload(3, -1), "3 requests with seed -1"),
+        (lambda: fitted_workload(10).first(0), "0 requests"),
+        (lambda: draw_requests(fitted_workload(3), seed=-1), "seed is -1"),
+        (lambda: draw_requests(fitted_workload(3), aborts=1.1), "aborts is 1.1"),
+        (lambda: draw_requests(fitted_workload(3), aborts=float("nan")), "aborts is nan"),
+        (lambda: rows([], [], []), r"arrays of \(0, 0, 0\) rows"),
+        (lambda: rows([0.0], [1, 2], [1]), r"arrays of \(1, 2, 1\) rows"),
+        (lambda: rows([1.0, 0.0], [1, 1], [1, 1]), "out of order"),
+        (lambda: rows([0.0], [0], [1]), "context_tokens has a 0"),
+        (lambda: rows([0.0], [1], [-1]), "generated_tokens has a -1"),
+    ],
 )
-def test_inconsistent_workloads_are_refused(arrival: list, context: list, generated: list) -> None:
-    """A workload is not empty, has one row a request, in order, with at least a token in and out."""
-    with pytest.raises(ArgumentError):
-        Workload(np.array(arrival), np.array(context, np.int64), np.array(generated, np.int64))
+def test_impossible_values_are_refused(refused: Callable[[], object], message: str) -> None:
+    """Sizes, shares, seeds and workloads that cannot be meant raise a typed error that names the value."""
+    with pytest.raises(ArgumentError, match=message):
+        refused()
 
 
 def test_requests_carry_the_workload() -> None:
@@ -439,13 +425,6 @@ def test_requests_carry_the_workload() -> None:
     assert 60 < sum(one.hangs_up < np.inf for one in requests) < 140
     assert all(one.hangs_up >= one.arrival for one in requests)
     assert all(one.hangs_up == np.inf for one in draw_requests(workload))
-
-
-@pytest.mark.parametrize(("seed", "aborts"), [(-1, 0.0), (0, -0.1), (0, 1.1), (0, float("nan"))])
-def test_impossible_shares_are_refused(seed: int, aborts: float) -> None:
-    """A share outside 0 to 1, or a negative seed, raises a typed error."""
-    with pytest.raises(ArgumentError):
-        draw_requests(fitted_workload(3), seed=seed, aborts=aborts)
 
 
 # The command
