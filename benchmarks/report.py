@@ -44,24 +44,24 @@ def show_counts(counts: Sequence[Count]) -> None:
 
 def summary(rows: Sequence[Row | Absent | Count], *, quick: bool = False) -> str:
     """How many are as asked, and which are not."""
-    asked = [one for one in rows if not isinstance(one, Absent) and one.met is not None]
-    missed = [one for one in asked if not one.met]
+    asked = [row for row in rows if not isinstance(row, Absent) and row.met is not None]
+    missed = [row for row in asked if not row.met]
     lines = [
-        f"{sum(bool(one.met) for one in some)} of {len(some)} {what} as asked"
-        for what, kind in (("ratios", Row), ("counts", Count))
-        if (some := [one for one in asked if isinstance(one, kind)])
+        f"{sum(bool(row.met) for row in some)} of {len(some)} {name} as asked"
+        for name, kind in (("ratios", Row), ("counts", Count))
+        if (some := [row for row in asked if isinstance(row, kind)])
     ]
     if quick and lines:
         lines.append("a trial run: its ratios are noise")
     if missed:
         lines.append("missed:")
-    for one in missed:
-        if isinstance(one, Row):
-            lines.append(f"  {one.work}, against {one.baseline}: {_ratio(one)}, asked {_asked(one)}")
+    for row in missed:
+        if isinstance(row, Row):
+            lines.append(f"  {row.work}, against {row.baseline}: {_ratio(row)}, asked {_asked(row)}")
         else:
-            lines.append(f"  {one.work}: {one.counted} {one.count}, asked <= {one.limit}")
-    absent = [one for one in rows if isinstance(one, Absent)]
-    lines += [f"not measured: {one.task}, against {one.baseline}: not installed, {one.why}" for one in absent]
+            lines.append(f"  {row.work}: {row.counted} {row.count}, asked <= {row.limit}")
+    absent = [row for row in rows if isinstance(row, Absent)]
+    lines += [f"not measured: {row.task}, against {row.baseline}: not installed, {row.why}" for row in absent]
     return "\n".join(lines)
 
 
@@ -88,7 +88,7 @@ def _ratio(row: Row) -> str:
 
 
 def _rounded(row: Row, ratio: float) -> str:
-    """What is paired is exact enough for a third digit."""
+    """A paired ratio is exact enough for a third digit."""
     return f"{ratio:.{3 if row.paired else 2}f}"
 
 

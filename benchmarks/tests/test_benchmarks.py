@@ -139,7 +139,7 @@ def test_calls_of_a_step_are_counted_by_part(rt: Runtime) -> None:
 
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_rows_to_be_moved_are_adjacent_or_not_at_all(adjacent: bool) -> None:
-    """What is called scattered has no two adjacent rows on either side, in memory that holds them all."""
+    """Scattered rows have no two adjacent ones on either side, in memory that holds them all."""
     work = transfers.Work(64, 8, adjacent=adjacent)
     sources, targets, runs = transfers.tokens_of(work)
     for tokens in (np.sort(sources), np.sort(targets)):

@@ -38,7 +38,7 @@ QUICK = Setting("cpu", quick=True)
 
 
 def ran(name: str) -> Outcome:
-    """What came of a stage in this process, on a CPU, with small sizes."""
+    """The outcome of a stage in this process, on a CPU, with small sizes."""
     return child.run_here(name, QUICK)
 
 
@@ -47,7 +47,7 @@ def ran(name: str) -> Outcome:
 
 @pytest.mark.parametrize("device", ["cpu", "race", "race:prompt", "sim:lazy", "sim:pct"])
 def test_the_steps_have_no_race_and_the_right_tokens(device: str) -> None:
-    """What is measured is a program that a GPU may run: ordered, one step ahead, every token known to the host."""
+    """The measured program is one that a GPU may run: ordered, one step ahead, every token known to the host."""
     with window_of(open_device(device)) as runtime, checks("cheap"):
         serving = Serving(runtime, rows=12, churn=3)
         for _ in range(12):
@@ -114,7 +114,7 @@ def test_every_stage_has_a_file_and_every_file_is_a_stage() -> None:
 
 
 def test_a_stage_without_a_demand_has_failed() -> None:
-    """What asks for nothing proves nothing; what cannot run here says so, unless something was wrong before."""
+    """A stage that cannot run here says so, unless something was wrong before."""
     assert Notes().outcome().state == "failed"
     assert Notes(not_run="needs CUDA").outcome() == Outcome("not run", "needs CUDA")
     assert Notes(not_run="needs CUDA", problems=["wrong"]).outcome().state == "failed"
@@ -536,7 +536,7 @@ def test_a_page_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_figures_of_every_stage_have_a_line_and_a_page() -> None:
-    """What is there on CUDA alone too: kernels and copies of the profiler, the sanitizer, the rows, the tests."""
+    """Figures of CUDA alone too: kernels and copies of the profiler, the sanitizer, the rows, the tests."""
     step = {"dispatched": 1.0, "kernels": 1.0, "memsets": 0.0, "copies": {"HtoD, pinned": 1.0}, "calls": {}}
     row = {"work": "a|b", "ours_us": 1.0, "baseline": "c", "baseline_us": 4.0, "ratio": 4.0, "target": 5}
     absent = {**row, "baseline": "vLLM", "ours_us": None, "baseline_us": None, "ratio": None, "note": "not installed"}

@@ -60,7 +60,7 @@ def test_a_target_is_the_least_and_a_limit_the_most(asked: dict[str, float], met
 
 
 def test_pairs_may_be_asked_different_things(rt: Runtime) -> None:
-    """What is said of a pair stands above what is said of all; a pair that is not there is an error."""
+    """The demand on a pair stands above that on all; a pair that is not there is an error."""
     ours, others = [idle("a"), idle("b")], [idle("x"), idle("y")]
     comparison = Comparison("t", ours, others, lambda: None, target=0.001, asks={("a", "y"): Asked(limit=7)})
     rows = {(one.way, one.baseline): (one.target, one.limit) for one in run(rt, comparison, TINY)}
@@ -99,7 +99,7 @@ def test_what_is_not_installed_has_a_row_without_figures(rt: Runtime, capsys: py
 
 
 def test_the_summary_counts_and_names_what_is_missed(rt: Runtime, capsys: pytest.CaptureFixture) -> None:
-    """Of rows and of counts alike, with figure and wish; what is met is not named."""
+    """Rows and counts alike, with figure and wish; what is met is not named."""
     lines: Sequence[Row] = [row(2.0, target=1.0), row(2.0, target=5.0), row(2.0), row(2.0, limit=1.5)]
     counts = [Count("step", "copies", 1, 1), Count("step", "syncs", 3, 0), Count("step", "calls", 14)]
     text = summary([*lines, *counts]).splitlines()

@@ -1,4 +1,4 @@
-"""What the tests of the engine example share: models, requests, right answers, and an eye on the host."""
+"""Shared by the tests of the engine example: models, requests, right answers, and an eye on the host."""
 
 import functools
 import random
@@ -56,7 +56,7 @@ def some_requests(
 
 
 def right_answers(model: Model, requests: Sequence[Request], eos: Collection[int] = ()) -> list[list[int]]:
-    """What transformers answers; it is asked once for the same requests."""
+    """The answers of transformers; it is asked once for the same requests."""
     prompts = tuple(tuple(request.prompt) for request in requests)
     answers = _answers(model, prompts, tuple(request.max_new_tokens for request in requests), frozenset(eos))
     return [list(answer) for answer in answers]
@@ -81,7 +81,7 @@ def busy(engine: Engine) -> bool:
 
 
 def run_all(engine: Engine) -> None:
-    """What `Engine.run` does, but not for ever."""
+    """As `Engine.run`, but not for ever."""
     while busy(engine):
         engine.step()
 

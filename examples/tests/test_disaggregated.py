@@ -62,7 +62,7 @@ RIGHT = SECRET.encode()
 
 @pytest.fixture(autouse=True)
 def contained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the commands set for their process does not outlive a test."""
+    """Settings of the commands for their process do not outlive a test."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv(AUTHKEY, SECRET)
 

@@ -122,7 +122,7 @@ def test_guesses_are_the_same_in_both_modes(rt: Runtime, model: Model) -> None:
 
 
 def test_guesses_know_every_token(rt: Runtime, model: Model) -> None:
-    """What guesses are made from is each prompt, in chunks or prebuilt, and each answer as far as it is known."""
+    """Guesses are made from each prompt, in chunks or prebuilt, and each answer as far as it is known."""
     requests = some_requests(model, 6, seed=6, prebuilt_every=3)
     engine = started(rt, model, attrs.evolve(SMALL, overlap=False, max_tokens_per_step=7, num_drafts=3), requests)
     compared = 0

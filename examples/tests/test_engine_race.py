@@ -76,7 +76,7 @@ def test_cost_does_not_grow_with_the_run(device: str) -> None:
     assert long.accesses > 30_000  # of kernels and copies: metadata operations are none
 
 
-# What an engine may forget
+# Orders that an engine may forget
 
 Forget = Callable[[pytest.MonkeyPatch], None]
 

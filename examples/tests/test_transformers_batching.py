@@ -90,7 +90,7 @@ def test_tokens_are_the_same_when_pages_run_out(model: Any, monkeypatch: pytest.
 
 
 def settings() -> ContinuousBatchingConfig:
-    """Of short sessions, without what the example does not take over."""
+    """Settings of short sessions that the example takes over."""
     return ContinuousBatchingConfig(num_blocks=20, max_batch_tokens=64, use_cuda_graph=False, use_async_batching=False)
 
 
@@ -124,7 +124,7 @@ def processors(model: Any, batch_size: int) -> list[Any]:
 
 
 def kernel_inputs(processor: Any) -> dict[str, Any]:
-    """What a kernel with a block table takes; blocks are counted, since each side may choose which to use."""
+    """Inputs of a kernel with a block table; blocks are counted, since each side may choose which to use."""
     arguments = processor.inputs_and_outputs.get_model_kwargs()
     table = arguments.pop("block_table")[0].cpu().numpy()
     names = ("input_ids", "position_ids", "cu_seq_lens_q", "logits_indices")

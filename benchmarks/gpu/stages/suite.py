@@ -119,17 +119,17 @@ def _read(notes: Notes, reports: Sequence[Path]) -> None:
                 totals[name] += int(suite.get(name, 0))
         for case in root.iter("testcase"):
             for kind in ("failure", "error"):
-                for found in case.findall(kind):
-                    text = (found.get("message") or "") + "\n" + (found.text or "")
+                for skip in case.findall(kind):
+                    text = (skip.get("message") or "") + "\n" + (skip.text or "")
                     failed.append({"test": f"{case.get('classname')}::{case.get('name')}", "said": text[-LAST_WORDS:]})
-            for found in case.findall("skipped"):
-                why = found.get("message") or ""
+            for skip in case.findall("skipped"):
+                why = skip.get("message") or ""
                 skipped[why] = skipped.get(why, 0) + 1
     notes.figures |= totals
     notes.figures["why skipped"] = skipped
-    notes.figures["failed"] = [one["test"] for one in failed]
+    notes.figures["failed"] = [test["test"] for test in failed]
     notes.figures["first failures"] = failed[:FIRST_FAILURES]
     passed = totals["tests"] - totals["failures"] - totals["errors"] - totals["skipped"]
     notes.figures["passed"] = passed
     notes.require(passed > 0, "no test passed")
-    notes.require(not failed, f"{len(failed)} tests failed: {', '.join(one['test'] for one in failed[:5])}")
+    notes.require(not failed, f"{len(failed)} tests failed: {', '.join(test['test'] for test in failed[:5])}")
