@@ -92,7 +92,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; all workers have one order."""
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
+    places = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: (places.get(item.path.name, len(places)), item.path.suffix == ".md", item.path))
 
 

@@ -87,12 +87,14 @@ def _figure(curve: Measured, remark: str) -> "Figure":
     shown = [series for series in curve.series if not series.ours or SHOWN_LEVEL in series.way]
     colours = {True: cycle(OURS), False: cycle(OTHERS)}
     drawn = []
-    for one, marker in zip(shown, cycle(MARKERS), strict=False):
-        colour = next(colours[one.ours])
-        x, y = [point.x for point in one.points], [point.us for point in one.points]
-        axes.fill_between(x, [p.low for p in one.points], [p.high for p in one.points], color=colour, alpha=0.15, lw=0)
-        axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=2.2 if one.ours else 1.1)
-        drawn.append((one, colour))
+    for line, marker in zip(shown, cycle(MARKERS), strict=False):
+        colour = next(colours[line.ours])
+        x, y = [point.x for point in line.points], [point.us for point in line.points]
+        axes.fill_between(
+            x, [p.low for p in line.points], [p.high for p in line.points], color=colour, alpha=0.15, lw=0
+        )
+        axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=2.2 if line.ours else 1.1)
+        drawn.append((line, colour))
     axes.set_xscale("log")
     axes.set_yscale("log")
     sizes = sorted({point.x for series in shown for point in series.points})

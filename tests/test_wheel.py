@@ -31,13 +31,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def required(requirements: list[str]) -> Iterator[str]:
     """The installed distributions that these requirements bring, with all that they require."""
-    known: set[str] = set()
+    names: set[str] = set()
     while requirements:
         line = requirements.pop()
         name = re.split(r"[^\w.-]", line, maxsplit=1)[0]
-        if UNMET.search(line) or name in known:
+        if UNMET.search(line) or name in names:
             continue
-        known.add(name)
+        names.add(name)
         requirements += importlib.metadata.requires(name) or []
         yield name
 

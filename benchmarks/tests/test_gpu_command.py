@@ -182,7 +182,7 @@ def trace(*events: tuple[str, str]) -> list[dict[str, str]]:
 
 def test_events_of_a_trace_are_counted() -> None:
     """Kernels, memsets, copies by direction and memory, calls by name; what else is there is left out."""
-    found = profiler.counts_of(
+    counted = profiler.counts_of(
         trace(
             ("cpu_op", "aten::copy_"),
             ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)"),
@@ -196,7 +196,7 @@ def test_events_of_a_trace_are_counted() -> None:
             ("cuda_runtime", "cudaLaunchKernel"),
         )
     )
-    assert found == {
+    assert counted == {
         "kernels": 1,
         "memsets": 1,
         "copies": {"HtoD, pinned": 1, "HtoD, pageable": 1, "DtoH, pinned": 1, "DtoD": 1},
@@ -220,7 +220,7 @@ def test_what_a_step_may_be_on_cuda(figures: dict[str, Any], problem: str | None
     """One copy from pinned memory and one kernel: anything more, less or else is a problem."""
     notes = Notes()
     profiler.demand(notes, "a step", figures, kernels=1.0)
-    assert [problem in one for one in notes.problems if problem] == ([True] if problem else [])
+    assert [problem in said for said in notes.problems if problem] == ([True] if problem else [])
     assert bool(notes.problems) == (problem is not None)
 
 
@@ -272,8 +272,8 @@ def test_a_detector_that_errs_and_a_sanitizer_that_sees_nothing_are_found() -> N
     made = Made("2026-01-01", "a machine", "2.11")
     notes = Notes()
     race._detector(notes, "detector on CUDA", Column(made, wrong))
-    assert any("wrong about" in one for one in notes.problems)
-    assert any("failed in 1 cases" in one for one in notes.problems)
+    assert any("wrong about" in said for said in notes.problems)
+    assert any("failed in 1 cases" in said for said in notes.problems)
     for verdicts, problems in ((right, 0), (dict.fromkeys(right, Verdict(Says.NONE)), 1)):
         notes = Notes()
         race._sanitizer(notes, Table({"sanitizer": Column(made, verdicts)}))
@@ -284,11 +284,11 @@ def test_a_detector_that_errs_and_a_sanitizer_that_sees_nothing_are_found() -> N
 def test_a_watch_that_errs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong verdict of `watch_cuda` on an idiom fails the stage."""
     right = dict.fromkeys(idiom_verdicts.TOOLS["watched"], Verdict(Says.NONE))
-    found = Table({"watched": Column(Made("2026-01-01", "a machine", "2.11"), right)})
-    monkeypatch.setattr(idiom_verdicts, "table", lambda: found)
+    table = Table({"watched": Column(Made("2026-01-01", "a machine", "2.11"), right)})
+    monkeypatch.setattr(idiom_verdicts, "table", lambda: table)
     notes = Notes()
     race._idioms(notes)
-    assert any("watch_cuda is wrong about" in one for one in notes.problems)
+    assert any("watch_cuda is wrong about" in said for said in notes.problems)
     assert "watched: right about 36 of 70 idioms" in notes.figures["idioms"]["said"]
 
 
@@ -549,11 +549,11 @@ def test_figures_of_every_stage_have_a_line_and_a_page() -> None:
         "suite": totals,
         "capture": {"off": {"replays": 12}},
     }
-    outcomes = {name: Outcome("ok", "", one, 1.0) for name, one in figures.items()}
+    outcomes = {name: Outcome("ok", "", stage, 1.0) for name, stage in figures.items()}
     assert "1 kernel, 1 copy a step" in remark("profiler", outcomes["profiler"])
     assert "finds 3 of 108 races" in remark("race", outcomes["race"])
     report = {"device": "cuda", "date": "2026-01-02T03:04:05", "commit": "abc"}
-    markdown = page({**report, "stages": {name: attrs.asdict(one) for name, one in outcomes.items()}})
+    markdown = page({**report, "stages": {name: attrs.asdict(outcome) for name, outcome in outcomes.items()}})
     assert "# cuda, 2026-01-02" in markdown
     assert "| a\\|b | 1.0 | c | 4.0 | 4.00 | at least 5 |" in markdown
     assert "| a\\|b |  | vLLM |  | not installed | at least 5 |" in markdown

@@ -53,9 +53,9 @@ def row(ratio: float, **asked: float | None) -> Row:
 )
 def test_a_target_is_the_least_and_a_limit_the_most(asked: dict[str, float], met: bool | None) -> None:
     """A ratio of 2.0 against what is asked; rows say the same to readers and to machines."""
-    one = row(2.0, **asked)
-    assert one.met is met
-    assert one.as_json()["met"] is met
+    measured = row(2.0, **asked)
+    assert measured.met is met
+    assert measured.as_json()["met"] is met
     assert Asked(**asked).met_by(2.0, 1.0) is met
 
 
@@ -63,7 +63,9 @@ def test_pairs_may_be_asked_different_things(rt: Runtime) -> None:
     """The demand on a pair stands above that on all; a pair that is not there is an error."""
     ours, others = [idle("a"), idle("b")], [idle("x"), idle("y")]
     comparison = Comparison("t", ours, others, lambda: None, target=0.001, asks={("a", "y"): Asked(limit=7)})
-    rows = {(one.way, one.baseline): (one.target, one.limit) for one in run(rt, comparison, TINY)}
+    rows = {
+        (measured.way, measured.baseline): (measured.target, measured.limit) for measured in run(rt, comparison, TINY)
+    }
     assert rows == dict.fromkeys([("a", "x"), ("b", "x"), ("b", "y")], (0.001, None)) | {("a", "y"): (None, 7)}
     with pytest.raises(ValueError, match=r"\('y', 'a'\)"):
         Comparison("t", ours, others, lambda: None, asks={("y", "a"): Asked(target=1)})
@@ -78,18 +80,18 @@ def test_a_paired_ratio_is_the_median_of_rounds(rt: Runtime, monkeypatch: pytest
     others = np.array([11.0, 11.0, 36.0, 33.0, 33.0])
     monkeypatch.setattr(comparisons, "measure", lambda *_: [Times(ours, ours), Times(others, others)])
     for paired, ratio in ((True, 1.1), (False, 3.3)):
-        (one,) = run(rt, Comparison("t", [idle("a")], [idle("x")], lambda: None, paired=paired), TINY)
-        assert one.ratio == pytest.approx(ratio)
+        (measured,) = run(rt, Comparison("t", [idle("a")], [idle("x")], lambda: None, paired=paired), TINY)
+        assert measured.ratio == pytest.approx(ratio)
 
 
 def test_what_is_not_installed_has_a_row_without_figures(rt: Runtime, capsys: pytest.CaptureFixture) -> None:
     """Readers and machines see which peer was not measured, and why; it counts as no target."""
     absent = Absent("task", "packed", "an engine", "no module 'engine'")
-    found = absent.as_json()
-    assert found["work"] == "task: packed"
-    assert set(row(1.0).as_json()) - set(found) == {"ours_host_us", "baseline_host_us", "paired"}
-    assert (found["ours_us"], found["ratio"], found["met"]) == (None, None, None)
-    assert found["note"] == "not installed: no module 'engine'"
+    figures = absent.as_json()
+    assert figures["work"] == "task: packed"
+    assert set(row(1.0).as_json()) - set(figures) == {"ours_host_us", "baseline_host_us", "paired"}
+    assert (figures["ours_us"], figures["ratio"], figures["met"]) == (None, None, None)
+    assert figures["note"] == "not installed: no module 'engine'"
     show(machine(rt), [row(2.0), absent])
     printed = capsys.readouterr().out
     assert "not installed: no module 'engine'" in printed
@@ -120,10 +122,10 @@ def test_the_summary_counts_and_names_what_is_missed(rt: Runtime, capsys: pytest
 def test_growth_is_measured_over_equal_work(rt: Runtime) -> None:
     """Small and large give back all they took, and their ratio is limited."""
     for make, limit in ((slots_flat, 1.5), (pages_flat, 1.5)):
-        (one,) = run(rt, make(rt, small=512, large=1_024), TINY)
-        assert (one.limit, one.paired) == (limit, True)
-    (one,) = run(rt, growth_with_rows(rt, few=64, many=256, num_columns=4), TINY)
-    assert one.limit == 4
+        (measured,) = run(rt, make(rt, small=512, large=1_024), TINY)
+        assert (measured.limit, measured.paired) == (limit, True)
+    (measured,) = run(rt, growth_with_rows(rt, few=64, many=256, num_columns=4), TINY)
+    assert measured.limit == 4
 
 
 def test_levels_are_priced_one_at_a_time(rt: Runtime) -> None:
@@ -170,12 +172,12 @@ def test_a_curve_has_every_way_at_every_size(rt: Runtime) -> None:
         return Comparison("t", [idle("a")], [idle("x")], lambda: None)
 
     measured = Curve("c", "n", {1: make, 2: lambda: Absent("t", "a", "x", "gone"), 4: make}).measured(rt, TINY)
-    assert [(one.way, one.ours, [point.x for point in one.points]) for one in measured.series] == [
+    assert [(series.way, series.ours, [point.x for point in series.points]) for series in measured.series] == [
         ("a", True, [1, 4]),
         ("x", False, [1, 4]),
     ]
-    for one in measured.series:
-        assert all(point.low <= point.us <= point.high for point in one.points)
+    for series in measured.series:
+        assert all(point.low <= point.us <= point.high for point in series.points)
     assert Results(scaling=[measured]).as_json()["scaling"][0]["series"][0]["points"][1]["x"] == 4
 
 

@@ -228,8 +228,8 @@ class Watch:
         batch = self._run(step)
         assert step.forward_done is not None
         results: Fence = self._downloads[-1].done if len(self._downloads) > asked else step.forward_done
-        unread = [*(one.results for one in self.launches), results]
-        self.launches.append(Launch(step, results, [], ended, sum(not one.query() for one in unread)))
+        unread = [*(launch.results for launch in self.launches), results]
+        self.launches.append(Launch(step, results, [], ended, sum(not fence.query() for fence in unread)))
         return batch
 
     def _noted_download(self, *args: Any, **kwargs: Any) -> Download:

@@ -122,8 +122,8 @@ def _kv_on_two_streams(patch: pytest.MonkeyPatch) -> None:
         kv: PagedKV = zeros(cls, config, location_capacity, **where)
         other = RUNTIME[0].stream("allocator")
         with RUNTIME[0].use(other):
-            for one in (*kv.keys, *kv.values):
-                one.zero_()
+            for memory in (*kv.keys, *kv.values):
+                memory.zero_()
         return kv
 
     patch.setattr(PagedKV, "zeros", classmethod(made_elsewhere))
@@ -147,10 +147,10 @@ def test_what_an_engine_forgets_is_found(
     """An engine that leaves out one order is stopped, and told between which two lines it is missing."""
     RUNTIME[:] = [race]
     forget(monkeypatch)
-    with pytest.raises(Race) as found:
+    with pytest.raises(Race) as caught:
         serve(race, TIGHT, 10)
-    assert found.value.code is Code.RACE
-    report = found.value.report
+    assert caught.value.code is Code.RACE
+    report = caught.value.report
     assert kind is None or report.kind is kind, report
     assert report.first.lane != report.second.lane
     assert ".py:" in report.first.site

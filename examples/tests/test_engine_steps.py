@@ -87,7 +87,7 @@ def awaits_itself(run: Callable[..., RunningBatch], forward: Forward, step: Step
 
 
 @pytest.mark.parametrize(
-    ("accident", "num_drafts", "found"),
+    ("accident", "num_drafts", "message"),
     [
         (synchronizes, 0, "the host waited for the whole device"),
         (resolves, 3, "unread when step|waited for something"),
@@ -99,14 +99,14 @@ def test_accidental_waits_are_found(
     lagging_model: Model,
     monkeypatch: pytest.MonkeyPatch,
     accident: Callable[..., RunningBatch],
-    found: str,
+    message: str,
     num_drafts: int,
 ) -> None:
     """The assertions of the test before fail once a forward waits for the device, for its results or for its end."""
     run = Forward.run
     monkeypatch.setattr(Forward, "run", lambda forward, step: accident(run, forward, step))
     watch = watched(late, lagging_model, attrs.evolve(ROOMY, num_drafts=num_drafts), monkeypatch)
-    with pytest.raises(AssertionError, match=found):
+    with pytest.raises(AssertionError, match=message):
         assert_runs_ahead(watch)
 
 

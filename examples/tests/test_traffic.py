@@ -171,7 +171,7 @@ def test_long_prompt_is_computed_in_chunks(rt: Runtime) -> None:
     lengths = []
     while run.step():
         batch = run.engine.batch
-        lengths.append({one.request_id: batch.seq_lens.np[row] for row, one in enumerate(batch.requests)})
+        lengths.append({request.request_id: batch.seq_lens.np[row] for row, request in enumerate(batch.requests)})
     assert [at[1] for at in lengths if 1 in at] == [23, 46, 50]
     assert [at[0] for at in lengths if 0 in at] == list(range(2, 12))
 
@@ -420,11 +420,11 @@ def test_requests_carry_the_workload() -> None:
     workload = fitted_workload(400, 1)
     requests = draw_requests(workload, seed=2, aborts=0.25)
     again = draw_requests(workload, seed=2, aborts=0.25)
-    assert [one.answer_tokens for one in requests] == workload.generated_tokens.tolist()
-    assert [one.sampling for one in requests] == [one.sampling for one in again]
-    assert 60 < sum(one.hangs_up < np.inf for one in requests) < 140
-    assert all(one.hangs_up >= one.arrival for one in requests)
-    assert all(one.hangs_up == np.inf for one in draw_requests(workload))
+    assert [request.answer_tokens for request in requests] == workload.generated_tokens.tolist()
+    assert [request.sampling for request in requests] == [request.sampling for request in again]
+    assert 60 < sum(request.hangs_up < np.inf for request in requests) < 140
+    assert all(request.hangs_up >= request.arrival for request in requests)
+    assert all(request.hangs_up == np.inf for request in draw_requests(workload))
 
 
 # The command
