@@ -73,10 +73,9 @@ def late() -> "LateRuntime":
 
 
 LONGEST = """
-    mutants machines sim_schedulers race_machines transport_engines twins sim_engine cuda_on_sim disaggregated
-    overlap_machine fuzz interrupts transport_faults benchmarks gpu_command engine_race pytest_plugin engine_machine
-    watch foreign_writes engine_command engine engine_model unchecked twin_ops watch_cuda transformers_async twin_hooks
-    benchmark_report wheel cli
+    mutants machines sim_schedulers race_machines transport_engines twins sim_engine cuda_on_sim overlap_machine fuzz
+    interrupts transport_faults pytest_plugin engine_machine watch foreign_writes short_runs twin_ops watch_cuda
+    transformers_async twin_hooks wheel
 """
 """Test files of five seconds and more. They run first, so that no process is left with one of them alone in the end."""
 

@@ -235,6 +235,7 @@ def test_a_deleted_statement_is_found(name: str, statement: str, between: tuple[
     assert between in {where(race) for race in rt.races}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("owner", "statement"),
     [
