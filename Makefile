@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo disaggregated transformers traffic test lint format types docs pytest fuzz mutants bench gpu peers wheel pins clean
+.PHONY: help setup demo disaggregated transformers traffic test nightly lint format types docs pytest fuzz mutants bench gpu peers wheel pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -87,6 +87,9 @@ docs: $(READY)  ## the documentation as HTML in docs/_build/html; a warning is a
 
 pytest: $(READY)  ## tests and the documentation's examples
 	$(PY) -m pytest $(ON_DEVICE) $(PARALLEL) $(ARGS)
+
+nightly: $(READY)  ## every test: those of benchmarks and examples too, sweeps and long runs included
+	$(PY) -m pytest $(ON_DEVICE) $(PARALLEL) -m "" tests benchmarks/tests examples/tests $(ARGS)
 
 fuzz: $(READY)  ## look for a batch history that breaks an invariant
 	@$(PY) -m tests.selfcheck fuzz $(ON_DEVICE) $(ARGS)

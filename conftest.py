@@ -1,17 +1,22 @@
-"""Runs the Python examples of README.md and docs/ as tests.
+"""Fixtures of all tests, and the Python examples of README.md and docs/ as tests.
 
-Every fenced `python` block runs, top to bottom; the blocks of one page share their names, and `>>>` examples
-are compared with their output. What must not run says so, in a comment that readers of the page do not see:
+Every fenced `python` block of a page runs, top to bottom; the blocks of one page share their names, and `>>>` examples
+are compared with their output. A block that must not run says so, in a comment that readers of the page do not see:
 
     <!-- skip: next "needs an engine" -->
 """
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from batchstate.runtime import Runtime
+    from batchstate.testing import LateRuntime
 
 # Before torch is imported. Tests and the processes that they start share the cores: threads would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,11 +40,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, race, sim")
 
 
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """Name of the device under test."""
+    return str(request.config.getoption("--device"))
+
+
+@pytest.fixture
+def rt(device: str) -> Iterator["Runtime"]:
+    """A fresh runtime of the device under test, in its window."""
+    from batchstate.races.devices import open_device, window_of
+
+    with window_of(open_device(device)) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def full() -> Iterator[None]:
+    """Checks at level `full` for the length of a test."""
+    from batchstate import levels
+
+    with levels.checks("full"):
+        yield
+
+
+@pytest.fixture
+def late() -> "LateRuntime":
+    """A device of which the host knows nothing before it waits."""
+    from batchstate.testing import LateRuntime
+
+    return LateRuntime()
+
+
 LONGEST = """
-    mutants machines sim_schedulers race_machines transport_engines twins sim_engine cuda_on_sim disaggregated
-    overlap_machine fuzz interrupts transport_faults benchmarks gpu_command engine_race pytest_plugin engine_machine
-    watch foreign_writes engine_command engine engine_model unchecked twin_ops watch_cuda transformers_async twin_hooks
-    benchmark_report wheel cli
+    mutants machines sim_schedulers race_machines transport_engines twins sim_engine cuda_on_sim overlap_machine fuzz
+    interrupts transport_faults pytest_plugin engine_machine watch foreign_writes short_runs twin_ops watch_cuda
+    transformers_async twin_hooks wheel
 """
 """Test files of five seconds and more. They run first, so that no process is left with one of them alone in the end."""
 
@@ -55,7 +91,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; all workers have one order."""
-    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST.split())}
+    places = {f"test_{name}.py": number for number, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: (places.get(item.path.name, len(places)), item.path.suffix == ".md", item.path))
 
 

@@ -1,4 +1,4 @@
-"""What requests cost when they arrive: a whole prefill step, and the single calls on handles, against plain Python."""
+"""The cost of arriving requests: a whole prefill step, and the single calls on handles, against plain Python."""
 
 from collections import deque
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Prefill:
     def __init__(self, runtime: Runtime, prompts: list[list[int]]) -> None:
         n = len(prompts)
         self._runtime, self._kind = runtime, declared(COLUMNS)
-        self._prompts = [np.array(one) for one in prompts]
+        self._prompts = [np.array(prompt) for prompt in prompts]
         in_flight = runtime.steps_in_flight
         self._slots = SlotPool(runtime, in_flight * n)
         table = self._slots.table("req_to_token", (PAGES * PAGE_SIZE,), torch.int32, holds="location")
@@ -47,7 +47,7 @@ class Prefill:
         )
         relay = FutureMap(self._slots, {"last": relay_field(torch.int64, read_by="both")})
         self._planner = StepPlanner(self._kind, pages=self._pages, relay=relay, ids="last")
-        self._queries = np.array([len(one) for one in prompts])
+        self._queries = np.array([len(prompt) for prompt in prompts])
         self._running: deque[Fence] = deque(maxlen=in_flight)
         self._values = {
             name: np.zeros(n, column.np_dtype)
@@ -76,12 +76,12 @@ def prefill(runtime: Runtime, num_requests: int = REQUESTS) -> Comparison:
 
     def verify() -> None:
         for _ in range(3):
-            require_equal_inputs([*(one.step for one in ours.values()), loop.step])
+            require_equal_inputs([*(engine.step for engine in ours.values()), loop.step])
 
     name = "checks cheap"
     return Comparison(
         task=f"prefill of {num_requests:,} x {START} tokens",
-        ours=[Contender(f"checks {level.value}", one.step, level) for level, one in ours.items()],
+        ours=[Contender(f"checks {level.value}", engine.step, level) for level, engine in ours.items()],
         baselines=[Contender(loop.name, loop.step)],
         verify=verify,
         asks={(name, loop.name): Asked(limit_us=PREFILLS_US.get(num_requests))},

@@ -17,7 +17,7 @@ class MismatchError(Exception):
 @final
 @attrs.frozen
 class Asked:
-    """What is asked of a ratio, or of our own time.
+    """The demand on a ratio, or on our own time.
 
     Attributes:
         target: the least that the ratio may be, or None.
@@ -75,7 +75,7 @@ class Comparison:
             raise ValueError(f"{self.task}: something is asked of {unknown}, and there are {sorted(pairs)}")
 
     def asked_of(self, way: str, baseline: str) -> Asked:
-        """What is asked of a pair."""
+        """The demand on a pair."""
         return self.asks.get((way, baseline), Asked(self.target, self.limit))
 
 
@@ -98,7 +98,7 @@ class Absent:
 
     @property
     def work(self) -> str:
-        """What would be done, and how we would do it."""
+        """The work, and our way to do it."""
         return f"{self.task}: {self.way}"
 
     def as_json(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Row:
 
     @property
     def work(self) -> str:
-        """What is done, and how we do it: no two works of one run have the same."""
+        """The work, and our way to do it: no two works of one run have the same."""
         return f"{self.task}: {self.way}"
 
     @property
@@ -183,7 +183,7 @@ def run(runtime: Runtime, comparison: Comparison, effort: Effort) -> list[Row]:
     ]
 
 
-def require_equal(what: str, ours: object, others: object) -> None:
+def require_equal(value: str, ours: object, others: object) -> None:
     """Two arrays, or what numpy makes of it, with the same dtype, shape and values.
 
     Raises:
@@ -192,7 +192,7 @@ def require_equal(what: str, ours: object, others: object) -> None:
     mine, theirs = np.asarray(ours), np.asarray(others)
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape or not np.array_equal(mine, theirs):
         raise MismatchError(
-            f"{what}: ours is {mine.dtype}{list(mine.shape)}, the baseline's {theirs.dtype}{list(theirs.shape)}"
+            f"{value}: ours is {mine.dtype}{list(mine.shape)}, the baseline's {theirs.dtype}{list(theirs.shape)}"
             + (", with other values" if (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) else "")
         )
 

@@ -1,4 +1,4 @@
-"""What a whole decode step costs in things that can be counted, which do not vary with the machine."""
+"""The cost of a whole decode step in things that can be counted, which do not vary with the machine."""
 
 import sys
 from collections import Counter
@@ -17,7 +17,7 @@ from benchmarks.timing import no_collector
 from benchmarks.whole_steps import EngineState
 
 COLUMNS = (2, 12, 40)
-"""Of the batches whose steps are counted."""
+"""Columns of the batches whose steps are counted."""
 
 LIMITS = {
     "host_to_device_copies": 1,

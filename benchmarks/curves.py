@@ -60,7 +60,7 @@ class Series:
 @final
 @attrs.frozen
 class Curve:
-    """What is swept.
+    """The sweeps.
 
     Attributes:
         name: what is done; names files too.

@@ -118,7 +118,9 @@ class Scene:
 
     def packed_contenders(self) -> list[Contender]:
         """The step as this library does it, at two levels of checks."""
-        return [Contender(f"packed, checks {one.value}", self.packed_step, one) for one in (Level.CHEAP, Level.OFF)]
+        return [
+            Contender(f"packed, checks {level.value}", self.packed_step, level) for level in (Level.CHEAP, Level.OFF)
+        ]
 
     def twins(self, kind: HostKind) -> "TwinStep":
         """The step as the baseline does it."""
@@ -171,7 +173,7 @@ class TwinStep:
 
     @property
     def name(self) -> str:
-        """What the host side is."""
+        """The kind of the host side."""
         return self.running.kind.name
 
     @property
@@ -213,7 +215,7 @@ def against_twins(runtime: Runtime, *, num_columns: int, rows: int = 256, churn:
             for name, run in ways
             for level in (Level.CHEAP, Level.OFF)
         ],
-        baselines=[Contender(one.name, one.step) for one in twins],
+        baselines=[Contender(way.name, way.step) for way in twins],
         verify=lambda: scene.verify(twins),
         asks=_asked(runtime, num_columns, rows),
     )
@@ -226,13 +228,13 @@ def against_stable_rows(runtime: Runtime, *, num_columns: int, rows: int = 256, 
     return Comparison(
         task=f"decode step, {num_columns} columns, {rows} rows",
         ours=scene.packed_contenders(),
-        baselines=[Contender(one.name, one.step) for one in others],
+        baselines=[Contender(way.name, way.step) for way in others],
         verify=lambda: scene.verify(others),
     )
 
 
 def against_checks(runtime: Runtime, *, num_columns: int, rows: int = 256, churn: int = 5) -> Comparison:
-    """What checks add: the ratio is a step at a level to a step without checks."""
+    """The cost of checks: the ratio is a step at a level to a step without checks."""
     scene = Scene.of(runtime, num_columns=num_columns, rows=rows, churn=churn)
     return Comparison(
         task=f"decode step, {num_columns} columns, {rows} rows",
@@ -243,12 +245,12 @@ def against_checks(runtime: Runtime, *, num_columns: int, rows: int = 256, churn
 
 
 def _asked(runtime: Runtime, num_columns: int, rows: int) -> dict[tuple[str, str], Asked]:
-    """What is asked of the packed step, at both levels, against tensors: more on a device that is not the host."""
+    """The demands on the packed step, at both levels, against tensors: more on a device that is not the host."""
     targets = {12: 8.0 if runtime.device.type == "cuda" else 5.0, 40: 12.0}
     if rows != 256 or num_columns not in targets:
         return {}
     asked = Asked(target=targets[num_columns])
-    return {(f"packed, checks {one.value}", TENSORS.name): asked for one in (Level.CHEAP, Level.OFF)}
+    return {(f"packed, checks {level.value}", TENSORS.name): asked for level in (Level.CHEAP, Level.OFF)}
 
 
 def _values(
@@ -298,7 +300,7 @@ def against_floors(runtime: Runtime, *, num_columns: int, rows: int = 256, churn
 
 
 def bytes_of_a_step(scene: Scene) -> int:
-    """What the packed step sends, alignment included."""
+    """Bytes that the packed step sends, alignment included."""
     before = scene.runtime.counters.snapshot()
     scene.packed_step()
     return (scene.runtime.counters - before).host_to_device_bytes

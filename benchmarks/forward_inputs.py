@@ -35,9 +35,9 @@ class Prompts(Batch):
 
 
 def types_and_grids(prompts: list[Ints]) -> tuple[list[npt.NDArray[np.int32]], list[Ints]]:
-    """Of each request the types of its tokens, int32[n], and their places in a grid, int64[n, 3]."""
-    types = [(one % 2).astype(np.int32) for one in prompts]
-    return types, [np.stack((one, one, one), axis=1) for one in prompts]
+    """Types of each request's tokens, int32[n], and their places in a grid, int64[n, 3]."""
+    types = [(prompt % 2).astype(np.int32) for prompt in prompts]
+    return types, [np.stack((prompt, prompt, prompt), axis=1) for prompt in prompts]
 
 
 @final
@@ -47,7 +47,7 @@ class Deferred:
     def __init__(self, runtime: Runtime, prompts: list[Ints]) -> None:
         self._runtime, self._prompts = runtime, prompts
         self._types, self._grids = types_and_grids(prompts)
-        self._lens = np.array([len(one) for one in prompts])
+        self._lens = np.array([len(prompt) for prompt in prompts])
         n, most = len(prompts), -(-int(self._lens.max()) // PAGE_SIZE)
         slots = SlotPool(runtime, n)
         self.pages = PagePool(runtime, slots, n * most, PAGE_SIZE, max_tokens_per_request=most * PAGE_SIZE)
@@ -102,7 +102,7 @@ class CopyPerField:
     def step(self) -> dict[str, torch.Tensor]:
         """The inputs of a step, on the forward's stream."""
         prompts = self._prompts
-        lens = np.array([len(one) for one in prompts])
+        lens = np.array([len(prompt) for prompt in prompts])
         starts = np.zeros(len(prompts) + 1, dtype=np.int32)
         np.cumsum(lens, out=starts[1:])
         ids = np.concatenate(prompts)
@@ -139,13 +139,13 @@ def deferred_against_copies(runtime: Runtime, *, num_requests: int = 16, num_tok
     theirs = CopyPerField(runtime, prompts, first.pages.page_table[first.batch.slots.np])
 
     def verify() -> None:
-        wanted, found = first.step(), theirs.step()
-        for name, tensor in found.items():
+        wanted, inputs = first.step(), theirs.step()
+        for name, tensor in inputs.items():
             require_equal(name, wanted[name].cpu(), tensor.cpu())
 
     return Comparison(
         task=f"inputs of prompts with types and grid, {num_requests} x {num_tokens} tokens",
-        ours=[Contender(f"deferred, checks {level.value}", one.step, level) for level, one in ours.items()],
+        ours=[Contender(f"deferred, checks {level.value}", way.step, level) for level, way in ours.items()],
         baselines=[Contender("a copy per field on the scheduling stream", theirs.step)],
         verify=verify,
     )
@@ -192,7 +192,7 @@ class Engine:
 
 def overlapped_against_synchronous(runtime: Runtime, *, busy_us: int, num_requests: int = 64) -> Comparison:
     """The same steps with one in flight and with none."""
-    overlapped, synchronous = (Engine(runtime, num_requests, busy_us, overlapped=one) for one in (True, False))
+    overlapped, synchronous = (Engine(runtime, num_requests, busy_us, overlapped=mode) for mode in (True, False))
 
     def verify() -> None:
         for _ in range(2 * PAGE_SIZE):

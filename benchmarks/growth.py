@@ -51,7 +51,7 @@ def pages_flat(runtime: Runtime, *, small: int = 1_000, large: int = 4_000_000, 
     return _flat("PagePool", f"{n} pages", {size: _pages(runtime, size, n) for size in (small, large)})
 
 
-def _flat(pool: str, what: str, turnovers: dict[int, Turnover]) -> Comparison:
+def _flat(pool: str, work: str, turnovers: dict[int, Turnover]) -> Comparison:
     (small, (few, _)), (large, (many, _)) = turnovers.items()
 
     def verify() -> None:
@@ -60,7 +60,7 @@ def _flat(pool: str, what: str, turnovers: dict[int, Turnover]) -> Comparison:
             require_equal(f"free in the {pool} of {size:,}", free(), size)
 
     return Comparison(
-        task=f"{pool}: take and return {what}, of {small:,} against of {large:,}",
+        task=f"{pool}: take and return {work}, of {small:,} against of {large:,}",
         ours=[Contender(f"of {small:,}, checks cheap", few, Level.CHEAP)],
         baselines=[Contender(f"of {large:,}, checks cheap", many, Level.CHEAP)],
         verify=verify,

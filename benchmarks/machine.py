@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine of the figures."""
 
 import datetime
 import os
@@ -31,11 +31,13 @@ def machine(runtime: Runtime) -> dict[str, Any]:
 
 def _commit() -> str:
     """The commit that was measured, with a `+` where the sources differ from it; empty outside of a repository."""
-    place = Path(__file__).parent
+    folder = Path(__file__).parent
 
     def git(*words: str) -> str | None:
         try:
-            result = subprocess.run(["git", *words], cwd=place, capture_output=True, text=True, check=False, timeout=30)
+            result = subprocess.run(
+                ["git", *words], cwd=folder, capture_output=True, text=True, check=False, timeout=30
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return result.stdout.strip() if result.returncode == 0 else None

@@ -17,7 +17,7 @@ OTHERS = ("#D55E00", "#007A5A", "#A8508B", "#8A6500", "#555555", "#B03060")
 """Told apart with each kind of colour blindness, by their markers too, and dark enough to be read as text on white."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SHOWN_LEVEL = "checks cheap"
-"""Of our ways those at this level are drawn, the default; the figures have the others as well."""
+"""Our ways are drawn at this level, the default; the figures have the others as well."""
 
 WIDTH, HEIGHT = 9.0, 4.6
 ROOM_FOR_LABELS = 0.63
@@ -84,18 +84,20 @@ def _figure(curve: Measured, remark: str) -> "Figure":
 
     figure = Figure(figsize=(WIDTH, HEIGHT))
     axes = figure.add_axes((0.08, 0.13, ROOM_FOR_LABELS, 0.72))
-    shown = [one for one in curve.series if not one.ours or SHOWN_LEVEL in one.way]
+    shown = [series for series in curve.series if not series.ours or SHOWN_LEVEL in series.way]
     colours = {True: cycle(OURS), False: cycle(OTHERS)}
     drawn = []
-    for one, marker in zip(shown, cycle(MARKERS), strict=False):
-        colour = next(colours[one.ours])
-        x, y = [point.x for point in one.points], [point.us for point in one.points]
-        axes.fill_between(x, [p.low for p in one.points], [p.high for p in one.points], color=colour, alpha=0.15, lw=0)
-        axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=2.2 if one.ours else 1.1)
-        drawn.append((one, colour))
+    for line, marker in zip(shown, cycle(MARKERS), strict=False):
+        colour = next(colours[line.ours])
+        x, y = [point.x for point in line.points], [point.us for point in line.points]
+        axes.fill_between(
+            x, [p.low for p in line.points], [p.high for p in line.points], color=colour, alpha=0.15, lw=0
+        )
+        axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=2.2 if line.ours else 1.1)
+        drawn.append((line, colour))
     axes.set_xscale("log")
     axes.set_yscale("log")
-    sizes = sorted({point.x for one in shown for point in one.points})
+    sizes = sorted({point.x for series in shown for point in series.points})
     axes.set_xticks(sizes, [_short(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -117,19 +119,19 @@ def _label(figure: "Figure", axes: "Axes", drawn: Sequence[tuple[Series, str]]) 
 
     FigureCanvasAgg(figure).draw()  # type: ignore[no-untyped-call]  # limits are final now
     points_a_pixel = 72 / figure.dpi
-    ends = sorted(drawn, key=lambda one: one[0].points[-1].us)
-    wanted = [float(axes.transData.transform((1, one.points[-1].us))[1]) * points_a_pixel for one, _ in ends]
-    for (one, colour), at, height in zip(ends, wanted, apart(wanted, LINE_HEIGHT), strict=True):
-        last = one.points[-1]
+    ends = sorted(drawn, key=lambda series: series[0].points[-1].us)
+    wanted = [float(axes.transData.transform((1, series.points[-1].us))[1]) * points_a_pixel for series, _ in ends]
+    for (series, colour), at, height in zip(ends, wanted, apart(wanted, LINE_HEIGHT), strict=True):
+        last = series.points[-1]
         axes.annotate(
-            one.way.removesuffix(f", {SHOWN_LEVEL}"),
+            series.way.removesuffix(f", {SHOWN_LEVEL}"),
             (last.x, last.us),
             (14, height - at),
             textcoords="offset points",
             color=colour,
             va="center",
             fontsize=8,
-            fontweight="bold" if one.ours else "normal",
+            fontweight="bold" if series.ours else "normal",
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3},
             annotation_clip=False,
         )
@@ -141,8 +143,8 @@ def apart(wanted: Sequence[float], least: float) -> list[float]:
     Places that touch become a group around the mean of what its members want.
     """
     groups: list[list[float]] = []  # of each: the members' wanted places, as if each stood where the first does
-    for i, place in enumerate(wanted):
-        groups.append([place - i * least])
+    for i, height in enumerate(wanted):
+        groups.append([height - i * least])
         while len(groups) > 1 and _mean(groups[-2]) > _mean(groups[-1]):
             groups[-2:] = [groups[-2] + groups[-1]]
     firsts = [_mean(group) for group in groups for _ in group]

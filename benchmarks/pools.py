@@ -102,7 +102,7 @@ def pages_against_lists(runtime: Runtime, *, size: int, n: int) -> Comparison:
         ],
         baselines=[_turnover(other, n) for other in lists],
         verify=verify,
-        asks={(name, LinkedBlocks.name): one for name, one in asked.items()},
+        asks={(name, LinkedBlocks.name): limits for name, limits in asked.items()},
     )
 
 
@@ -133,7 +133,7 @@ def pages_of_random_sizes(runtime: Runtime, *, size: int) -> Comparison:
 
 @final
 class Mixed:
-    """What is taken and returned in random sizes and order, by the ways of one pool or list.
+    """Entries taken and returned in random sizes and order, by the ways of one pool or list.
 
     Attributes:
         held: what each of the holders has.
@@ -160,21 +160,21 @@ class Mixed:
         Raises:
             MismatchError: a number has two holders.
         """
-        numbers = [self._numbers(one) for one in self.held]
+        numbers = [self._numbers(handles) for handles in self.held]
         everything = [number for some in numbers for number in some]
         require_equal("numbers that are held", sorted(everything), sorted(set(everything)))
         return [len(some) for some in numbers]
 
 
 def _of_random_sizes(
-    what: str,
+    work: str,
     size: int,
     ours: Sequence[tuple[str, Level, Mixed]],
     kinds: Sequence[Callable[..., FreeListBaseline]],
     runtime: Runtime,
     check: Callable[[], None],
 ) -> Comparison:
-    lists = [(one.name, Mixed(one.take, one.free, one.numbers)) for one in _lists(kinds, runtime, size)]
+    lists = [(kind.name, Mixed(kind.take, kind.free, kind.numbers)) for kind in _lists(kinds, runtime, size)]
 
     def verify() -> None:
         everyone = [*(mixed for _, _, mixed in ours), *(mixed for _, mixed in lists)]
@@ -184,7 +184,7 @@ def _of_random_sizes(
         check()
 
     return Comparison(
-        task=f"64 times return and take 1 to 64 of {size:,} {what}",
+        task=f"64 times return and take 1 to 64 of {size:,} {work}",
         ours=[Contender(name, mixed.run, level) for name, level, mixed in ours],
         baselines=[Contender(name, mixed.run) for name, mixed in lists],
         verify=verify,
@@ -196,7 +196,7 @@ def all_numbers(
 ) -> list[int]:
     """Everything that can be taken after a few turns, sorted; n may be half of `size` at most.
 
-    Of every two ways to keep numbers 1 to `size` the result is the same: each number once.
+    Any two ways to keep numbers 1 to `size` have the same result: each number once.
     """
     for _ in range(3):
         first, second = take(n), take(n)
@@ -245,8 +245,8 @@ def _tokens(num_pages: int) -> Any:
 
 def _lists(kinds: Sequence[Callable[..., FreeListBaseline]], runtime: Runtime, size: int) -> list[FreeListBaseline]:
     lists = [kind(size, runtime.device) for kind in kinds]
-    for one in lists:
-        shuffled(one, size)
+    for free_list in lists:
+        shuffled(free_list, size)
     return lists
 
 

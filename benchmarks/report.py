@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.comparisons import Absent, Row
 from benchmarks.counts import Count
-from examples.console import on_terminal
+from examples.console import has_rich, on_terminal
 
 HEADINGS = ("ours", "us", "baseline", "us", "ratio", "quartiles", "asked", "")
 LEFT = (0, 2, 7)
@@ -23,7 +23,7 @@ def show(machine: Mapping[str, Any], rows: Sequence[Row | Absent]) -> None:
         "Above 1 ours is faster, below 1 it is slower. "
         "Baselines do less: no generations, no double frees found, no fences, no checks of twins."
     )
-    if on_terminal(sys.stdout) and _has_rich():
+    if on_terminal(sys.stdout) and has_rich():
         _show_rich(note, rows)
     else:
         _show_plain(note, rows)
@@ -44,24 +44,24 @@ def show_counts(counts: Sequence[Count]) -> None:
 
 def summary(rows: Sequence[Row | Absent | Count], *, quick: bool = False) -> str:
     """How many are as asked, and which are not."""
-    asked = [one for one in rows if not isinstance(one, Absent) and one.met is not None]
-    missed = [one for one in asked if not one.met]
+    asked = [row for row in rows if not isinstance(row, Absent) and row.met is not None]
+    missed = [row for row in asked if not row.met]
     lines = [
-        f"{sum(bool(one.met) for one in some)} of {len(some)} {what} as asked"
-        for what, kind in (("ratios", Row), ("counts", Count))
-        if (some := [one for one in asked if isinstance(one, kind)])
+        f"{sum(bool(row.met) for row in some)} of {len(some)} {name} as asked"
+        for name, kind in (("ratios", Row), ("counts", Count))
+        if (some := [row for row in asked if isinstance(row, kind)])
     ]
     if quick and lines:
         lines.append("a trial run: its ratios are noise")
     if missed:
         lines.append("missed:")
-    for one in missed:
-        if isinstance(one, Row):
-            lines.append(f"  {one.work}, against {one.baseline}: {_ratio(one)}, asked {_asked(one)}")
+    for row in missed:
+        if isinstance(row, Row):
+            lines.append(f"  {row.work}, against {row.baseline}: {_ratio(row)}, asked {_asked(row)}")
         else:
-            lines.append(f"  {one.work}: {one.counted} {one.count}, asked <= {one.limit}")
-    absent = [one for one in rows if isinstance(one, Absent)]
-    lines += [f"not measured: {one.task}, against {one.baseline}: not installed, {one.why}" for one in absent]
+            lines.append(f"  {row.work}: {row.counted} {row.count}, asked <= {row.limit}")
+    absent = [row for row in rows if isinstance(row, Absent)]
+    lines += [f"not measured: {row.task}, against {row.baseline}: not installed, {row.why}" for row in absent]
     return "\n".join(lines)
 
 
@@ -88,7 +88,7 @@ def _ratio(row: Row) -> str:
 
 
 def _rounded(row: Row, ratio: float) -> str:
-    """What is paired is exact enough for a third digit."""
+    """A paired ratio is exact enough for a third digit."""
     return f"{ratio:.{3 if row.paired else 2}f}"
 
 
@@ -141,11 +141,3 @@ def _show_rich(note: str, rows: Sequence[Row | Absent]) -> None:
         for row in group:
             table.add_row(*(Text(cell) for cell in _cells(row)))
         console.print(table)
-
-
-def _has_rich() -> bool:
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -54,7 +54,7 @@ class ReadBack:
     def step(self) -> Array:
         """A step; returns its slots."""
         rows = torch.from_numpy(np.flatnonzero(self._keep)).to(self._device, non_blocking=True)
-        moved = {name: torch.cat([one[rows], self._joining[name]]) for name, one in self._running.items()}
+        moved = {name: torch.cat([column[rows], self._joining[name]]) for name, column in self._running.items()}
         moved["seq_lens"] += 1
         self._forwards.wait(self._before)  # the copy comes behind the forward that runs
         slots: Array = moved["slots"].cpu().numpy()

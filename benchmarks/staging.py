@@ -1,7 +1,7 @@
 """KV of one prompt on its way into paged host memory: written there directly, or received in one piece and copied.
 
 Engines without a direct transfer receive a prompt in a buffer that lies in one piece, and copy its rows to their pages
-when all are there. What is timed is how long a first decode step has to wait for its KV: the time to first token,
+when all are there. The time is that for which a first decode step waits for its KV: the time to first token,
 without the forwards. Both ways run over the same engine, with the same checks, from the same pages of the sender.
 """
 
@@ -70,12 +70,12 @@ class Arrival:
 
     def traffic(self) -> dict[str, int]:
         """Bytes of host memory that each way reads and writes on both sides, by the writes and copies it makes."""
-        found = {}
+        written = {}
         for way, move in ((DIRECT, self.direct), (STAGED, self.staged)):
             sent, copied = self._link.sent, self.copied
             move()
-            found[way] = 2 * (self._link.sent - sent + self.copied - copied)
-        return found
+            written[way] = 2 * (self._link.sent - sent + self.copied - copied)
+        return written
 
 
 def measured(runtime: Runtime, transport: str, effort: Effort, *, quick: bool) -> tuple[list[Row], list[Count]]:

@@ -77,7 +77,7 @@ class Steady:
         return self._kind.build(self._runtime, slots=self._pages.take_requests(lengths), **self._columns(lengths))
 
     def _columns(self, lengths: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """What requests of these lengths have besides slots."""
+        """Columns of requests of these lengths, besides slots."""
         return {"seq_lens": lengths, **{name: np.zeros(lengths.size, dtype) for name, dtype in self._others}}
 
     def _plan(self) -> PlannedStep:
@@ -123,7 +123,7 @@ def against_request_loops(runtime: Runtime, *, num_requests: int, churn: bool = 
 
     def verify() -> None:
         for _ in range(2 * PAGE_SIZE):
-            require_equal_inputs([one.step for one in (*ours.values(), *others, *floors)])
+            require_equal_inputs([way.step for way in (*ours.values(), *others, *floors)])
 
     index = REQUESTS[:4].index(num_requests) if num_requests in REQUESTS[:4] else None
     asks = {}
@@ -132,11 +132,11 @@ def against_request_loops(runtime: Runtime, *, num_requests: int, churn: bool = 
         for name, ratios in TARGETS.items():
             target = None if churn else ratios[index]
             asks[_ours(Level.CHEAP), name] = Asked(target=target, limit_us=limit_us)
-    what = "decode step with churn" if churn else "decode step"
+    step = "decode step with churn" if churn else "decode step"
     return Comparison(
-        task=f"{what}, {num_requests:,} requests",
-        ours=[Contender(_ours(level), one.step, level) for level, one in ours.items()],
-        baselines=[Contender(one.name, one.step) for one in (*others, *floors)],
+        task=f"{step}, {num_requests:,} requests",
+        ours=[Contender(_ours(level), way.step, level) for level, way in ours.items()],
+        baselines=[Contender(way.name, way.step) for way in (*others, *floors)],
         verify=verify,
         asks=asks,
     )
@@ -149,11 +149,11 @@ def _ours(level: Level) -> str:
 def require_equal_inputs(steps: list[Callable[[], Inputs]]) -> None:
     """One step of each: the same ids, positions and lengths, and a place for each token where its position says."""
     wanted, *others = [step() for step in steps]
-    places = [one.places.cpu().numpy().astype(np.int64) for one in (wanted, *others)]
+    places = [inputs.places.cpu().numpy().astype(np.int64) for inputs in (wanted, *others)]
     for other in others:
         for name in ("ids", "positions", "kv_lens"):
             mine, theirs = getattr(wanted, name), getattr(other, name)
             require_equal(name, mine.cpu().to(torch.int64), theirs.cpu().to(torch.int64))
-    for found in places:
-        require_equal("place in its page", found % PAGE_SIZE, places[0] % PAGE_SIZE)
-        require_equal("places of their own", np.unique(found).size, found.size)
+    for locations in places:
+        require_equal("place in its page", locations % PAGE_SIZE, places[0] % PAGE_SIZE)
+        require_equal("places of their own", np.unique(locations).size, locations.size)

@@ -1,4 +1,4 @@
-"""What is measured. Comparisons are made one at a time, when their turn comes: some hold a million objects.
+"""The suite. Comparisons are made one at a time, when their turn comes: some hold a million objects.
 
 To add one, give `comparisons` a name and a function that makes it. A way that needs a package which is not there is
 an `Absent`; it gets a row that says so.
@@ -15,7 +15,6 @@ import torch
 from batchstate.errors import TransferError
 from batchstate.runtime import Runtime
 from benchmarks import arrivals, curves, forward_inputs, staging, steady_steps, transfers, whole_steps
-from benchmarks.builds.priced_checks import NOTHING_LEFT, against_deleted, decode_step, of_cheap, of_full, whole_step
 from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
 from benchmarks.counts import COLUMNS, Count, counted_calls, counted_steps
 from benchmarks.decode_steps import against_checks, against_floors, against_stable_rows, against_twins
@@ -44,7 +43,7 @@ TRANSPORT = "nixl"
 @final
 @attrs.define
 class Results:
-    """What was measured so far.
+    """Measurements so far.
 
     Attributes:
         lines: our ways against those of others.
@@ -89,19 +88,16 @@ def comparisons(runtime: Runtime, *, quick: bool) -> Mapping[str, Make]:
     for n in columns:
         makers[f"decode step, {n} columns"] = partial(against_twins, runtime, num_columns=n)
     for n in columns[:1] if quick else columns:
-        for what, levels, limit in (
+        for step, levels, limit in (
             ("decode step", against_checks, 1.12),
             ("whole step", whole_steps.against_checks, 1.06),
         ):
-            for level, some in (("cheap", partial(of_cheap, limit=limit)), ("full", of_full)):
-                makers[f"{what}, {n} columns, checks {level}"] = partial(_priced, some, levels, runtime, n)
-        for what, make, asked in (("decode", decode_step(n), NOTHING_LEFT), ("whole", whole_step(n), Asked())):
-            name = f"{what} step, {n} columns"
-            makers[f"{name}, builds"] = partial(against_deleted, runtime, name, make, asked)
+            for level, asked in (("cheap", Asked(limit=limit)), ("full", Asked())):
+                makers[f"{step}, {n} columns, checks {level}"] = partial(_priced, levels, level, asked, runtime, n)
     for n in steady_steps.REQUESTS[:1] if quick else steady_steps.REQUESTS:
-        for what, churn in (("decode step", False), ("decode step with churn", True)):
+        for step, churn in (("decode step", False), ("decode step with churn", True)):
             make_steady = partial(steady_steps.against_request_loops, runtime, num_requests=n, churn=churn)
-            makers[f"{what}, {n:,} requests"] = make_steady
+            makers[f"{step}, {n:,} requests"] = make_steady
     makers["inputs of prompts"] = partial(forward_inputs.deferred_against_copies, runtime)
     for busy in forward_inputs.FORWARD_US[:1] if quick else forward_inputs.FORWARD_US:
         overlap = partial(forward_inputs.overlapped_against_synchronous, runtime, busy_us=busy)
@@ -128,7 +124,7 @@ def comparisons(runtime: Runtime, *, quick: bool) -> Mapping[str, Make]:
 def works(runtime: Runtime, *, quick: bool, hour: Workload | None = None) -> list[Work]:
     """Everything. `quick` leaves out the hour of traffic, and makes samples few and short.
 
-    Of the transports only the default is here; `python -m benchmarks.transfers` has all.
+    Only the default transport is here; `python -m benchmarks.transfers` has all.
     """
     effort = curves.QUICK if quick else curves.SWEEP
     some = [
@@ -143,15 +139,20 @@ def works(runtime: Runtime, *, quick: bool, hour: Workload | None = None) -> lis
     if not quick:
         some.append(Work("the example engine", lambda results: results.lines.append(example_engine(runtime))))
     some += [
-        Work(f"scaling of {one}", partial(_sweep, runtime, one, effort)) for one in curves.curves(runtime, quick=quick)
+        Work(f"scaling of {curve}", partial(_sweep, runtime, curve, effort))
+        for curve in curves.curves(runtime, quick=quick)
     ]
     return some
 
 
 def _priced(
-    some: Callable[[Comparison], Comparison], levels: Callable[..., Comparison], runtime: Runtime, num_columns: int
+    levels: Callable[..., Comparison], level: str, asked: Asked, runtime: Runtime, num_columns: int
 ) -> Comparison:
-    return some(levels(runtime, num_columns=num_columns))
+    """One level against `off`, `full` by itself since its long steps would allow `cheap` few rounds."""
+    comparison = levels(runtime, num_columns=num_columns)
+    (baseline,) = (each for each in comparison.baselines if each.name == f"checks {level}")
+    asks = {("checks off", baseline.name): asked}
+    return attrs.evolve(comparison, baselines=[baseline], asks=asks, paired=level == "cheap")
 
 
 def _compare(runtime: Runtime, make: Make, quick: bool, results: Results) -> None:

@@ -178,9 +178,9 @@ class _Sampler:
         self._checks = contender.checks
         self._runs = 1
         self.sample()  # first runs allocate and compile
-        _, one = self.sample()
-        self._runs = max(1, int(effort.sample_us / one))
-        self.us = (2 + self._runs) * one
+        _, us = self.sample()
+        self._runs = max(1, int(effort.sample_us / us))
+        self.us = (2 + self._runs) * us
 
     def sample(self) -> tuple[float, float]:
         """Microseconds a run, on the host and in all."""

@@ -48,7 +48,7 @@ class Receiver:
         self._engine.register(self._memory, "rows")
 
     def endpoints(self) -> tuple[bytes, Any]:
-        """Of our engine and of the bare one."""
+        """The address of our engine, and that of the bare one."""
         return self._engine.endpoint(), self._bare.endpoint()
 
     def fill(self, value: int) -> None:
@@ -56,7 +56,7 @@ class Receiver:
         self._memory[:] = value
 
     def digest(self, nbytes: int | None = None) -> bytes:
-        """Of every byte, or of the first."""
+        """A digest of every byte, or of the first."""
         return digest(self._memory[:nbytes])
 
     def copy_rows(self, first: int, targets: Ints, nbytes: int) -> int:
@@ -72,7 +72,7 @@ class Receiver:
 
 
 def digest(memory: Bytes) -> bytes:
-    """Of every byte."""
+    """A digest of every byte."""
     return blake2b(memory.data).digest()
 
 

@@ -28,7 +28,7 @@ from benchmarks.transfer_peers import ENGINES, digest, receiver
 from examples.console import add_json, write_json
 
 SCATTERED, ADJACENT = 0.9, 4.0
-"""What is asked of the ratios. For adjacent rows nothing is asked of an engine that packs its rows: none costs much."""
+"""The demands on the ratios. For adjacent rows nothing is asked of an engine that packs its rows: none costs much."""
 
 FLOOR = "floor: one copy in memory"
 
@@ -193,7 +193,7 @@ def linked(transport: str, nbytes: int) -> Iterator[Link]:
 
 
 def works_of(*, quick: bool) -> Sequence[Work]:
-    """What is moved over each transport."""
+    """The work of each transport."""
     return FEW if quick else MANY
 
 

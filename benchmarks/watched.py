@@ -59,8 +59,8 @@ def run_engine(device: str, requests: int, *options: str) -> Run:
             process.returncode = os.waitstatus_to_exitcode(status)  # it was awaited here, for what it used
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, command, stderr=errors.decode())
-        found = json.loads(figures.read_text())
-    return Run(found["seconds"], usage.ru_maxrss / 1024, found["steps"], found["tokens"])
+        report = json.loads(figures.read_text())
+    return Run(report["seconds"], usage.ru_maxrss / 1024, report["steps"], report["tokens"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def _median(runs: Sequence[Run], name: str) -> float:
 
 
 def _row(runs: Sequence[Run], plain: Sequence[Run], way: str) -> Row:
-    ratios = [one.seconds / other.seconds for one, other in zip(runs, plain, strict=True)]
+    ratios = [run.seconds / other.seconds for run, other in zip(runs, plain, strict=True)]
     spread = f"{min(ratios):.1f} to {max(ratios):.1f}"
     memory = f"{_median(runs, 'megabytes') - _median(plain, 'megabytes'):+,.0f} MB"
     return Row(
@@ -102,7 +102,7 @@ def _row(runs: Sequence[Run], plain: Sequence[Run], way: str) -> Row:
 
 
 def _figures(size: int, way: str, runs: dict[tuple[int, str], list[Run]]) -> dict[str, Any]:
-    ratios = [one.seconds / other.seconds for one, other in zip(runs[size, way], runs[size, "cpu"], strict=True)]
+    ratios = [run.seconds / other.seconds for run, other in zip(runs[size, way], runs[size, "cpu"], strict=True)]
     return {
         "requests": size,
         "device": way,

@@ -24,7 +24,7 @@ PROMPT = 40
 
 @final
 class EngineState:
-    """What an engine keeps between steps.
+    """The state of an engine between steps.
 
     Args:
         runtime: the device.
@@ -72,7 +72,7 @@ class EngineState:
 
 
 def against_checks(runtime: Runtime, *, num_columns: int, rows: int = 256) -> Comparison:
-    """What the levels add to a whole step."""
+    """The cost of the levels in a whole step."""
     levels = (Level.OFF, Level.CHEAP, Level.FULL)
     states = {level: EngineState(runtime, num_columns=num_columns, rows=rows) for level in levels}
 

@@ -41,7 +41,7 @@ napoleon_attr_annotations = False  # it writes `object_` as text, and docutils t
 
 # The docs build without a network, so names of other projects are not looked up. Our own have to resolve,
 # except private names, one-letter type variables, and those in folders that users do not import from.
-INSIDE = "traffic|runtime|testing|selfcheck|transport"
+INSIDE = r"runtime|testing|transport|races\.\w+"
 default_role = "code"  # single backticks in docstrings
 nitpicky = True
 nitpick_ignore_regex = [
@@ -51,7 +51,7 @@ nitpick_ignore_regex = [
 html_theme = "furo"
 html_title = f"batchstate {release}"
 
-NOT_API = {"__main__", "cli", "selfcheck", "traffic"}  # documented as commands
+NOT_API = {"__main__", "cli"}  # documented as commands
 EXPORTING = {"runtime", "testing", "transport"}  # folders that are documented with what they export
 
 

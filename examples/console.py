@@ -13,51 +13,40 @@ from batchstate.cli._options import add_json as add_json
 from batchstate.cli._options import new_file as new_file
 from batchstate.cli._options import write_json as write_json
 
-# Options that several commands have, and the types of their values.
-
 
 def add_names(parser: argparse.ArgumentParser, kind: str, option: str) -> None:
     """Names of what to run, as arguments or each behind `option`: a list in `args.names`, empty for all."""
-    parser.add_argument(
-        "names", metavar="NAME", nargs="*", action="extend", help=f"run only this {kind} (default: all)"
-    )
-    parser.add_argument(
-        option, metavar="NAME", nargs=1, action="extend", dest="names", help="the same; may be repeated"
-    )
+    meaning = f"run only this {kind} (default: all)"
+    parser.add_argument("names", metavar="NAME", nargs="*", action="extend", help=meaning)
+    meaning = "the same; may be repeated"
+    parser.add_argument(option, metavar="NAME", nargs=1, action="extend", dest="names", help=meaning)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
+def add_device(parser: argparse.ArgumentParser, tools: str = "") -> None:
     """`--device D`; see `chosen_device`."""
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    meaning = f"cpu, cuda, cuda:1, ...{tools} (default: cuda where there is one)"
+    parser.add_argument("--device", metavar="D", help=meaning)
 
 
 def add_device_or_tool(parser: argparse.ArgumentParser) -> None:
     """`--device D`, where D may be a tool of `batchstate.races.devices`."""
-    parser.add_argument(
-        "--device",
-        metavar="D",
-        help="cpu, cuda, cuda:1, ...; race or race:cuda, the race detector; sim or sim:SCHEDULER, the simulated device "
-        "(default: cuda where there is one)",
-    )
+    add_device(parser, "; race or race:cuda, the race detector; sim or sim:SCHEDULER, the simulated device")
 
 
 def add_seed(parser: argparse.ArgumentParser, *, default: int | None = 0) -> None:
     """`--seed S`."""
-    shown = "" if default is None else f" (default: {default})"
-    parser.add_argument(
-        "--seed", metavar="S", type=whole(0), default=default, help=f"the same seed gives the same run{shown}"
-    )
+    meaning = "the same seed gives the same run" + ("" if default is None else f" (default: {default})")
+    parser.add_argument("--seed", metavar="S", type=whole(0), default=default, help=meaning)
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """`--report FILE`; see `examples.page`."""
-    parser.add_argument(
-        "--report", metavar="FILE", type=new_file, help="also write the run as one HTML page to FILE, for a browser"
-    )
+    meaning = "also write the run as one HTML page to FILE, for a browser"
+    parser.add_argument("--report", metavar="FILE", type=new_file, help=meaning)
 
 
 def chosen_device(name: str | None) -> str:
-    """The device that was asked for, or else an accelerator if there is one. Imports torch."""
+    """The device that was asked for, or else an accelerator if there is one."""
     if name is not None:
         return name
     import torch
@@ -87,8 +76,6 @@ def share(text: str) -> float:
     return value
 
 
-# Progress of a command: a bar on a terminal, and otherwise a line now and then. Both go to stderr.
-
 SECONDS_BETWEEN_LINES = 5.0
 """Where stderr is not a terminal: a log should tell a long run from one that hangs, and stay short."""
 
@@ -97,17 +84,12 @@ Update = Callable[[int, str], None]
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Update]:
-    """A window in which progress is shown.
+def progress(work: str, total: int) -> Iterator[Update]:
+    """A window with progress on stderr, a bar on a terminal or else a line now and then; yields what to call with it.
 
-    Args:
-        what: the work, in a word or two.
-        total: what will have been done at the end.
-
-    Yields:
-        a function to call, as often as is convenient, with what is done and a remark.
+    `total` is the amount that will have been done at the end.
     """
-    with _bar(what, total) if on_terminal(sys.stderr) and has_rich() else _lines(what, total) as update:
+    with _bar(work, total) if on_terminal(sys.stderr) and has_rich() else _lines(work, total) as update:
         yield update
 
 
@@ -117,7 +99,7 @@ def on_terminal(stream: TextIO | None) -> bool:
 
 
 def has_rich() -> bool:
-    """Whether `rich` is installed (extra `cli`)."""
+    """Whether `rich` is installed."""
     try:
         import rich  # noqa: F401
     except ImportError:
@@ -126,7 +108,7 @@ def has_rich() -> bool:
 
 
 @contextlib.contextmanager
-def _bar(what: str, total: int) -> Iterator[Update]:
+def _bar(work: str, total: int) -> Iterator[Update]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.table import Column
@@ -139,12 +121,12 @@ def _bar(what: str, total: int) -> Iterator[Update]:
         TextColumn("{task.fields[remark]}", style="dim", table_column=Column(ratio=1, no_wrap=True)),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
-        task = bar.add_task(what, total=total, remark="")
+        task = bar.add_task(work, total=total, remark="")
         yield lambda done, remark: bar.update(task, completed=done, remark=remark)
 
 
 @contextlib.contextmanager
-def _lines(what: str, total: int) -> Iterator[Update]:
+def _lines(work: str, total: int) -> Iterator[Update]:
     last = time.monotonic()
 
     def update(done: int, remark: str) -> None:
@@ -152,7 +134,7 @@ def _lines(what: str, total: int) -> Iterator[Update]:
         now = time.monotonic()
         if now - last >= SECONDS_BETWEEN_LINES:
             last = now
-            print(f"{what}: {100 * done // max(total, 1):3d} %  {remark}", file=sys.stderr, flush=True)
+            print(f"{work}: {100 * done // max(total, 1):3d} %  {remark}", file=sys.stderr, flush=True)
 
     yield update
 
@@ -160,14 +142,7 @@ def _lines(what: str, total: int) -> Iterator[Update]:
 @final
 @attrs.frozen
 class Row:
-    """One figure.
-
-    Attributes:
-        label: what it is.
-        value: the figure, formatted, with its unit.
-        remark: what it means.
-        alarming: it should not be so.
-    """
+    """One figure, formatted, with its name and its meaning; an alarming one should not be so."""
 
     label: str
     value: str

@@ -69,7 +69,7 @@ class ForgetfulBatch(HandwrittenBatch):
 
 
 def spec_of(batch: type[HandwrittenBatch]) -> TwinSpec[HandwrittenBatch, int]:
-    """What the fuzzer has to know of the class; it is the same for both."""
+    """A description of the class for the fuzzer; it is the same for both."""
     return TwinSpec(
         name=batch.__name__,
         row=st.integers(1, 9),
@@ -79,7 +79,7 @@ def spec_of(batch: type[HandwrittenBatch]) -> TwinSpec[HandwrittenBatch, int]:
         advance=batch.prepare_for_decode,
         twins=[Twin("seq_lens_cpu", "seq_lens"), Twin("kv_bound_cpu", "kv_lens", "upper_bound")],
         rows=["reqs", "temperatures"],
-        num_rows=lambda one: len(one.reqs),
+        num_rows=lambda batch: len(batch.reqs),
     )
 
 

@@ -53,12 +53,7 @@ align-items:start}
 @final
 @attrs.frozen
 class Failure:
-    """What a part of the run ended in.
-
-    Attributes:
-        part: of the run, such as a machine.
-        report: the report as text, with its program and how to replay it.
-    """
+    """The part of a run that failed, such as a machine, and its report as text, with how to replay it."""
 
     part: str
     report: str
@@ -67,13 +62,9 @@ class Failure:
 @final
 @attrs.frozen
 class Chart:
-    """A figure over simulated time.
+    """A figure over simulated time: when each value was read, ascending, and the values.
 
     Attributes:
-        title: what it is.
-        unit: of the values.
-        seconds: when each value was read, ascending.
-        values: as many.
         most: the largest value possible; by default the largest there is.
     """
 
@@ -91,22 +82,14 @@ def page(
     failures: Sequence[Failure] = (),
     charts: Sequence[Chart] = (),
 ) -> str:
-    """The page of a run.
-
-    Args:
-        kind: the command.
-        title: what ran.
-        sections: the figures.
-        failures: what was found, first on the page.
-        charts: figures over time; those without a value are left out.
-    """
+    """The page of a run of the command `kind`: failures first, then charts that have values, then the figures."""
     wrong = bool(failures) or any(row.alarming for section in sections for row in section.rows)
     verdict = ("bad", "Problems were found.") if wrong else ("good", "No problem was found.")
-    found = "".join(map(_failure, failures))
+    failed = "".join(map(_failure, failures))
     drawn = "".join(_chart(chart) for chart in charts if chart.values)
     tables = "".join(map(_table, sections))
     parts = [
-        _part("found", "What was found", found),
+        _part("found", "What was found", failed),
         _part("time", "Over simulated time", f'{_READ}<div class="charts">\n{drawn}</div>\n' if drawn else ""),
         _part("figures", "Figures", f'<div class="figures">\n{tables}</div>\n'),
     ]
@@ -131,7 +114,7 @@ def _part(name: str, title: str, content: str) -> str:
 
 
 def _failure(failure: Failure) -> str:
-    """A violation by its fields, remedy last; what follows, or another error, as it is."""
+    """A violation by its fields, remedy last; text behind them, or another error, as it is."""
     head, *rest = failure.report.split("\n\n")
     problem, *lines = head.splitlines() or [""]
     fields: list[tuple[str, str]] = []

@@ -5,7 +5,7 @@ import pytest
 from batchstate.testing import Machine, run_machine
 
 EXAMPLES, ROUNDS = 20, 8
-"""Examples of one round, each with a seed of its own, and most rounds: `batchstate fuzz` is there to run many more."""
+"""Examples of one round, each with a seed of its own, and most rounds: `tests.selfcheck fuzz` runs many more."""
 
 
 WHILE_THE_DEVICE_IS_BUSY = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attrs
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 BUSINESS = "an engine's business: "
 
 
@@ -33,16 +33,17 @@ class Point:
 @functools.cache
 def tests_of(file: str) -> dict[str, str]:
     """The first line of the docstring of each test in a file."""
-    nodes = ast.parse((TESTS / file).read_text()).body
+    (path,) = (path for folder in (".", "examples", "benchmarks") for path in (ROOT / folder / "tests").glob(file))
+    nodes = ast.parse(path.read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    return {one.name: (ast.get_docstring(one) or "").split("\n")[0] for one in functions}
+    return {test.name: (ast.get_docstring(test) or "").split("\n")[0] for test in functions}
 
 
 def fact(reference: str) -> str:
-    """What a reference shows, in a sentence.
+    """The fact that a reference shows, in a sentence.
 
     Raises:
-        KeyError: what it names does not exist.
+        KeyError: there is no such test, machine or mutant.
     """
     from tests.selfcheck.machines import MACHINES
     from tests.selfcheck.mutants import MUTANTS

@@ -19,8 +19,8 @@ from examples.engine.model import Family, Model, prefill
 from examples.engine.reference import generate
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings
+from examples.tests.engine_cases import model_of, nothing_left, whole
 from tests.coverage_targets import reach_all
-from tests.engine_cases import model_of, nothing_left, whole
 
 Arrivals = list[tuple[list[int], int, bool]]
 

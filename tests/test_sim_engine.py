@@ -19,7 +19,7 @@ from examples.engine.engine import Engine
 from examples.engine.model import Family
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings
-from tests.engine_cases import (
+from examples.tests.engine_cases import (
     SMALL,
     busy,
     model_of,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from batchstate import checks
-from batchstate.cli import main
 from batchstate.runtime import Runtime
 from benchmarks.steady_steps import Steady
+from examples.traffic import fitted_workload, run_traffic
 
 
 @contextlib.contextmanager
@@ -52,4 +52,4 @@ def test_decode_steps(rt: Runtime, mode: str, leaving: int, level: str) -> None:
 def test_traffic(mode: str, device: str) -> None:
     """An engine in which requests are admitted, retracted and aborted ends with every slot and page back."""
     with MODES[mode]():
-        assert main(["traffic", "--requests", "10", "--checks", "cheap", "--device", device]) == 0
+        assert run_traffic(fitted_workload(10), device=device).clean

@@ -40,9 +40,9 @@ def forget_what_was_asked() -> None:
     """Transformers remembers which devices there are."""
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers"):
-            for one in list(vars(module).values()):
-                if isinstance(one, functools._lru_cache_wrapper):
-                    one.cache_clear()
+            for member in list(vars(module).values()):
+                if isinstance(member, functools._lru_cache_wrapper):
+                    member.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def tokens(of: Any, *, asynchronous: bool, persistent: bool = False, graphs: boo
         ),
         persistent_manager=persistent,
     )
-    return [one.generated_tokens for one in out.values()]
+    return [output.generated_tokens for output in out.values()]
 
 
 @functools.cache
@@ -235,6 +235,7 @@ def test_a_deleted_statement_is_found(name: str, statement: str, between: tuple[
     assert between in {where(race) for race in rt.races}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("owner", "statement"),
     [
@@ -248,9 +249,9 @@ def test_what_a_reset_waits_for_is_over(owner: Any, statement: str) -> None:
     """Each of its waits is redundant: by the detector's clocks all streams and events are done when it begins."""
     done: list[bool] = []
 
-    def ask(one: Any) -> None:
-        done.extend(stream.query() for stream in (one.h2d_stream, one.d2h_stream, one.compute_stream))
-        events = [event for pair in one.io_pairs for event in (pair.h2d_over, pair.compute_over, pair.d2h_over)]
+    def ask(batching: Any) -> None:
+        done.extend(stream.query() for stream in (batching.h2d_stream, batching.d2h_stream, batching.compute_stream))
+        events = [event for pair in batching.io_pairs for event in (pair.h2d_over, pair.compute_over, pair.d2h_over)]
         done.extend(event.query() for event in events)
 
     with deleted(owner, "reset", statement):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_docs import ROOT, typed
+from tests.test_typed_at_the_prompt import ROOT, typed
 
 UNMET = re.compile(r";.*\bextra\b|platform_system|sys_platform|python_version <")
 """Requirements of an extra, or of other platforms."""
@@ -31,13 +31,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def required(requirements: list[str]) -> Iterator[str]:
     """The installed distributions that these requirements bring, with all that they require."""
-    known: set[str] = set()
+    names: set[str] = set()
     while requirements:
         line = requirements.pop()
         name = re.split(r"[^\w.-]", line, maxsplit=1)[0]
-        if UNMET.search(line) or name in known:
+        if UNMET.search(line) or name in names:
             continue
-        known.add(name)
+        names.add(name)
         requirements += importlib.metadata.requires(name) or []
         yield name
 

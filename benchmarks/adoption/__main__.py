@@ -25,7 +25,7 @@ ENGINES = ("sglang", "vllm")
 
 
 def found_of(engine: Any, *, seeds: int, examples: int, fuzz_deletions: bool) -> dict[str, Any]:
-    """What watch and fuzzer find in an engine as it is, and without a statement."""
+    """Findings of watch and fuzzer in an engine as it is, and without a statement."""
     clean = {}
     with checks("full"):
         for way, options in engine.DECLARED.items():
@@ -44,7 +44,7 @@ def found_of(engine: Any, *, seeds: int, examples: int, fuzz_deletions: bool) ->
 
         rows = judge(engine, seeds=seeds, fuzz=fuzz if fuzz_deletions else None)
     real = [row for row in rows if row["real"]]
-    found = {
+    findings = {
         way: {
             "found": sum(row[way] is not None for row in real),
             "missed": [f"{row['class']}.{row['method']}: {row['text']}" for row in real if row[way] is None],
@@ -56,7 +56,7 @@ def found_of(engine: Any, *, seeds: int, examples: int, fuzz_deletions: bool) ->
         "fuzzed": {"examples": fuzzed.examples, "failure": fuzzed.failure, "unproved": list(fuzzed.unproved)},
         "deletions": len(rows),
         "real": len(real),
-        "found": found,
+        "found": findings,
     }
 
 
@@ -72,8 +72,8 @@ or taken away, the interpreter specialises its code anew only after some fifty o
 def cost_of(engine: Any, *, num_rows: int, rounds: int) -> dict[str, Any]:
     """A round of watched operations in each way, the ways taking turns: CPU time to the bare one, and Python calls.
 
-    Of each of the steps of a turn the least time in any turn counts. What other processes do to the caches of a core,
-    and pauses of the garbage collector, only ever add. What an engine has in `BY_HAND` are checks without this library.
+    For each step of a turn the least time in any turn counts. Other processes' use of a core's caches,
+    and pauses of the garbage collector, only ever add. `BY_HAND` of an engine has checks without this library.
     """
     step = engine.step_of(num_rows)
     ways = WAYS | engine.WAYS | getattr(engine, "BY_HAND", {})
@@ -139,13 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engine = importlib.import_module(f"benchmarks.adoption.{name}")
         logging.disable(logging.CRITICAL)
         with contextlib.redirect_stderr(io.StringIO()):
-            found = found_of(engine, seeds=options.seeds, examples=options.examples, fuzz_deletions=not options.no_fuzz)
-            found["cost"] = cost_of(engine, num_rows=engine.COST_ROWS, rounds=options.rounds)
-        found["version"] = version_of(name)
-        report["engines"][name] = found
-        accused += sum(one["violations"] for one in found["clean"].values())
-        accused += found["fuzzed"]["failure"] is not None
-        print(json.dumps({name: found}, indent=1))
+            findings = found_of(
+                engine, seeds=options.seeds, examples=options.examples, fuzz_deletions=not options.no_fuzz
+            )
+            findings["cost"] = cost_of(engine, num_rows=engine.COST_ROWS, rounds=options.rounds)
+        findings["version"] = version_of(name)
+        report["engines"][name] = findings
+        accused += sum(run["violations"] for run in findings["clean"].values())
+        accused += findings["fuzzed"]["failure"] is not None
+        print(json.dumps({name: findings}, indent=1))
     if "vllm" in options.engines:
         report["prefix_cache"] = [compare(num_pages, rounds=20 * options.rounds) for num_pages in (1, 16, 64, 256)]
         print(json.dumps({"prefix_cache": report["prefix_cache"]}, indent=1))

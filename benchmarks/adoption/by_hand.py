@@ -1,4 +1,4 @@
-"""What checks of SGLang's batch cost that are written by hand for this class: the least that any such check has to do.
+"""The cost of checks of SGLang's batch written by hand for this class: the least that any such check has to do.
 
 They ask what the declaration in `sglang.py` asks, and nothing else: no path is resolved, no condition is asked, nothing
 is counted or reported, no other thread may call, and all columns are taken to be in use.
@@ -41,43 +41,43 @@ class Reading:
     known: "Reading | None" = None
 
     def __init__(self, batch: Any) -> None:
-        arrays = [one.numpy() for one in TENSORS(batch) if one is not None]
-        self.runs = [(size, b"".join([one for one in arrays if one.itemsize == size])) for size in (8, 4)]
+        arrays = [tensor.numpy() for tensor in TENSORS(batch) if tensor is not None]
+        self.runs = [(size, b"".join([array for array in arrays if array.itemsize == size])) for size in (8, 4)]
         self.lists: list[list[Any]] = [*LISTS(batch)]
         self.kinds: list[int] | None = None
 
     def own(self) -> "Reading":
         """The lists in memory of their own."""
-        known = Reading.known
-        if known is not None and known.lists[0] == self.lists[0]:
-            self.kinds = known.kinds
-            if known.lists == self.lists:
-                self.lists = known.lists
+        last = Reading.known
+        if last is not None and last.lists[0] == self.lists[0]:
+            self.kinds = last.kinds
+            if last.lists == self.lists:
+                self.lists = last.lists
                 return self
         nested = list(map(list.copy, self.lists[3]))
-        self.lists = [one.copy() for one in self.lists]
+        self.lists = [part.copy() for part in self.lists]
         self.lists[3] = nested
         return self
 
     def asked(self) -> list[int]:
-        """What each request asks."""
+        """The wishes of each request."""
         if self.kinds is None:
             self.kinds = [kind_of(req) for req in self.lists[0]]
         return self.kinds
 
 
 KINDS: dict[Any, int] = {}
-"""What a request asks, for all flags together -> its number, which is hashed in no time."""
+"""The wishes of a request, all flags together -> its number, which is hashed in no time."""
 
 
 def kind_of(req: Any) -> int:
     """The number of what a request asks."""
-    found: int | None = vars(req).get("_kind")
-    if found is None:
+    kind: int | None = vars(req).get("_kind")
+    if kind is None:
         p = req.sampling_params
         flags = req.grammar is None, req.return_logprob, req.return_hidden_states
-        found = req._kind = KINDS.setdefault((*flags, p.top_k, p.top_p != 1, p.min_p > 0), len(KINDS))
-    return found
+        kind = req._kind = KINDS.setdefault((*flags, p.top_k, p.top_p != 1, p.min_p > 0), len(KINDS))
+    return kind
 
 
 def forwarded(whole: Method) -> Method:
@@ -86,13 +86,13 @@ def forwarded(whole: Method) -> Method:
 
 
 def read_alone(whole: Method) -> Method:
-    """What a method moves is copied before, and everything is read behind it. Nothing is compared."""
+    """Values that a method moves are copied before, and everything is read behind it. Nothing is compared."""
     moves = whole.__name__ != DECODE
 
     def run(batch: Any, *others: Any, **kwargs: Any) -> Any:
         if moves:
-            for one in (batch, *others):
-                Reading(one).own()
+            for state in (batch, *others):
+                Reading(state).own()
         else:
             batch.seq_lens.numpy().copy(), decode_steps(batch)
         result = whole(batch, *others, **kwargs)
@@ -103,14 +103,14 @@ def read_alone(whole: Method) -> Method:
 
 
 def compared(whole: Method) -> Method:
-    """What `full` asks of a batch as it stands: pairs, values derived from rows and from requests, row numbers."""
+    """The questions of `full` to a batch: pairs, values derived from rows and from requests, row numbers."""
 
     def run(batch: Any, *others: Any, **kwargs: Any) -> Any:
         result = whole(batch, *others, **kwargs)
         now = Reading(batch)
-        known = Reading.known
-        if known is not None and known.lists[0] == now.lists[0][: len(known.lists[0])]:
-            now.kinds = known.asked() + [kind_of(req) for req in now.lists[0][len(known.lists[0]) :]]
+        last = Reading.known
+        if last is not None and last.lists[0] == now.lists[0][: len(last.lists[0])]:
+            now.kinds = last.asked() + [kind_of(req) for req in now.lists[0][len(last.lists[0]) :]]
         if not _derived_and_pairs(batch, now):
             raise ValueError("the batch is wrong")
         now.lists[0] = now.lists[0].copy()
@@ -125,7 +125,7 @@ def moved(whole: Method) -> Method:
     moves = whole.__name__ != DECODE
 
     def run(batch: Any, *others: Any, **kwargs: Any) -> Any:
-        kept = [Reading(one).own() for one in (batch, *others)] if moves else []
+        kept = [Reading(state).own() for state in (batch, *others)] if moves else []
         lengths = batch.seq_lens.numpy().copy()
         steps = [] if moves else decode_steps(batch)
         result = whole(batch, *others, **kwargs)
@@ -134,7 +134,7 @@ def moved(whole: Method) -> Method:
             right = _all_moved(kept, now)
         else:
             right = (lengths + 1).tobytes() == batch.seq_lens.numpy().tobytes()
-            right &= [one + 1 for one in steps] == decode_steps(batch)
+            right &= [count + 1 for count in steps] == decode_steps(batch)
             if Reading.known is not None and Reading.known.lists[0] == now.lists[0]:
                 now.kinds = Reading.known.kinds
         if not (right and _derived_and_pairs(batch, now)):
@@ -154,8 +154,8 @@ def _all_moved(kept: list[Reading], now: Reading) -> bool:
         now.kinds = first.asked() + second.asked()
         moved = []
         for (size, run), (_, other) in zip(first.runs, second.runs, strict=True):
-            one, two = len(first.lists[0]) * size, len(second.lists[0]) * size
-            columns = ((run[at * one :][:one], other[at * two :][:two]) for at in range(len(run) // one))
+            part, two = len(first.lists[0]) * size, len(second.lists[0]) * size
+            columns = ((run[at * part :][:part], other[at * two :][:two]) for at in range(len(run) // part))
             moved.append((size, b"".join(chain.from_iterable(columns))))
     else:
         (first,) = kept
@@ -166,10 +166,10 @@ def _all_moved(kept: list[Reading], now: Reading) -> bool:
                 wanted = next(left, None)
             else:
                 gone.append(row)
-        lists = [one.copy() for one in (*first.lists, first.asked())]
-        for one in lists:
+        lists = [part.copy() for part in (*first.lists, first.asked())]
+        for part in lists:
             for row in reversed(gone):
-                del one[row]
+                del part[row]
         now.kinds = lists.pop()
         flags = np.ones(len(first.lists[0]), np.bool_)
         flags[gone] = False
@@ -193,7 +193,7 @@ def _derived_and_pairs(batch: Any, now: Reading) -> bool:
 
 
 def sampled(whole: Method, every: int = 100) -> Method:
-    """What `lag=1` does: each hundredth call copies the pairs, and the next one compares them."""
+    """The same as `lag=1`: each hundredth call copies the pairs, and the next one compares them."""
     landed = np.empty(1 << 16, np.uint8)
 
     def run(batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ def sampled(whole: Method, every: int = 100) -> Method:
         if number % every == 1:
             device = [batch.seq_lens, batch.orig_seq_lens, batch.req_pool_indices]
             lengths, slots = batch.seq_lens_cpu.numpy().copy(), batch.req_pool_indices_cpu.numpy().copy()
-            packed = torch.cat([one.view(torch.uint8) for one in device])
+            packed = torch.cat([column.view(torch.uint8) for column in device])
             landed[: packed.shape[0]] = packed.numpy()
             run.under_way = [  # type: ignore[attr-defined]
                 (lengths, np.int64, device[0].nbytes),

@@ -46,10 +46,10 @@ def deletions(owner: type, method: str, module: ModuleType) -> Iterator[Deletion
     for number in range(count + names):
         tree = ast.parse(source)
         text = _without_statement(tree, number) if number < count else _without_name(tree, number - count)
-        found: dict[str, Any] = {}
+        nodes: dict[str, Any] = {}
         code = compile(ast.fix_missing_locations(tree), f"<{owner.__name__}.{method} without {text!r}>", "exec")
-        exec(code, module.__dict__, found)
-        yield Deletion(owner, method, text, found[method])
+        exec(code, module.__dict__, nodes)
+        yield Deletion(owner, method, text, nodes[method])
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -59,7 +59,9 @@ def _is_docstring(node: ast.AST) -> bool:
 def _names(node: ast.AST) -> list[ast.expr]:
     if not isinstance(node, ast.List) or len(node.elts) < 2:
         return []
-    return node.elts if all(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in node.elts) else []
+    return (
+        node.elts if all(isinstance(item, ast.Constant) and isinstance(item.value, str) for item in node.elts) else []
+    )
 
 
 def _without_statement(tree: ast.AST, number: int) -> str:
@@ -81,10 +83,10 @@ def _without_statement(tree: ast.AST, number: int) -> str:
 def _without_name(tree: ast.AST, number: int) -> str:
     left = number
     for node in ast.walk(tree):
-        found = _names(node)
-        if left < len(found):
-            return f"item {ast.unparse(found.pop(left))}"
-        left -= len(found)
+        names = _names(node)
+        if left < len(names):
+            return f"item {ast.unparse(names.pop(left))}"
+        left -= len(names)
     raise LookupError(number)
 
 
@@ -98,7 +100,7 @@ def outcome(call: Callable[[], object]) -> str | None:
 
 
 def in_place_of(deletion: Deletion, call: Callable[[], Any]) -> Any:
-    """What `call` returns while the statement is missing."""
+    """The result of `call` while the statement is missing."""
     whole = getattr(deletion.owner, deletion.method)
     setattr(deletion.owner, deletion.method, deletion.function)
     try:
@@ -121,10 +123,10 @@ def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = N
     """
 
     def states() -> list[int]:
-        found: list[int] = []
+        failing: list[int] = []
         for seed in range(seeds // 2):
-            engine.drive(seed, after_each=lambda batch: found.append(hash(repr(plain(batch)))))
-        return found
+            engine.drive(seed, after_each=lambda batch: failing.append(hash(repr(plain(batch)))))
+        return failing
 
     def watched(options: dict[str, Any]) -> None:
         with engine.declare(**options):
@@ -138,14 +140,16 @@ def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = N
         if (accused := outcome(partial(watched, options))) is not None:
             raise ValueError(f"the engine as it is was accused: {accused}")
     for owner, method, module in engine.TARGETS:
-        for one in deletions(owner, method, module):
-            if engine.endless(one.text):
+        for deletion in deletions(owner, method, module):
+            if engine.endless(deletion.text):
                 continue
             ended: list[list[int]] = []
-            crash = in_place_of(one, partial(outcome, partial(_append, ended, states)))
+            crash = in_place_of(deletion, partial(outcome, partial(_append, ended, states)))
             real = ended != [whole]
-            rows.append({"class": owner.__name__, "method": method, "text": one.text, "real": real, "crash": crash})
+            rows.append(
+                {"class": owner.__name__, "method": method, "text": deletion.text, "real": real, "crash": crash}
+            )
             for way, options in engine.DECLARED.items():
-                rows[-1][way] = in_place_of(one, partial(outcome, partial(watched, options))) if real else None
-            rows[-1]["fuzz"] = in_place_of(one, partial(outcome, fuzz)) if real and fuzz is not None else None
+                rows[-1][way] = in_place_of(deletion, partial(outcome, partial(watched, options))) if real else None
+            rows[-1]["fuzz"] = in_place_of(deletion, partial(outcome, fuzz)) if real and fuzz is not None else None
     return rows

@@ -1,6 +1,6 @@
 """Modules that an engine imports and its batch state does not use: empty stand-ins, so that the rest can be imported.
 
-What is installed is imported as it is. `stand_in` is called before the engine is imported.
+Installed modules are imported as they are. `stand_in` is called before the engine is imported.
 """
 
 import importlib
@@ -134,7 +134,7 @@ def stand_in() -> None:
         importlib.import_module(name)  # they keep what they find out about triton
     triton: Any = importlib.import_module("torch.utils._triton")
     triton.has_triton_package(), triton.has_triton()
-    torch.compile = lambda function=None, **options: function if function is not None else (lambda one: one)
+    torch.compile = lambda function=None, **options: function if function is not None else (lambda compiled: compiled)
     if not torch.cuda.is_available():  # there is no memory to pin
         for name in ("zeros", "empty", "ones", "tensor", "full"):
             setattr(torch, name, _unpinned(getattr(torch, name)))

@@ -42,21 +42,21 @@ class Blocks:
         """Finds the blocks of `hot`, takes as many as `new` and caches them, and frees both."""
         pool = self.pool
         start = time.thread_time()
-        found = []
+        hits = []
         for key in hot:
             blocks = pool.get_cached_block(key, [0])
             if not blocks:
                 break
-            found.append(blocks[0])
-        pool.touch(found)
+            hits.append(blocks[0])
+        pool.touch(hits)
         hit = time.thread_time()
         taken = pool.get_new_blocks(len(new))
         end = time.thread_time()
         pool.cache_full_blocks(SimpleNamespace(block_hashes=new), taken, 0, len(new), PAGE_SIZE, 0)
         pool.free_blocks(reversed(taken))
-        pool.free_blocks(reversed(found))
-        if len(found) != len(hot):
-            raise LookupError(f"found {len(found)} of {len(hot)} blocks")
+        pool.free_blocks(reversed(hits))
+        if len(hits) != len(hot):
+            raise LookupError(f"found {len(hits)} of {len(hot)} blocks")
         return hit - start, end - hit
 
 
@@ -74,16 +74,16 @@ class Cache:
     def turn(self, hot: list[bytes], new: list[bytes]) -> Turn:
         """The same."""
         start = time.thread_time()
-        found = self.cache.match(hot)
+        lease = self.cache.match(hot)
         hit = time.thread_time()
         taken = self.pages.take(len(new))
         end = time.thread_time()
         self.pages.commit(taken, taken.tokens)
         self.cache.insert(taken, new)
         taken.release()
-        found.release()
-        if found.pages.size != len(hot):
-            raise LookupError(f"found {found.pages.size} of {len(hot)} pages")
+        lease.release()
+        if lease.pages.size != len(hot):
+            raise LookupError(f"found {lease.pages.size} of {len(hot)} pages")
         return hit - start, end - hit
 
 
@@ -102,10 +102,10 @@ def compare(num_pages: int, *, rounds: int = 400, level: str = "cheap") -> dict[
         for turn in ways.values():
             turn([], hot)
         for at in range(rounds + 2 * POOL // num_pages):
-            new = [key_of(number + one) for one in range(num_pages)]
+            new = [key_of(number + cache) for cache in range(num_pages)]
             number += num_pages
-            for way, one in ways.items():
-                seconds = one(hot, new)
+            for way, cache in ways.items():
+                seconds = cache(hot, new)
                 if at >= 2 * POOL // num_pages:  # until then the pools fill up
                     taken[way].append(seconds)
     row: dict[str, Any] = {"pages": num_pages, "level": level}

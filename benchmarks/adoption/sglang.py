@@ -64,7 +64,7 @@ def decode_steps(batch: Any) -> list[int]:
 
 
 def support(batch: Any) -> Any:
-    """Of the requests with a mask, the numbers of those that capture support."""
+    """Numbers of the requests with a mask that capture support."""
     info = batch.sampling_info
     return list(compress(count(), compress(info.return_sampling_support_logprobs, info.return_sampling_masks)))
 
@@ -99,7 +99,7 @@ def declare(**options: Any) -> Watched:
 
 MOVES: dict[str, Any] = {
     "moves": ["filter_batch", "merge_batch"], "adds": {"prepare_for_decode": {"seq_lens": 1, decode_steps: 1}}}
-"""What the methods do to rows: each request keeps what it had. The declaration with it has 20 lines."""
+"""Effects of the methods on rows: each request keeps what it had. The declaration with it has 20 lines."""
 # fmt: on
 
 
@@ -181,10 +181,10 @@ def drive(seed: int, steps: int = 40, after_each: Callable[[Any], object] = id) 
     drawn = random.Random(seed)
     batch = build([random_row(drawn) for _ in range(drawn.randrange(1, 4))])
     for _ in range(steps):
-        what, n = drawn.random(), len(batch.reqs)
-        if what < 0.35:
+        chance, n = drawn.random(), len(batch.reqs)
+        if chance < 0.35:
             batch.merge_batch(build([random_row(drawn) for _ in range(drawn.randrange(1, 4))]))
-        elif what < 0.6 and n > 1:
+        elif chance < 0.6 and n > 1:
             batch.filter_batch(keep_indices=sorted(drawn.sample(range(n), drawn.randrange(1, n))))
         else:
             batch.prepare_for_decode()
@@ -216,7 +216,7 @@ LAG: dict[str, Any] = {"lag": 1, "every": 100}
 DECLARED: dict[str, dict[str, Any]] = {"watch": {}, "watch_with_moves": MOVES}
 COST_ROWS = 256
 COST_LIMITS = {"cheap": 1.15, "full": 1.8, "lag=1, every=100": 1.02}
-"""What each way is to cost at most."""
+"""The most that each way is to cost."""
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "cheap": ("cheap", {}),
     "full": ("full", {}),
@@ -229,7 +229,7 @@ BY_HAND = {way: partial(hooked, ScheduleBatch, hook) for way, hook in HOOKS.item
 
 
 def step_of(num_rows: int) -> Callable[[], None]:
-    """A step of the scheduler: some requests leave, four join, all decode. What it changes is put back by copies."""
+    """A step of the scheduler: some requests leave, four join, all decode. Its changes are put back by copies."""
     base = build([(5 + row % 9, 1.0, 10, True, None) for row in range(num_rows)])
     joining = build([(4, 1.0, 10, True, None)] * 4)
     keep = [row for row in range(num_rows) if row % 37 != 5]

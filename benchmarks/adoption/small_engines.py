@@ -46,7 +46,7 @@ def nano_vllm(seed: int) -> WatchedPool:
     with watch_pages(
         scheduling.Scheduler,
         after=["schedule", "postprocess"],
-        holders=lambda s: [one.block_table for one in (*s.running, *s.waiting)],
+        holders=lambda s: [sequence.block_table for sequence in (*s.running, *s.waiting)],
         free="block_manager.free_block_ids",
         references=lambda s: {block.block_id: block.ref_count for block in s.block_manager.blocks},
         num_pages=lambda s: len(s.block_manager.blocks),
@@ -73,9 +73,9 @@ def mini_sglang(seed: int, *, alike: bool) -> WatchedPool:
     opened("minisgl.scheduler")
     core, kernel = importlib.import_module("minisgl.core"), opened("minisgl.kernel")
     caching = importlib.import_module("minisgl.scheduler.cache")
-    kernel.fast_compare_key = lambda one, other: next(
-        (at for at, (a, b) in enumerate(zip(one.tolist(), other.tolist(), strict=False)) if a != b),
-        min(len(one), len(other)),
+    kernel.fast_compare_key = lambda key, other: next(
+        (at for at, (a, b) in enumerate(zip(key.tolist(), other.tolist(), strict=False)) if a != b),
+        min(len(key), len(other)),
     )
     if getattr(core, "_GLOBAL_CTX", None) is None:
         core.set_global_ctx(core.Context(page_size=1))
@@ -84,7 +84,7 @@ def mini_sglang(seed: int, *, alike: bool) -> WatchedPool:
         caching.CacheManager,
         after=["allocate_paged", "cache_req"],
         holders=lambda m: [
-            *(m.page_table[one.table_idx, : one.device_len] for one in running),
+            *(m.page_table[request.table_idx, : request.device_len] for request in running),
             *_nodes(m.prefix_cache.root_node),
         ],
         free="free_slots",
@@ -99,19 +99,19 @@ def mini_sglang(seed: int, *, alike: bool) -> WatchedPool:
                 prompt = torch.tensor([first, *range(5)], dtype=torch.int32)
                 handle = manager.prefix_cache.match_prefix(prompt[:-1]).cuda_handle
                 manager.lock(handle)
-                row = next(row for row in range(8) if row not in [one.table_idx for one in running + joining])
+                row = next(row for row in range(8) if row not in [request.table_idx for request in running + joining])
                 if handle.cached_len:
                     manager.page_table[row, : handle.cached_len] = handle.get_matched_indices()
                 joining.append(core.Req(prompt, row, handle.cached_len, 4, step, core.SamplingParams(), handle))
             running += joining
             manager.allocate_paged(joining)
-            for one in joining:
-                one.complete_one()
-                one.device_len = one.cached_len  # the next token has no page yet
-                manager.cache_req(one, finished=False)
+            for request in joining:
+                request.complete_one()
+                request.device_len = request.cached_len  # the next token has no page yet
+                manager.cache_req(request, finished=False)
             while len(running) > 3:
-                one = running.pop(0)
-                manager.cache_req(one, finished=True)
+                request = running.pop(0)
+                manager.cache_req(request, finished=True)
     return watched
 
 

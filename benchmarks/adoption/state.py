@@ -18,12 +18,12 @@ def plain(value: Any, depth: int = 0) -> Any:
     if depth > DEEPEST:
         return "..."
     if isinstance(value, Mapping):
-        return {str(key): plain(one, depth + 1) for key, one in value.items()}
+        return {str(key): plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one, depth + 1) for one in value]
+        return [plain(item, depth + 1) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     fields = getattr(value, "__dict__", None)
     if fields is None or callable(value):
         return type(value).__name__
-    return {name: plain(one, depth + 1) for name, one in fields.items() if "time" not in name}
+    return {name: plain(item, depth + 1) for name, item in fields.items() if "time" not in name}

@@ -89,14 +89,14 @@ def code_of(helper: Helper, without: tuple[str, int] | None = None) -> Code:
 
 @functools.cache
 def _compiled(helper: Helper, without: tuple[str, int] | None) -> list[Any]:
-    found = []
+    methods = []
     for file, names in helper.parts.items():
         future = ast.parse("from __future__ import annotations").body
         tree = ast.Module([*future, *(copy.deepcopy(_definition(file, name)) for name in names)], [])
         if without is not None and without[0] == file:
             tree = _Without(without[1]).visit(tree)
-        found.append(compile(ast.fix_missing_locations(tree), str(_path(file)), "exec"))
-    return found
+        methods.append(compile(ast.fix_missing_locations(tree), str(_path(file)), "exec"))
+    return methods
 
 
 class _Without(ast.NodeTransformer):
@@ -119,14 +119,14 @@ class _Imports(ast.NodeTransformer):
 @functools.cache
 def _definition(file: str, name: str) -> Any:
     owner, _, method = name.rpartition(".")
-    found: Any
-    (found,) = [one for one in _tree(file).body if getattr(one, "name", None) == (owner or name)]
+    node: Any
+    (node,) = [inner for inner in _tree(file).body if getattr(inner, "name", None) == (owner or name)]
     if owner:
-        (found,) = [one for one in found.body if getattr(one, "name", None) == method]
-    for one in ast.walk(found):
-        if isinstance(one, ast.FunctionDef | ast.ClassDef):
-            one.decorator_list = [each for each in one.decorator_list if ast.unparse(each) in KEPT]
-    return found
+        (node,) = [inner for inner in node.body if getattr(inner, "name", None) == method]
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.ClassDef):
+            inner.decorator_list = [each for each in inner.decorator_list if ast.unparse(each) in KEPT]
+    return node
 
 
 @functools.cache
@@ -138,24 +138,24 @@ def _tree(file: str) -> ast.Module:
 @functools.cache
 def _path(file: str) -> Path:
     package, _, rest = file.partition("/")
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         raise FileNotFoundError(file)
-    return Path(found.origin).parent / rest
+    return Path(spec.origin).parent / rest
 
 
-# What the tools say
+# Verdicts of the tools
 
 
 def values_of(result: Any) -> Any:
     """The numbers of a result, on the host."""
     if isinstance(result, torch.Tensor):
         return result.tolist()
-    return [values_of(one) for one in result] if isinstance(result, list | tuple) else result
+    return [values_of(item) for item in result] if isinstance(result, list | tuple) else result
 
 
 def races_of(helper: Helper, use: Callable[[Code], Any], without: tuple[str, int] | None = None) -> dict[str, Any]:
-    """What the race detector reports, lines that wait inside of torch, and whether what is deleted was reached."""
+    """Reports of the race detector, lines that wait inside of torch, and whether the deleted line was reached."""
     code = code_of(helper, without)
     breaks = () if without is None else (LookupError, ValueError)  # what landed early may be no index
     with cuda_on_cpu(on_race="collect") as rt, contextlib.suppress(*breaks):
@@ -171,8 +171,8 @@ def wrong_orders(helper: Helper, use: Callable[[Code], Any], without: tuple[str,
     with cuda_on_cpu("sim:eager"):
         torch.manual_seed(0)
         right = values_of(helper.use(code_of(helper)))
-    found = [name for name, seed in ORDERS if _outcome(name, seed, use, code_of(helper, without)) != right]
-    return sorted({*found})
+    orders = [name for name, seed in ORDERS if _outcome(name, seed, use, code_of(helper, without)) != right]
+    return sorted({*orders})
 
 
 def _outcome(order: str, seed: int, use: Callable[[Code], Any], code: Code) -> Any:
@@ -187,7 +187,7 @@ def _outcome(order: str, seed: int, use: Callable[[Code], Any], code: Code) -> A
 
 
 def examined(helper: Helper) -> dict[str, Any]:
-    """What both tools say of a helper: used rightly, misused, and without each statement."""
+    """The verdicts of both tools on a helper: used rightly, misused, and without each statement."""
     report: dict[str, Any] = {
         "helper": helper.name,
         "right": {**races_of(helper, helper.use), "wrong": wrong_orders(helper, helper.use)},
@@ -197,10 +197,10 @@ def examined(helper: Helper) -> dict[str, Any]:
         "deleted": [],
     }
     for file, line in statements(helper):
-        found = races_of(helper, helper.use, (file, line))
+        races = races_of(helper, helper.use, (file, line))
         text = _path(file).read_text().splitlines()[line - 1].strip()
-        row = {"statement": text, "line": f"{file}:{line}", "verdict": "not reached", **found}
-        if found["reached"]:
+        row = {"statement": text, "line": f"{file}:{line}", "verdict": "not reached", **races}
+        if races["reached"]:
             row["wrong"] = wrong_orders(helper, helper.use, (file, line))
             row["verdict"] = "found" if row["races"] or row["wrong"] else "redundant"
         report["deleted"].append(row)
@@ -405,8 +405,8 @@ def confidences(code: Code) -> Any:
     published = cuda.Event()
     forward.wait_stream(cuda.current_stream())
     for step in range(6):
-        found = relay.resolve(batch, stream=copies, publish_ready=published)
-        right.append(found is None or found.confidence.tolist() == [[step - 2.0]] * 2)
+        resolved = relay.resolve(batch, stream=copies, publish_ready=published)
+        right.append(resolved is None or resolved.confidence.tolist() == [[step - 2.0]] * 2)
         with cuda.stream(forward):
             forward.wait_stream(copies)
             relay.scatter(rows, torch.full((2, 1), float(step), device="cuda"))
@@ -614,13 +614,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports.append(report)
         right, rows = report["right"], report["deleted"]
         bad += bool(right["races"] or right["wrong"])
-        bad += sum(not (one["races"] or one["wrong"]) for one in report["misused"].values())
+        bad += sum(not (run["races"] or run["wrong"]) for run in report["misused"].values())
         print(
             f"{report['helper']}: used rightly: {right['races'] or 'silent'}, {right['wrong'] or 'right in all orders'}"
         )
-        for name, one in report["misused"].items():
+        for name, run in report["misused"].items():
             print(
-                f"  misused, {name}: {', '.join(one['races'])}; wrong values in {', '.join(one['wrong']) or 'no order'}"
+                f"  misused, {name}: {', '.join(run['races'])}; wrong values in {', '.join(run['wrong']) or 'no order'}"
             )
         if right["waits"]:
             print(f"  waits inside of torch at {', '.join(right['waits'])}")
@@ -630,10 +630,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             said = f"{', '.join(row['races']) or 'no race'}; wrong values in {', '.join(row['wrong']) or 'no order'}"
             print(f"  {row['verdict']}: {row['statement']} ({row['line']}): {said}", flush=True)
     reached = {row["line"] for report in reports for row in report["deleted"] if row["reached"]}
-    rest = {row["line"]: row["statement"] for one in reports for row in one["deleted"] if row["line"] not in reached}
+    rest = {
+        row["line"]: row["statement"] for report in reports for row in report["deleted"] if row["line"] not in reached
+    }
     for line, statement in rest.items():
         print(f"reached by no use: {statement} ({line})")
-    verdicts = Counter(row["verdict"] for one in reports for row in one["deleted"] if row["reached"])
+    verdicts = Counter(row["verdict"] for report in reports for row in report["deleted"] if row["reached"])
     print(f"{len(reports)} helpers, {bad} wrongly judged; statements deleted: {dict(verdicts)}")
     if options.json is not None:
         versions = {engine: version_of(engine) for engine in ("sglang", "vllm")}

@@ -119,7 +119,7 @@ def drive(seed: int, steps: int = 20, after_each: Callable[[Any], object] = id) 
     drawn = random.Random(seed)
     batch = build([random_row(drawn) for _ in range(3)])
     for _ in range(steps):
-        for name in [one for one in batch.req_ids if drawn.random() < 0.3]:
+        for name in [request for request in batch.req_ids if drawn.random() < 0.3]:
             batch.remove_request(name)
         add(batch, [random_row(drawn) for _ in range(drawn.choice([0, 0, 0, 1, 2]))])
         batch.condense()

@@ -1,1 +1,1 @@
-"""What engines do today, written for the purpose: the ways that ours are compared with. Real engines are in `peers`."""
+"""The ways of engines today, written to be compared with ours. Real engines are in `peers`."""

@@ -54,7 +54,7 @@ class Bare(Protocol):
     def __init__(self, memory: Bytes) -> None: ...
 
     def endpoint(self) -> Any:
-        """What the sending side connects to."""
+        """The address for the sending side."""
 
     def connect(self, endpoint: Any) -> None:
         """On the sending side, once."""
@@ -90,8 +90,8 @@ class BareNixl(Bare):
             self._agent: Any = self._nixl.nixlAgent(secrets.token_hex(8), config)
             self._backends = [self._agent.createBackend("UCX", {"ucx_error_handling_mode": "none"})]
         self._memory = memory
-        place = [(memory.ctypes.data, memory.nbytes, 0, "")]
-        self._registered = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, place)
+        region = [(memory.ctypes.data, memory.nbytes, 0, "")]
+        self._registered = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, region)
         self._agent.registerMem(self._registered, self._backends)
         self._peer, self._there = "", 0
 

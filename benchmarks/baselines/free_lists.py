@@ -22,7 +22,7 @@ class FreeListBaseline(Protocol):
         ...
 
     def numbers(self, taken: Any) -> list[int]:
-        """What was taken, as numbers."""
+        """The entries that were taken, as numbers."""
         ...
 
 

@@ -37,10 +37,10 @@ MakePair = Callable[[int, torch.dtype, torch.device], Pair]
 class PinnedPair:
     """A `Pair` in plain torch."""
 
-    def __init__(self, size: int, dtype: torch.dtype, place: torch.device) -> None:
-        self._host = torch.zeros(size, dtype=dtype, pin_memory=place.type == "cuda")
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._host = torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
         self.np: Array = self._host.numpy()
-        self.device = torch.zeros(size, dtype=dtype, device=place)
+        self.device = torch.zeros(size, dtype=dtype, device=device)
 
     def upload(self, rows: int) -> object:
         return self.device[:rows].copy_(self._host[:rows], non_blocking=True)
@@ -67,7 +67,7 @@ class PersistentBuffers:
         running: Mapping[str, Array],
         joining: Mapping[str, Array],
         keep: npt.NDArray[np.bool_],
-        place: torch.device,
+        device: torch.device,
         make: MakePair = PinnedPair,
     ) -> None:
         self.name = name
@@ -75,10 +75,10 @@ class PersistentBuffers:
         self._num_joining = len(joining["slots"])
         size = len(keep) + self._num_joining
         self.columns = {
-            column: make(size, torch.from_numpy(values[:0].copy()).dtype, place) for column, values in running.items()
+            column: make(size, torch.from_numpy(values[:0].copy()).dtype, device) for column, values in running.items()
         }
         event: Any = torch.cuda.Event
-        self._copied = event() if place.type == "cuda" else None
+        self._copied = event() if device.type == "cuda" else None
         self.rows = 0
         self.reset()
 

@@ -24,7 +24,7 @@ PAGES = -(-LONGEST // PAGE_SIZE)
 @final
 @attrs.frozen(eq=False)
 class Inputs:
-    """What a step hands to the forward: one number per request each."""
+    """Inputs of the forward from a step: one number per request each."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -53,9 +53,9 @@ class Request:
 class _RequestLoop:
     """Requests, some of which leave and are followed by others before each step."""
 
-    def __init__(self, n: int, churn: int, place: torch.device) -> None:
-        self.place = place
-        self.pinned = place.type == "cuda"
+    def __init__(self, n: int, churn: int, device: torch.device) -> None:
+        self.place = device
+        self.pinned = device.type == "cuda"
         self._churn = churn
         self._free = deque(range(1, 4 * n * PAGES))
         self._slots = deque(range(1, 4 * n + 1))
@@ -131,13 +131,13 @@ class PinnedBuffers(_RequestLoop):
 
     name = "a loop that fills four pinned buffers made once"
 
-    def __init__(self, n: int, churn: int, place: torch.device) -> None:
-        super().__init__(n, churn, place)
+    def __init__(self, n: int, churn: int, device: torch.device) -> None:
+        super().__init__(n, churn, device)
         shapes = ((torch.int64, (n,)), (torch.int32, (n,)), (torch.int32, (n,)), (torch.int32, (n, PAGES)))
         self._pinned = [torch.zeros(shape, dtype=dtype, pin_memory=self.pinned) for dtype, shape in shapes]
-        self._arrays = [one.numpy() for one in self._pinned]
-        self._device = [one.to(place, copy=True) for one in self._pinned]
-        self._ids = torch.ones(n, dtype=torch.int64, device=place)
+        self._arrays = [pinned.numpy() for pinned in self._pinned]
+        self._device = [pinned.to(device, copy=True) for pinned in self._pinned]
+        self._ids = torch.ones(n, dtype=torch.int64, device=device)
         self._results = [torch.zeros(n, dtype=torch.int64, pin_memory=self.pinned) for _ in range(2)]
         made: Any = torch.cuda.Event
         self._events = [made() for _ in range(2 if self.pinned else 0)]
@@ -185,10 +185,10 @@ class TensorPerRequest(_RequestLoop):
 
     name = "a loop that writes device tables, per request"
 
-    def __init__(self, n: int, churn: int, place: torch.device) -> None:
-        super().__init__(n, churn, place)
-        self._tokens = torch.ones((4 * n + 1, LONGEST + 1), dtype=torch.int64, device=place)
-        self._places = torch.zeros((4 * n + 1, LONGEST + 1), dtype=torch.int32, device=place)
+    def __init__(self, n: int, churn: int, device: torch.device) -> None:
+        super().__init__(n, churn, device)
+        self._tokens = torch.ones((4 * n + 1, LONGEST + 1), dtype=torch.int64, device=device)
+        self._places = torch.zeros((4 * n + 1, LONGEST + 1), dtype=torch.int32, device=device)
         self._results: torch.Tensor | None = None
 
     def step(self) -> Inputs:
@@ -227,19 +227,19 @@ class Floor:
 
     name = "the floor: numpy rows, one copy, one gather, one scatter"
 
-    def __init__(self, n: int, churn: int, place: torch.device) -> None:
-        self._n, self._churn, self._place = n, churn, place
+    def __init__(self, n: int, churn: int, device: torch.device) -> None:
+        self._n, self._churn, self._place = n, churn, device
         self._columns = np.zeros((10, n), dtype=np.int64)
         self._slots = np.arange(1, n + 1)
         self._lens = np.full(n, START)
         capacity = 4 * n + 1
         self._generations, self._owned = np.ones(capacity, np.int64), np.ones(n, np.int64)
         self._table = np.arange(capacity * PAGES).reshape(capacity, PAGES) + 1
-        self._relay = torch.ones(capacity, dtype=torch.int64, device=place)
-        pinned = place.type == "cuda"
+        self._relay = torch.ones(capacity, dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
         self._staging = [torch.zeros((16, n), dtype=torch.int64, pin_memory=pinned) for _ in range(3)]
         self._rows = [staging.numpy() for staging in self._staging]
-        self._device = [torch.zeros((16, n), dtype=torch.int64, device=place) for _ in range(3)]
+        self._device = [torch.zeros((16, n), dtype=torch.int64, device=device) for _ in range(3)]
         self._views = [memory.unbind(0) for memory in self._device]
         self._landing = [torch.zeros(n, dtype=torch.int64, pin_memory=pinned) for _ in range(3)]
         self._turn = 0
@@ -275,8 +275,8 @@ class PrefillOfLists(_RequestLoop):
 
     name = "a loop that fills lists, four pinned tensors"
 
-    def __init__(self, prompts: list[list[int]], place: torch.device) -> None:
-        super().__init__(len(prompts), 0, place)
+    def __init__(self, prompts: list[list[int]], device: torch.device) -> None:
+        super().__init__(len(prompts), 0, device)
         self._prompts = prompts
 
     def step(self) -> Inputs:

@@ -1,6 +1,6 @@
 """Baseline: rows never move. A request has a row in tables on both sides, and a step sends who is active.
 
-What changed, here whole rows of those who join, is staged beside the active rows, crosses with them in one copy, and
+Changes, here whole rows of those who join, are staged beside the active rows, cross with them in one copy, and
 is scattered into the device table in one write. Kernels find the rows through the index, each for itself, which is not
 measured here; the lengths advance on the device.
 """
@@ -38,10 +38,10 @@ class StagedSlots:
         running: Mapping[str, Array],
         joining: Mapping[str, Array],
         keep: npt.NDArray[np.bool_],
-        place: torch.device,
+        device: torch.device,
     ) -> None:
         self._running, self._joined, self._keep = running["slots"], joining["slots"], keep
-        self._pinned = place.type == "cuda"
+        self._pinned = device.type == "cuda"
         stored = sorted((name for name in running if name != "slots"), key=lambda name: -running[name].itemsize)
         self._places: dict[str, tuple[np.dtype[Any], int]] = {}
         end = 0
@@ -49,7 +49,7 @@ class StagedSlots:
             self._places[name] = (running[name].dtype, end // running[name].itemsize)
             end += running[name].itemsize
         words = -(-end // WORD)
-        most = max(int(one.max(initial=0)) for one in (self._running, self._joined))
+        most = max(int(lengths.max(initial=0)) for lengths in (self._running, self._joined))
         self.host = np.zeros((1 + most, words), dtype=np.int64)
         for columns, slots in ((running, self._running), (joining, self._joined)):
             for name in stored:
@@ -57,11 +57,11 @@ class StagedSlots:
         self._joining = self.host[self._joined]
         self.host[self._joined] = 0
         self._start = self.host.copy()
-        self.device = torch.from_numpy(self._start.copy()).to(place)
+        self.device = torch.from_numpy(self._start.copy()).to(device)
         self._device_lens = self._device_column("seq_lens")
         self._host_lens = self._host_column("seq_lens")
-        self._ones = torch.ones(len(keep) + len(self._joined), dtype=torch.int64, device=place)
-        self.active = torch.from_numpy(self._running.copy()).to(place)
+        self._ones = torch.ones(len(keep) + len(self._joined), dtype=torch.int64, device=device)
+        self.active = torch.from_numpy(self._running.copy()).to(device)
 
     def _host_column(self, name: str) -> Array:
         dtype, at = self._places[name]

@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 @final
 @attrs.frozen
 class HostKind:
-    """What the host side of a column is: a CPU tensor, or a numpy array, which is faster at this size.
+    """The kind of a column's host side: a CPU tensor, or a numpy array, which is faster at this size.
 
     Attributes:
         name: for reports.

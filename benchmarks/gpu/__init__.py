@@ -1,4 +1,4 @@
-"""What only a GPU can show, in one command: `python -m benchmarks.gpu --json FILE`, or `make gpu`.
+"""Checks that only a GPU can make, in one command: `python -m benchmarks.gpu --json FILE`, or `make gpu`.
 
 It needs torch, numpy, attrs, hypothesis and pytest, and nothing else. Every stage runs in a process of its own, so that
 one that fails, hangs or breaks the device leaves the others their say; what was found is written after each.

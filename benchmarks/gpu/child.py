@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_here(name: str, setting: Setting) -> Outcome:
-    """What came of a stage, run in this process; what it raises is a failure of it, with the end of the traceback."""
+    """The outcome of a stage, run in this process; what it raises is a failure of it, with the end of the traceback."""
     start, notes = time.perf_counter(), Notes()
     try:
         importlib.import_module(STAGES[name].module).run(setting, notes)

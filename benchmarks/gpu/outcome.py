@@ -11,7 +11,7 @@ State = Literal["ok", "failed", "not run"]
 @final
 @attrs.frozen
 class Setting:
-    """What a stage is told.
+    """Options of a stage.
 
     Attributes:
         device: name of the device, as `open_runtime` takes it.
@@ -32,7 +32,7 @@ class Setting:
 @final
 @attrs.frozen
 class Outcome:
-    """What a stage found.
+    """The outcome of a stage.
 
     Attributes:
         state: `failed` if anything was not as it must be; `not run` where it has no meaning on this device or machine.
@@ -55,7 +55,7 @@ class Outcome:
 @final
 @attrs.define
 class Notes:
-    """What a stage gathers on its way: what it has found when it fails or its time is up is not lost.
+    """Findings of a stage on its way: what it has found when it fails or its time is up is not lost.
 
     A stage without a demand proves nothing, and fails.
 
@@ -77,12 +77,12 @@ class Notes:
         if not holds:
             self.problems.append(problem)
 
-    def require_equal(self, what: str, found: object, wanted: object) -> None:
+    def require_equal(self, name: str, value: object, wanted: object) -> None:
         """Notes a problem unless the two are equal."""
-        self.require(found == wanted, f"{what}: {found!r}, and not {wanted!r}")
+        self.require(value == wanted, f"{name}: {value!r}, and not {wanted!r}")
 
     def outcome(self) -> Outcome:
-        """What came of it."""
+        """The outcome."""
         if self.not_run and not self.problems:
             return Outcome("not run", self.not_run, self.figures)
         problems = self.problems or ([] if self.demands else ["it asked for nothing"])

@@ -1,4 +1,4 @@
-"""What a run found: the table that the command prints, and a page for `docs/measurements/` out of its file."""
+"""The findings of a run: the table that the command prints, and a page for `docs/measurements/` out of its file."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,20 +41,23 @@ def _figures(name: str, figures: Mapping[str, Any]) -> str:
             return f"{figures['scatter into host memory']['gb_per_s']} GB/s into host memory, scattered rows"
         case "sync":
             levels = [figures[level] for level in ("off", "cheap", "full")]
-            return f"{sum(one['steps'] for one in levels):,} steps, {sum(one['forced_syncs'] for one in levels)} syncs"
+            steps, syncs = (sum(level[key] for level in levels) for key in ("steps", "forced_syncs"))
+            return f"{steps:,} steps, {syncs} syncs"
         case "profiler":
             step = figures["40 columns, a table written"]
             if "kernels" in step:
                 return f"40 columns: {step['kernels']:g} kernel, {sum(step['copies'].values()):g} copy a step"
             return f"40 columns: {step['dispatched']:g} operation a step"
         case "capture":
-            return f"{sum(one['replays'] for one in figures.values()):,} replays, none wrong"
+            return f"{sum(run['replays'] for run in figures.values()):,} replays, none wrong"
         case "engine":
-            runs = [one for one in figures.values() if isinstance(one, dict)]
-            return f"{sum(one['tokens'] for one in runs):,} tokens in {len(runs)} runs, none differs"
+            runs = [run for run in figures.values() if isinstance(run, dict)]
+            return f"{sum(run['tokens'] for run in runs):,} tokens in {len(runs)} runs, none differs"
         case "race":
-            found = figures.get("sanitizer", {})
-            beside = f"; the sanitizer finds {found['races found']} of {found['races']} races" if found else ""
+            sanitizer = figures.get("sanitizer", {})
+            beside = (
+                f"; the sanitizer finds {sanitizer['races found']} of {sanitizer['races']} races" if sanitizer else ""
+            )
             return f"right about {figures['cases']} programs{beside}; {figures['fuzz']['rules']:,} rules fuzzed"
         case "rates":
             return f"{len(figures['rows'])} rows, {len(figures['missed'])} targets missed"
@@ -68,7 +71,7 @@ def _figures(name: str, figures: Mapping[str, Any]) -> str:
 RUN = ("requests", "tokens", "mismatches", "steps", "forced_syncs", "in_flight_depth_max", "host_us_per_step")
 """Figures of a run of the engine."""
 ASKED = {"target": "at least", "limit": "at most"}
-"""What a row of the benchmarks may be asked for."""
+"""Keys of a row's demands."""
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -81,7 +84,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:
-    outcomes = {name: Outcome.from_dict(one) for name, one in report["stages"].items()}
+    outcomes = {name: Outcome.from_dict(stage) for name, stage in report["stages"].items()}
     machine = outcomes["machine"].figures if "machine" in outcomes else {}
     yield from ("---", "orphan: true", "---", "")
     yield from (f"# {machine.get('device_name', report['device'])}, {report['date'][:10]}", "")
@@ -93,8 +96,14 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _table(("machine", ""), [(name, str(value)) for name, value in facts.items()])
     yield from ("", "## Stages", "")
     stages = [
-        (name, STAGES[name].title if name in STAGES else "", one.state, f"{one.seconds:.0f}", remark(name, one))
-        for name, one in outcomes.items()
+        (
+            name,
+            STAGES[name].title if name in STAGES else "",
+            outcome.state,
+            f"{outcome.seconds:.0f}",
+            remark(name, outcome),
+        )
+        for name, outcome in outcomes.items()
     ]
     yield from _table(("stage", "shows", "state", "s", "in short"), stages)
     for name, outcome in outcomes.items():
@@ -113,8 +122,8 @@ def _details(name: str, outcome: Outcome) -> Iterator[str]:
     if name == "profiler":
         yield from _table(("a step of", "operations dispatched", "kernels", "copies"), _profiled(figures))
     elif name == "engine":
-        runs = [(what, one) for what, one in figures.items() if isinstance(one, dict)]
-        yield from _table(("run", *RUN), [(what, *(f"{one[key]:,.0f}" for key in RUN)) for what, one in runs])
+        runs = [(name, run) for name, run in figures.items() if isinstance(run, dict)]
+        yield from _table(("run", *RUN), [(name, *(f"{run[key]:,.0f}" for key in RUN)) for name, run in runs])
     elif name == "rates":
         yield from _table(("work", "ours, us", "baseline", "us", "ratio", "asked", ""), map(_rated, figures["rows"]))
         yield from ("", "Not measured here: " + ", ".join(figures["left out"]) + ".")
@@ -125,10 +134,10 @@ def _details(name: str, outcome: Outcome) -> Iterator[str]:
 
 
 def _profiled(figures: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    for what, step in figures.items():
+    for name, step in figures.items():
         if isinstance(step, dict):
             copies = ", ".join(f"{count:g} {kind}" for kind, count in step.get("copies", {}).items())
-            yield what, f"{step['dispatched']:g}", f"{step.get('kernels', '')}", copies
+            yield name, f"{step['dispatched']:g}", f"{step.get('kernels', '')}", copies
 
 
 def _rated(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def run_all(names: Sequence[str], device: str, *, quick: bool, budget: float, do
 
 
 def run_child(name: str, setting: Setting) -> Outcome:
-    """What came of one stage in a process of its own, which is killed with all that it started when its time is up."""
+    """The outcome of one stage in a process of its own, which is killed with its children when its time is up."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "outcome.json"), Path(folder, "log")
         command = [sys.executable, "-m", "benchmarks.gpu.child", name, "--device", setting.device]

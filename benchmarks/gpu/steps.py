@@ -79,7 +79,7 @@ class Serving:
     def step(self) -> None:
         """One step with everything: copy and scatter; then gather, publish and prefetch on the stream of the forward.
 
-        What joining requests bring into the relay is a copy of its own.
+        Tokens that joining requests bring into the relay are a copy of their own.
         """
         self.runtime.next_step()
         joined = self._leave_and_join(seed=True)
@@ -107,7 +107,7 @@ class Serving:
         return buffers
 
     def batch_step(self, *, writes: bool, buffers: StaticBuffers | None = None) -> None:
-        """What of a step is batch state alone: one copy, and with `writes` the scatter into the table.
+        """The batch state of a step alone: one copy, and with `writes` the scatter into the table.
 
         With `buffers` the copy goes to their addresses, and else to memory of its own, of which each column is read.
         """

@@ -34,14 +34,14 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def named(engine: str, distribution: str, what: str = "") -> str:
+def named(engine: str, distribution: str, part: str = "") -> str:
     """An engine with its version, if it is there, and which part of it."""
     versioned = " ".join(filter(None, (engine, version_of(distribution))))
-    return f"{versioned}: {what}" if what else versioned
+    return f"{versioned}: {part}" if part else versioned
 
 
 @contextlib.contextmanager
-def theirs(what: str) -> Iterator[None]:
+def theirs(part: str) -> Iterator[None]:
     """A window in which only an engine's code runs, and may warn.
 
     Raises:
@@ -53,7 +53,7 @@ def theirs(what: str) -> Iterator[None]:
             yield
     except Exception as error:  # engines raise anything where a driver or a kernel is missing
         said = str(error).strip().partition("\n")[0]
-        raise PeerError(f"{what}: {type(error).__name__}: {said}") from error
+        raise PeerError(f"{part}: {type(error).__name__}: {said}") from error
 
 
 def or_absent(task: str, way: str, baseline: str, make: Callable[[], Comparison]) -> Comparison | Absent:

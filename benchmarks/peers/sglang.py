@@ -1,7 +1,7 @@
 """SGLang's own `ScheduleBatch` against a `Batch` of the same columns.
 
 Nine columns on the device, three on the host (two tensors and the requests), at each step: `filter_batch`,
-`merge_batch`, and the three additions that its `prepare_for_decode` begins with. What that allocates is not part of it.
+`merge_batch`, and the three additions that its `prepare_for_decode` begins with. Its allocations are not part of it.
 Requests, batch, sampling parameters and penalties are SGLang's classes; the model's configuration, of which these
 methods read one flag, is not.
 """
@@ -35,7 +35,7 @@ VOCAB_SIZE = 32_000
 
 
 class ScheduleColumns(Batch):
-    """What SGLang keeps of a running batch, under its names; here every column has both sides."""
+    """Columns that SGLang keeps of a running batch, under its names; here every column has both sides."""
 
     req_pool_indices = slot_column()
     seq_lens = mirrored(torch.int64)
@@ -66,7 +66,7 @@ class RealScheduleBatch:
         running: Mapping[str, Array],
         joining: Mapping[str, Array],
         keep: npt.NDArray[np.bool_],
-        place: torch.device,
+        device: torch.device,
     ) -> None:
         self._keep = np.flatnonzero(keep).tolist()
         leaving = np.flatnonzero(~keep).tolist()
@@ -82,8 +82,8 @@ class RealScheduleBatch:
             )
         ]
         with theirs("ScheduleBatch"):
-            self.running = _schedule_batch(modules, running, place)
-            self._joining = _schedule_batch(modules, joining, place)
+            self.running = _schedule_batch(modules, running, device)
+            self._joining = _schedule_batch(modules, joining, device)
             for row in leaving:
                 self.running.reqs[row].finished_reason = modules[0].FINISH_LENGTH(1)
         self._batch, self._sampling = dict(vars(self.running)), dict(vars(self.running.sampling_info))
@@ -154,9 +154,9 @@ def _comparison(runtime: Runtime, task: str, name: str, rows: int, churn: int) -
     target = 12.0 if runtime.device.type == "cuda" else 8.0
     levels = (Level.CHEAP, Level.OFF)
     asked = {
-        (f"packed, checks {level.value}", one.name): Asked(target=target)
+        (f"packed, checks {level.value}", baseline.name): Asked(target=target)
         for level in levels
-        for one in baselines
+        for baseline in baselines
         if rows == 256
     }
     return Comparison(
@@ -174,7 +174,7 @@ def _require_equal_batches(ours: ScheduleColumns, real: Any) -> None:
         require_equal(f"device side of {column}", ours[column].device.cpu(), device.cpu())
         if column in HOST_TWINS:
             require_equal(f"host side of {column}", ours[column].np, getattr(real, f"{column}_cpu"))
-    require_equal("requests", list(ours.reqs), [one.rid for one in real.reqs])
+    require_equal("requests", list(ours.reqs), [request.rid for request in real.reqs])
 
 
 def _values(rng: np.random.Generator, first: int, rows: int) -> dict[str, Array]:
@@ -189,7 +189,7 @@ def _values(rng: np.random.Generator, first: int, rows: int) -> dict[str, Array]
 def _schedule_batch(modules: list[Any], values: Mapping[str, Array], place: torch.device) -> Any:
     scheduling, sampling_info, sampling_params, penalties = modules
     device = str(place)
-    tensors = {name: torch.from_numpy(one.copy()).to(place) for name, one in values.items()}
+    tensors = {name: torch.from_numpy(array.copy()).to(place) for name, array in values.items()}
     batch = scheduling.ScheduleBatch(
         reqs=[
             scheduling.Req(str(slot), "", array("q", [1]), sampling_params.SamplingParams())
@@ -263,7 +263,7 @@ class RequestRows:
 
 
 class _Holder:
-    """Of a request, what the pool looks at."""
+    """A request as the pool sees it."""
 
     def __init__(self, kv: Any) -> None:
         self.kv = kv
@@ -293,14 +293,14 @@ def slots_against_request_pool(runtime: Runtime, *, size: int = 1_000_000, n: in
     return _against(runtime, size, n, RequestRows.name, baselines)
 
 
-def _of_sglang(what: str) -> str:
-    return named("SGLang", "sglang", what)
+def _of_sglang(part: str) -> str:
+    return named("SGLang", "sglang", part)
 
 
 def _turnover_of(kind: Callable[..., Any], runtime: Runtime, size: int, n: int) -> tuple[Any, list[Contender]]:
-    one = kind(size, runtime.device)
-    shuffled(one, size)
-    return one, [Contender(_of_sglang(one.name), lambda: one.free(one.take(n)))]
+    pool = kind(size, runtime.device)
+    shuffled(pool, size)
+    return pool, [Contender(_of_sglang(pool.name), lambda: pool.free(pool.take(n)))]
 
 
 def _against(

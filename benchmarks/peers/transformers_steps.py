@@ -49,7 +49,7 @@ MODULES = (
 
 
 class Running(Batch):
-    """What the forward of a decode step needs of its requests."""
+    """Inputs of the forward of a decode step."""
 
     slots = slot_column()
     seq_lens = mirrored(torch.int64)
@@ -138,7 +138,7 @@ class RealProcessor:
         inputs: its static tensors.
     """
 
-    def __init__(self, tokens: Ints, place: torch.device) -> None:
+    def __init__(self, tokens: Ints, device: torch.device) -> None:
         modules = SimpleNamespace(
             **{name: peer("transformers", f"transformers.generation.continuous_batching.{name}") for name in MODULES}
         )
@@ -150,7 +150,7 @@ class RealProcessor:
         logger.setLevel(logging.CRITICAL)  # it reports that there is no psutil, which is not needed here
         try:
             with theirs("continuous batching of transformers"):
-                self._processor = _processor(modules, len(tokens), place)
+                self._processor = _processor(modules, len(tokens), device)
                 self._prefill(modules, len(tokens))
         finally:
             logger.setLevel(level)
@@ -164,7 +164,7 @@ class RealProcessor:
         state = modules.requests.RequestState
         for i in range(num_requests):
             self._processor.scheduler.add_waiting_request(state(f"request {i}", list(range(1, CONTEXT + 1))))
-        while not all(one.generated_len() for one in self._active()) or not self._active():
+        while not all(state.generated_len() for state in self._active()) or not self._active():
             if not self._processor.prepare_next_batch():
                 raise RuntimeError("no batch was prepared for the prompts")
             self._processor.update_batch()
@@ -193,13 +193,13 @@ def against_continuous_batching(runtime: Runtime, *, num_requests: int = 256) ->
 
         def verify() -> None:
             real.step()
-            for one in ours.values():
-                one.begin()
-                _require_equal_inputs(one, real.inputs)
+            for way in ours.values():
+                way.begin()
+                _require_equal_inputs(way, real.inputs)
 
         return Comparison(
             task=task,
-            ours=[Contender(f"{OURS} {level.value}", one.step, level) for level, one in ours.items()],
+            ours=[Contender(f"{OURS} {level.value}", way.step, level) for level, way in ours.items()],
             baselines=[Contender(name, real.step)],
             verify=verify,
             target=TARGETS.get(num_requests),
@@ -231,7 +231,7 @@ def _require_equal_inputs(ours: OurStep, inputs: Any) -> None:
     require_equal("blocks in all", np.unique(ours_table[ours_used]).size, np.unique(their_table[theirs_used]).size)
 
 
-def _processor(modules: Any, num_requests: int, place: torch.device) -> Any:
+def _processor(modules: Any, num_requests: int, device: torch.device) -> Any:
     config = modules.models.LlamaConfig(
         num_hidden_layers=1,
         hidden_size=8,
@@ -254,12 +254,12 @@ def _processor(modules: Any, num_requests: int, place: torch.device) -> Any:
         ),
         None,
         False,
-        place,
+        device,
     )
     # both are switched off where FlashAttention is missing, which only the forward would need
     settings.max_blocks_per_request, config._attn_implementation = blocks, "flash_attention_2"
     alone = modules.distributed.DistributedHelper(device_mesh=None, cpu_group_timeout=None)
-    cache = modules.cache.PagedAttentionCache(config, settings, place, alone, torch.float32)
+    cache = modules.cache.PagedAttentionCache(config, settings, device, alone, torch.float32)
     return modules.continuous_api.ContinuousBatchProcessor(
         cache=cache,
         config=config,
@@ -272,7 +272,7 @@ def _processor(modules: Any, num_requests: int, place: torch.device) -> Any:
         cancel_queue=queue.Queue(),
         output_router=modules.continuous_api.OutputRouter(),
         background_thread_status=modules.continuous_api.BackgroundThreadStatus(),
-        model_device=place,
+        model_device=device,
         model_dtype=torch.float32,
         scheduler=modules.scheduler.FIFOScheduler(cache, settings.safety_margin, settings.max_requests_per_batch),
         distributed_helper=alone,

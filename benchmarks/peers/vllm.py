@@ -23,10 +23,10 @@ from benchmarks.timing import Contender
 class VllmPair:
     """A `Pair` made of one buffer."""
 
-    def __init__(self, size: int, dtype: torch.dtype, place: torch.device) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         module = peer("vllm", "vllm.v1.utils")
         with theirs("CpuGpuBuffer"):
-            buffer = module.CpuGpuBuffer(size, dtype=dtype, device=place, pin_memory=place.type == "cuda")
+            buffer = module.CpuGpuBuffer(size, dtype=dtype, device=device, pin_memory=device.type == "cuda")
         self.np: Array = buffer.np
         self.device: torch.Tensor = buffer.gpu
         self.upload = buffer.copy_to_gpu

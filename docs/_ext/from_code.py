@@ -2,7 +2,7 @@
 
     {invariant-table}         every invariant in one table
     {invariants}              each with its level, remedy, real bugs and mutants, in a section with an anchor
-    {command-options} NAME    the options of a command
+    {command-options} MODULE COMMAND  the options of a command of that module's `main`; COMMAND where it has several
     {attributes} MODULE:NAME  the attributes that the docstring of a class lists, with their types
     {error-classes}           the error classes, with the builtin that each derives from
     {race-cases} FILE         every race case, with what each tool said of it; FILE holds that, beside the page
@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import attrs
 from docutils import nodes
@@ -48,9 +49,9 @@ CHECKED = {
 def thread_links(text: str) -> str:
     """`sglang #123` and `lmdeploy#4569` as links; anything else as it is."""
 
-    def link(found: re.Match[str]) -> str:
-        repository = REPOSITORIES.get(found["name"])
-        return f"[{found[0]}](https://github.com/{repository}/issues/{found['number']})" if repository else found[0]
+    def link(thread: re.Match[str]) -> str:
+        repository = REPOSITORIES.get(thread["name"])
+        return f"[{thread[0]}](https://github.com/{repository}/issues/{thread['number']})" if repository else thread[0]
 
     return re.sub(r"(?P<name>[A-Za-z][\w-]*) ?#(?P<number>\d+)", link, text)
 
@@ -143,18 +144,16 @@ class CommandOptions(FromCode):
     """The options of one command, from its own parser."""
 
     required_arguments = 1
+    optional_arguments = 1
+    final_argument_whitespace = True
 
     def markdown(self) -> list[str]:
-        """Its summary, usage and options."""
-        name = self.arguments[0]
-        try:
-            command = importlib.import_module(f"batchstate.cli.{name}")
-        except ModuleNotFoundError:
-            raise self.error(f"no command {name!r}") from None
-        parser = argparse.ArgumentParser(prog=f"batchstate {name}", add_help=False)
-        command.add_arguments(parser)
+        """Its summary and options."""
+        parser = parser_of(*self.arguments)
         rows = []
         for action in parser._actions:
+            if isinstance(action, argparse._HelpAction):
+                continue
             shown = ", ".join(action.option_strings)
             if not action.option_strings:
                 shown = str(action.metavar or action.dest)
@@ -162,8 +161,29 @@ class CommandOptions(FromCode):
                 value = action.metavar or "{" + ",".join(map(str, action.choices or (action.dest.upper(),))) + "}"
                 shown += f" {value}"
             rows.append((f"`{shown}`", one_line((action.help or "") % {**vars(action), "prog": parser.prog})))
-        summary = command.SUMMARY[:1].upper() + command.SUMMARY[1:]
-        return [f"{summary}.", "", *table(("option", "meaning"), rows)]
+        summary = parser.description or ""
+        return [f"{summary[:1].upper()}{summary[1:]}.", "", *table(("option", "meaning"), rows)]
+
+
+class ParserMadeError(Exception):
+    """Ends a command when its parser is made, which it has."""
+
+
+def parser_of(module: str, command: str = "") -> argparse.ArgumentParser:
+    """The parser by which `main` of a module reads the arguments of one of its commands."""
+
+    def ends(parser: argparse.ArgumentParser, *_: object) -> None:
+        raise ParserMadeError(parser)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", ends):
+        try:
+            importlib.import_module(module).main(["command"])
+        except ParserMadeError as made:
+            parser: argparse.ArgumentParser = made.args[0]
+    if command:
+        (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        parser = subparsers.choices[command]
+    return parser
 
 
 class Attributes(FromCode):
@@ -178,24 +198,24 @@ class Attributes(FromCode):
         types = {field.name: field.type for field in attrs.fields(cls)} if attrs.has(cls) else {}
         rows = []
         for names, meaning in documented_attributes(cls.__doc__ or ""):
-            kinds = {type_name(types[one]) for one in names if one in types}
-            rows.append((", ".join(f"`{one}`" for one in names), ", ".join(sorted(kinds)), meaning))
+            kinds = {type_name(types[name]) for name in names if name in types}
+            rows.append((", ".join(f"`{name}`" for name in names), ", ".join(sorted(kinds)), meaning))
         return table(("key", "type", "meaning"), rows)
 
 
 def documented_attributes(doc: str) -> list[tuple[list[str], str]]:
     """The `Attributes:` section: names that share a line, and their meaning."""
     _, _, section = inspect.cleandoc(doc).partition("Attributes:\n")
-    found: list[tuple[list[str], str]] = []
+    entries: list[tuple[list[str], str]] = []
     for line in section.splitlines():
         if line and not line.startswith(" "):
             break
         entry = re.match(r"    ([\w, ]+): (.*)", line)
         if entry:
-            found.append(([one.strip() for one in entry[1].split(",")], entry[2]))
-        elif line.strip() and found:
-            found[-1] = (found[-1][0], f"{found[-1][1]} {line.strip()}")
-    return found
+            entries.append(([name.strip() for name in entry[1].split(",")], entry[2]))
+        elif line.strip() and entries:
+            entries[-1] = (entries[-1][0], f"{entries[-1][1]} {line.strip()}")
+    return entries
 
 
 def type_name(kind: object) -> str:
@@ -210,12 +230,12 @@ class ErrorClasses(FromCode):
         """One row a class."""
         from batchstate import errors, violations
 
-        classes = [one for one in vars(errors).values() if inspect.isclass(one) and one.__module__ == errors.__name__]
+        classes = [cls for cls in vars(errors).values() if inspect.isclass(cls) and cls.__module__ == errors.__name__]
         rows = []
         for cls in [*classes, violations.Violation]:
             builtins = [base.__name__ for base in cls.__mro__[1:] if base.__module__ == "builtins"]
             nearest = next(
-                (one for one in builtins if one not in ("Exception", "BaseException", "object")), "Exception"
+                (name for name in builtins if name not in ("Exception", "BaseException", "object")), "Exception"
             )
             rows.append((f"`{cls.__name__}`", f"`{nearest}`", paragraphs(cls)[0]))
         return table(("class", "also a", "raised when"), rows)
@@ -260,7 +280,7 @@ class SGLangPoints(FromCode):
 
         self.env.note_dependency(sglang_changes.__file__)
         points = sglang_changes.CHANGES[self.arguments[0]]
-        rows = ((one.point, one.sglang, " · ".join(map(sglang_changes.fact, one.shown))) for one in points)
+        rows = ((point.point, point.sglang, " · ".join(map(sglang_changes.fact, point.shown))) for point in points)
         return table(("point", "SGLang", "shown here"), rows)
 
 

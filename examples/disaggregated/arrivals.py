@@ -108,8 +108,10 @@ class Arrivals:
     def writes(self, name: str) -> bool:
         """Whether a writer that is here has part of a request left to write."""
         leases = [arrival.lease for arrival in self._open.values()]
-        open_writers = [one for lease in leases if lease.state is LeaseState.WAITING for one in lease.writers]
-        return name in self._channels and any(one.worker.name == name and not one.complete for one in open_writers)
+        open_writers = [writer for lease in leases if lease.state is LeaseState.WAITING for writer in lease.writers]
+        return name in self._channels and any(
+            writer.worker.name == name and not writer.complete for writer in open_writers
+        )
 
     @property
     def connected(self) -> bool:
@@ -178,7 +180,9 @@ class Arrivals:
         for arrival in list(self._open.values()):
             late = self._clock() - arrival.since > self._lease_seconds
             if arrival.lease.state is LeaseState.DELIVERED:  # and nobody has told its first token
-                if late or all(one.worker.ended or one.worker.lost is not None for one in arrival.lease.writers):
+                if late or all(
+                    writer.worker.ended or writer.worker.lost is not None for writer in arrival.lease.writers
+                ):
                     self._again(arrival)
             elif late:
                 self.receiver.abort(arrival.lease, f"not here after {self._lease_seconds} s")

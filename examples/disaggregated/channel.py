@@ -30,7 +30,7 @@ class ChannelClosedError(Exception):
 
 
 class Kind(enum.Enum):
-    """What a message is."""
+    """The kind of a message."""
 
     INTRODUCTION = b"I"
     TRANSPORT = b"T"
@@ -88,20 +88,20 @@ class Channel:
         return words
 
     def poll(self) -> list[tuple[Kind, bytes]]:
-        """What has arrived. Never waits.
+        """Messages that have arrived. Never waits.
 
         Raises:
             ChannelClosedError: the other end is gone, and all that it said has been handed out.
         """
-        found: list[tuple[Kind, bytes]] = []
+        messages: list[tuple[Kind, bytes]] = []
         try:
             while self._connection.poll(0):
                 message = self._connection.recv_bytes()
-                found.append((Kind(message[:1]), message[1:]))
+                messages.append((Kind(message[:1]), message[1:]))
         except (EOFError, OSError, ValueError) as error:
-            if not found:
+            if not messages:
                 raise ChannelClosedError(f"{self.name} is gone: {str(error) or 'it hung up'}") from error
-        return found
+        return messages
 
     def await_one(self, seconds: float) -> tuple[Kind, bytes]:
         """The next message; for the beginning, when there is nothing else to do.

@@ -89,7 +89,7 @@ class DecodeWorker:
         self._forward = TierForward(
             model, self.pages, TieredKV(hot, self.host.buffers), self._hot_table, self._host_table, options.speculate
         )
-        regions = registered(parts.engine, layout, [one.memory for one in self.host.contiguous_buffers()])
+        regions = registered(parts.engine, layout, [buffer.memory for buffer in self.host.contiguous_buffers()])
         receiver = Receiver(parts.engine, described(parts.engine, layout, "decode"), regions)
         writers = tuple(writer_name(rank) for rank in range(options.prefill_workers))
         self.arrivals = Arrivals(
@@ -136,7 +136,7 @@ class DecodeWorker:
         arrived = self.arrivals.turn()
         self.quarantined_max = max(self.quarantined_max, self.arrivals.quarantined)
         self.tier.poll_staged()
-        staged = [one for one in self._staging if self.tier.ready(one.slots).all()]
+        staged = [request for request in self._staging if self.tier.ready(request.slots).all()]
         prefills = len(self._staging) < MOST_STAGED + len(staged)
         prefills = bool(self._here) and prefills and self.arrivals.room_for(self._here[0])
         launched: list[Launched] = []
@@ -162,9 +162,9 @@ class DecodeWorker:
         launched = [] if not len(self._batch) else [self._decode()]
         if prefills:
             launched.append(self._prefill(self._here.popleft()))
-        for one in launched:
-            self._last_step = one.done
-            for request in one.requests:
+        for step in launched:
+            self._last_step = step.done
+            for request in step.requests:
                 request.in_flight += 1
             self.result_copies += 1
         return launched
@@ -263,7 +263,7 @@ class DecodeWorker:
         return self._known() + self._under_way()
 
     def _known(self) -> npt.NDArray[np.int64]:
-        return np.array([len(one.prompt) + len(one.output) - 1 for one in self._batch.requests], np.int64)
+        return np.array([len(request.prompt) + len(request.output) - 1 for request in self._batch.requests], np.int64)
 
     def _under_way(self) -> npt.NDArray[np.int64]:
         return np.array([request.in_flight for request in self._batch.requests], np.int64)
@@ -280,5 +280,5 @@ class DecodeWorker:
                 request.append(tokens[:new], self._eos)
         if self._batch.seq_lens.contract is Contract.UPPER_BOUND:
             bounds = self._known() + (1 + self._options.speculate) * self._under_way()
-            known = np.minimum(self._batch.seq_lens.np, bounds)
-            self._batch = self._batch.tighten("seq_lens", known, slots=self._batch.slots)
+            lengths = np.minimum(self._batch.seq_lens.np, bounds)
+            self._batch = self._batch.tighten("seq_lens", lengths, slots=self._batch.slots)

@@ -101,9 +101,9 @@ class TierForward:
         self.relay.publish(slot, last_token=[first_token], seq_lens=[len(prompt)], **drafts)
         if drafts:
             with self._runtime.use(self.stream):
-                known = MirroredTensor.from_host(self._runtime, [*prompt, first_token], contract="host_only").device
-                places = torch.arange(len(known), device=known.device)
-                self._drafter.note(slot.device.expand(len(known)), places, known)
+                tokens = MirroredTensor.from_host(self._runtime, [*prompt, first_token], contract="host_only").device
+                places = torch.arange(len(tokens), device=tokens.device)
+                self._drafter.note(slot.device.expand(len(tokens)), places, tokens)
 
     def decode(
         self, batch: TierBatch, plan: ForwardPlan, location: LastLocation, tier: HiSparse, uploaded: Extras

@@ -48,7 +48,7 @@ class ShardedKV:
             return cls(whole, whole, layout)
         heads = layout.held.heads
         keys, values = (
-            tuple(one.new_zeros((one.shape[0], heads, one.shape[2])) for one in layers)
+            tuple(memory.new_zeros((memory.shape[0], heads, memory.shape[2])) for memory in layers)
             for layers in (whole.keys, whole.values)
         )
         return cls(whole, PagedKV(keys, values), layout)
@@ -76,7 +76,7 @@ class TieredRun(PagedRun):
 
 @attrs.frozen(eq=False)
 class TieredView(PagedView):
-    """What a decode forward of the host tier needs: of each position both places, and which of them holds.
+    """The needs of a decode forward of the host tier: of each position both places, and which of them holds.
 
     Attributes:
         on_device: bool[num_reqs, max_kv_len].

@@ -1,4 +1,4 @@
-"""What a run is told before it starts, the same for both workers."""
+"""Options of a run, the same for both workers."""
 
 from typing import TYPE_CHECKING
 

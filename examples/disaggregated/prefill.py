@@ -193,7 +193,7 @@ class PrefillWorker:
                 self._granted[key] = transfer
                 continue
             self._granted.pop(key, None)
-            self.bytes_written += sum(one.nbytes for one in transfer.handles if one.status is Status.DONE)
+            self.bytes_written += sum(handle.nbytes for handle in transfer.handles if handle.status is Status.DONE)
             job = self._jobs.get(key)
             if job is not None:
                 job.transfer = transfer
@@ -209,7 +209,7 @@ class PrefillWorker:
         if job.slot is None:
             self._waiting.remove(job)
             return
-        self._batch = self._batch.filter([one is not job for one in self._batch.jobs])
+        self._batch = self._batch.filter([other is not job for other in self._batch.jobs])
         self._leaving.append(job)
 
     # Computing
@@ -273,7 +273,7 @@ class PrefillWorker:
         return grown.filter(~finished).merge(untouched)
 
     def _read_all_but(self, newest: int) -> None:
-        """What forwards have left; waits for those that have not run."""
+        """Results of forwards; waits for those that have not run."""
         while len(self._in_flight) > newest:
             step = self._in_flight.popleft()
             step.done.wait()

@@ -1,4 +1,4 @@
-"""What came of a run, as a table and as JSON."""
+"""The outcome of a run, as a table and as JSON."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -114,11 +114,11 @@ def report_of(options: Options, model: Model, requests: Sequence[Request], figur
     broken = figures["broken"]
     mismatches = 0
     if broken is None:
-        prompts, limits = [one.prompt for one in requests], [one.max_new_tokens for one in requests]
+        prompts, limits = [request.prompt for request in requests], [request.max_new_tokens for request in requests]
         expected = generate(model, prompts, limits, eos_token_ids=model.eos_token_ids)
-        mismatches = sum(given != right for given, right in zip(outputs, expected, strict=True))
+        mismatches = sum(output != right for output, right in zip(outputs, expected, strict=True))
     short = sum(len(request.prompt) <= options.hot_tokens for request in requests)
-    names = {one.name for one in attrs.fields(Report)}
+    names = {field.name for field in attrs.fields(Report)}
     return Report(
         **{name: getattr(options, name) for name in names if hasattr(options, name)}
         | {name: value for name, value in figures.items() if name in names}

@@ -1,4 +1,4 @@
-"""What each of the two processes does from its start to its end. Neither outlives the other for long.
+"""Each of the two processes from its start to its end. Neither outlives the other for long.
 
 A worker ends with an error when its peer or its supervisor hangs up, and when nothing has happened for
 `Options.patience` seconds.
@@ -29,8 +29,8 @@ Address = tuple[str, int]
 class Patience:
     """Ends a loop in which nothing happens."""
 
-    def __init__(self, seconds: float, what: str) -> None:
-        self._seconds, self._what = seconds, what
+    def __init__(self, seconds: float, work: str) -> None:
+        self._seconds, self._what = seconds, work
         self._since = time.monotonic()
 
     def after(self, *, moved: bool) -> None:
@@ -108,7 +108,7 @@ def _serve_prompts(
 
 
 def _until_gone(channel: Channel) -> None:
-    """What was said last is heard before this end hangs up."""
+    """The last words are heard before this end hangs up."""
     patience = Patience(STARTS_IN, f"waiting for {channel.name} to hang up")
     try:
         while True:
@@ -184,8 +184,8 @@ def serve_decode(
         "host_to_device_copies": cost.host_to_device_copies,
         "quarantined": worker.quarantined,
         "quarantined_max": worker.quarantined_max,
-        "leaks": worker.leaks + sum(one["leaks"] for one in farewells.values()),
-        "prefill_steps": sum(one["steps"] for one in farewells.values()),
+        "leaks": worker.leaks + sum(figures["leaks"] for figures in farewells.values()),
+        "prefill_steps": sum(figures["steps"] for figures in farewells.values()),
         "farewells": list(farewells),
     }
 
@@ -210,7 +210,7 @@ class Joining:
         arrivals.connect(channel, introduced(channel, arrivals.receiver.introduce()))
 
     def heed(self, supervisor: Channel) -> None:
-        """What the supervisor says: a prefill worker has ended, or a new one is there."""
+        """Words of the supervisor: a prefill worker has ended, or a new one is there."""
         for _, payload in supervisor.poll():
             words = Channel.words(payload)
             if "ended" in words:

@@ -50,7 +50,7 @@ class Child:
     joined: bool = False  # whether the decode worker is connected to it
 
     def heard(self) -> list[dict[str, Any]]:
-        """What it has said since the last time. Never waits."""
+        """Its words since the last time. Never waits."""
         if not self.open:
             return []
         try:
@@ -100,7 +100,9 @@ class Supervisor:
             for words in decode.heard():
                 if "figures" in words:
                     figures = words["figures"]
-                    parted = [one for one in prefills if one.joined and one.name in figures["farewells"]]
+                    parted = [
+                        prefill for prefill in prefills if prefill.joined and prefill.name in figures["farewells"]
+                    ]
                     self._await_ends([*parted, decode])
                     return {**figures, "killed": self._killed}
                 if "joined" in words:
@@ -191,7 +193,7 @@ def deaf_to_interrupts() -> Iterator[None]:
 
 
 def in_one_line(error: Exception) -> str:
-    """What happened, and the remedy behind it. The report of a violation stays as it is."""
+    """The event, and the remedy behind it. The report of a violation stays as it is."""
     if isinstance(error, BatchStateError) and not isinstance(error, Violation) and error.remedy:
         return f"{error.problem}; {error.remedy}"
     return str(error)

@@ -1,4 +1,4 @@
-"""What both workers have: the model, the requests, an engine of transfers, and the checks of what has to be alike.
+"""Parts of both workers: the model, the requests, an engine of transfers, and the checks of what has to be alike.
 
 Either side sends all it has to say before it may refuse the other, so both can say why.
 """
@@ -108,7 +108,9 @@ def check_degree(options: Options, model: Model) -> None:
 def registered(engine: Engine, layout: KVLayout, buffers: list[torch.Tensor]) -> list[Region]:
     """One region for each layer of the worker's stage, under the layer's name; `buffers` are those of all layers."""
     return [
-        engine.register(one, name) for one, name in zip(buffers, layout.layers, strict=True) if name in layout.stage
+        engine.register(buffer, name)
+        for buffer, name in zip(buffers, layout.layers, strict=True)
+        if name in layout.stage
     ]
 
 
@@ -166,7 +168,7 @@ STARTS_IN = 60.0
 
 
 def shared_of(options: Options, model: Model, rank: int) -> dict[str, Any]:
-    """What a prefill worker of this rank and its decode worker have alike, by the name of the option.
+    """Values that a prefill worker of this rank and its decode worker share, by the name of the option.
 
     Workers that differ here would serve without an error, and wrong tokens. The page size is not among them: layouts
     are compared by the library.

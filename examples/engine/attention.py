@@ -34,7 +34,7 @@ class PagedRun:
 
 @attrs.frozen(eq=False)
 class PagedView:
-    """What one forward needs beyond its token ids. Tokens of one request are neighbours, in the order of the requests.
+    """Inputs of one forward beyond its token ids. Tokens of one request are neighbours, in the order of the requests.
 
     Tokens behind the last request are padding: their KV goes where `slot_mapping` says, they attend to nothing. A
     request without queries takes no part.

@@ -31,7 +31,7 @@ class Drafter:
         self.history[slots, positions] = tokens
 
     def propose(self, slots: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
-        """What may follow.
+        """Tokens that may follow.
 
         Args:
             slots: int64[n].
@@ -41,23 +41,23 @@ class Drafter:
         Returns:
             int64[n, num_drafts]; the last token again where nothing is found.
         """
-        known = self.history.index_select(0, slots)[:, :longest]  # int64[n, longest]
-        places = torch.arange(longest, device=known.device)
-        last = known.gather(1, lengths[:, None] - 1)  # int64[n, 1]
+        tokens = self.history.index_select(0, slots)[:, :longest]  # int64[n, longest]
+        places = torch.arange(longest, device=tokens.device)
+        last = tokens.gather(1, lengths[:, None] - 1)  # int64[n, 1]
         if longest <= NGRAM:
             return last.expand(-1, self.num_drafts).contiguous()
         tail = (lengths[:, None] - NGRAM + places[:NGRAM]).clamp_(min=0)
-        same = known.unfold(1, NGRAM, 1).eq(known.gather(1, tail)[:, None]).all(2)  # bool[n, longest - NGRAM + 1]
+        same = tokens.unfold(1, NGRAM, 1).eq(tokens.gather(1, tail)[:, None]).all(2)  # bool[n, longest - NGRAM + 1]
         starts = places[: same.shape[1]]
         # The newest earlier place: its continuation has to begin before the end.
-        found = torch.where(same & (starts + NGRAM < lengths[:, None]), starts, -1).amax(1, keepdim=True)
-        follow = found + NGRAM + torch.arange(self.num_drafts, device=known.device)  # int64[n, num_drafts]
-        usable = (found >= 0) & (follow < lengths[:, None])
-        return torch.where(usable, known.gather(1, follow.clamp(max=longest - 1)), last)
+        match = torch.where(same & (starts + NGRAM < lengths[:, None]), starts, -1).amax(1, keepdim=True)
+        follow = match + NGRAM + torch.arange(self.num_drafts, device=tokens.device)  # int64[n, num_drafts]
+        usable = (match >= 0) & (follow < lengths[:, None])
+        return torch.where(usable, tokens.gather(1, follow.clamp(max=longest - 1)), last)
 
 
 def verify(targets: torch.Tensor, inputs: torch.Tensor, decodes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which guesses the model would have made itself.
+    """Whether the model would have made each guess itself.
 
     Args:
         targets: int64[n, k + 1], the model's choice behind each of the last tokens of each request.

@@ -101,7 +101,7 @@ class Engine:
             self.scheduler.waiting.append(request)
 
     def abort(self, number: int) -> None:
-        """The client of a request hung up. What is in flight for it is dropped when it comes.
+        """The client of a request hung up. Results in flight for it are dropped when they come.
 
         Raises:
             ArgumentError: no such request is waiting or running.
@@ -183,7 +183,9 @@ class Engine:
         batch = cast(RunningBatch, planned.batch)
         if turn.joining:
             scheduler.arrived(batch, turn.joining)
-        step = Step(planned, [one for one, samples in zip(batch.requests, turn.samples, strict=True) if samples])
+        step = Step(
+            planned, [request for request, samples in zip(batch.requests, turn.samples, strict=True) if samples]
+        )
         start = time.perf_counter()
         after = scheduler.forward.run(step)
         self.host_seconds -= time.perf_counter() - start

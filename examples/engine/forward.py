@@ -74,12 +74,12 @@ class Forward:
 
     def publish_known(self, slots: Slots, requests: list[Request]) -> None:
         """Requests that come with tokens put the last one into the relay; from there on they are like all others."""
-        known: dict[str, list[object]] = {"last_token": [request.output[-1] for request in requests]}
+        published: dict[str, list[object]] = {"last_token": [request.output[-1] for request in requests]}
         if self._drafts:
-            known["drafts"] = [[token] * self._drafts for token in known["last_token"]]
-            known["seq_lens"] = [request.kv_len for request in requests]
+            published["drafts"] = [[token] * self._drafts for token in published["last_token"]]
+            published["seq_lens"] = [request.kv_len for request in requests]
         with self._runtime.use(self.stream):
-            self.relay.publish(slots, **known)
+            self.relay.publish(slots, **published)
 
     def load(self, tokens: Locations, slots: Slots, prompt: Sequence[int], prebuilt: Prebuilt) -> None:
         """Copies KV that was computed elsewhere into a request's pages.
@@ -90,14 +90,14 @@ class Forward:
         with runtime.use(self.stream):
             came = runtime.record(arrivals)
             keys, values = (
-                [runtime.use_on_current_stream(one, arrivals, came) for one in layers]
+                [runtime.use_on_current_stream(layer, arrivals, came) for layer in layers]
                 for layers in (prebuilt.keys, prebuilt.values)
             )
             self.kv.write(tokens.device, keys, values)
             if self._drafts:
-                known = MirroredTensor.from_host(self._runtime, prompt, contract="host_only").device
-                places = torch.arange(len(prompt), device=known.device)
-                self._drafter.note(slots.device.expand(len(prompt)), places, known)
+                ids = MirroredTensor.from_host(self._runtime, prompt, contract="host_only").device
+                places = torch.arange(len(prompt), device=ids.device)
+                self._drafter.note(slots.device.expand(len(prompt)), places, ids)
 
     def run(self, step: Step) -> RunningBatch:
         """Launches one step; its results set out for the host. Returns the batch as it is after the step."""

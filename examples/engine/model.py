@@ -87,7 +87,7 @@ class Model:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What weights, KV memory and logits are made of."""
+        """The dtype of weights, KV memory and logits."""
         dtype: torch.dtype = self.lm.dtype
         return dtype
 

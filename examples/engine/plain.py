@@ -39,7 +39,7 @@ class PlainConfig:
 @final
 @attrs.frozen(eq=False)
 class PlainOutput:
-    """What the layers give: dtype[1, num_tokens, hidden_size]."""
+    """The result of the layers: dtype[1, num_tokens, hidden_size]."""
 
     last_hidden_state: torch.Tensor
 
@@ -70,7 +70,7 @@ class PlainLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are made of."""
+        """The dtype of the weights."""
         return self.lm_head.weight.dtype
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class PlainLayer(nn.Module):
     ) -> torch.Tensor:
         """dtype[1, num_tokens, hidden_size] in and out."""
         normed = rms_norm(hidden, hidden.shape[-1:], eps=1e-6)
-        query, key, value = (self._heads(one(normed)) for one in (self.query, self.key, self.value))
+        query, key, value = (self._heads(project(normed)) for project in (self.query, self.key, self.value))
         attended = attend(self, _rotated(query, *rotation), _rotated(key, *rotation), value)
         hidden = hidden + self.output(attended.flatten(2))
         normed = rms_norm(hidden, hidden.shape[-1:], eps=1e-6)

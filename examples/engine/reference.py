@@ -1,4 +1,4 @@
-"""Greedy answers by transformers alone: its own attention, its own cache, its own loop. What the engine has to equal.
+"""Greedy answers by transformers alone: its own attention, its own cache, its own loop. The engine has to equal them.
 
 Guarantees: nothing of this engine takes part, the model's settings are afterwards what they were before, and a
 checkpoint's own sampling settings have no say. Batches are padded on the left, which in float64 changes no token. A
@@ -61,7 +61,7 @@ def generate(
 def _generate_batch(
     model: Model, prompts: list[Sequence[int]], limits: list[int], eos_token_ids: Collection[int]
 ) -> list[list[int]]:
-    """What follows each prompt, at least to its limit, and padding behind those that ended before the others."""
+    """Tokens behind each prompt, at least to its limit, and padding behind those that ended before the others."""
     if isinstance(model.lm, PlainLM):
         return [model.lm.generate(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
     from transformers import GenerationConfig

@@ -81,10 +81,10 @@ def check_request(request: Request, settings: EngineSettings, vocab_size: int, k
             or prompt.
     """
     who, prebuilt, ids = f"request {request.number}", request.prebuilt, np.asarray(request.prompt)
-    known = ids if prebuilt is None else np.append(ids, prebuilt.first_token)
-    if ids.ndim != 1 or not ids.size or known.dtype.kind != "i" or not 0 <= known.min() <= known.max() < vocab_size:
+    tokens = ids if prebuilt is None else np.append(ids, prebuilt.first_token)
+    if ids.ndim != 1 or not ids.size or tokens.dtype.kind != "i" or not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise ArgumentError(
-            f"{who}: a prompt of {ids.size} ids ({known.dtype}, {ids.ndim} dimensions)",
+            f"{who}: a prompt of {ids.size} ids ({tokens.dtype}, {ids.ndim} dimensions)",
             value=request.number,
             remedy=f"pass a list of at least one token id, from 0 to {vocab_size - 1}",
         )
@@ -97,8 +97,8 @@ def check_request(request: Request, settings: EngineSettings, vocab_size: int, k
             remedy=f"ask for at least one, and for at most {longest} with the prompt",
         )
     if prebuilt is not None:
-        wanted = [(ids.size, *one.shape[1:], one.dtype, one.device) for one in (*kv.keys, *kv.values)]
-        if [(*one.shape, one.dtype, one.device) for one in (*prebuilt.keys, *prebuilt.values)] != wanted:
+        wanted = [(ids.size, *memory.shape[1:], memory.dtype, memory.device) for memory in (*kv.keys, *kv.values)]
+        if [(*layer.shape, layer.dtype, layer.device) for layer in (*prebuilt.keys, *prebuilt.values)] != wanted:
             raise ArgumentError(
                 f"{who}: KV that is not of this model and prompt",
                 value=request.number,

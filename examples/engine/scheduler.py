@@ -7,8 +7,8 @@ One plan, in the order in which it is made; one call of the planner then carries
     retract  while the pages do not suffice: the youngest request gives back what it has, and waits to be resumed
     admit    waiting requests, while slots, pages and tokens last
 
-Overlapped, the results of the last launched step are unknown here. What is known without them: how many tokens each
-request will have, or, with speculation, how many at most.
+Overlapped, the results of the last launched step are unknown here. Known without them: how many tokens each request
+will have, or, with speculation, how many at most.
 """
 
 from collections import deque
@@ -71,7 +71,7 @@ class Turn:
         """Rows of those that join, without slots: the step takes them, and pages for what was prefilled elsewhere."""
         if not self.joining:
             return None
-        lens = [one.kv_len if one.prebuilt else 0 for one in self.joining]
+        lens = [request.kv_len if request.prebuilt else 0 for request in self.joining]
         return {"seq_lens": np.array(lens), "requests": self.joining}
 
 
@@ -132,7 +132,7 @@ class Scheduler:
         check_request(request, self.settings, self.model.vocab_size, self.forward.kv)
 
     def plan(self) -> Turn:
-        """What each request does in the next step."""
+        """The part of each request in the next step."""
         rows = list(zip(self.batch.requests, self.batch.seq_lens.np.tolist(), strict=True))
         running = [row for row in rows if row[0].state == "running"]
         queries, youngest = self._queries(running), list[Request]()
@@ -142,7 +142,7 @@ class Scheduler:
         leaving = len(rows) - len(running)
         joining = [] if youngest else self._joining(running, queries)
         if joining:
-            running += [(one, one.kv_len if one.prebuilt else 0) for one in joining]
+            running += [(request, request.kv_len if request.prebuilt else 0) for request in joining]
             queries = self._queries(running)
         self._retract(youngest)
         turn = Turn.of(running, queries, joining)
@@ -165,15 +165,17 @@ class Scheduler:
     def arrived(self, batch: RunningBatch, joined: Sequence[Request]) -> None:
         """The last requests have joined: KV computed elsewhere goes into their pages, known tokens into the relay."""
         first = len(batch) - len(joined)
-        known = [(row, request) for row, request in enumerate(joined, first) if request.output]
-        for row, request in known:
+        answered = [(row, request) for row, request in enumerate(joined, first) if request.output]
+        for row, request in answered:
             if request.prebuilt is not None:
                 slot = batch.filter([row]).slots
                 places = self.pages.locations(slot, 0, request.kv_len)
                 self.forward.load(places, slot, request.prompt, request.prebuilt)
                 request.prebuilt = None  # once: when it is retracted, the KV is gone
-        if known:
-            self.forward.publish_known(batch.filter([row for row, _ in known]).slots, [request for _, request in known])
+        if answered:
+            self.forward.publish_known(
+                batch.filter([row for row, _ in answered]).slots, [request for _, request in answered]
+            )
 
     def _queries(self, rows: Sequence[Row]) -> list[int]:
         """Tokens that each puts in: one to decode, and its guesses; or what the step has left for its prompt."""
@@ -229,14 +231,14 @@ class Scheduler:
         return joining
 
     def _retract(self, youngest: Sequence[Request]) -> None:
-        """Makes requests wait again. What is in flight for them still counts."""
+        """Makes requests wait again. Results in flight for them still count."""
         for request in youngest:
             request.state = "waiting"
         self.waiting.extendleft(reversed(youngest))
         self.retractions += len(youngest)
 
     def when_free(self, take: Callable[[], T]) -> T:
-        """What `take` returns. Plans count pending pages as free, so now and then a step in flight must end first."""
+        """The result of `take`. Plans count pending pages as free, so now and then a step in flight must end first."""
         while True:
             try:
                 return take()

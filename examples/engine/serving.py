@@ -24,7 +24,7 @@ Progress = Callable[[int, str], None]
 @final
 @attrs.frozen
 class ServingReport:
-    """What came of it.
+    """The outcome.
 
     Attributes:
         mode: `overlapped` or `synchronous`, with `mixed` and `speculative` where they apply.

@@ -1,4 +1,4 @@
-"""What an engine is told before it starts."""
+"""Options of an engine."""
 
 import attrs
 from attrs.validators import ge

@@ -4,26 +4,13 @@ The smallest complete user of the library, and the place to read how an engine u
 runs a step, `scheduler` decides who is in it. `workload` is what comes in, `run` the clock and the report.
 """
 
-from examples.traffic.engine import (
-    EngineSettings,
-    Request,
-    RunningBatch,
-    SamplingParams,
-    StepResult,
-    TrafficEngine,
-    draw_requests,
-)
-from examples.traffic.run import HostTime, TrafficProgress, TrafficReport, TrafficRun, run_traffic
-from examples.traffic.workload import TraceError, Workload, fitted_workload, read_trace
+from examples.traffic.engine import EngineSettings, RunningBatch, TrafficEngine, draw_requests
+from examples.traffic.run import TrafficProgress, TrafficReport, TrafficRun, run_traffic
+from examples.traffic.workload import Workload, fitted_workload, read_trace
 
 __all__ = [
     "EngineSettings",
-    "HostTime",
-    "Request",
     "RunningBatch",
-    "SamplingParams",
-    "StepResult",
-    "TraceError",
     "TrafficEngine",
     "TrafficProgress",
     "TrafficReport",

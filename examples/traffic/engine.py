@@ -62,10 +62,7 @@ class Request:
     Attributes:
         request_id: its row in the workload.
         arrival: seconds since the first request.
-        prompt_tokens: tokens of the prompt.
-        answer_tokens: tokens to generate.
-        priority: of the request.
-        sampling: how its tokens are drawn.
+        prompt_tokens, answer_tokens: lengths.
         hangs_up: second at which the client gives up, or infinity.
         num_generated: tokens generated when it last left the batch; a retracted request goes on from there.
         done: it has finished or was aborted.
@@ -90,18 +87,15 @@ class Request:
 def draw_requests(workload: Workload, *, seed: int = 0, aborts: float = 0.0) -> list[Request]:
     """The requests of a workload, in order of arrival, with random sampling parameters and impatient clients.
 
-    Args:
-        workload: arrivals and lengths.
-        seed: the same seed gives the same requests.
-        aborts: share of clients that hang up within `LONGEST_PATIENCE` seconds, 0 to 1. Some answers finish first.
+    `aborts` is the share of clients that hang up within `LONGEST_PATIENCE` seconds. Some answers finish first.
 
     Raises:
         ArgumentError: `aborts` outside 0 to 1, or a negative seed.
     """
     if not 0 <= aborts <= 1:
-        raise ArgumentError(f"aborts is {aborts}", value=aborts, remedy="give a share from 0 (none) to 1 (all)")
+        raise ArgumentError(f"aborts is {aborts}", aborts, "give a share from 0 (none) to 1 (all)")
     if seed < 0:
-        raise ArgumentError(f"seed is {seed}", value=seed, remedy="use a seed of 0 or more")
+        raise ArgumentError(f"seed is {seed}", seed, "use a seed of 0 or more")
     rng = np.random.default_rng(seed)
     count = len(workload)
     greedy = rng.random(count) < 0.2
@@ -119,19 +113,8 @@ def draw_requests(workload: Workload, *, seed: int = 0, aborts: float = 0.0) -> 
     priority = rng.choice(3, count, p=[0.1, 0.8, 0.1]).tolist()
     impatient = rng.random(count) < aborts
     hangs_up = np.where(impatient, workload.arrival + rng.uniform(0, LONGEST_PATIENCE, count), np.inf)
-    return [
-        Request(*row)
-        for row in zip(
-            range(count),
-            workload.arrival.tolist(),
-            workload.context_tokens.tolist(),
-            workload.generated_tokens.tolist(),
-            priority,
-            sampling,
-            hangs_up.tolist(),
-            strict=True,
-        )
-    ]
+    lengths = (workload.context_tokens.tolist(), workload.generated_tokens.tolist())
+    return list(map(Request, range(count), workload.arrival.tolist(), *lengths, priority, sampling, hangs_up.tolist()))
 
 
 class RunningBatch(ScheduledBatch):
@@ -164,14 +147,9 @@ class EngineSettings:
 
     Attributes:
         max_running: requests in the batch at once.
-        max_tokens_per_step: tokens that one step computes, decode and prompt chunks together.
-        page_size: tokens of a KV page.
-        num_pages: KV pages.
-        step_seconds: simulated time of a step, whatever it holds.
-        token_seconds: simulated time that each token of the step adds.
-
-    Raises:
-        ArgumentError: a size below 1, a time below 0, or a step too small for a full batch to decode.
+        max_tokens_per_step: tokens that one step computes, decode and prompt chunks together; at least `max_running`.
+        page_size, num_pages: tokens of a KV page, and KV pages.
+        step_seconds, token_seconds: simulated time of a step, and what each of its tokens adds.
     """
 
     max_running: int = 256
@@ -187,39 +165,25 @@ class EngineSettings:
         for name, bound in least.items():
             value = getattr(self, name)
             if not value >= bound:
-                raise ArgumentError(f"{name} is {value}", value=value, remedy=f"use {bound} or more")
-        if self.max_tokens_per_step < self.max_running:
-            raise ArgumentError(
-                f"max_tokens_per_step is {self.max_tokens_per_step} and max_running {self.max_running}",
-                value=self.max_tokens_per_step,
-                remedy="let a step hold one token of each running request at least",
-            )
+                raise ArgumentError(f"{name} is {value}", value, f"use {bound} or more")
+        tokens, rows = self.max_tokens_per_step, self.max_running
+        if tokens < rows:
+            problem = f"max_tokens_per_step is {tokens} and max_running {rows}"
+            raise ArgumentError(problem, tokens, "let a step hold one token of each running request at least")
 
     def check_fits(self, workload: Workload) -> None:
-        """Refuses a workload with a request that could not run even alone.
-
-        Raises:
-            ArgumentError: its longest request needs more pages than there are.
-        """
-        needed = -(-workload.longest // self.page_size)
+        """Refuses a workload whose longest request needs more pages than there are."""
+        tokens, needed = workload.longest, -(-workload.longest // self.page_size)
         if needed > self.num_pages:
-            raise ArgumentError(
-                f"the longest request needs {needed} pages for {workload.longest} tokens; there are {self.num_pages}",
-                value=needed,
-                remedy="raise num_pages (`python -m examples.traffic --num-pages`), or leave out the longest requests",
-            )
+            problem = f"the longest request needs {needed} pages for {tokens} tokens; there are {self.num_pages}"
+            remedy = "raise num_pages (`python -m examples.traffic --num-pages`), or leave out the longest requests"
+            raise ArgumentError(problem, needed, remedy)
 
 
 @final
 @attrs.frozen
 class StepResult:
-    """What one step did.
-
-    Attributes:
-        running: requests in the batch.
-        computed: tokens whose KV was computed.
-        generated: tokens that came out, at most one per row.
-    """
+    """One step: requests in the batch, tokens whose KV was computed, and tokens that came out."""
 
     running: int
     computed: int
@@ -228,22 +192,15 @@ class StepResult:
 
 @final
 class TrafficEngine(BatchScheduler[RunningBatch, Request]):
-    """Runs requests through a batch, a slot pool and a page pool. Belongs to the runtime's thread.
-
-    Args:
-        runtime: the device.
-        settings: sizes.
-        max_tokens_per_request: longest prompt with its answer that will be added.
+    """Runs requests, of at most `max_tokens_per_request` with the answer, through a batch, slots and pages.
 
     Attributes:
-        settings: sizes.
         slots: the slot pool.
-        req_to_token: [slot, position] -> location.
+        req_to_token: int32[slot, position] -> location.
         finished, aborted: running totals.
     """
 
     def __init__(self, runtime: Runtime, settings: EngineSettings, *, max_tokens_per_request: int) -> None:
-        self.settings = settings
         self.slots = SlotPool(runtime, settings.max_running)
         self.req_to_token = self.slots.table("req_to_token", (max_tokens_per_request,), torch.int32, holds="location")
         pages = PagePool(
@@ -260,11 +217,6 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
         self.aborted = 0
         self._hung_up: set[Request] = set()
         self._in_flight: deque[Fence] = deque()
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request is here: waiting, running, or complete and about to leave."""
-        return len(self.batch) > 0 or len(self.waiting) > 0
 
     def add(self, requests: Sequence[Request]) -> None:
         """Adds requests that arrive."""
@@ -330,7 +282,7 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
 
 
 def _rows(requests: Sequence[Request]) -> dict[str, object]:
-    """The rows of requests that join, without slots, which the step takes; nothing of them is computed yet."""
+    """The rows of requests that join, with nothing computed yet. The step takes their slots."""
     rows: dict[str, list[Any]] = {
         "seq_lens": [0] * len(requests),
         "prefill_lens": [request.tokens_to_prefill for request in requests],

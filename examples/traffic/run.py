@@ -16,20 +16,6 @@ from examples.traffic.workload import Workload
 
 
 @final
-@attrs.frozen
-class HostTime:
-    """Host time of a step, in microseconds: planning, batch operations, pools and upload.
-
-    Attributes:
-        median: half of the steps take less.
-        p99: 99 of 100 steps take less.
-    """
-
-    median: float
-    p99: float
-
-
-@final
 @attrs.frozen(kw_only=True)
 class TrafficReport:
     """The result of `run_traffic`.
@@ -40,24 +26,18 @@ class TrafficReport:
         checks: level of the checks.
         columns: columns of the batch.
         requests: requests that arrived.
-        finished: requests that got their whole answer.
-        aborted: requests whose client hung up first.
+        finished, aborted: requests that got their whole answer, and those whose client hung up first.
         retractions: times a request had to give back its pages, to be prefilled again later.
         tokens: tokens generated, counted step by step.
         tokens_delivered: tokens that the requests have got; the same, if none was generated twice or lost.
         prefill_tokens: tokens whose KV was computed without generating one, retracted requests' again.
         steps: steps of the engine.
-        peak_running: most requests in the batch at once.
-        peak_pages: most pages owned at once.
+        peak_running, peak_pages: most requests in the batch, and most pages owned, at once.
         pages: pages of the pool.
-        simulated_seconds: what the clock of the simulation says at the end.
-        seconds: what it took.
-        host_us_per_step: host time of a step.
-        host_to_device_copies_per_step: mean.
-        device_operations_per_step: mean.
-        most_host_to_device_copies: of any one step.
-        most_device_operations: of any one step.
-        host_to_device_bytes_per_step: mean.
+        simulated_seconds, seconds: simulated time at the end, and real time.
+        host_us_per_step: host time of a step, median and 99th percentile: planning, batch operations, pools and upload.
+        host_to_device_copies_per_step, device_operations_per_step, host_to_device_bytes_per_step: mean.
+        most_host_to_device_copies, most_device_operations: of any one step.
         forced_syncs: times the host waited for the whole device.
         laws_asked: how often an invariant was checked.
         violations: invariants found broken.
@@ -82,7 +62,7 @@ class TrafficReport:
     pages: int
     simulated_seconds: float
     seconds: float
-    host_us_per_step: HostTime
+    host_us_per_step: dict[str, float]
     host_to_device_copies_per_step: float
     device_operations_per_step: float
     most_host_to_device_copies: int
@@ -109,83 +89,60 @@ STEPS_BETWEEN_PROGRESS = 16
 
 
 @final
-@attrs.frozen
+@attrs.define(kw_only=True)
 class TrafficProgress:
-    """Where a run is.
+    """Totals since the run began, and its state after the last step.
 
     Attributes:
-        done: requests that finished or were aborted.
         requests: requests of the workload.
-        running: requests in the batch.
-        waiting: requests that have arrived and wait.
-        tokens: tokens generated.
+        done: those that finished or were aborted.
         steps: steps launched.
         simulated_seconds: the clock.
-        slots: slots that have an owner.
-        pages: pages that have an owner.
-        host_to_device_copies: since the run began.
-        device_operations: since the run began.
-        host_seconds: host time of all steps.
+        tokens, computed: tokens generated, and tokens whose KV was computed.
+        running, waiting: requests in the batch, and those that have arrived and wait.
+        slots, pages: those that have an owner.
     """
 
-    done: int
     requests: int
-    running: int
-    waiting: int
-    tokens: int
-    steps: int
-    simulated_seconds: float
-    slots: int
-    pages: int
-    host_to_device_copies: int
-    device_operations: int
-    host_seconds: float
-
-
-@final
-@attrs.define
-class _Measured:
-    """Totals over the steps."""
-
-    host_ns: list[int] = attrs.field(factory=list)
+    done: int = 0
+    steps: int = 0
+    simulated_seconds: float = 0.0
     tokens: int = 0
     computed: int = 0
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    pages: int = 0
     peak_running: int = 0
     peak_pages: int = 0
-    most_copies: int = 0
-    most_operations: int = 0
-    total_ns: int = 0
-    copies: int = 0
-    operations: int = 0
+    host_seconds: float = 0.0
+    host_to_device_copies: int = 0
+    device_operations: int = 0
+    most_host_to_device_copies: int = 0
+    most_device_operations: int = 0
 
     def add(self, result: StepResult, host_ns: int, copies: int, operations: int, pages: int) -> None:
-        self.host_ns.append(host_ns)
-        self.total_ns += host_ns
+        """Counts a step."""
+        self.steps += 1
+        self.host_seconds += host_ns / 1e9
         self.tokens += result.generated
         self.computed += result.computed
         self.peak_running = max(self.peak_running, result.running)
         self.peak_pages = max(self.peak_pages, pages)
-        self.copies += copies
-        self.operations += operations
-        self.most_copies = max(self.most_copies, copies)
-        self.most_operations = max(self.most_operations, operations)
+        self.host_to_device_copies += copies
+        self.device_operations += operations
+        self.most_host_to_device_copies = max(self.most_host_to_device_copies, copies)
+        self.most_device_operations = max(self.most_device_operations, operations)
 
 
 @final
 class TrafficRun:
-    """One run, step by step; `run_traffic` drives it to the end.
-
-    Args:
-        workload: the requests.
-        runtime: the device.
-        settings: sizes and speed of the engine.
-        seed: of sampling parameters and impatient clients.
-        aborts: share of clients that hang up, see `draw_requests`.
+    """One run, step by step; `run_traffic` drives it to the end, and says what the arguments are.
 
     Attributes:
         engine: the engine, for callers that want to look at its state.
-        clock: simulated seconds.
         requests: the requests, in order of arrival.
+        totals: where the run is; see `progress`.
     """
 
     def __init__(
@@ -203,40 +160,25 @@ class TrafficRun:
         self.settings.check_fits(workload)
         self.requests = draw_requests(workload, seed=seed, aborts=aborts)
         self.engine = TrafficEngine(runtime, self.settings, max_tokens_per_request=workload.longest)
-        self.clock = 0.0
+        self.totals = TrafficProgress(requests=len(workload))
         self._arrived = 0
-        self._hang_ups = sorted((one for one in self.requests if one.hangs_up < np.inf), key=_hangs_up, reverse=True)
-        self._measured = _Measured()
+        impatient = [request for request in self.requests if request.hangs_up < np.inf]
+        self._hang_ups = sorted(impatient, key=lambda request: request.hangs_up, reverse=True)
+        self._host_ns: list[int] = []
 
-    @property
-    def steps(self) -> int:
-        """Steps launched."""
-        return len(self._measured.host_ns)
-
-    @property
     def progress(self) -> TrafficProgress:
-        """Where the run is."""
-        engine, measured = self.engine, self._measured
-        return TrafficProgress(
-            done=engine.finished + engine.aborted,
-            requests=len(self.requests),
-            running=len(engine.batch),
-            waiting=len(engine.waiting),
-            tokens=measured.tokens,
-            steps=self.steps,
-            simulated_seconds=self.clock,
-            slots=engine.slots.stats.live,
-            pages=engine.pages.stats.live,
-            host_to_device_copies=measured.copies,
-            device_operations=measured.operations,
-            host_seconds=measured.total_ns / 1e9,
-        )
+        """A copy of the totals."""
+        engine, totals = self.engine, self.totals
+        totals.done = engine.finished + engine.aborted
+        totals.running, totals.waiting = len(engine.batch), len(engine.waiting)
+        totals.slots, totals.pages = engine.slots.stats.live, engine.pages.stats.live
+        return attrs.evolve(totals)
 
     def step(self) -> bool:
-        """Delivers what has happened by now and runs one step of the engine. False when all is done."""
-        engine, measured, counters = self.engine, self._measured, self.runtime.counters
+        """Delivers arrivals and hang-ups due by now and runs one step of the engine. False when all is done."""
+        engine, totals, counters = self.engine, self.totals, self.runtime.counters
         engine.add(self._arrivals())
-        while self._hang_ups and self._hang_ups[-1].hangs_up <= self.clock:
+        while self._hang_ups and self._hang_ups[-1].hangs_up <= totals.simulated_seconds:
             engine.abort(self._hang_ups.pop())
         copies, operations = counters.host_to_device_copies, counters.device_operations
         begin = time.perf_counter_ns()
@@ -245,21 +187,17 @@ class TrafficRun:
         if result is None:
             if self._arrived == len(self.requests):
                 return False
-            self.clock = self.requests[self._arrived].arrival
+            totals.simulated_seconds = self.requests[self._arrived].arrival
             return True
-        measured.add(
-            result,
-            host_ns,
-            counters.host_to_device_copies - copies,
-            counters.device_operations - operations,
-            engine.pages.stats.live,
-        )
-        self.clock += self.settings.step_seconds + self.settings.token_seconds * result.computed
+        self._host_ns.append(host_ns)
+        copies, operations = counters.host_to_device_copies - copies, counters.device_operations - operations
+        totals.add(result, host_ns, copies, operations, engine.pages.stats.live)
+        totals.simulated_seconds += self.settings.step_seconds + self.settings.token_seconds * result.computed
         return True
 
     def _arrivals(self) -> Sequence[Request]:
-        first = self._arrived
-        while self._arrived < len(self.requests) and self.requests[self._arrived].arrival <= self.clock:
+        first, now = self._arrived, self.totals.simulated_seconds
+        while self._arrived < len(self.requests) and self.requests[self._arrived].arrival <= now:
             self._arrived += 1
         return self.requests[first : self._arrived]
 
@@ -267,9 +205,8 @@ class TrafficRun:
         self, *, spent: Counters, laws_asked: int, seconds: float, violations: Sequence[Violation]
     ) -> TrafficReport:
         """The figures so far."""
-        engine, measured = self.engine, self._measured
-        steps = len(measured.host_ns)
-        median, p99 = np.percentile(measured.host_ns, [50, 99]) / 1000 if steps else (0.0, 0.0)
+        engine, totals, steps = self.engine, self.totals, max(self.totals.steps, 1)
+        median, p99 = np.percentile(self._host_ns or [0], [50, 99]) / 1000
         return TrafficReport(
             workload=self.workload.source,
             device=str(self.runtime.device),
@@ -279,21 +216,21 @@ class TrafficRun:
             finished=engine.finished,
             aborted=engine.aborted,
             retractions=engine.retractions,
-            tokens=measured.tokens,
+            tokens=totals.tokens,
             tokens_delivered=sum(request.num_generated for request in self.requests),
-            prefill_tokens=measured.computed - measured.tokens,
-            steps=steps,
-            peak_running=measured.peak_running,
-            peak_pages=measured.peak_pages,
+            prefill_tokens=totals.computed - totals.tokens,
+            steps=totals.steps,
+            peak_running=totals.peak_running,
+            peak_pages=totals.peak_pages,
             pages=self.settings.num_pages,
-            simulated_seconds=self.clock,
+            simulated_seconds=totals.simulated_seconds,
             seconds=seconds,
-            host_us_per_step=HostTime(round(float(median), 1), round(float(p99), 1)),
-            host_to_device_copies_per_step=spent.host_to_device_copies / max(steps, 1),
-            device_operations_per_step=spent.device_operations / max(steps, 1),
-            most_host_to_device_copies=measured.most_copies,
-            most_device_operations=measured.most_operations,
-            host_to_device_bytes_per_step=spent.host_to_device_bytes / max(steps, 1),
+            host_us_per_step={"median": round(float(median), 1), "p99": round(float(p99), 1)},
+            host_to_device_copies_per_step=spent.host_to_device_copies / steps,
+            device_operations_per_step=spent.device_operations / steps,
+            most_host_to_device_copies=totals.most_host_to_device_copies,
+            most_device_operations=totals.most_device_operations,
+            host_to_device_bytes_per_step=spent.host_to_device_bytes / steps,
             forced_syncs=spent.forced_syncs,
             laws_asked=laws_asked,
             violations=len(violations),
@@ -318,16 +255,13 @@ def run_traffic(
     is in the report.
 
     Args:
-        workload: the requests.
+        workload: the requests; each has to fit the settings.
         device: a device name, or a runtime.
         settings: sizes and speed of the engine.
         seed: of sampling parameters and impatient clients.
         aborts: share of clients that hang up, 0 to 1.
         checks: level of the checks during the run.
         progress: called every `STEPS_BETWEEN_PROGRESS` steps and at the end.
-
-    Raises:
-        ArgumentError: the workload does not fit the settings, or an argument out of range.
     """
     runtime = device if isinstance(device, Runtime) else open_runtime(device)
     run = TrafficRun(workload, runtime, settings=settings, seed=seed, aborts=aborts)
@@ -337,15 +271,15 @@ def run_traffic(
     with levels.checks(checks):
         try:
             while run.step():
-                if progress is not None and run.steps % STEPS_BETWEEN_PROGRESS == 0:
-                    progress(run.progress)
+                if progress is not None and run.totals.steps % STEPS_BETWEEN_PROGRESS == 0:
+                    progress(run.progress())
         except Violation as violation:
             violations.append(violation)
-        spent = runtime.counters.snapshot() - before
+        spent = runtime.counters - before
         if not violations:
             violations += _audit(run.engine)
         if progress is not None:
-            progress(run.progress)
+            progress(run.progress())
         return run.report(
             spent=spent,
             laws_asked=sum(invariants.times_checked.values()) - asked,
@@ -356,14 +290,10 @@ def run_traffic(
 
 def _audit(engine: TrafficEngine) -> list[Violation]:
     """Recounts both pools, which should be idle."""
-    found = []
+    violations = []
     for check in (engine.slots.verify, engine.pages.verify, engine.slots.expect_idle, engine.pages.expect_idle):
         try:
             check()
         except Violation as violation:
-            found.append(violation)
-    return found
-
-
-def _hangs_up(request: Request) -> float:
-    return request.hangs_up
+            violations.append(violation)
+    return violations

@@ -1,8 +1,7 @@
 """Decides which requests run in the next step: rows are retracted when pages run out, and waiting requests join.
 
-Rows stand in order of admission, so the last row is the youngest request. The decisions are arithmetic on the batch's
-host arrays, `plan_step` and below; `BatchScheduler` applies them to a batch and a page pool. The traffic engine is one,
-and so is the engine that the library fuzzes itself with.
+Rows stand in order of admission, so the last row is the youngest request. The traffic engine is a `BatchScheduler`, and
+so is the engine that the library fuzzes itself with.
 """
 
 from collections import deque
@@ -27,7 +26,7 @@ Mask = npt.NDArray[np.bool_]
 @final
 @attrs.frozen(eq=False)
 class StepPlan:
-    """What each row does in a step; see `plan_step`. The last rows are those of requests that join with it, if any do.
+    """The part of each row in a step. The last rows are those of requests that join with it, if any do.
 
     Attributes:
         seq_lens: int64[rows], tokens whose KV is computed.
@@ -60,34 +59,11 @@ class StepPlan:
         return samples
 
 
-def plan_step(
-    seq_lens: Ints, prefill_lens: Ints, joining: Sequence[Any] = (), *, budget: int, page_size: int
-) -> StepPlan:
-    """Plans one step.
-
-    Args:
-        seq_lens: int64[rows], tokens whose KV is computed.
-        prefill_lens: int64[rows], tokens whose KV has to be computed before the row decodes.
-        budget: tokens per step, at least the number of rows.
-        page_size: tokens per page.
-        joining: the requests of the last rows, if they join.
-    """
-    remaining = np.maximum(prefill_lens - seq_lens, 1)
-    return StepPlan(seq_lens, remaining, chunk_lengths(remaining, budget), page_size, joining)
-
-
 def chunk_lengths(remaining: Ints, budget: int) -> Ints:
-    """How many tokens of each row this step computes.
+    """How many tokens of each row this step computes, int64[rows]: at most `remaining` each, at most `budget` together.
 
-    Rows that decode go first, one token each. What is left of the budget goes to the prompts, oldest first; the one
-    that does not fit is cut, and goes on in the next step (chunked prefill).
-
-    Args:
-        remaining: int64[rows], tokens to compute until the row's next token comes out; 1 for a row that decodes.
-        budget: tokens per step, at least the number of rows.
-
-    Returns:
-        int64[rows], each from 0 to `remaining`, together at most `budget`.
+    Rows that decode (1 remains) go first, one token each. The rest of the budget, which is at least the number of rows,
+    goes to the prompts, oldest first; the one that does not fit is cut, and goes on in the next step (chunked prefill).
     """
     if int(remaining.sum()) <= budget:
         return remaining
@@ -100,18 +76,11 @@ def chunk_lengths(remaining: Ints, budget: int) -> Ints:
 
 
 def pages_for(tokens: Ints, page_size: int) -> Ints:
-    """Pages that hold so many tokens."""
     return -(-tokens // page_size)
 
 
 def rows_that_fit(new_pages: Ints, owned_pages: Ints, available: int) -> int:
-    """How many of the oldest rows can take their next step when all younger ones give back their pages.
-
-    Args:
-        new_pages: int64[rows], pages that each row's next tokens need.
-        owned_pages: int64[rows], pages that each row has.
-        available: pages without an owner.
-    """
+    """How many of the oldest rows can take their next step when all younger ones give back their pages."""
     if int(new_pages.sum()) <= available:
         return len(new_pages)
     needed = np.concatenate([[0], np.cumsum(new_pages)])
@@ -133,13 +102,10 @@ class ScheduledBatch(Batch):
 
 
 class Schedulable(Protocol):
-    """What a scheduler knows of a request.
-
-    Attributes:
-        num_generated: tokens generated when it last left the batch; a retracted request goes on from there.
-    """
+    """A request as the scheduler sees it."""
 
     num_generated: int
+    """Tokens generated when it last left the batch; a retracted request goes on from there."""
 
     @property
     def tokens_to_prefill(self) -> int:
@@ -204,7 +170,7 @@ class BatchScheduler(Generic[B, R]):
         """Gives back pages that no running request needs, such as a prefix cache. Whether there were any."""
         return False
 
-    # What a step begins with
+    # The beginning of a step
 
     def schedule(self) -> StepPlan | None:
         """Rows leave, are retracted and join. Returns the plan of the next step; None when no request is left."""
@@ -222,13 +188,14 @@ class BatchScheduler(Generic[B, R]):
         return self.join(joining) if joining else plan
 
     def plan(self, joining: Sequence[R] = ()) -> StepPlan:
-        """What each running row does in the next step, then those of `joining`, of which nothing is computed."""
+        """The next step of the running rows, then of those of `joining`, which begin with nothing computed."""
         seq_lens, prefill_lens = self.batch.seq_lens.np, self.batch.prefill_lens.np
         if joining:
             seq_lens = np.concatenate((seq_lens, np.zeros(len(joining), np.int64)))
             prefill_lens = np.concatenate((prefill_lens, [request.tokens_to_prefill for request in joining]))
-        budget, page_size = self._max_tokens_per_step, self.pages.page_size
-        return plan_step(seq_lens, prefill_lens, joining, budget=budget, page_size=page_size)
+        remaining = np.maximum(prefill_lens - seq_lens, 1)
+        chunks = chunk_lengths(remaining, self._max_tokens_per_step)
+        return StepPlan(seq_lens, remaining, chunks, self.pages.page_size, joining)
 
     @property
     def _pages_available(self) -> int:
@@ -254,17 +221,14 @@ class BatchScheduler(Generic[B, R]):
 
     def _joining(self, plan: StepPlan, pages: int) -> list[R]:
         """Waiting requests that join while this step's tokens, the slots and `pages` last; they wait no longer."""
-        joining: list[R] = []
         if not self.waiting:
-            return joining
+            return []
+        joining: list[R] = []
         tokens, slots = self._max_tokens_per_step - int(plan.remaining.sum()), self.slots_available
-        if tokens <= 0 or not slots:
-            return joining
-        # What the running rows take up to their next token is reserved. What their answers will take is not: that
-        # would leave pages idle. Where it comes to that, `schedule` retracts.
+        # Pages up to the next token of the running rows are reserved. Those of their whole answers are not: that would
+        # leave pages idle. Where it comes to that, `schedule` retracts.
         page_size = self.pages.page_size
-        reserved = int((pages_for(self.batch.seq_lens.np + plan.remaining, page_size) - plan.owned_pages).sum())
-        pages -= reserved
+        pages -= int((pages_for(self.batch.seq_lens.np + plan.remaining, page_size) - plan.owned_pages).sum())
         while self.waiting and tokens > 0 and slots > 0:
             request = self.waiting[0]
             needed = -(-request.tokens_to_prefill // page_size)
@@ -280,7 +244,7 @@ class BatchScheduler(Generic[B, R]):
         return joining
 
     def when_free(self, take: Callable[[], T]) -> T:
-        """What `take` returns. Plans count what is pending as free, so now and then steps in flight must end first."""
+        """The result of `take`. Plans count pending pages as free, so now and then steps in flight must end first."""
         while True:
             try:
                 return take()

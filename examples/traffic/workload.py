@@ -16,18 +16,6 @@ TRACE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 """The columns of a trace file; others are ignored."""
 
 
-class TraceError(ArgumentError):
-    """A trace file cannot be read as one. `value` is the offending text, `line` its line (the header is line 1).
-
-    Attributes:
-        line: the line in the file, or None when the file as a whole is at fault.
-    """
-
-    def __init__(self, problem: str, *, value: object = None, remedy: str = "", line: int | None = None) -> None:
-        super().__init__(problem, value=value, remedy=remedy)
-        self.line = line
-
-
 @final
 @attrs.frozen(eq=False)
 class Workload:
@@ -51,24 +39,16 @@ class Workload:
     def __attrs_post_init__(self) -> None:
         lengths = (len(self.arrival), len(self.context_tokens), len(self.generated_tokens))
         if min(lengths) == 0 or min(lengths) != max(lengths):
-            raise ArgumentError(
-                f"a workload has arrays of {lengths} rows", value=lengths, remedy="give each array one row a request"
-            )
+            raise ArgumentError(f"a workload has arrays of {lengths} rows", lengths, "give each one row a request")
         if not (np.diff(self.arrival) >= 0).all():
             raise ArgumentError("arrivals are out of order", remedy="sort the requests by arrival")
         for name in ("context_tokens", "generated_tokens"):
             fewest = int(getattr(self, name).min())
             if fewest < 1:
-                raise ArgumentError(f"{name} has a {fewest}", value=fewest, remedy="leave out empty requests")
+                raise ArgumentError(f"{name} has a {fewest}", fewest, "leave out empty requests")
 
     def __len__(self) -> int:
         return len(self.arrival)
-
-    def __repr__(self) -> str:
-        return (
-            f"Workload({self.source}: {len(self)} requests, {self.total_generated} tokens to generate, "
-            f"{self.arrival[-1]:.0f} s)"
-        )
 
     @property
     def total_generated(self) -> int:
@@ -83,13 +63,9 @@ class Workload:
     def first(self, num_requests: int) -> "Workload":
         """The requests that arrive first; all of them when there are fewer."""
         if num_requests < 1:
-            raise ArgumentError(f"{num_requests} requests", value=num_requests, remedy="ask for at least 1")
-        return Workload(
-            self.arrival[:num_requests],
-            self.context_tokens[:num_requests],
-            self.generated_tokens[:num_requests],
-            source=self.source,
-        )
+            raise ArgumentError(f"{num_requests} requests", num_requests, "ask for at least 1")
+        n = num_requests
+        return Workload(self.arrival[:n], self.context_tokens[:n], self.generated_tokens[:n], source=self.source)
 
 
 def read_trace(path: str | Path) -> Workload:
@@ -98,18 +74,17 @@ def read_trace(path: str | Path) -> Workload:
     Timestamps are ISO 8601 (`2023-11-16 18:15:46.6805900`), without a zone taken as UTC; rows may come in any order.
 
     Raises:
-        TraceError: a column is missing, a value is malformed, or the file has no rows; names the line and the value.
+        ArgumentError: a column is missing, a value is malformed, or the file has no rows; names the line and the value.
         OSError: the file cannot be read.
     """
     path = Path(path)
     try:
         rows = sorted(_trace_rows(path))
     except csv.Error as error:
-        raise TraceError(
-            f"{path} is not a CSV file: {error}", remedy="give a text file with commas between columns"
-        ) from None
+        problem = f"{path} is not a CSV file: {error}"
+        raise ArgumentError(problem, remedy="give a text file with commas between columns") from None
     if not rows:
-        raise TraceError(f"{path} has no requests", remedy="give a trace with at least one row after the header")
+        raise ArgumentError(f"{path} has no requests", remedy="give a trace with at least one row after the header")
     arrival = np.array([(row[0] - rows[0][0]).total_seconds() for row in rows])
     lengths = np.array([row[1:] for row in rows], np.int64)
     return Workload(arrival, lengths[:, 0].copy(), lengths[:, 1].copy(), source=path.name)
@@ -121,44 +96,29 @@ def _trace_rows(path: Path) -> Iterator[tuple[datetime.datetime, int, int]]:
         header = tuple(reader.fieldnames or ())
         missing = [column for column in TRACE_COLUMNS if column not in header]
         if missing:
-            raise TraceError(
-                f"{path} has no column {', '.join(missing)}",
-                value=",".join(header),
-                remedy=f"the first line names the columns: {','.join(TRACE_COLUMNS)}",
-                line=1,
-            )
+            problem = f"{path} has no column {', '.join(missing)}"
+            remedy = f"the first line names the columns: {','.join(TRACE_COLUMNS)}"
+            raise ArgumentError(problem, ",".join(header), remedy)
         for row in reader:
-            line = reader.line_num
-            time, context, generated = (row[column] for column in TRACE_COLUMNS)
-            yield (
-                _timestamp(time, path, line),
-                _count(context, "ContextTokens", path, line),
-                _count(generated, "GeneratedTokens", path, line),
-            )
+            where = f"{path}, line {reader.line_num}"
+            time, *counts = (row[column] for column in TRACE_COLUMNS)
+            context, generated = map(_count, counts, TRACE_COLUMNS[1:], (where, where))
+            yield _timestamp(time, where), context, generated
 
 
-def _timestamp(text: str | None, path: Path, line: int) -> datetime.datetime:
+def _timestamp(text: str | None, where: str) -> datetime.datetime:
     try:
         time = datetime.datetime.fromisoformat(text or "")
     except ValueError:
-        raise TraceError(
-            f"{path}, line {line}: TIMESTAMP is {text!r}",
-            value=text,
-            remedy="write the time as 2023-11-16 18:15:46.680590",
-            line=line,
-        ) from None
+        remedy = "write the time as 2023-11-16 18:15:46.680590"
+        raise ArgumentError(f"{where}: TIMESTAMP is {text!r}", text, remedy) from None
     return time if time.tzinfo else time.replace(tzinfo=datetime.UTC)
 
 
-def _count(text: str | None, column: str, path: Path, line: int) -> int:
+def _count(text: str | None, column: str, where: str) -> int:
     # Not `int(text)` alone: it takes " 1_0 ", and tens of digits that no int64 holds.
     if text is None or not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= 1):
-        raise TraceError(
-            f"{path}, line {line}: {column} is {text!r}",
-            value=text,
-            remedy="token counts are whole numbers from 1 to 999999999",
-            line=line,
-        )
+        raise ArgumentError(f"{where}: {column} is {text!r}", text, "expected a whole number from 1 to 999999999")
     return int(text)
 
 
@@ -183,7 +143,7 @@ def fitted_workload(num_requests: int = HOUR_REQUESTS, seed: int = 0) -> Workloa
 
     Fitted to `AzureLLMInferenceTrace_conv`, 2023-11-16, of the Azure public dataset (CC-BY), described in Patel et al.,
     "Splitwise: Efficient generative LLM inference using phase splitting", ISCA 2024: 19,366 requests, prompts of 1,020
-    tokens in the median and 14,050 at most, answers of 129 in the median, 1,000 at most and 211 on average. How:
+    tokens in the median and 14,050 at most, answers of 129 in the median, 1,000 at most and 211 on average.
 
     - Prompt lengths are drawn from a table of 17 quantiles of the hour, linear between them.
     - Answer lengths likewise, from one of two tables. Prompts of 930 to 1,300 tokens (35 % of the hour) get long
@@ -192,19 +152,12 @@ def fitted_workload(num_requests: int = HOUR_REQUESTS, seed: int = 0) -> Workloa
     - Arrivals are a Poisson process whose rate changes every five minutes as the hour's did. Fewer requests than the
       hour's take proportionally less time, so the load on the engine is the same.
 
-    Args:
-        num_requests: how many, at least 1.
-        seed: the same seed gives the same requests.
-
     Raises:
         ArgumentError: fewer than one request, or a negative seed.
     """
     if num_requests < 1 or seed < 0:
-        raise ArgumentError(
-            f"{num_requests} requests with seed {seed}",
-            value=(num_requests, seed),
-            remedy="ask for at least 1 request, with a seed of 0 or more",
-        )
+        problem, remedy = f"{num_requests} requests with seed {seed}", "ask for at least 1, with a seed of 0 or more"
+        raise ArgumentError(problem, (num_requests, seed), remedy)
     rng = np.random.default_rng(seed)
     arrived = np.concatenate([[0], np.cumsum(_FIVE_MINUTES)]) / _FIVE_MINUTES.sum()
     arrival = np.interp(np.sort(rng.random(num_requests)), arrived, _FIVE_MINUTE_MARKS)

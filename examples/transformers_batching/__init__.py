@@ -10,6 +10,6 @@ Written for transformers 5.23. Nothing of it is changed. Three subclasses take t
     comparison   the same requests served by both, and the host time of both
     __main__     `python -m examples.transformers_batching`
 
-What it does not take over: models with sliding windows, shared prefixes (they are off), several answers to a prompt,
+Not taken over: models with sliding windows, shared prefixes (they are off), several answers to a prompt,
 CUDA graphs and asynchronous batching. Each is refused, or not asked for.
 """

@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 @final
 class FreeBlocks:
-    """What transformers' `CachePool` asks of the free blocks of an allocator. The page pool hands them out."""
+    """The free blocks of an allocator, as transformers' `CachePool` asks for them. The page pool hands them out."""
 
     def __init__(self, blocks: "PooledBlocks") -> None:
         self._blocks = blocks
@@ -32,8 +32,8 @@ class FreeBlocks:
 class PooledBlocks(FullAttentionCacheAllocator):  # type: ignore[misc]
     """Blocks of full attention, handed out by a `PagePool`.
 
-    transformers schedules request by request. Here that only counts; what was promised is allocated once a step, for
-    all requests in one call, when the step is planned. What has ended is released when the next step is scheduled.
+    transformers schedules request by request. Here that only counts; promised blocks are allocated once a step, for all
+    requests in one call, when the step is planned. Requests that have ended are released when the next is scheduled.
 
     Attributes:
         runtime, pages, relay: of batchstate, from `open` on.
@@ -76,7 +76,7 @@ class PooledBlocks(FullAttentionCacheAllocator):  # type: ignore[misc]
         self._slots_left = max_requests
         self.forward_done: Fence | None = None
 
-    # What the scheduler asks, request by request
+    # Questions of the scheduler, request by request
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         """The pages that begin in the tokens of the next step: those before have theirs."""
@@ -106,27 +106,29 @@ class PooledBlocks(FullAttentionCacheAllocator):  # type: ignore[misc]
         for request_id in self._rows:
             self.free_blocks(request_id)
 
-    # What is done once a step
+    # Work once a step
 
     def begin_step(self) -> None:
         """Releases what has ended, with all that it has, and counts what is free."""
         if self._ended:
             rows = self._rows
             keep = np.ones(len(rows), dtype=np.bool_)
-            keep[[rows[one] for one in self._ended]] = False
+            keep[[rows[request] for request in self._ended]] = False
             self._slots.release_requests(self.live.filter(~keep), after=self.forward_done)
             self.live = self.live.filter(keep)
-            self._rows = {one: row for row, one in enumerate(one for one in rows if one not in self._ended)}
+            self._rows = {
+                request: row for row, request in enumerate(request for request in rows if request not in self._ended)
+            }
             self._ended.clear()
         self.pages_left, self._slots_left = self.pages.stats.free, self._slots.stats.free
 
     def slots_of(self, request_ids: Sequence[str], total_lens: Ints) -> Slots:
         """The slots of the requests of a step, with pages for so many tokens; new requests get theirs."""
-        new = [one for one in request_ids if one not in self._rows]
+        new = [request for request in request_ids if request not in self._rows]
         if new:
             self._rows.update(zip(new, range(len(self._rows), len(self._rows) + len(new)), strict=True))
             self.live = self.live.merge(self._slots.take(len(new)))
-        slots = self.live.take(np.array([self._rows[one] for one in request_ids]))
+        slots = self.live.take(np.array([self._rows[request] for request in request_ids]))
         self.pages.grow(slots, total_lens)
         return slots
 

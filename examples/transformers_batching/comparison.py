@@ -26,7 +26,7 @@ TURN = 20
 @final
 @attrs.frozen
 class Report:
-    """What came of it.
+    """The outcome.
 
     Attributes:
         device: that the model is on.
@@ -89,11 +89,11 @@ def compare(requests: int, *, device: str, level: str, seed: int, batch_size: in
         with adopted():
             outputs = answers(model, prompts)
         ours, original = step_times(model, batch_size, steps)
-    errors = [one.error or "no answer" for one in outputs if one is None or one.error]
+    errors = [output.error or "no answer" for output in outputs if output is None or output.error]
     return Report(
         device=device,
         requests=len(outputs),
-        tokens=sum(len(one.generated_tokens) for one in outputs),
+        tokens=sum(len(output.generated_tokens) for output in outputs),
         mismatches=sum(
             mine.generated_tokens != other.generated_tokens for mine, other in zip(outputs, expected, strict=True)
         ),
@@ -106,7 +106,7 @@ def compare(requests: int, *, device: str, level: str, seed: int, batch_size: in
 
 
 def answers(model: Any, prompts: list[list[int]], *, num_blocks: int = 120) -> list[Any]:
-    """What `generate_batch` answers: at most 40 tokens, or up to one of several tokens that end an answer."""
+    """The answers of `generate_batch`: at most 40 tokens, or up to one of several tokens that end an answer."""
     asked = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=list(range(ENDS)), pad_token_id=0)
     settings = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,

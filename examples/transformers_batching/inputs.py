@@ -71,9 +71,9 @@ class PlannedInputs(ContinuousBatchingIOs):  # type: ignore[misc]
                 blocks.pages.grow(self._slots, totals)
             arguments: dict[str, Any] = {}
         else:
-            states = [one.state for one in requests_in_batch]
+            states = [request.state for request in requests_in_batch]
             past = np.array([state.position_offset for state in states], dtype=np.int64)
-            queries = np.array([one.query_length for one in requests_in_batch], dtype=np.int64)
+            queries = np.array([request.query_length for request in requests_in_batch], dtype=np.int64)
             totals, grown = past + queries, True
             self._slots = blocks.slots_of([state.request_id for state in states], totals)
             batch, rows = Running.build(blocks.runtime, slots=self._slots, seq_lens=past), self._slots.np
@@ -81,7 +81,7 @@ class PlannedInputs(ContinuousBatchingIOs):  # type: ignore[misc]
                 None if start >= len(state.initial_tokens) else state.tokens_to_process
                 for state, start in zip(states, past.tolist(), strict=True)
             ]
-            samples = np.array([one.has_new_token for one in requests_in_batch], dtype=np.bool_)
+            samples = np.array([request.has_new_token for request in requests_in_batch], dtype=np.bool_)
             arguments = {"query_lens": queries, "prompt_ids": prompts, "samples": samples}
             self.requests_in_batch, self._rows, self._num_sampled = requests_in_batch, rows, int(samples.sum())
             self.max_length_q = int(queries.max())
@@ -96,8 +96,8 @@ class PlannedInputs(ContinuousBatchingIOs):  # type: ignore[misc]
             self._table = self._step.extras["block_table"][None]
         elif not self.use_block_table:
             self._table = None
-        for one in requests_in_batch:
-            one.state.position_offset += one.query_length
+        for request in requests_in_batch:
+            request.state.position_offset += request.query_length
         if logits_processors.tensors_required:
             logits_processors.prepare_tensor_args(requests_in_batch, self._bulk_input_tensor[self.static_inputs :])
 
@@ -123,19 +123,19 @@ class PlannedInputs(ContinuousBatchingIOs):  # type: ignore[misc]
             seen = (firsts <= tokens) & (tokens <= queries)
             mask = torch.zeros(seen.shape, dtype=self.model_dtype, device=seen.device)
             mask = mask.masked_fill_(~seen, torch.finfo(self.model_dtype).min)[None, None]
-        one = self.use_block_table  # then kernels take no longest lengths
+        lengths = self.use_block_table  # then kernels take no longest lengths
         return {
             "input_ids": inputs.input_ids[None],
             "position_ids": inputs.positions[None],
             "attention_mask": mask,
             "cu_seq_lens_q": inputs.query_start_loc,
             "cu_seq_lens_k": {self._blocks.layer_type: extras["kv_start_loc"]},
-            "max_length_q": 1 if one else self.max_length_q,
-            "max_length_k": {self._blocks.layer_type: 1 if one else int(self._totals.max())},
+            "max_length_q": 1 if lengths else self.max_length_q,
+            "max_length_k": {self._blocks.layer_type: 1 if lengths else int(self._totals.max())},
             "logits_indices": inputs.last_token_indices,
             "logits_processor_args": self._bulk_input_tensor[self.static_inputs :, : len(self.requests_in_batch)],
-            "read_index": [] if one else [extras["read"]],
-            "write_index": [] if one else [extras["write"]],
+            "read_index": [] if lengths else [extras["read"]],
+            "write_index": [] if lengths else [extras["write"]],
             "block_table": self._table,
             "cache": self.cache,
             "use_cache": False,
@@ -143,7 +143,7 @@ class PlannedInputs(ContinuousBatchingIOs):  # type: ignore[misc]
         }
 
     def retrieve_device_outputs(self) -> None:
-        """What was sampled goes to the next step, and to the host."""
+        """Sampled tokens go to the next step, and to the host."""
         if self._num_sampled:
             self._require_step().publish(last_token=self.output_ids[0, : self._num_sampled].long())
         self._blocks.forward_done = self._blocks.runtime.record()

@@ -40,9 +40,9 @@ class SteadyScheduler(FIFOScheduler):  # type: ignore[misc]
         blocks.begin_step()
         scheduled = super().schedule_batch(token_budget, cache_budget)
         self.batch = scheduled[0] or []
-        self._states = [one.state for one in self.batch]
+        self._states = [request.state for request in self.batch]
         self._lens = np.array([state.position_offset for state in self._states], dtype=np.int64)
-        self._decoding = all(one.query_length == 1 and one.has_new_token for one in self.batch)
+        self._decoding = all(request.query_length == 1 and request.has_new_token for request in self.batch)
         return scheduled  # type: ignore[no-any-return]
 
     def _same_requests(self) -> bool:

@@ -17,13 +17,13 @@ from batchstate.runtime import Runtime, open_runtime
 from benchmarks.gpu.outcome import Notes, Setting
 
 PAD = 1
-"""What padded rows have for a length."""
+"""The length of padded rows."""
 TOKEN = 7
-"""What they have for a last token."""
+"""Their last token."""
 
 
 class Decode(Batch):
-    """What the graph reads; the last token is known to the device alone."""
+    """Inputs of the graph; the last token is known to the device alone."""
 
     slots = slot_column()
     seq_lens = mirrored(torch.int64, pad=PAD)
@@ -81,8 +81,8 @@ def _replayed(runtime: Runtime, notes: Notes, level: str, *, own_stream: bool, r
             reads = [table.device_for(batch.slots), *buffers.values()]
             runtime.launch(replay, reads=reads, writes=(out,), name="replay")
             done = runtime.record()
-            for one in (table, buffers):
-                one.read_until(done)
+            for holder in (table, buffers):
+                holder.read_until(done)
             unread.append((runtime.download([out]), _wanted(batch, keep, step, rows)))
         if len(unread) > 1:
             wrong += _wrong(unread)
@@ -97,7 +97,7 @@ def _replayed(runtime: Runtime, notes: Notes, level: str, *, own_stream: bool, r
 
 
 def _wanted(batch: Decode, keep: npt.NDArray[np.int64], step: int, rows: int) -> npt.NDArray[np.int64]:
-    """What the graph has to compute, padded rows and all: row 0 of the table is zero."""
+    """The right result of the graph, padded rows and all: row 0 of the table is zero."""
     wanted = np.full(rows, 10**3 * (PAD + step) + TOKEN, dtype=np.int64)
     values = batch.slots.np + step
     wanted[: len(keep)] = 10**6 * values + 10**3 * (batch.seq_lens.np + step) + keep + 100
@@ -112,7 +112,7 @@ def _wrong(unread: deque[tuple[Any, npt.NDArray[np.int64]]]) -> int:
 def _captured(
     runtime: Runtime, body: Callable[[], None], forbidden: Callable[[], object]
 ) -> tuple[Callable[[], None], bool]:
-    """What replays `body`; and whether the library refused `forbidden` while it was captured, without harm to it."""
+    """A function that replays `body`, and whether the library refused `forbidden` while `body` was captured."""
     if runtime.device.type == "cpu":
         return body, True
     graph, refused = torch.cuda.CUDAGraph(), False

@@ -46,7 +46,7 @@ def _serve(setting: Setting, notes: Notes, family: str, *, level: str, drafts: i
     name = f"{family}, checks {level}{f', {drafts} guesses' if drafts else ''}"
     notes.figures[name] = {key: value for key, value in report.as_dict().items() if key != "broken"}
     notes.require(report.broken is None, f"{name}: {(report.broken or '').splitlines()[:1]}")
-    for what in ("mismatches", "violations", "leaks", "forced_syncs"):
-        notes.require_equal(f"{name}: {what}", getattr(report, what), 0)
+    for figure in ("mismatches", "violations", "leaks", "forced_syncs"):
+        notes.require_equal(f"{name}: {figure}", getattr(report, figure), 0)
     notes.require_equal(f"{name}: steps in flight", report.in_flight_depth_max, 2)
     notes.require(report.tokens > 5 * len(served), f"{name}: {report.tokens} tokens are too few to say anything")

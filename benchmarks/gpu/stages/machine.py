@@ -1,4 +1,4 @@
-"""What the figures were measured on: a figure without them says little."""
+"""The machine of the figures: a figure without them says little."""
 
 import importlib.util
 import subprocess
@@ -13,7 +13,7 @@ from benchmarks.gpu.outcome import Notes, Setting
 from benchmarks.machine import machine
 
 PACKAGES = ("torch", "numpy", "attrs", "hypothesis", "pytest", "transformers", "nixl", "triton")
-"""Of which the version is noted, or None where one is not installed."""
+"""Packages whose version is noted, or None where one is not installed."""
 
 
 def run(setting: Setting, notes: Notes) -> None:

@@ -1,4 +1,4 @@
-"""What a step of batch state is on the device: one copy, and a kernel if it writes a table, for any number of columns.
+"""A step of batch state on the device: one copy, and a kernel if it writes a table, for any number of columns.
 
 Counted by torch's profiler on CUDA, from outside, and everywhere by the operations that torch dispatches.
 """
@@ -92,12 +92,12 @@ def _controls(runtime: Runtime, notes: Notes) -> None:
         for _ in range(3):
             value.add_(1)
 
-    found = notes.figures["control: one addition a step"] = _counted(runtime, three, 3)
-    notes.require_equal("additions dispatched", found["dispatched"], 1.0)
+    counts = notes.figures["control: one addition a step"] = _counted(runtime, three, 3)
+    notes.require_equal("additions dispatched", counts["dispatched"], 1.0)
     if runtime.device.type != "cpu":
-        found = notes.figures["control: one addition a step"] = _counted(runtime, three, 3)  # the first loads the tool
-        notes.require_equal("kernels of one addition", found["kernels"], 1.0)
-        notes.require(bool(found["calls"]), "the profiler saw no call of CUDA")
+        counts = notes.figures["control: one addition a step"] = _counted(runtime, three, 3)  # the first loads the tool
+        notes.require_equal("kernels of one addition", counts["kernels"], 1.0)
+        notes.require(bool(counts["calls"]), "the profiler saw no call of CUDA")
 
 
 def _runs(runtime: Runtime) -> int:
@@ -106,7 +106,7 @@ def _runs(runtime: Runtime) -> int:
 
 
 def _counted(runtime: Runtime, some: Callable[[], None], steps: int) -> dict[str, Any]:
-    """What one step is, as a mean; `some` runs `steps` of them."""
+    """The mean of one step; `some` runs `steps` of them."""
     with Dispatched() as dispatched:
         some()
     figures: dict[str, Any] = {"dispatched": dispatched.operations.total() / steps}
@@ -154,8 +154,8 @@ def counts_of(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _copy(name: str) -> str:
     """`HtoD, pinned` out of `Memcpy HtoD (Pinned -> Device)`."""
-    direction = next((one for one in ("HtoD", "DtoH", "DtoD") if one in name), name)
-    kind = next((one.lower() for one in ("Pageable", "Pinned") if one in name), "")
+    direction = next((way for way in ("HtoD", "DtoH", "DtoD") if way in name), name)
+    kind = next((memory.lower() for memory in ("Pageable", "Pinned") if memory in name), "")
     return f"{direction}, {kind}" if kind else direction
 
 
@@ -175,7 +175,7 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch l
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         schema = func._schema
-        views = any(one.alias_info is not None for one in schema.returns) and not schema.is_mutable
+        views = any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable
         if not (views or "::empty" in schema.name or _crosses(schema.name, args, kwargs or {})):
             self.operations[schema.name] += 1
         return func(*args, **(kwargs or {}))
@@ -186,5 +186,5 @@ def _crosses(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
     if name == "aten::_to_copy":  # `to(device)`
         there: torch.device | None = kwargs.get("device")
         return there is not None and bool(there.type != args[0].device.type)
-    devices = {one.device.type for one in args[:2] if isinstance(one, torch.Tensor)}
+    devices = {tensor.device.type for tensor in args[:2] if isinstance(tensor, torch.Tensor)}
     return name == "aten::copy_" and len(devices) == 2

@@ -51,18 +51,18 @@ def _detector(notes: Notes, tool: str, column: Column) -> None:
 
 
 def _sanitizer(notes: Notes, table: Table) -> None:
-    """What it finds is noted. It has to find something: else it did not watch."""
+    """Its findings are noted. It has to find something: else it did not watch."""
     column = table.columns["sanitizer"]
-    found = [name for name, case in CASES.items() if case.racy and column.verdicts[name].says is Says.RACE]
+    races = [name for name, case in CASES.items() if case.racy and column.verdicts[name].says is Says.RACE]
     alarms = [name for name, case in CASES.items() if not case.racy and column.verdicts[name].says is Says.RACE]
     errors = [name for name in CASES if column.verdicts[name].says is Says.ERROR]
     notes.figures["sanitizer"] = {
-        "races found": len(found),
+        "races found": len(races),
         "races": sum(case.racy for case in CASES.values()),
         "false alarms": alarms,
         "errors": errors,
     }
-    notes.require(bool(found), "the sanitizer found none of the races")
+    notes.require(bool(races), "the sanitizer found none of the races")
 
 
 def _idioms(notes: Notes) -> None:

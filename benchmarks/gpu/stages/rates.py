@@ -79,7 +79,7 @@ def _rows(notes: Notes, report: dict[str, Any]) -> None:
 
 
 def missed(row: dict[str, Any]) -> bool:
-    """Whether a ratio is below its target, or above its limit. What is not installed has none."""
+    """Whether a ratio is below its target, or above its limit. A peer that is not installed has none."""
     ratio, target, limit = row["ratio"], row.get("target"), row.get("limit")
     if ratio is None:
         return False

@@ -16,38 +16,38 @@ from benchmarks.gpu.outcome import Notes, Setting
 from benchmarks.gpu.runner import LAST_WORDS, ROOT
 
 FILES = (
-    "machines",
-    "engine",
-    "future_map",
-    "batch",
-    "overlap_machine",
-    "forward_inputs",
-    "pools",
-    "engine_steps",
-    "hisparse",
-    "traffic",
-    "pages",
-    "engine_model",
-    "mirror",
-    "twins",
-    "tables",
-    "forward_plan",
-    "hybrid",
-    "step_cost",
-    "static",
-    "runtime",
-    "memory",
-    "accelerator",
-    "sync_guard",
-    "host_pool",
-    "tighten",
-    "levels",
-    "strategies",
+    "tests/test_machines.py",
+    "examples/tests/test_engine.py",
+    "tests/test_future_map.py",
+    "tests/test_batch.py",
+    "tests/test_overlap_machine.py",
+    "tests/test_forward_inputs.py",
+    "tests/test_pools.py",
+    "examples/tests/test_engine_steps.py",
+    "tests/test_hisparse.py",
+    "examples/tests/test_traffic.py",
+    "tests/test_pages.py",
+    "examples/tests/test_engine_model.py",
+    "tests/test_mirror.py",
+    "tests/test_twins.py",
+    "tests/test_tables.py",
+    "tests/test_forward_plan.py",
+    "tests/test_hybrid.py",
+    "tests/test_step_cost.py",
+    "tests/test_static.py",
+    "tests/test_runtime.py",
+    "tests/test_memory.py",
+    "tests/test_accelerator.py",
+    "tests/test_sync_guard.py",
+    "tests/test_host_pool.py",
+    "tests/test_tighten.py",
+    "tests/test_levels.py",
+    "tests/test_strategies.py",
 )
-"""Test files of what a device can change, without `test_`, long ones first. The others are named in the figures."""
-QUICK = ("step_cost",)
+"""Test files of code that a device can change, long ones first. The others are named in the figures."""
+QUICK = ("tests/test_step_cost.py",)
 FIRST_FAILURES = 20
-"""Of so many the message is kept."""
+"""So many messages of failures are kept."""
 END = 15.0
 """Seconds before the stage's own end at which the tests are interrupted, so that what they found is still told."""
 MOST_PROCESSES = 12
@@ -58,8 +58,9 @@ HANGS = 100
 
 def run(setting: Setting, notes: Notes) -> None:
     """Runs the files and reads the reports. Tests are dealt out to processes; without pytest-xdist, whole files are."""
-    files = [f"tests/test_{name}.py" for name in (QUICK if setting.quick else FILES)]
-    there = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("test_*.py"))
+    files = QUICK if setting.quick else FILES
+    paths = [path for folder in ("tests", "examples/tests") for path in (ROOT / folder).glob("test_*.py")]
+    there = sorted(path.relative_to(ROOT).as_posix() for path in paths)
     notes.figures["left out"] = [file for file in there if file not in files]
     missing = [file for file in files if file not in there]
     notes.require(not missing, f"no such test files: {missing}")
@@ -118,17 +119,17 @@ def _read(notes: Notes, reports: Sequence[Path]) -> None:
                 totals[name] += int(suite.get(name, 0))
         for case in root.iter("testcase"):
             for kind in ("failure", "error"):
-                for found in case.findall(kind):
-                    text = (found.get("message") or "") + "\n" + (found.text or "")
+                for skip in case.findall(kind):
+                    text = (skip.get("message") or "") + "\n" + (skip.text or "")
                     failed.append({"test": f"{case.get('classname')}::{case.get('name')}", "said": text[-LAST_WORDS:]})
-            for found in case.findall("skipped"):
-                why = found.get("message") or ""
+            for skip in case.findall("skipped"):
+                why = skip.get("message") or ""
                 skipped[why] = skipped.get(why, 0) + 1
     notes.figures |= totals
     notes.figures["why skipped"] = skipped
-    notes.figures["failed"] = [one["test"] for one in failed]
+    notes.figures["failed"] = [test["test"] for test in failed]
     notes.figures["first failures"] = failed[:FIRST_FAILURES]
     passed = totals["tests"] - totals["failures"] - totals["errors"] - totals["skipped"]
     notes.figures["passed"] = passed
     notes.require(passed > 0, "no test passed")
-    notes.require(not failed, f"{len(failed)} tests failed: {', '.join(one['test'] for one in failed[:5])}")
+    notes.require(not failed, f"{len(failed)} tests failed: {', '.join(test['test'] for test in failed[:5])}")

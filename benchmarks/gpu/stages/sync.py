@@ -40,7 +40,7 @@ def run(setting: Setting, notes: Notes) -> None:
 
 
 def _waits(runtime: Runtime, window: str, serving: Serving, steps: int) -> str | None:
-    """What the host waited for in some steps, or None."""
+    """The wait of the host in some steps, or None."""
     try:
         with _windows(runtime, window):
             for _ in range(steps):
@@ -60,11 +60,11 @@ def _controls(runtime: Runtime, notes: Notes) -> None:
         try:
             with _windows(runtime, window):
                 (value + 1).sum().item()
-            found = False
+            raised = False
         except (Violation, RuntimeError):
-            found = True
-        notes.figures[f"finds a wait: {window}"] = found
-        notes.require(found, f"a call that waits was not found under {window}")
+            raised = True
+        notes.figures[f"finds a wait: {window}"] = raised
+        notes.require(raised, f"a call that waits was not found under {window}")
 
 
 @contextlib.contextmanager

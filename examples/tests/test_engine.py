@@ -19,7 +19,7 @@ from examples.engine.engine import Engine
 from examples.engine.model import Family, Model, prefill
 from examples.engine.request import Request
 from examples.engine.settings import EngineSettings
-from tests.engine_cases import (
+from examples.tests.engine_cases import (
     SMALL,
     busy,
     model_of,
@@ -49,7 +49,7 @@ COMBINATIONS = [
 def kv_at(engine: Engine, rows: torch.Tensor) -> list[torch.Tensor]:
     """Keys and values at rows of KV memory, in memory of their own."""
     kv = engine.scheduler.forward.kv
-    return [one.index_select(0, rows) for one in (*kv.keys, *kv.values)]
+    return [memory.index_select(0, rows) for memory in (*kv.keys, *kv.values)]
 
 
 # Locations
@@ -122,7 +122,7 @@ def test_guesses_are_the_same_in_both_modes(rt: Runtime, model: Model) -> None:
 
 
 def test_guesses_know_every_token(rt: Runtime, model: Model) -> None:
-    """What guesses are made from is each prompt, in chunks or prebuilt, and each answer as far as it is known."""
+    """Guesses are made from each prompt, in chunks or prebuilt, and each answer as far as it is known."""
     requests = some_requests(model, 6, seed=6, prebuilt_every=3)
     engine = started(rt, model, attrs.evolve(SMALL, overlap=False, max_tokens_per_step=7, num_drafts=3), requests)
     compared = 0
@@ -144,7 +144,7 @@ def state_of(engine: Engine, requests: Sequence[Request]) -> tuple[object, ...]:
     """All that a refused call must leave alone."""
     scheduler = engine.scheduler
     return (
-        [(one.state, list(one.output), one.in_flight, one.prebuilt) for one in requests],
+        [(request.state, list(request.output), request.in_flight, request.prebuilt) for request in requests],
         list(scheduler.batch.requests),
         list(scheduler.waiting),
         scheduler.batch.version,
@@ -165,7 +165,7 @@ def test_answers_may_end_while_their_requests_wait(
     left_in_flight: set[Request] = set()
 
     def look(step: Step) -> RunningBatch:
-        left_in_flight.update(one for one in engine.scheduler.waiting if one.in_flight)
+        left_in_flight.update(request for request in engine.scheduler.waiting if request.in_flight)
         return run(step)
 
     monkeypatch.setattr(engine.scheduler.forward, "run", look)
@@ -174,7 +174,7 @@ def test_answers_may_end_while_their_requests_wait(
         while busy(engine):
             left_in_flight.clear()
             engine.step()
-            ended += sum(one.state == "finished" for one in left_in_flight)
+            ended += sum(request.state == "finished" for request in left_in_flight)
         nothing_left(engine)
     assert ended
     assert outputs(requests) == right_answers(model, requests)
@@ -192,7 +192,7 @@ def test_refusals_change_nothing(rt: Runtime, model: Model, overlap: bool) -> No
     gone = others.pop()
     engine.abort(gone.number)
     long = Request(90, [1] * 50, 15)
-    known = prefill(model, [1, 2, 3])
+    sent = prefill(model, [1, 2, 3])
     refused: list[tuple[Callable[[], None], str]] = [
         (lambda: engine.abort(77), "abort of request 77, which is not here"),
         (lambda: engine.abort(first.number), f"abort of request {first.number}, which is not here"),
@@ -202,19 +202,19 @@ def test_refusals_change_nothing(rt: Runtime, model: Model, overlap: bool) -> No
         (lambda: engine.add(first), "or has run"),
         (lambda: engine.add(gone), "or has run"),
         (lambda: engine.add(Request(second.number, [5], 1)), f"request {second.number} is here already"),
-        (lambda: engine.add(Request(second.number, [1, 2, 3], 4, known)), "here already"),
+        (lambda: engine.add(Request(second.number, [1, 2, 3], 4, sent)), "here already"),
         (lambda: engine.add(long), "50 tokens and 15 new ones"),
         (lambda: engine.add(Request(91, [], 1)), "request 91: a prompt of 0 ids"),
         (lambda: engine.add(Request(94, [1, 256], 1)), "request 94: a prompt of 2 ids"),
         (lambda: engine.add(Request(95, [1, -1], 1)), "request 95: a prompt of 2 ids"),
-        (lambda: engine.add(Request(96, [1] * 4, 4, known)), "KV that is not of this model and prompt"),
-        (lambda: engine.add(Request(97, [1, 2], 4, known)), "KV that is not of this model and prompt"),
+        (lambda: engine.add(Request(96, [1] * 4, 4, sent)), "KV that is not of this model and prompt"),
+        (lambda: engine.add(Request(97, [1, 2], 4, sent)), "KV that is not of this model and prompt"),
         (lambda: engine.add(Request(98, [1, 10**6], 4)), "request 98: a prompt of 2 ids"),
         (lambda: engine.add(Request(99, [1.5], 4)), "request 99"),  # type: ignore[list-item]
         (lambda: engine.add(Request(89, "abc", 4)), "request 89"),  # type: ignore[arg-type]
         (lambda: engine.add(Request(88, [1], 2.5)), "request 88"),  # type: ignore[arg-type]
         (lambda: engine.add(Request(92, [1], 0)), "1 tokens and 0 new ones"),
-        (lambda: engine.add(Request(93, [1] * 3, 62, known)), "3 tokens and 62 new ones"),
+        (lambda: engine.add(Request(93, [1] * 3, 62, sent)), "3 tokens and 62 new ones"),
     ]
     for action, message in refused:
         before = state_of(engine, [*requests, long])
@@ -224,7 +224,7 @@ def test_refusals_change_nothing(rt: Runtime, model: Model, overlap: bool) -> No
         assert state_of(engine, [*requests, long]) == before
     run_all(engine)
     nothing_left(engine)
-    going = [one for one in requests if one is not gone]
+    going = [request for request in requests if request is not gone]
     assert outputs(going) == right_answers(model, going)
 
 
@@ -290,7 +290,7 @@ def test_prompts_are_resumed_mid_chunk(rt: Runtime, model: Model, overlap: bool,
         engine = started(rt, model, settings, [other, long])
         while busy(engine):
             batch = engine.scheduler.batch
-            put_in = {one: int(batch.seq_lens.np[row]) for row, one in enumerate(batch.requests)}
+            put_in = {request: int(batch.seq_lens.np[row]) for row, request in enumerate(batch.requests)}
             engine.step()
             if long in put_in and long.state == "waiting":
                 cut.append(put_in[long])

@@ -2,30 +2,26 @@
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchstate.levels import Level
 from batchstate.runtime import Runtime
 from benchmarks import plots
 from benchmarks.__main__ import main
-from benchmarks.builds.priced_checks import Import, Step, against_deleted, decode_step, of_cheap, of_full, whole_step
-from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
+from benchmarks.comparisons import Absent, Asked, Comparison, Row, run
 from benchmarks.counts import Count
 from benchmarks.curves import Curve, Measured, Point, Series
 from benchmarks.growth import growth_with_rows, pages_flat, slots_flat
 from benchmarks.machine import machine
 from benchmarks.report import show, show_counts, summary
-from benchmarks.suite import Results
+from benchmarks.suite import Results, comparisons
 from benchmarks.timing import Contender, Effort
-from benchmarks.whole_steps import EngineState, against_checks
+from benchmarks.whole_steps import EngineState
 
 TINY = Effort(rounds=5, sample_us=20)
 
@@ -57,17 +53,19 @@ def row(ratio: float, **asked: float | None) -> Row:
 )
 def test_a_target_is_the_least_and_a_limit_the_most(asked: dict[str, float], met: bool | None) -> None:
     """A ratio of 2.0 against what is asked; rows say the same to readers and to machines."""
-    one = row(2.0, **asked)
-    assert one.met is met
-    assert one.as_json()["met"] is met
+    measured = row(2.0, **asked)
+    assert measured.met is met
+    assert measured.as_json()["met"] is met
     assert Asked(**asked).met_by(2.0, 1.0) is met
 
 
 def test_pairs_may_be_asked_different_things(rt: Runtime) -> None:
-    """What is said of a pair stands above what is said of all; a pair that is not there is an error."""
+    """The demand on a pair stands above that on all; a pair that is not there is an error."""
     ours, others = [idle("a"), idle("b")], [idle("x"), idle("y")]
     comparison = Comparison("t", ours, others, lambda: None, target=0.001, asks={("a", "y"): Asked(limit=7)})
-    rows = {(one.way, one.baseline): (one.target, one.limit) for one in run(rt, comparison, TINY)}
+    rows = {
+        (measured.way, measured.baseline): (measured.target, measured.limit) for measured in run(rt, comparison, TINY)
+    }
     assert rows == dict.fromkeys([("a", "x"), ("b", "x"), ("b", "y")], (0.001, None)) | {("a", "y"): (None, 7)}
     with pytest.raises(ValueError, match=r"\('y', 'a'\)"):
         Comparison("t", ours, others, lambda: None, asks={("y", "a"): Asked(target=1)})
@@ -82,18 +80,18 @@ def test_a_paired_ratio_is_the_median_of_rounds(rt: Runtime, monkeypatch: pytest
     others = np.array([11.0, 11.0, 36.0, 33.0, 33.0])
     monkeypatch.setattr(comparisons, "measure", lambda *_: [Times(ours, ours), Times(others, others)])
     for paired, ratio in ((True, 1.1), (False, 3.3)):
-        (one,) = run(rt, Comparison("t", [idle("a")], [idle("x")], lambda: None, paired=paired), TINY)
-        assert one.ratio == pytest.approx(ratio)
+        (measured,) = run(rt, Comparison("t", [idle("a")], [idle("x")], lambda: None, paired=paired), TINY)
+        assert measured.ratio == pytest.approx(ratio)
 
 
 def test_what_is_not_installed_has_a_row_without_figures(rt: Runtime, capsys: pytest.CaptureFixture) -> None:
     """Readers and machines see which peer was not measured, and why; it counts as no target."""
     absent = Absent("task", "packed", "an engine", "no module 'engine'")
-    found = absent.as_json()
-    assert found["work"] == "task: packed"
-    assert set(row(1.0).as_json()) - set(found) == {"ours_host_us", "baseline_host_us", "paired"}
-    assert (found["ours_us"], found["ratio"], found["met"]) == (None, None, None)
-    assert found["note"] == "not installed: no module 'engine'"
+    figures = absent.as_json()
+    assert figures["work"] == "task: packed"
+    assert set(row(1.0).as_json()) - set(figures) == {"ours_host_us", "baseline_host_us", "paired"}
+    assert (figures["ours_us"], figures["ratio"], figures["met"]) == (None, None, None)
+    assert figures["note"] == "not installed: no module 'engine'"
     show(machine(rt), [row(2.0), absent])
     printed = capsys.readouterr().out
     assert "not installed: no module 'engine'" in printed
@@ -103,7 +101,7 @@ def test_what_is_not_installed_has_a_row_without_figures(rt: Runtime, capsys: py
 
 
 def test_the_summary_counts_and_names_what_is_missed(rt: Runtime, capsys: pytest.CaptureFixture) -> None:
-    """Of rows and of counts alike, with figure and wish; what is met is not named."""
+    """Rows and counts alike, with figure and wish; what is met is not named."""
     lines: Sequence[Row] = [row(2.0, target=1.0), row(2.0, target=5.0), row(2.0), row(2.0, limit=1.5)]
     counts = [Count("step", "copies", 1, 1), Count("step", "syncs", 3, 0), Count("step", "calls", 14)]
     text = summary([*lines, *counts]).splitlines()
@@ -124,39 +122,25 @@ def test_the_summary_counts_and_names_what_is_missed(rt: Runtime, capsys: pytest
 def test_growth_is_measured_over_equal_work(rt: Runtime) -> None:
     """Small and large give back all they took, and their ratio is limited."""
     for make, limit in ((slots_flat, 1.5), (pages_flat, 1.5)):
-        (one,) = run(rt, make(rt, small=512, large=1_024), TINY)
-        assert (one.limit, one.paired) == (limit, True)
-    (one,) = run(rt, growth_with_rows(rt, few=64, many=256, num_columns=4), TINY)
-    assert one.limit == 4
+        (measured,) = run(rt, make(rt, small=512, large=1_024), TINY)
+        assert (measured.limit, measured.paired) == (limit, True)
+    (measured,) = run(rt, growth_with_rows(rt, few=64, many=256, num_columns=4), TINY)
+    assert measured.limit == 4
 
 
-def test_levels_and_builds_are_priced(rt: Runtime) -> None:
-    """`cheap` against `off`, and `off` against the build without checks, with their limits; a copy shows the error."""
-    rows = [
-        row
-        for some in (partial(of_cheap, limit=1.12), of_full)
-        for row in run(rt, some(against_checks(rt, num_columns=4, rows=32)), TINY)
-    ]
-    assert [(one.baseline, one.limit) for one in rows] == [("checks cheap", 1.12), ("checks full", None)]
-    for make in (decode_step(4, rows=32), whole_step(4, rows=32)):
-        rows = run(rt, against_deleted(rt, "a step", make), TINY)
-        assert [(one.baseline, one.limit) for one in rows] == [
-            ("checks off", 1.01),
-            ("checks off, imported a second time", None),
-        ]
-
-
-def test_builds_that_differ_are_found(rt: Runtime) -> None:
-    """What the builds make is compared before they are timed."""
-    right = decode_step(4, rows=32)
-
-    def off_by_one(module: Import, runtime: Any) -> Step:
-        step = right(module, runtime)
-        unchecked = module("batchstate.batch").__name__.startswith("batchstate_unchecked")
-        return (lambda: step().advance("seq_lens", 1)) if unchecked else step
-
-    with pytest.raises(MismatchError, match="checks deleted: host side of seq_lens"):
-        run(rt, against_deleted(rt, "a step", off_by_one), TINY)
+def test_levels_are_priced_one_at_a_time(rt: Runtime) -> None:
+    """`cheap` and `full` each against `off`; `cheap` in pairs, with its limit."""
+    makers = comparisons(rt, quick=False)
+    asked = {}
+    for step in ("decode step, 12 columns", "whole step, 12 columns"):
+        for level in ("cheap", "full"):
+            comparison = makers[f"{step}, checks {level}"]()
+            assert isinstance(comparison, Comparison)
+            comparison.verify()
+            (pair,) = comparison.asks
+            assert pair == ("checks off", f"checks {level}")
+            asked[step, level] = (comparison.asks[pair].limit, comparison.paired)
+    assert list(asked.values()) == [(1.12, True), (None, False), (1.06, True), (None, False)]
 
 
 def test_a_whole_step_is_the_same_each_time(rt: Runtime) -> None:
@@ -188,12 +172,12 @@ def test_a_curve_has_every_way_at_every_size(rt: Runtime) -> None:
         return Comparison("t", [idle("a")], [idle("x")], lambda: None)
 
     measured = Curve("c", "n", {1: make, 2: lambda: Absent("t", "a", "x", "gone"), 4: make}).measured(rt, TINY)
-    assert [(one.way, one.ours, [point.x for point in one.points]) for one in measured.series] == [
+    assert [(series.way, series.ours, [point.x for point in series.points]) for series in measured.series] == [
         ("a", True, [1, 4]),
         ("x", False, [1, 4]),
     ]
-    for one in measured.series:
-        assert all(point.low <= point.us <= point.high for point in one.points)
+    for series in measured.series:
+        assert all(point.low <= point.us <= point.high for point in series.points)
     assert Results(scaling=[measured]).as_json()["scaling"][0]["series"][0]["points"][1]["x"] == 4
 
 
@@ -231,12 +215,3 @@ def test_names_of_lines_keep_their_distance_and_their_order(wanted: list[float])
         assert sum(placed) == pytest.approx(sum(wanted), abs=1e-6)
     if all(b - a > 10 for a, b in pairwise(wanted)):
         assert placed == pytest.approx(wanted)
-
-
-def test_levels_in_the_process_are_left_alone(rt: Runtime) -> None:
-    """A build has a switch of its own."""
-    from batchstate.levels import checks, current_checks
-
-    with checks("full"):
-        against_deleted(rt, "a step", decode_step(3, rows=8))
-        assert current_checks() is Level.FULL

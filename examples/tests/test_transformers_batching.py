@@ -47,7 +47,7 @@ def test_another_transformers_is_told_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the classes are not there whose places it takes, the command says which version has them, and returns 2."""
-    for name in [one for one in sys.modules if one.startswith("examples.transformers_batching.")]:
+    for name in [module for module in sys.modules if module.startswith("examples.transformers_batching.")]:
         if not name.endswith("__main__"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.cache_allocators", None)
@@ -84,13 +84,13 @@ def test_tokens_are_the_same_when_pages_run_out(model: Any, monkeypatch: pytest.
         offloaded.clear()
         with checks("full"), adopted():
             outputs = answers(model, prompts, num_blocks=24)
-    assert [one.error for one in outputs] == [None] * 16
+    assert [output.error for output in outputs] == [None] * 16
     assert any(offloaded)
-    assert [one.generated_tokens for one in outputs] == [one.generated_tokens for one in expected]
+    assert [output.generated_tokens for output in outputs] == [output.generated_tokens for output in expected]
 
 
 def settings() -> ContinuousBatchingConfig:
-    """Of short sessions, without what the example does not take over."""
+    """Settings of short sessions that the example takes over."""
     return ContinuousBatchingConfig(num_blocks=20, max_batch_tokens=64, use_cuda_graph=False, use_async_batching=False)
 
 
@@ -107,7 +107,7 @@ def test_sessions_follow_each_other(model: Any) -> None:
                 progress_bar=False,
                 persistent_manager=True,
             )
-            sessions.append([one.generated_tokens for one in answered.values()])
+            sessions.append([output.generated_tokens for output in answered.values()])
         model.destroy_cached_continuous_batching_manager()
     assert sessions[0] == sessions[1]
     assert [len(tokens) for tokens in sessions[0]] == [5, 5, 5]
@@ -124,7 +124,7 @@ def processors(model: Any, batch_size: int) -> list[Any]:
 
 
 def kernel_inputs(processor: Any) -> dict[str, Any]:
-    """What a kernel with a block table takes; blocks are counted, since each side may choose which to use."""
+    """Inputs of a kernel with a block table; blocks are counted, since each side may choose which to use."""
     arguments = processor.inputs_and_outputs.get_model_kwargs()
     table = arguments.pop("block_table")[0].cpu().numpy()
     names = ("input_ids", "position_ids", "cu_seq_lens_q", "logits_indices")
@@ -180,7 +180,7 @@ def test_a_step_makes_calls_for_all_requests_together(model: Any) -> None:
     for processor, size in zip([*few, *many], [8, 8, 64, 64], strict=True):
         for _ in range(3):
             step_time(processor, size)
-    ours, original = ([calls_of(one) for one in sizes] for sizes in zip(few, many, strict=True))
+    ours, original = ([calls_of(processor) for processor in sizes] for sizes in zip(few, many, strict=True))
     assert ours[1] <= ours[0] + 10
     assert original[1] > 5 * original[0]
     assert original[1] > 4 * ours[1]
@@ -212,7 +212,7 @@ def test_several_answers_to_a_prompt_are_refused(model: Any) -> None:
         answered = model.generate_batch(
             prompts_of(2, seed=1), generation_config=asked, continuous_batching_config=settings(), progress_bar=False
         )
-    assert {one.error for one in answered.values()} == {
+    assert {output.error for output in answered.values()} == {
         "expected one answer to each prompt, got num_return_sequences above 1"
     }
 

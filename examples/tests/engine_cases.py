@@ -1,4 +1,4 @@
-"""What the tests of the engine example share: models, requests, right answers, and an eye on the host."""
+"""Shared by the tests of the engine example: models, requests, right answers, and an eye on the host."""
 
 import functools
 import random
@@ -56,7 +56,7 @@ def some_requests(
 
 
 def right_answers(model: Model, requests: Sequence[Request], eos: Collection[int] = ()) -> list[list[int]]:
-    """What transformers answers; it is asked once for the same requests."""
+    """The answers of transformers; it is asked once for the same requests."""
     prompts = tuple(tuple(request.prompt) for request in requests)
     answers = _answers(model, prompts, tuple(request.max_new_tokens for request in requests), frozenset(eos))
     return [list(answer) for answer in answers]
@@ -81,7 +81,7 @@ def busy(engine: Engine) -> bool:
 
 
 def run_all(engine: Engine) -> None:
-    """What `Engine.run` does, but not for ever."""
+    """As `Engine.run`, but not for ever."""
     while busy(engine):
         engine.step()
 
@@ -228,8 +228,8 @@ class Watch:
         batch = self._run(step)
         assert step.forward_done is not None
         results: Fence = self._downloads[-1].done if len(self._downloads) > asked else step.forward_done
-        unread = [*(one.results for one in self.launches), results]
-        self.launches.append(Launch(step, results, [], ended, sum(not one.query() for one in unread)))
+        unread = [*(launch.results for launch in self.launches), results]
+        self.launches.append(Launch(step, results, [], ended, sum(not fence.query() for fence in unread)))
         return batch
 
     def _noted_download(self, *args: Any, **kwargs: Any) -> Download:

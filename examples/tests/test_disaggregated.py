@@ -34,9 +34,9 @@ from examples.disaggregated.prefill import PrefillWorker
 from examples.disaggregated.report import Report
 from examples.disaggregated.worker import Parts, agreed, requests_of, shared_of
 from examples.engine.model import Model
-from tests.engine_cases import model_of, right_answers
+from examples.tests.engine_cases import model_of, right_answers
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FIGURES = {
     "transport",
     "requests",
@@ -62,7 +62,7 @@ RIGHT = SECRET.encode()
 
 @pytest.fixture(autouse=True)
 def contained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the commands set for their process does not outlive a test."""
+    """Settings of the commands for their process do not outlive a test."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv(AUTHKEY, SECRET)
 
@@ -111,12 +111,12 @@ class Both:
     @property
     def busy(self) -> bool:
         """Whether anything is left to do, quarantined memory included."""
-        return self.decode.busy or self.decode.quarantined > 0 or any(one.busy for one, _ in self.prefills)
+        return self.decode.busy or self.decode.quarantined > 0 or any(prefill.busy for prefill, _ in self.prefills)
 
     def mismatches(self) -> int:
         """Requests whose tokens differ from those of transformers."""
         expected = right_answers(self.model, self.requests)
-        return sum(one.output != tokens for one, tokens in zip(self.requests, expected, strict=True))
+        return sum(request.output != tokens for request, tokens in zip(self.requests, expected, strict=True))
 
     def _add(self, prefill: PrefillWorker) -> None:
         ours, theirs = Pipe()
@@ -403,7 +403,7 @@ def test_workers_started_unlike_each_other_refuse_each_other() -> None:
 
 def report_with(killed: int, retried: int, kill_prefill_after: int | None) -> Report:
     """A report of a run in which everything is right."""
-    right: dict[str, Any] = {one.name: 0 for one in attrs.fields(Report)}
+    right: dict[str, Any] = {field.name: 0 for field in attrs.fields(Report)}
     return Report(
         **right | {"broken": None, "killed": killed, "retried": retried, "kill_prefill_after": kill_prefill_after}
     )

@@ -18,7 +18,7 @@ from examples.engine.attention import PagedKV
 from examples.engine.forward import Forward
 from examples.engine.scheduler import Scheduler
 from examples.engine.settings import EngineSettings
-from tests.engine_cases import (
+from examples.tests.engine_cases import (
     SMALL,
     busy,
     model_of,
@@ -76,7 +76,7 @@ def test_cost_does_not_grow_with_the_run(device: str) -> None:
     assert long.accesses > 30_000  # of kernels and copies: metadata operations are none
 
 
-# What an engine may forget
+# Orders that an engine may forget
 
 Forget = Callable[[pytest.MonkeyPatch], None]
 
@@ -122,8 +122,8 @@ def _kv_on_two_streams(patch: pytest.MonkeyPatch) -> None:
         kv: PagedKV = zeros(cls, config, location_capacity, **where)
         other = RUNTIME[0].stream("allocator")
         with RUNTIME[0].use(other):
-            for one in (*kv.keys, *kv.values):
-                one.zero_()
+            for memory in (*kv.keys, *kv.values):
+                memory.zero_()
         return kv
 
     patch.setattr(PagedKV, "zeros", classmethod(made_elsewhere))
@@ -147,10 +147,10 @@ def test_what_an_engine_forgets_is_found(
     """An engine that leaves out one order is stopped, and told between which two lines it is missing."""
     RUNTIME[:] = [race]
     forget(monkeypatch)
-    with pytest.raises(Race) as found:
+    with pytest.raises(Race) as caught:
         serve(race, TIGHT, 10)
-    assert found.value.code is Code.RACE
-    report = found.value.report
+    assert caught.value.code is Code.RACE
+    report = caught.value.report
     assert kind is None or report.kind is kind, report
     assert report.first.lane != report.second.lane
     assert ".py:" in report.first.site

@@ -19,7 +19,7 @@ from examples.engine.forward import Forward
 from examples.engine.model import Model
 from examples.engine.scheduler import Scheduler, Turn
 from examples.engine.settings import EngineSettings
-from tests.engine_cases import (
+from examples.tests.engine_cases import (
     SMALL,
     Watch,
     assert_runs_ahead,
@@ -87,7 +87,7 @@ def awaits_itself(run: Callable[..., RunningBatch], forward: Forward, step: Step
 
 
 @pytest.mark.parametrize(
-    ("accident", "num_drafts", "found"),
+    ("accident", "num_drafts", "message"),
     [
         (synchronizes, 0, "the host waited for the whole device"),
         (resolves, 3, "unread when step|waited for something"),
@@ -99,14 +99,14 @@ def test_accidental_waits_are_found(
     lagging_model: Model,
     monkeypatch: pytest.MonkeyPatch,
     accident: Callable[..., RunningBatch],
-    found: str,
+    message: str,
     num_drafts: int,
 ) -> None:
-    """What the test before asserts fails as soon as a forward waits for the device, for its results or for its end."""
+    """The assertions of the test before fail once a forward waits for the device, for its results or for its end."""
     run = Forward.run
     monkeypatch.setattr(Forward, "run", lambda forward, step: accident(run, forward, step))
     watch = watched(late, lagging_model, attrs.evolve(ROOMY, num_drafts=num_drafts), monkeypatch)
-    with pytest.raises(AssertionError, match=found):
+    with pytest.raises(AssertionError, match=message):
         assert_runs_ahead(watch)
 
 
@@ -154,7 +154,7 @@ def test_overlapped_hides_no_synchronisation(rt: Runtime, model: Model, num_draf
     assert outputs(requests) == right_answers(model, requests)
 
 
-# What a step costs
+# The cost of a step
 
 
 @overlapped_or_not
@@ -238,7 +238,7 @@ def test_lengths_are_exact_after_a_synchronous_decode(
 def test_forward_changes_no_side_of_the_batch(
     rt: Runtime, model: Model, monkeypatch: pytest.MonkeyPatch, num_drafts: int
 ) -> None:
-    """What a forward sets right is its own view: the batch it was given has the same sides before and after."""
+    """A forward sets right its own view alone: the batch it was given has the same sides before and after."""
     engine = started(rt, model, attrs.evolve(SMALL, num_drafts=num_drafts), some_requests(model, 8, seed=9))
     run, compared = engine.scheduler.forward.run, 0
 
@@ -296,7 +296,7 @@ def test_table_is_free_behind_read_done(
 
 
 def test_slots_change_hands_behind_forward_done(late: LateRuntime, lagging_model: Model) -> None:
-    """What a request leaves is pending until the last forward that was launched with it has ended."""
+    """Slots and pages that a request leaves are pending until the last forward that was launched with it has ended."""
     short, long, next_one = some_requests(lagging_model, 3, seed=18, longest=8)
     short.max_new_tokens, long.max_new_tokens = 3, 20
     engine = started(late, lagging_model, attrs.evolve(SMALL, max_running=3), [short, long])

@@ -34,12 +34,12 @@ FIGURES = {
     "accepted_drafts",
     "prebuilt",
 }
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def contained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command sets for its process does not outlive a test."""
+    """Settings of the command for its process do not outlive a test."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
 
 

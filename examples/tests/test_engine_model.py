@@ -152,8 +152,8 @@ def test_forward_never_waits_for_the_device(rt: Runtime, model: Model) -> None:
 def test_other_dtypes_come_close(rt: Runtime, family: Family, dtype: torch.dtype) -> None:
     """Logits of float32 and bfloat16 models are those of the float64 model, but for rounding."""
     logits = []
-    for one in (torch.float64, dtype):
-        model = random_model(family, rt.device, one)
+    for kind in (torch.float64, dtype):
+        model = random_model(family, rt.device, kind)
         requests = Requests(rt, model, some_prompts(4), room=1)
         requests.step([len(tokens) - 1 for tokens in requests.tokens])
         logits.append(requests.step([1] * 4))

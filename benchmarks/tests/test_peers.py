@@ -133,9 +133,9 @@ def test_staged_slots_write_no_row_of_a_request_that_stays(rt: Runtime) -> None:
 def test_a_forgotten_side_is_found(rt: Runtime, way: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification reads both sides of the columns of each baseline."""
     scene = Scene.of(rt, num_columns=5, rows=16, churn=3)
-    one: PersistentBuffers | StagedSlots = scene.persistent() if way == "persistent" else scene.staged()
-    scene.verify([one])
-    right = one.after_one_step
+    baseline: PersistentBuffers | StagedSlots = scene.persistent() if way == "persistent" else scene.staged()
+    scene.verify([baseline])
+    right = baseline.after_one_step
 
     def wrong() -> Any:
         host, device = right()
@@ -143,9 +143,9 @@ def test_a_forgotten_side_is_found(rt: Runtime, way: str, side: str, monkeypatch
         values[3] += 1
         return host, device
 
-    monkeypatch.setattr(type(one), "after_one_step", lambda self: wrong())
+    monkeypatch.setattr(type(baseline), "after_one_step", lambda self: wrong())
     with pytest.raises(MismatchError, match=f"{side} side of column_1"):
-        scene.verify([one])
+        scene.verify([baseline])
 
 
 def test_floors_are_of_the_same_bytes(rt: Runtime) -> None:
@@ -155,7 +155,10 @@ def test_floors_are_of_the_same_bytes(rt: Runtime) -> None:
     scene = Scene.of(rt, num_columns=5, rows=16, churn=3)
     nbytes = bytes_of_a_step(scene)
     assert nbytes >= sum(scene.running[name].np.nbytes for name in scene.running.columns())
-    assert [one.name for one in comparison.baselines] == [f"floor: one copy of {nbytes:,} bytes", "floor: one launch"]
+    assert [baseline.name for baseline in comparison.baselines] == [
+        f"floor: one copy of {nbytes:,} bytes",
+        "floor: one launch",
+    ]
     assert comparison.target is None
     assert not comparison.asks
 
@@ -164,7 +167,7 @@ def test_the_step_against_tensors_has_its_targets(rt: Runtime) -> None:
     """256 rows of 12 and of 40 columns are asked for, no other size, and no way that also reads each column."""
     for num_columns, least in ((12, 8.0 if rt.device.type == "cuda" else 5.0), (40, 12.0)):
         asked = against_twins(rt, num_columns=num_columns).asks
-        assert {one.target for one in asked.values()} == {least}
+        assert {demand.target for demand in asked.values()} == {least}
         assert {way for way, _ in asked} == {"packed, checks cheap", "packed, checks off"}
     assert not against_twins(rt, num_columns=12, rows=64).asks
 
@@ -255,7 +258,7 @@ def test_the_block_pool_is_called_as_its_engine_does(rt: Runtime, stand_in: Call
     comparison = pages_against_block_pool(rt, size=64, n=16)
     assert isinstance(comparison, Comparison)
     run_once(comparison)
-    assert {one.target for one in comparison.asks.values()} == {1.0}
+    assert {demand.target for demand in comparison.asks.values()} == {1.0}
 
 
 def test_buffers_of_an_engine_are_the_two_sides_of_a_column(rt: Runtime, stand_in: Callable[..., None]) -> None:

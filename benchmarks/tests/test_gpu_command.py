@@ -33,12 +33,12 @@ from tests.race_cases import CASES
 from tests.race_cases.tools import Says, Verdict
 from tests.race_cases.verdicts import Column, Made, Table
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 QUICK = Setting("cpu", quick=True)
 
 
 def ran(name: str) -> Outcome:
-    """What came of a stage in this process, on a CPU, with small sizes."""
+    """The outcome of a stage in this process, on a CPU, with small sizes."""
     return child.run_here(name, QUICK)
 
 
@@ -47,7 +47,7 @@ def ran(name: str) -> Outcome:
 
 @pytest.mark.parametrize("device", ["cpu", "race", "race:prompt", "sim:lazy", "sim:pct"])
 def test_the_steps_have_no_race_and_the_right_tokens(device: str) -> None:
-    """What is measured is a program that a GPU may run: ordered, one step ahead, every token known to the host."""
+    """The measured program is one that a GPU may run: ordered, one step ahead, every token known to the host."""
     with window_of(open_device(device)) as runtime, checks("cheap"):
         serving = Serving(runtime, rows=12, churn=3)
         for _ in range(12):
@@ -106,7 +106,7 @@ def test_every_stage_has_a_file_and_every_file_is_a_stage() -> None:
     assert files == set(STAGES)
     for stage in STAGES.values():
         assert callable(importlib.import_module(stage.module).run)
-    assert not [name for name in suite.FILES if not (ROOT / "tests" / f"test_{name}.py").exists()]
+    assert not [file for file in suite.FILES if not (ROOT / file).exists()]
     assert len(set(suite.FILES)) == len(suite.FILES)
 
 
@@ -114,7 +114,7 @@ def test_every_stage_has_a_file_and_every_file_is_a_stage() -> None:
 
 
 def test_a_stage_without_a_demand_has_failed() -> None:
-    """What asks for nothing proves nothing; what cannot run here says so, unless something was wrong before."""
+    """A stage that cannot run here says so, unless something was wrong before."""
     assert Notes().outcome().state == "failed"
     assert Notes(not_run="needs CUDA").outcome() == Outcome("not run", "needs CUDA")
     assert Notes(not_run="needs CUDA", problems=["wrong"]).outcome().state == "failed"
@@ -182,7 +182,7 @@ def trace(*events: tuple[str, str]) -> list[dict[str, str]]:
 
 def test_events_of_a_trace_are_counted() -> None:
     """Kernels, memsets, copies by direction and memory, calls by name; what else is there is left out."""
-    found = profiler.counts_of(
+    counted = profiler.counts_of(
         trace(
             ("cpu_op", "aten::copy_"),
             ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)"),
@@ -196,7 +196,7 @@ def test_events_of_a_trace_are_counted() -> None:
             ("cuda_runtime", "cudaLaunchKernel"),
         )
     )
-    assert found == {
+    assert counted == {
         "kernels": 1,
         "memsets": 1,
         "copies": {"HtoD, pinned": 1, "HtoD, pageable": 1, "DtoH, pinned": 1, "DtoD": 1},
@@ -220,7 +220,7 @@ def test_what_a_step_may_be_on_cuda(figures: dict[str, Any], problem: str | None
     """One copy from pinned memory and one kernel: anything more, less or else is a problem."""
     notes = Notes()
     profiler.demand(notes, "a step", figures, kernels=1.0)
-    assert [problem in one for one in notes.problems if problem] == ([True] if problem else [])
+    assert [problem in said for said in notes.problems if problem] == ([True] if problem else [])
     assert bool(notes.problems) == (problem is not None)
 
 
@@ -272,8 +272,8 @@ def test_a_detector_that_errs_and_a_sanitizer_that_sees_nothing_are_found() -> N
     made = Made("2026-01-01", "a machine", "2.11")
     notes = Notes()
     race._detector(notes, "detector on CUDA", Column(made, wrong))
-    assert any("wrong about" in one for one in notes.problems)
-    assert any("failed in 1 cases" in one for one in notes.problems)
+    assert any("wrong about" in said for said in notes.problems)
+    assert any("failed in 1 cases" in said for said in notes.problems)
     for verdicts, problems in ((right, 0), (dict.fromkeys(right, Verdict(Says.NONE)), 1)):
         notes = Notes()
         race._sanitizer(notes, Table({"sanitizer": Column(made, verdicts)}))
@@ -284,11 +284,11 @@ def test_a_detector_that_errs_and_a_sanitizer_that_sees_nothing_are_found() -> N
 def test_a_watch_that_errs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong verdict of `watch_cuda` on an idiom fails the stage."""
     right = dict.fromkeys(idiom_verdicts.TOOLS["watched"], Verdict(Says.NONE))
-    found = Table({"watched": Column(Made("2026-01-01", "a machine", "2.11"), right)})
-    monkeypatch.setattr(idiom_verdicts, "table", lambda: found)
+    table = Table({"watched": Column(Made("2026-01-01", "a machine", "2.11"), right)})
+    monkeypatch.setattr(idiom_verdicts, "table", lambda: table)
     notes = Notes()
     race._idioms(notes)
-    assert any("watch_cuda is wrong about" in one for one in notes.problems)
+    assert any("watch_cuda is wrong about" in said for said in notes.problems)
     assert "watched: right about 36 of 70 idioms" in notes.figures["idioms"]["said"]
 
 
@@ -331,7 +331,7 @@ def test_processes_share_the_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for name in ("one", "two"):
         (tmp_path / "tests" / f"test_{name}.py").write_text(f"def test_{name}(): pass\n")
     monkeypatch.setattr(suite, "ROOT", tmp_path)
-    monkeypatch.setattr(suite, "FILES", ("one", "two"))
+    monkeypatch.setattr(suite, "FILES", ("tests/test_one.py", "tests/test_two.py"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
     started: list[list[str]] = []
     popen = subprocess.Popen
@@ -536,7 +536,7 @@ def test_a_page_of_something_else_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_figures_of_every_stage_have_a_line_and_a_page() -> None:
-    """What is there on CUDA alone too: kernels and copies of the profiler, the sanitizer, the rows, the tests."""
+    """Figures of CUDA alone too: kernels and copies of the profiler, the sanitizer, the rows, the tests."""
     step = {"dispatched": 1.0, "kernels": 1.0, "memsets": 0.0, "copies": {"HtoD, pinned": 1.0}, "calls": {}}
     row = {"work": "a|b", "ours_us": 1.0, "baseline": "c", "baseline_us": 4.0, "ratio": 4.0, "target": 5}
     absent = {**row, "baseline": "vLLM", "ours_us": None, "baseline_us": None, "ratio": None, "note": "not installed"}
@@ -549,11 +549,11 @@ def test_figures_of_every_stage_have_a_line_and_a_page() -> None:
         "suite": totals,
         "capture": {"off": {"replays": 12}},
     }
-    outcomes = {name: Outcome("ok", "", one, 1.0) for name, one in figures.items()}
+    outcomes = {name: Outcome("ok", "", stage, 1.0) for name, stage in figures.items()}
     assert "1 kernel, 1 copy a step" in remark("profiler", outcomes["profiler"])
     assert "finds 3 of 108 races" in remark("race", outcomes["race"])
     report = {"device": "cuda", "date": "2026-01-02T03:04:05", "commit": "abc"}
-    markdown = page({**report, "stages": {name: attrs.asdict(one) for name, one in outcomes.items()}})
+    markdown = page({**report, "stages": {name: attrs.asdict(outcome) for name, outcome in outcomes.items()}})
     assert "# cuda, 2026-01-02" in markdown
     assert "| a\\|b | 1.0 | c | 4.0 | 4.00 | at least 5 |" in markdown
     assert "| a\\|b |  | vLLM |  | not installed | at least 5 |" in markdown
