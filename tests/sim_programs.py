@@ -10,6 +10,7 @@ import torch
 
 from batchstate.races.sim import SimRuntime
 from batchstate.runtime import Runtime
+from tests.race_cases.plain import new_event
 
 SEEDED = ("random", "priority", "pct")
 """Schedulers that draw."""
@@ -57,7 +58,7 @@ def handed_over(rt: SimRuntime, racy: bool) -> list[int]:
 def staged(rt: SimRuntime, racy: bool) -> list[int]:
     """One piece of pinned memory is filled again and again. The twin does so before the copy has read it."""
     source = rt.pinned((SIZE,), torch.int64)
-    copied = rt.event("copied")
+    copied = new_event(rt)
     results = []
     for step in range(STEPS):
         rt.next_step()

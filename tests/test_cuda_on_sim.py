@@ -20,7 +20,6 @@ from torch.cuda import Event, Stream, current_stream, synchronize
 from batchstate.cli import main
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda import CudaSimRuntime, cuda_on_cpu, declared_kernel
-from batchstate.races.render import race_text
 from batchstate.races.sim import PORTFOLIO, DeviceFault
 from tests.cuda_idioms import IDIOMS
 from tests.race_cases import CASES, Case
@@ -28,11 +27,6 @@ from tests.race_cases.plain import PlainCuda
 from tests.test_cuda_on_cpu import attributes, left_over
 
 pytest_plugins = "pytester"
-
-DRAWN = (
-    CudaSimRuntime,
-    race_text,
-)  # imported here once: what a run in this process imports first is dropped at its end
 
 LAG = "lazy oldest random priority pct"
 """Schedulers under which a stream that has work may lag behind the host and behind newer streams."""

@@ -267,13 +267,14 @@ def test_a_fence_behind_one_that_was_waited_for_is_not_complete(rt: RaceRuntime)
 def test_the_depth_counts_steps_that_the_host_has_not_waited_for(rt: RaceRuntime) -> None:
     """The present one included; the most there ever were is kept."""
     numbers = table(rt)
-    assert rt.in_flight_depth == 0
+    assert rt.in_flight_depths == []
     for _ in range(3):
         rt.next_step()
         numbers.add_(1)
-    assert rt.in_flight_depth == 3
     rt.record().wait()
-    assert (rt.in_flight_depth, rt.in_flight_depth_max) == (0, 3)
+    rt.next_step()
+    numbers.add_(1)
+    assert (rt.in_flight_depths, rt.in_flight_depth_max) == ([1, 2, 3, 1], 3)
 
 
 def test_streams_of_one_name_are_told_apart() -> None:
@@ -421,7 +422,8 @@ def traced(names: list[str]) -> str:
     for name in names:
         with RaceRuntime(on_race="collect") as rt:
             CASES[name].run(rt)
-        lines += [name, *rt.trace(), *map(str, rt.races)]
+        lines += [name, *(f"{event.lane}: {event.name}, step {event.step}" for event in rt.races[0].events)]
+        lines += map(str, rt.races)
     return "\n".join(lines)
 
 

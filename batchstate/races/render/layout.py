@@ -79,14 +79,9 @@ class DiagramLayout:
         return self.lanes.index(event.lane)
 
 
-def laid_out(report: RaceReport, limit: int = LIMIT) -> DiagramLayout:
-    """The layout of a report's picture.
-
-    Args:
-        report: what `drawable` gave.
-        limit: how many events to show at most.
-    """
-    chosen = _chosen(report, limit)
+def laid_out(report: RaceReport) -> DiagramLayout:
+    """The layout of the picture of a `drawable` report."""
+    chosen = _chosen(report)
     rows: list[Event | Gap] = []
     for event in report.events:
         if event.number in chosen:
@@ -110,7 +105,7 @@ def access_of(report: RaceReport, event: Event) -> tuple[str, Access] | None:
     return None
 
 
-def _chosen(report: RaceReport, limit: int) -> frozenset[int]:
+def _chosen(report: RaceReport) -> frozenset[int]:
     events = report.events
     index_of = {event.number: index for index, event in enumerate(events)}
     first, second = index_of[report.first.event], index_of[report.second.event]
@@ -131,7 +126,7 @@ def _chosen(report: RaceReport, limit: int) -> frozenset[int]:
         fence = events[index].waits_for
         if fence is not None and fence in index_of:
             wanted.add(index_of[fence])
-        if len(chosen | wanted) <= limit:
+        if len(chosen | wanted) <= LIMIT:
             chosen |= wanted
     return frozenset(events[index].number for index in chosen)
 
