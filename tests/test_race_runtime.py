@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.pools import SlotPool
 from batchstate.races import Race, RaceKind, RaceRuntime
 from batchstate.races import runtime as race_fences
 from batchstate.races.tracing.dispatch import raw_kernel
 from batchstate.runtime import CpuRuntime, Stream
 from batchstate.violations import Code
-from tests.doubles import refused
 from tests.race_cases import CASES
-from tests.sim_programs import SEEDED, history
+from tests.race_cases.tools import SEEDED, simulated
 
 
 @pytest.fixture
@@ -50,16 +48,6 @@ def race(rt: RaceRuntime, numbers: torch.Tensor) -> None:
         numbers.fill_(7)
     with rt.use(right):
         numbers.clone()
-
-
-def test_a_slot_that_is_freed_twice_is_no_race() -> None:
-    """It is what it is on every runtime, and has its own code."""
-    with RaceRuntime() as rt:
-        pool = SlotPool(rt, 4)
-        slots = pool.take(2)
-        pool.free(slots)
-        refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
-    assert not rt.races
 
 
 # Launches
@@ -407,12 +395,12 @@ def test_numbers_come_as_they_were_asked_for(
 
 TRACED = """
 import sys
-from tests.sim_programs import SEEDED, history
+from tests.race_cases.tools import SEEDED, simulated
 from tests.test_race_runtime import traced
 
 print(traced(sys.argv[1:]))
 for name in SEEDED:
-    print(*history(name, 5), sep="\\n")
+    print(*simulated(name, 5), sep="\\n")
 """
 
 
@@ -439,8 +427,8 @@ def test_two_processes_see_the_same_events() -> None:
         env={**os.environ, "PYTHONHASHSEED": "1"},
     )
     ours = traced(names)
-    simulated = [line for name in SEEDED for line in history(name, 5)]
-    assert another.stdout.splitlines() == [*ours.splitlines(), *simulated]
-    assert len(simulated) > 500
+    late = [line for name in SEEDED for line in simulated(name, 5)]
+    assert another.stdout.splitlines() == [*ours.splitlines(), *late]
+    assert len(late) > 500
     assert "right: fill_, step 0" in ours
     assert ours.count("nothing orders") == 3
