@@ -1,10 +1,11 @@
-"""Pictures of a race: what the page, the text and the trace say, and that they say it of any report."""
+"""The page of a race: its words, its picture and its table, of any report."""
 
 import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -12,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchstate.errors import ArgumentError
-from batchstate.races.render import race_html, race_text, race_trace
+from batchstate.races.render import layout as layouts
+from batchstate.races.render import race_html
 from batchstate.races.render.html import sentence
 from batchstate.races.render.layout import LIMIT, Gap, laid_out
 from batchstate.races.render.style import DARK, LIGHT
-from batchstate.races.render.text import short_label
 from batchstate.races.report import EventKind, RaceKind, RaceReport
 from batchstate.races.tracing.clocks import HOST
 from tests.race_reports import (
@@ -25,7 +26,6 @@ from tests.race_reports import (
     access,
     launched,
     long_run,
-    many_lanes,
     many_steps,
     of_kind,
     overlapped_engine,
@@ -185,9 +185,7 @@ def test_long_run_is_cut_to_what_matters() -> None:
     assert len(shown) + layout.left_out == len(drawn.events)
     assert sum(row.count for row in layout.rows if isinstance(row, Gap)) == layout.left_out
     assert {1, drawn.first.event, drawn.first.event + 1, drawn.second.event - 1, drawn.second.event} <= set(shown)
-    page = race_html(drawn)
-    assert f"Left out: {layout.left_out} of {len(drawn.events)} events" in page
-    assert f"{layout.left_out} in all" in race_text(drawn)
+    assert f"Left out: {layout.left_out} of {len(drawn.events)} events" in race_html(drawn)
 
 
 @pytest.mark.parametrize(("scheme", "colours"), [("light", LIGHT), ("dark", DARK)])
@@ -213,103 +211,8 @@ def test_sheet_has_the_colours_of_both_schemes() -> None:
     assert set(re.findall(r"var\(--([\w-]+)\)", rules)) <= {*LIGHT, *re.findall(r"--([\w-]+):", page)}
 
 
-@every
-@pytest.mark.parametrize("ascii", [False, True])
-def test_text_keeps_its_width(drawn: RaceReport, ascii: bool) -> None:
-    """No line is longer than the width; with `ascii` nothing else is in it; both accesses and the gap between are."""
-    for width in (40, 44, 60, 80, 100, 160):
-        text = race_text(drawn, width, ascii=ascii)
-        assert max(map(len, text.splitlines())) <= width
-        assert text.replace("\n", "").isprintable()
-        assert text.isascii() or not ascii
-        missing = "x missing" if ascii else "✗ missing"
-        for wanted in ("[1]", "[2]", missing, "[1] first", "[2] second", "missing  ", "remedy  "):
-            assert wanted in text, width
-        text.encode("utf-8")
-
-
-def test_text_of_a_small_race() -> None:
-    """Lanes are columns, time runs down, an order that exists is drawn through, and the missing one is dashed."""
-    drawn = of_kind(RaceKind.STAGING_REFILLED, between=1, before=1, after=0)
-    assert race_text(drawn, 60).splitlines()[:13] == [
-        "staging refilled: op_1 writes what op_0 reads",
-        "",
-        "          host             a                b",
-        "step 1 #1 │                ◆ fence 1 ─────┐ │",
-        "       #2 │                ■ mul_0        │ │",
-        "       #3 │                │              └▶◇ wait 1",
-        "       #4 │              ┌╌┼╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌[1] op_0 reads",
-        "       #5 │              ╎ ■ mul_0          │",
-        "          ✗ missing edge ╎ │                │",
-        "       #6 [2] op_1 ◀╌╌╌╌╌┘ │                │",
-        "",
-        "◆ fence, ◇ wait; ──▶ order, ╌╌▶ missing order",
-        "",
-    ]
-
-
-def test_text_names_what_launched_an_operation() -> None:
-    """Lanes without an event are only named; names in the others are shortened to what tells them apart."""
-    assert race_text(launched(), 80).splitlines()[3:17] == [
-        "            schedule                forward                audit",
-        "step 1  #95 ◆ fence 123 ──────────┐ │                      │",
-        "        #96 │                     └▶◇ wait for fence 123   │",
-        "        #97 │                       ■ index_select         │",
-        "        #98 │                     ┌╌[1] index…ct (attend)  │",
-        "        #99 │                     ╎ ■ D→H copy to host     │",
-        "       #100 │                     ╎ ◆ fence 124            │",
-        "       #101 │                     ╎ │                      ◆ fence 125",
-        "       #102 ■ scaled_dot_p…ention ╎ │                      │",
-        "            ✗ missing edge        ╎ │                      │",
-        "       #103 [2] (marks: clear) ◀╌╌┘ │                      │",
-        "",
-        "◆ fence, ◇ wait; ──▶ order, ╌╌▶ missing order",
-        "no events here on: host, default, copy 2",
-    ]
-
-
-@pytest.mark.parametrize("streams", [2, 3, 4, 5, 6])
-def test_text_never_cuts_the_number_of_a_fence(streams: int) -> None:
-    """However narrow the lanes, every fence and every wait has its whole number."""
-    drawn = many_steps(streams)
-    marks = {EventKind.FENCE: "◆", EventKind.WAIT: "◇"}
-    numbers = [(marks[event.kind], event.name.split()[-1]) for event in drawn.events if event.kind in marks]
-    for width in (*range(40, 101), 140):
-        text = race_text(drawn, width).split("kind ")[0]
-        for mark, number in numbers:
-            assert re.search(rf"{mark} (wait for fence |wait |fence )?{number}\b", text), (number, text)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "shown"),
-    [
-        (EventKind.WAIT, "wait for fence 12", {17: "wait for fence 12", 16: "wait 12", 7: "wait 12", 6: "12", 2: "12"}),
-        (EventKind.WAIT, "fence 12", {14: "wait: fence 12", 13: "wait 12", 4: "12"}),
-        (EventKind.WAIT, "wait for the_last_forward", {24: "wait the_last_forward", 16: "the_last_forward"}),
-        (EventKind.FENCE, "fence 1234", {10: "fence 1234", 9: "1234"}),
-        (EventKind.FENCE, "the_last_forward", {10: "the_la…ard"}),
-        (EventKind.COPY_TO_HOST, "copy to host", {12: "copy to host", 11: "copy", 4: "copy"}),
-        (EventKind.COPY_TO_HOST, "prefetch_tokens", {11: "prefetc…ens"}),
-        (EventKind.OPERATION, "scaled_dot_product_attention", {16: "scaled_dot…ntion", 10: "scaled…ion"}),
-        (
-            EventKind.OPERATION,
-            "index_fill_ (marks: clear)",
-            {26: "index_fill_ (marks: clear)", 20: "ind…_ (marks: clear)", 19: "(marks: clear)", 13: "index_fill_"},
-        ),
-        (EventKind.OPERATION, "mul (write KV)", {13: "(write KV)", 9: "mul", 2: "m…"}),
-        (EventKind.OPERATION, "scatter_ (req_to_token: write)", {19: "scatter_ (req_t…te)"}),
-    ],
-)
-def test_labels_are_shortened_where_it_hurts_least(kind: EventKind, name: str, shown: dict[int, str]) -> None:
-    """A fence keeps its number, an operation what launched it; other names keep both ends."""
-    event = Events(1).add("a", kind, name, 1, "run.py:1")
-    for room, wanted in shown.items():
-        assert short_label(event, room) == wanted
-    assert all(len(short_label(event, room)) <= room for room in range(1, 40))
-
-
 def test_lanes_without_events_are_left_out_in_words() -> None:
-    """No picture has a lane on which nothing is seen, and both say which; the trace has them all."""
+    """The picture has no lane without an event, and says which."""
     drawn = launched()
     layout = laid_out(drawn)
     assert layout.lanes == ("schedule", "forward", "audit")
@@ -317,10 +220,8 @@ def test_lanes_without_events_are_left_out_in_words() -> None:
     lanes = [attributes for _, attributes in Page(race_html(drawn)).tags if attributes.get("class") == "lane"]
     assert len(lanes) == 3
     assert "No events here on: host, default, copy 2." in race_html(drawn)
-    for width in (40, 80):
-        assert "no events here on: host, default, copy 2" in race_text(drawn, width)
     everywhere = attrs.evolve(many_steps(3), lanes=many_steps(3).lanes[1:])
-    assert "no events here" not in (race_html(everywhere) + race_text(everywhere)).lower()
+    assert "No events here" not in race_html(everywhere)
 
 
 def test_page_sets_the_operations_of_its_sentences_as_code() -> None:
@@ -335,51 +236,6 @@ def test_page_sets_the_operations_of_its_sentences_as_code() -> None:
     )
 
 
-def test_text_without_room_for_lanes_is_a_list() -> None:
-    """Where lanes would have a few characters each, every event has a line, with its lane."""
-    text = race_text(many_lanes(8), 80)
-    assert "  #98 [1] index_copy_ writes all rows on stream_0\n" in text
-    assert "missing edge, from [1] to [2]" in text
-    assert "#102 ■ add_ on stream_1\n" in text
-    text = race_text(many_steps(6), 80)
-    assert "  #121 [2] index_fill_ (marks: clear) writes all rows of marks int6… on stream_5\n" in text
-
-
-def test_text_refuses_a_width_for_nothing() -> None:
-    """A width in which nothing can be read is an error."""
-    with pytest.raises(ArgumentError, match="39 characters are too few"):
-        race_text(overlapped_engine(), 39)
-
-
-@every
-def test_trace_has_the_shape_of_the_format(drawn: RaceReport) -> None:
-    """A thread for each lane, a complete event for each event, and a flow for each edge, which lies within its ends."""
-    trace = json.loads(json.dumps(race_trace(drawn)))
-    events: list[dict[str, Any]] = trace["traceEvents"]
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert len(threads) == len(drawn.lanes)
-    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
-    assert sorted(order, key=order.__getitem__) == list(threads)
-    assert threads[1] == HOST
-    bars = [event for event in events if event["ph"] == "X"]
-    assert [bar["args"]["event"] for bar in bars] == [event.number for event in drawn.events]
-    assert [bar["ts"] for bar in bars] == sorted({bar["ts"] for bar in bars})
-    marked = [bar for bar in bars if bar["cat"] == "race"]
-    assert [bar["args"]["event"] for bar in marked] == [drawn.first.event, drawn.second.event]
-    assert {bar["cname"] for bar in marked} == {"terrible"}
-    starts = {event["id"]: event for event in events if event["ph"] == "s"}
-    ends = {event["id"]: event for event in events if event["ph"] == "f"}
-    waits = [event for event in drawn.events if event.waits_for is not None]
-    assert len(starts) == len(ends) == len(waits) + 1
-    for number, start in starts.items():
-        end = ends[number]
-        assert (start["cat"], start["name"], end["bp"]) == (end["cat"], end["name"], "e")
-        for point in (start, end):
-            around = [bar for bar in bars if bar["tid"] == point["tid"] and 0 < point["ts"] - bar["ts"] < bar["dur"]]
-            assert len(around) == 1
-    assert [flow["name"] for flow in starts.values() if flow["cat"] == "race"] == ["missing edge"]
-
-
 DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "events missing": lambda values: values.update(events=values["events"][:3]),
     "a lane that is not there": lambda values: values["events"][0].update(lane="nobody"),
@@ -392,13 +248,12 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("draw", [race_html, race_text, race_trace])
-def test_damaged_report_is_refused(damage: str, draw: Any) -> None:
-    """A report that does not hang together is an error that says what is wrong, whatever draws it."""
+def test_damaged_report_is_refused(damage: str) -> None:
+    """A report that does not hang together is an error that says what is wrong."""
     values = json.loads(json.dumps(of_kind(RaceKind.WRITE_AFTER_READ).as_dict()))
     DAMAGE[damage](values)
     with pytest.raises(ArgumentError, match="a damaged race report"):
-        draw(RaceReport.from_dict(values))
+        race_html(RaceReport.from_dict(values))
 
 
 def test_wait_for_an_old_fence_says_so() -> None:
@@ -407,7 +262,6 @@ def test_wait_for_an_old_fence_says_so() -> None:
     drawn = attrs.evolve(drawn, events=drawn.events[1:])
     assert "waits for a fence older than this report" in race_html(drawn)
     assert len(laid_out(drawn).routes) == 1
-    assert len([event for event in race_trace(drawn)["traceEvents"] if event["ph"] == "s"]) == 1
 
 
 def test_access_too_old_to_be_kept_is_drawn_all_the_same() -> None:
@@ -417,9 +271,6 @@ def test_access_too_old_to_be_kept_is_drawn_all_the_same() -> None:
     page = Page(race_html(drawn))
     assert len(page.rows) == len(drawn.events) + 2
     assert page.rows[1][0] == f"#{drawn.first.event} first"
-    assert "missing edge" in race_text(drawn)
-    bars = [event for event in race_trace(drawn)["traceEvents"] if event["ph"] == "X"]
-    assert [bar["args"]["event"] for bar in bars if bar["cat"] == "race"] == [drawn.first.event, drawn.second.event]
 
 
 @st.composite
@@ -451,8 +302,9 @@ def runs(draw: st.DrawFn) -> RaceReport:
 @settings(deadline=None, max_examples=60)
 @given(runs(), st.integers(2, 30))
 def test_any_run_can_be_drawn(drawn: RaceReport, limit: int) -> None:
-    """Whatever ran, the pictures are whole, and no two arrows lie on each other in a gutter."""
-    layout = laid_out(drawn, limit)
+    """Whatever ran, the picture is whole, and no two arrows lie on each other in a gutter."""
+    with mock.patch.object(layouts, "LIMIT", limit):
+        layout = laid_out(drawn)
     assert len(layout.rows) - sum(isinstance(row, Gap) for row in layout.rows) <= limit
     assert [route.missing for route in layout.routes].count(True) == 1
     for index, one in enumerate(layout.routes):
@@ -462,6 +314,3 @@ def test_any_run_can_be_drawn(drawn: RaceReport, limit: int) -> None:
             apart = one.bottom < other.top or other.bottom < one.top
             assert apart or (one.gutter, one.track) != (other.gutter, other.track)
     assert not Page(race_html(drawn)).open
-    for width in (40, 100):
-        assert max(map(len, race_text(drawn, width).splitlines())) <= width
-    race_trace(drawn)

@@ -1,4 +1,4 @@
-"""Who gets on, on the simulated device: right programs stay right, racy ones go wrong, and a seed says which way."""
+"""Schedulers of the simulated device: their choices, and machines of the library under each."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,26 +6,12 @@ from collections.abc import Sequence
 import pytest
 
 from batchstate.errors import ArgumentError
-from batchstate.races.sim import PORTFOLIO, DeviceFault, DeviceStream, Scheduler, SimRuntime
+from batchstate.races import SimRuntime
+from batchstate.races.sim import PORTFOLIO
+from batchstate.races.sim.device import DeviceStream, Scheduler
 from batchstate.testing import run_machine
+from tests.race_cases.tools import SEEDED, simulated
 from tests.selfcheck.machines import MACHINES
-from tests.sim_programs import PROGRAMS, SEEDED, history, run
-
-FOUND_BY = {
-    "missing wait": {"lazy", "newest"},
-    "staging refilled": {"lazy", "oldest"},
-    "early host read": {"lazy", "oldest"},
-    "freed and reused": {"lazy", "newest", "oldest"},
-    "added to under a reader": {"oldest"},
-    "written after a read": {"oldest"},
-}
-"""What a twin does wrong -> the schedulers without a seed under which it goes wrong."""
-
-REUSING = {"missing wait", "freed and reused", "written after a read"}
-"""Programs whose memory goes to others, without which nothing would show what a free breaks."""
-
-OVERLAPPING = {*REUSING, "added to under a reader"}
-"""Programs with steps in flight, without which nothing would show a missing wait."""
 
 STREAMS = [DeviceStream(number, name) for number, name in enumerate(("default", "one", "two"))]
 
@@ -36,55 +22,11 @@ def choices(scheduler: Scheduler, ready: Sequence[int], needed: int | None = Non
     return None if chosen is None else chosen.number
 
 
-def goes_wrong(name: str, scheduler: str, seed: int) -> bool:
-    """Whether the racy twin computes something else, or fails."""
-    try:
-        return run(name, scheduler, seed, True)[0] != PROGRAMS[name].wanted
-    except DeviceFault:
-        return True
-
-
-# Programs
-
-
-@pytest.mark.parametrize("scheduler", PORTFOLIO)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_right_programs_are_right_in_any_order(name: str, scheduler: str) -> None:
-    """Whichever stream runs; nothing waits but what says so, nothing is left, and memory is used again."""
-    for seed in range(6 if scheduler in SEEDED else 1):
-        seen, rt = run(name, scheduler, seed, False)
-        assert seen == PROGRAMS[name].wanted, f"seed {seed}"
-        assert not rt.synchronised
-        assert not rt.unmodelled
-        assert rt.pending() == 0
-        assert rt.reused > 4 or name not in REUSING
-        assert rt.in_flight_depth_max >= 3 or scheduler != "lazy" or name not in OVERLAPPING
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_racy_programs_go_wrong(name: str) -> None:
-    """Under the orders that show it, and never where everything runs at once."""
-    found = {scheduler for scheduler in PORTFOLIO if scheduler not in SEEDED and goes_wrong(name, scheduler, 0)}
-    assert found == FOUND_BY[name]
-
-
-@pytest.mark.parametrize("scheduler", SEEDED)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_seeded_orders_find_each_race(name: str, scheduler: str) -> None:
-    """In a few of twenty runs at least, each of them short."""
-    assert sum(goes_wrong(name, scheduler, seed) for seed in range(20)) >= 3
-
-
-# Schedulers
-
-
 def test_an_unknown_scheduler_is_refused() -> None:
     """And all that there are are named."""
     with pytest.raises(ArgumentError, match="unknown scheduler 'fair'") as caught:
         SimRuntime(scheduler="fair")
     assert all(name in caught.value.remedy for name in PORTFOLIO)
-    with pytest.raises(ArgumentError, match="unknown scheduler 3"):
-        SimRuntime(scheduler=3)  # type: ignore[arg-type]
     assert SimRuntime().scheduler == "random"
 
 
@@ -155,18 +97,12 @@ def test_random_runs_what_the_host_waits_for() -> None:
     assert chosen.count(1) > 2_000
 
 
-# The same seed, the same run
-
-
 @pytest.mark.parametrize("scheduler", PORTFOLIO)
 def test_a_seed_gives_the_same_run(scheduler: str) -> None:
-    """Every choice comes from it; another seed makes others, where there are any to make."""
-    first = history(scheduler, 3)
-    assert history(scheduler, 3) == first
-    assert (history(scheduler, 4) != first) == (scheduler in SEEDED)
-
-
-# The library
+    """Every choice comes from it; another seed makes others, if there are any to make."""
+    first = simulated(scheduler, 3)
+    assert simulated(scheduler, 3) == first
+    assert (simulated(scheduler, 4) != first) == (scheduler in SEEDED)
 
 
 @pytest.mark.parametrize("name", MACHINES)

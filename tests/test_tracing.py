@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from batchstate.errors import ArgumentError, DeviceError, OwnerThreadError
 from batchstate.mirror import MirroredTensor
 from batchstate.races import RaceRuntime, SimRuntime
 from batchstate.races.tracing.dispatch import tracing
-from batchstate.races.tracing.memory import Allocation, Allocations, MemoryKind, Name
+from batchstate.races.tracing.memory import Allocation, Allocations, MemoryKind
 from batchstate.races.tracing.operations import MemoryAccess, Operation
 from batchstate.races.tracing.regions import ByteRegion, of_elements, of_index, of_rows, of_tensor, union, union_of
 from batchstate.runtime import CpuRuntime, DoneFence
@@ -463,25 +462,6 @@ def test_memory_that_is_kept_anew_dies_as_the_new_one() -> None:
     assert died == [later]
 
 
-def test_nothing_dies_after_the_end() -> None:
-    """A closed tool is told of no more ends."""
-    died: list[Allocation] = []
-    allocations: Allocations[Allocation] = Allocations(died.append)
-    tensor = torch.zeros(4)
-    allocations.add(tensor, Allocation(MemoryKind.HOST))
-    allocations.close()
-    del tensor
-    assert died == []
-    assert len(allocations) == 0
-
-
-def test_a_name_outlives_its_tensor() -> None:
-    """It has the number, dtype and shape that the memory was first seen with."""
-    name = Name(7, torch.zeros(3, 2, dtype=torch.int32))
-    assert str(name) == "tensor 7 int32[3, 2]"
-    assert math.prod(name.shape) * name.dtype.itemsize == 24
-
-
 # What both runtimes refuse
 
 Tool = type[RaceRuntime] | type[SimRuntime]
@@ -495,14 +475,6 @@ def test_a_runtime_is_entered_once(tool: Tool) -> None:
         rt.__enter__()
     with pytest.raises(ArgumentError, match="entered twice"):
         rt.__enter__()
-
-
-@tools
-@pytest.mark.parametrize("call", ["wait", "query", "synchronize"])
-def test_an_event_is_recorded_before_it_is_waited_for(tool: Tool, call: str) -> None:
-    """A device would not wait at all, and nothing would show it."""
-    with tool() as rt, pytest.raises(ArgumentError, match="before it was recorded"):
-        getattr(rt.event("relay"), call)()
 
 
 @tools
@@ -532,7 +504,6 @@ def test_streams_of_other_runtimes_are_refused_by_the_simulated_device() -> None
     [
         lambda rt: rt.record(),
         lambda rt: rt.wait(DoneFence()),
-        lambda rt: rt.event().record(),
         lambda rt: rt.__enter__(),
         lambda rt: rt.launch(lambda: None),
         lambda rt: rt.upload([np.arange(2)]),
@@ -562,13 +533,6 @@ def test_host_and_device_memory_do_not_mix(tool: Tool) -> None:
             np.asarray(here)
         with pytest.raises(ArgumentError, match="only host memory can be pinned"):
             here.pin_memory()
-
-
-@tools
-def test_pinned_memory_may_be_named(tool: Tool) -> None:
-    """A program with named buffers runs on either."""
-    with tool() as rt:
-        assert rt.pinned((2,), torch.int64, name="ring 0").tolist() == [0, 0]
 
 
 @tools

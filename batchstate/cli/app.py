@@ -70,7 +70,7 @@ class _Version(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="batchstate",
-        description="Finds races between streams, and draws them.",
+        description="Finds races between streams, and draws their reports.",
         epilog=_BEGIN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """`batchstate race run`: runs a script of plain torch code that says `cuda`, on a CPU or a GPU, and reports its races.
 
-On the simulated device it reports in which orders of the streams the script comes to another result.
+On the simulated device it reports the orders of the streams in which the script comes to another result.
 """
 
 import argparse
@@ -29,10 +29,10 @@ _ORDERS = "batchstate race orders 1"
 """Format of the JSON of a run on the simulated device."""
 
 _MOST_WAITS = 10
-"""Lines that make the host wait and are printed."""
+"""Lines that make the host wait, in the output; the JSON has all."""
 
 _CALLED = {"_local_scalar_dense": "item", "copy_": "a copy that blocks", "_to_copy": "to"}
-"""What code says for an operation of torch that makes the host wait."""
+"""Operation of torch that makes the host wait -> the call in the code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script: 0 without findings that are new, 1 with some, 2 where it could not be run to its end."""
+    """Runs the script: 0 without new findings, 1 with some, 2 if it could not be run to its end."""
     from batchstate.races.cuda import CudaSimRuntime, cuda_on_cpu, watch_cuda
     from batchstate.races.report import FINDINGS, accepted_in, findings, identity
 
@@ -116,8 +116,8 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, figures)
     for race in new:
         print(f"{race}\n")
-    known, waited = len(rt.races) - len(new), sum(rt.synchronised.values())
-    count = f"{len(new)} finding{'s' * (len(new) != 1)}{f', {known} accepted' * bool(known)}"
+    accepted_count, waited = len(rt.races) - len(new), sum(rt.synchronised.values())
+    count = f"{len(new)} finding{'s' * (len(new) != 1)}{f', {accepted_count} accepted' * bool(accepted_count)}"
     checked = f"{rt.accesses} access{'es' * (rt.accesses != 1)} checked"
     hides = ", which can hide races:" * bool(waited)
     print(f"{count}; {checked}, {waited} wait{'s' * (waited != 1)} inside of torch{hides}")
@@ -153,11 +153,11 @@ def _compare(script: Path, arguments: list[str], seed: int, out: Path | None) ->
                 return 2
         difference = _difference(wanted, printed)
         orders.append({"device": f"sim:{name}", "exit": done.returncode, "difference": difference})
-    wrong = [one for one in orders if one["difference"] is not None]
+    wrong = [order for order in orders if order["difference"] is not None]
     write_json(out, {"format": _ORDERS, "script": str(script), "seed": seed, "orders": orders, "new": len(wrong)})
-    for one in wrong:
-        expected, got = one["difference"]
-        print(f"{one['device']}: expected {expected!r}, got {got!r}")
+    for order in wrong:
+        expected, got = order["difference"]
+        print(f"{order['device']}: expected {expected!r}, got {got!r}")
     print(f"{len(wrong)} of {len(orders)} orders of the streams give another result")
     if not wrong:
         print("races may remain: `race run` without --device reports them; or try --seed, and other data in each step")
@@ -169,22 +169,22 @@ def _last(text: str) -> str:
 
 
 def _difference(wanted: list[str], got: list[str]) -> tuple[str, str] | None:
-    """The first line that is another one, of both; None where there is none."""
+    """The first lines that differ, of both; None if all are equal."""
     pairs = itertools.zip_longest(wanted, got, fillvalue="nothing")
-    return next(((one, other) for one, other in pairs if one != other), None)
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
 
 def _of_script(args: argparse.Namespace) -> list[str]:
     """The arguments of the script; this command's options among them are taken out, up to `--`."""
-    given: list[str] = args.arguments
-    at = given.index("--") if "--" in given else len(given)
-    options = argparse.ArgumentParser(prog="batchstate race run", add_help=False, allow_abbrev=False)
-    _add_options(options)
-    found, rest = options.parse_known_args(given[:at])
-    for name, value in vars(found).items():
+    words: list[str] = args.arguments
+    at = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(prog="batchstate race run", add_help=False, allow_abbrev=False)
+    _add_options(parser)
+    options, rest = parser.parse_known_args(words[:at])
+    for name, value in vars(options).items():
         if value is not None:
             setattr(args, name, value)
-    return rest + given[at + 1 :]
+    return rest + words[at + 1 :]
 
 
 def _run(script: Path, arguments: list[str]) -> str | None:
@@ -199,7 +199,7 @@ def _run(script: Path, arguments: list[str]) -> str | None:
             _wait_for_threads()
     except SystemExit as end:
         return None if end.code in (None, 0) else f"it ended with {end.code!r}"
-    except KeyboardInterrupt:  # as a server is ended: what was found by then is reported
+    except KeyboardInterrupt:  # as a server is ended: races found by then are reported
         return "it was interrupted"
     except Exception as error:
         traceback.print_exc()
@@ -216,9 +216,9 @@ def _processes_started() -> Iterator[list[Any]]:
 
     def noted(start: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(start)
-        def starts(self: Any, *args: Any, **given: Any) -> None:
+        def starts(self: Any, *args: Any, **kwargs: Any) -> None:
             started.append(type(self))
-            start(self, *args, **given)
+            start(self, *args, **kwargs)
 
         return starts
 
@@ -230,17 +230,17 @@ def _processes_started() -> Iterator[list[Any]]:
 
 
 def _remedy(error: Exception) -> str:
-    """A line that says what to do about a kernel that cannot run on this machine; else empty."""
+    """A remedy for a kernel that cannot run on this machine; else empty."""
     operator = re.match(r"Could not run '(\w+::\w+)\S*' with arguments from the 'CPU' backend", str(error))
     frames = [frame.f_globals.get("__name__") or "" for frame, _ in traceback.walk_tb(error.__traceback__)]
     if operator is not None and isinstance(error, NotImplementedError):
-        what, key = f"{operator[1]} has no kernel for the CPU", operator[1]
+        cause, key = f"{operator[1]} has no kernel for the CPU", operator[1]
     elif re.search("libcuda|ldconfig|active driver", str(error)) and any(name.startswith("triton.") for name in frames):
-        what, key = "a kernel of Triton cannot run without its driver", "module.function_that_launches_it"
+        cause, key = "a kernel of Triton cannot run without its driver", "module.function_that_launches_it"
     else:
         return ""
     return (
-        f'\nremedy: {what}; run the code in `cuda_on_cpu(stands_for={{"{key}": function}})`, where the function does '
+        f'\nremedy: {cause}; run the code in `cuda_on_cpu(stands_for={{"{key}": function}})`, where the function does '
         "the same in torch, or is one that `declared_kernel(reads=..., writes=...)` has made"
     )
 
@@ -248,6 +248,6 @@ def _remedy(error: Exception) -> str:
 def _wait_for_threads() -> None:
     """Waits for the threads of a script, but for daemons, as Python does."""
     own = threading.current_thread()
-    while alive := [one for one in threading.enumerate() if one is not own and not one.daemon]:
-        for one in alive:
-            one.join()
+    while alive := [thread for thread in threading.enumerate() if thread is not own and not thread.daemon]:
+        for thread in alive:
+            thread.join()

@@ -2,12 +2,12 @@
 
 Memory that is freed while another stream may still use it is a race as well. A caching allocator gives it to the next
 allocation on the stream it was allocated on, at once and without waiting: for that stream its own order suffices, and
-other streams are protected only where the allocator was told of them (`record_stream`). So it is not a race when it is
-freed, and is one when its stream allocates again before that use is ordered. Which allocation gets it is the
-allocator's affair: any counts.
+other streams are protected only where the allocator was told of them (`record_stream`). So the free is no race: the
+next allocation of its stream is one, unless that use is ordered by then. Any allocation counts, because the allocator
+chooses which one gets the memory.
 
 An allocation that writes nothing (`torch.empty`) takes no time on its stream. Another stream that uses the memory need
-not come behind it, but behind whatever used memory that this stream had got back before.
+not come behind it, but behind all earlier uses of memory that this stream had got back before.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +29,12 @@ from batchstate.violations import Breach, Violation
 _RECENT = 32
 
 _LARGE = 512
-"""Intervals of a region that is not kept longer than it must."""
+"""Regions of more intervals are folded at once: they are not kept longer than needed."""
 
 
 @final
 class _Block:
-    """Accesses that lie together, oldest first, and all their bytes: what meets none of these meets none of them."""
+    """Accesses in program order, and the union of their bytes: a region that misses the union misses every access."""
 
     __slots__ = ("events", "regions", "union")
 
@@ -43,19 +43,19 @@ class _Block:
         self.regions = regions
         self.union = union_of(regions)
 
-    def conflict(self, region: ByteRegion, known: int) -> tuple[int, ByteRegion] | None:
+    def conflict(self, region: ByteRegion, after: int) -> tuple[int, ByteRegion] | None:
         """See `Log.conflict`."""
         if not self.union.overlaps(region):
             return None
         for at in range(len(self.events) - 1, -1, -1):
-            if self.events[at] <= known:
+            if self.events[at] <= after:
                 break
             if self.regions[at].overlaps(region):
                 return self.events[at], self.regions[at]
         return None
 
     def behind(self, older: "_Block") -> "_Block":
-        """Both in one, without those older accesses that a newer one covers: they are found through that."""
+        """Both in one, without older accesses that a newer one covers: it conflicts wherever they do."""
         exact = not any(region.late for region in self.regions)
         kept = [at for at, region in enumerate(older.regions) if not (exact and self.union.covers(region))]
         events = [older.events[at] for at in kept] + self.events
@@ -67,9 +67,8 @@ class Log:
     """Accesses of one kind by one stream.
 
     An access that the host knows to be over can conflict with nothing any more, because every later operation lies
-    behind the host. It is dropped, so that a run of any length keeps what is in flight. Where that is a lot, because
-    the host never waits, it lies in blocks of doubling size, and an access is compared with as many as their number
-    has digits.
+    behind the host. It is dropped, so that a run of any length keeps only accesses in flight. These are many where the
+    host never waits: they lie in blocks of doubling size, and an access is compared with a logarithm of their number.
     """
 
     __slots__ = ("_blocks", "events", "regions")
@@ -86,22 +85,22 @@ class Log:
         """The newest event."""
         return self.events[-1]
 
-    def conflict(self, region: ByteRegion, known: int) -> tuple[int, ByteRegion] | None:
-        """The newest access beyond event `known` that shares a byte with `region`, or None."""
+    def conflict(self, region: ByteRegion, after: int) -> tuple[int, ByteRegion] | None:
+        """The newest access later than event `after` that shares a byte with `region`, or None."""
         events, regions = self.events, self.regions
         at = len(events) - 1
         while at >= 0:
-            if events[at] <= known:
+            if events[at] <= after:
                 return None
             if regions[at].overlaps(region):
                 return events[at], regions[at]
             at -= 1
         for block in reversed(self._blocks):
-            if block.events[-1] <= known:
+            if block.events[-1] <= after:
                 return None
-            found = block.conflict(region, known)
-            if found is not None:
-                return found
+            conflict = block.conflict(region, after)
+            if conflict is not None:
+                return conflict
         return None
 
     def add(self, event: int, region: ByteRegion, over: int) -> None:
@@ -110,7 +109,7 @@ class Log:
         if events:
             last = regions[-1]
             if region.starts is None and not region.late and region.lo <= last.lo and last.hi <= region.hi:
-                events[-1], regions[-1] = event, region  # what conflicts with the older one conflicts with this one
+                events[-1], regions[-1] = event, region  # it conflicts with everything that the older one does
                 return
         events.append(event)
         regions.append(region)
@@ -118,7 +117,7 @@ class Log:
             self._fold(over)
 
     def _fold(self, over: int) -> None:
-        """Drops what is over, and makes a block of all but the newest."""
+        """Drops accesses that are over, and makes a block of all but the newest."""
         self._blocks = [block for block in self._blocks if block.events[-1] > over]
         first = next((at for at, event in enumerate(self.events) if event > over), len(self.events) - 1)
         cut = len(self.events) - _RECENT
@@ -139,7 +138,7 @@ class Race(Violation):
     """Two accesses that nothing orders: the violation RACE.
 
     Attributes:
-        report: everything that is known of it; `report.save(path)` keeps it for `batchstate race`.
+        report: both accesses and the events around them; `report.save(path)` keeps it for `batchstate race`.
     """
 
     report: RaceReport
@@ -167,15 +166,15 @@ class RaceAllocation(Allocation):
 
     Attributes:
         name: for reports.
-        allocated_on: the stream it was allocated on, which gets it back; None where it was there before the tracing.
-        allocated_at: where.
+        allocated_on: the stream it was allocated on, which gets it back; None for memory older than the tracing.
+        allocated_at: line of the allocation.
         reads, writes: stream -> its accesses.
         kept_for: streams for which it is kept alive.
         first_write: the event that wrote it first, for memory that is undecided.
-        dropped: where its last tensor was dropped.
+        dropped: line where its last tensor was dropped.
         fresh: the event that allocated it without writing it; None for all other memory.
         reused: stream -> its newest use of memory that this allocation may have got; None where `fresh` is.
-        written: what was written of it since then.
+        written: bytes written since `fresh`.
     """
 
     name: Name
@@ -201,20 +200,20 @@ class RaceAllocation(Allocation):
 
 @final
 class Detector:
-    """Checks accesses, and reports.
+    """Checks accesses, and reports races: raised as `Race`, or collected.
 
     Args:
         step: of the runtime, for reports.
         on_race: raise the first race, or collect them in `races`.
-        hint_for: says what is missing and how to add it.
+        hint_for: words the missing edge and the remedy of a report.
 
     Attributes:
-        clocks: what each stream knows.
+        clocks: of all streams.
         history: the newest events.
         races: all reports; at most one for the same two lines and kind.
         raised: those of them that were raised.
-        waits: what each wait is needed for; None for a run that does not ask.
-        accesses, comparisons: accesses that were checked, and streams' logs that these were compared with, for cost.
+        waits: every wait with the accesses that need it; None for a run that does not ask.
+        accesses, comparisons: accesses that were checked, and streams' logs that these were compared with.
     """
 
     def __init__(self, step: Callable[[], int], on_race: OnRace, hint_for: HintFor = hint_for) -> None:
@@ -247,7 +246,7 @@ class Detector:
         at: SourceLine | None = None,
         hidden: bool = False,
     ) -> Entry:
-        """Something happens on a stream."""
+        """An event happens on a stream."""
         number = self.clocks.happens(stream)
         if kind in WORK and not hidden:
             stream.work = number
@@ -257,46 +256,42 @@ class Detector:
         )
 
     def inspected(self, stream: StreamClock) -> None:
-        """A check has read device memory on a stream, and so waited for it: what the stream has read is over.
+        """A check has read device memory on a stream, and so waited for it: the stream's reads are over.
 
-        That what it has written is over, the host does not learn: a check orders nothing that comes later.
+        Its writes stay unknown to the host: a check orders no later operation.
         """
         self._reads_over[stream.number] = stream.newest
 
     # Accesses
 
     def check(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, ByteRegion, bool]]) -> None:
-        """Compares the accesses of an event with all others; `note` them once it has happened.
-
-        Raises:
-            Race: one is not ordered behind an earlier one, and races are raised.
-        """
+        """Compares the accesses of an event with all others; `note` them once it has happened."""
         __tracebackhide__ = True
         stream, seen = entry.stream, entry.stream.seen
-        own, known = stream.number, len(entry.stream.seen)
+        own, length = stream.number, len(entry.stream.seen)
         for allocation, region, writes in accesses:
             self.accesses += 1
             before = (True, allocation.writes), (False, allocation.reads)
             if self.waits is not None:
                 for _, logs in before if writes else before[:1]:
                     for other, log in logs.items():
-                        if other != own and (found := log.conflict(region, 0)) is not None:
-                            self.waits.needs(own, other, found[0], entry)
+                        if other != own and (conflict := log.conflict(region, 0)) is not None:
+                            self.waits.needs(own, other, conflict[0], entry)
             if allocation.fresh is not None and not writes:
                 self._check_written(allocation, allocation.fresh, entry, region)
             for wrote, logs in before if writes else before[:1]:
                 for other, log in logs.items():
                     if other == own:
                         continue
-                    at = seen[other] if other < known else 0
+                    at = seen[other] if other < length else 0
                     if not wrote:
                         at = max(at, self._reads_over.get(other, 0))
                     self.comparisons += 1
-                    if log.events[-1] > at and (found := log.conflict(region, at)) is not None:
-                        self._found(allocation, other, found, entry, region, first_writes=wrote, second_writes=writes)
+                    if log.events[-1] > at and (conflict := log.conflict(region, at)) is not None:
+                        self._report_conflict(allocation, other, conflict, entry, region, wrote, writes)
 
     def _check_written(self, allocation: RaceAllocation, fresh: Entry, entry: Entry, region: ByteRegion) -> None:
-        """A read of fresh memory finds something that was written; padded rows beside written ones do not count."""
+        """Reports a read of fresh memory without one written byte: padded rows beside written ones are no mistake."""
         __tracebackhide__ = True
         if allocation.written is None or not allocation.written.overlaps(region.brief() if region.late else region):
             self.report(
@@ -321,7 +316,7 @@ class Detector:
             mine.add(entry.number, region, done)
 
     def note_first(self, entry: Entry, allocation: RaceAllocation, region: ByteRegion) -> None:
-        """Notes the write of the event that has made the memory: there is nothing to compare it with."""
+        """Notes the write of the event that has made the memory; no older access exists."""
         self.accesses += 1
         log = allocation.writes[entry.stream.number] = Log()
         log.events.append(entry.number)
@@ -342,19 +337,18 @@ class Detector:
                     return other, (log.newest(), log.regions[-1])
         return None
 
-    def _found(
+    def _report_conflict(
         self,
         allocation: RaceAllocation,
         other: int,
-        found: tuple[int, ByteRegion],
+        conflict: tuple[int, ByteRegion],
         entry: Entry,
         region: ByteRegion,
-        *,
         first_writes: bool,
         second_writes: bool,
     ) -> None:
         __tracebackhide__ = True
-        event, before = found
+        event, before = conflict
         common = before.common(region) or region
         kind, does = _kind_of(allocation, entry, first_writes, second_writes), "writes" if first_writes else "reads"
         if allocation.reused is not None and allocation.fresh is not None and event == allocation.fresh.number:
@@ -379,7 +373,7 @@ class Detector:
         line, caller = entry.source_line.words()
         return Access(event, does, entry.name, name, entry.step, line, caller, rows)
 
-    # Memory that is freed in use
+    # Freed memory
 
     def freed(self, allocation: RaceAllocation) -> None:
         """The last tensor of a piece of memory is gone. Reports nothing: it may be called anywhere."""
@@ -410,18 +404,14 @@ class Detector:
         allocation.reused = dict(self._got_back.get(entry.stream.number, ()))
 
     def allocates(self, stream: StreamClock, entry: Entry) -> None:
-        """An event of a stream allocates memory.
-
-        Raises:
-            Race: it may get memory that another stream still uses.
-        """
+        """An event of a stream allocates memory."""
         waiting = self._freed.get(stream.number)
         while waiting:
             allocation = waiting.pop()  # it is reported once; if that raises, the others are still here
-            found = self.unordered(allocation, stream)
-            if found is None:
+            use = self.unordered(allocation, stream)
+            if use is None:
                 continue
-            other, (event, region) = found
+            other, (event, region) = use
             does = "writes" if other in allocation.writes and allocation.writes[other].newest() == event else "reads"
             first = self.access(event, other, does, allocation, region)
             rows = f"memory that may be that of {allocation.name}, which was freed"
@@ -432,11 +422,7 @@ class Detector:
     # Reports
 
     def report(self, kind: RaceKind, allocation: RaceAllocation, rows: str, first: Access, second: Access) -> None:
-        """Reports a race; of the same two lines one is collected.
-
-        Raises:
-            Race: races are raised.
-        """
+        """Reports a race; one per pair of lines is collected."""
         __tracebackhide__ = True
         key = (kind, first.site, first.caller, first.operation, second.site, second.caller, second.operation)
         if self._on_race == "collect" and key in self._reported:

@@ -17,35 +17,21 @@ def is_tool(device: str) -> bool:
 
 
 def torch_device_of(device: str) -> str:
-    """What torch calls the device that a name stands on: `cuda` of `race:prompt:cuda`, and `cpu` of every `sim`."""
+    """Torch's name of the device that a tool runs on: `cuda` of `race:prompt:cuda`, and `cpu` of every `sim`."""
     tool, _, rest = device.partition(":")
     if tool == SIM:
         return "cpu"
     if tool != RACE:
         return device
-    first, _, place = rest.partition(":")
-    return (place if first == PROMPT else rest) or "cpu"
-
-
-def devices_of(device: str, examples: int) -> dict[str, int]:
-    """Where `examples` examples run: a part under each scheduler of `sim`, and with either kind of fences on `race`."""
-    if device == RACE and examples > 1:
-        prompt = max(1, examples // 4)
-        return {RACE: examples - prompt, f"{RACE}:{PROMPT}": prompt}
-    if device != SIM:
-        return {device: examples}
-    from batchstate.races.sim import PORTFOLIO
-
-    each, more = divmod(examples, len(PORTFOLIO))
-    parts = {f"{SIM}:{name}": each + (place < more) for place, name in enumerate(PORTFOLIO)}
-    return {name: part for name, part in parts.items() if part}
+    fences, _, inner = rest.partition(":")
+    return (inner if fences == PROMPT else rest) or "cpu"
 
 
 def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0) -> Runtime:
     """The runtime of a device by name.
 
     Args:
-        device: what `open_runtime` takes; `race`, the race detector on a CPU, or `race:cuda` round an accelerator, or
+        device: a device of `open_runtime`; `race`, the race detector on a CPU, or `race:cuda` round an accelerator, or
             `race:prompt` and `race:prompt:cuda` where fences are eager; or `sim`, the simulated device, where
             `sim:NAME` names its scheduler.
         steps_in_flight: see `Runtime`.
@@ -78,7 +64,7 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
 
 @contextlib.contextmanager
 def window_of(runtime: Runtime) -> Iterator[Runtime]:
-    """The window in which a tool traces; one that does nothing for any other runtime."""
+    """The window in which a tool traces; it does nothing for any other runtime."""
     if type(runtime).__enter__ is Runtime.__enter__:  # its window ends with a wait for the device
         yield runtime
     else:

@@ -1,4 +1,4 @@
-"""What a report tells the author: the edge that is missing, and how to add it, in the words of what was written to."""
+"""The missing edge of a report, and how to add it, in words of this library."""
 
 from typing import ClassVar
 
@@ -9,10 +9,10 @@ from batchstate.races.tracing.clocks import HOST, StreamClock
 
 
 class HintFor:
-    """What to do about two accesses, in the words of this library.
+    """The missing edge and the remedy of a report.
 
     Attributes:
-        FENCES: how names of fences begin that the code has named itself.
+        FENCES: prefix of the names of fences that the code has named itself.
     """
 
     FENCES: ClassVar[str] = ""
@@ -26,9 +26,9 @@ class HintFor:
         second: Access,
         dropped: SourceLine | None = None,
     ) -> tuple[str, str]:
-        """The edge that is not there, and how to add it.
+        """The edge that is missing, and how to add it.
 
-        `stream` is that of the first access; `dropped` is where the last tensor of freed memory was dropped.
+        `stream` is that of the first access; `dropped` is the line where the last tensor of freed memory was dropped.
         """
         if kind is RaceKind.UNWRITTEN_READ:
             return (
@@ -70,10 +70,10 @@ class HintFor:
         """How the second access waits for the first, perhaps with the fence behind it."""
         where = "on the host" if second.lane == HOST else f"on stream {second.lane!r}"
         if behind is None:
-            what = f"record a fence on stream {first.lane!r} after {first.operation}, and wait for it"
+            wait = f"record a fence on stream {first.lane!r} after {first.operation}, and wait for it"
         else:
-            what = f"wait for {behind.name} (recorded on stream {first.lane!r} at {behind.source_line.line})"
-        return f"{what} {where} before {second.operation}"
+            wait = f"wait for {behind.name} (recorded on stream {first.lane!r} at {behind.source_line.line})"
+        return f"{wait} {where} before {second.operation}"
 
 
 hint_for = HintFor()

@@ -1,4 +1,4 @@
-"""The newest events of a run, and in words which memory they touched."""
+"""The newest events of a run, and the memory they touched in words."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from batchstate.races.tracing.regions import ByteRegion
 Used = Sequence[tuple[Name, ByteRegion]]
 
 KEPT = 4096
-"""Events whose lines are known: several steps of an engine. An older access is reported without its line."""
+"""Events kept with their lines: several steps of an engine. An older access is reported without its line."""
 
 SHOWN = 240
 """Events in a report, at most."""
@@ -27,7 +27,7 @@ _MOST_ROWS = 8
 @final
 @attrs.define(eq=False, repr=False)
 class Entry:
-    """One event, as it is kept.
+    """An event, as it is kept.
 
     Attributes:
         number, stream, kind, name, step, source_line: as in `report.Event`.
@@ -77,10 +77,6 @@ class History:
         self._entries.append(entry)
         return entry
 
-    def lines(self) -> list[str]:
-        """A line for each event."""
-        return [f"{one.number} {one.stream.name}: {one.name}, step {one.step}" for one in self._entries]
-
     def find(self, number: int) -> Entry | None:
         """The event, unless it is too old."""
         entries = self._entries
@@ -121,17 +117,17 @@ class History:
     def shown(self, first: int, second: int) -> list[Event]:
         """The events of a report on two accesses: some before the first, all between, none behind the second."""
         oldest = max(min(first, second) - 12, second - SHOWN)
-        kept = [one for one in self._entries if one.number == first or oldest <= one.number <= second]
-        return [one.shown(oldest) for one in kept if not one.hidden or one.number in (first, second)]
+        kept = [entry for entry in self._entries if entry.number == first or oldest <= entry.number <= second]
+        return [entry.shown(oldest) for entry in kept if not entry.hidden or entry.number in (first, second)]
 
 
 def described(name: Name, region: ByteRegion) -> str:
-    """The memory and which rows of it, for people."""
+    """The memory and the rows of it, for people."""
     return f"{name} {rows_of(name, region)}"
 
 
 def rows_of(name: Name, region: ByteRegion) -> str:
-    """Which rows, elements or bytes a region is, seen as the tensor that the memory was first seen as."""
+    """The rows, elements or bytes of a region, seen as the tensor that the memory was first seen as."""
     region = region.exact() or region
     row = name.dtype.itemsize
     for length in name.shape[1:]:
@@ -144,15 +140,15 @@ def rows_of(name: Name, region: ByteRegion) -> str:
     whole = len(intervals) == 1 and region.lo == 0 and region.hi == row * name.shape[0]
     if whole:
         return f"all {name.shape[0]} {word}s" if name.shape[0] > 1 else f"its only {word}"
-    found: list[tuple[int, int]] = []
+    rows: list[tuple[int, int]] = []
     for lo, hi in intervals:
         first, last = lo // row, -(-hi // row)
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        if rows and first <= rows[-1][1]:
+            rows[-1] = (rows[-1][0], max(last, rows[-1][1]))
         else:
-            found.append((first, last))
+            rows.append((first, last))
     partly = any(lo % row or hi % row for lo, hi in intervals)
-    return f"{'parts of ' if partly else ''}{_listed(word, found, region.more)}"
+    return f"{'parts of ' if partly else ''}{_listed(word, rows, region.more)}"
 
 
 def _listed(word: str, intervals: Sequence[tuple[int, int]], left_out: int) -> str:

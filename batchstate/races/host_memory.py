@@ -1,8 +1,8 @@
 """Pinned host memory between the host and copies that have not run yet.
 
-What a copy to the device reads is remembered as a checksum until the copy is known to be over: a source that has
-changed by then was refilled too early, even where nothing of torch's did it. What a copy to the host brings is held
-back, and the memory poisoned, until the host has waited for the copy: a read before that finds no plausible number.
+The source of a copy to the device is kept as a checksum until the copy is known to be over: a source that has changed
+by then was refilled too early, even if torch did not do it. The values of a copy to the host are held back, and the
+memory is poisoned, until the host has waited for the copy: an earlier read finds no plausible number.
 """
 
 import zlib
@@ -30,8 +30,8 @@ class _Copy:
     region: ByteRegion
     tensor: torch.Tensor  # of host memory
     checksum: int  # of it, when the copy was enqueued
-    values: torch.Tensor | None = None  # what lands there
-    disturbed: bool = False  # something that was seen has written it since
+    values: torch.Tensor | None = None  # that land there
+    disturbed: bool = False  # a traced operation has written it since
 
     def touches(self, allocation: RaceAllocation, region: ByteRegion) -> bool:
         return self.allocation is allocation and self.region.overlaps(region)
@@ -39,11 +39,7 @@ class _Copy:
 
 @final
 class HostMemory:
-    """Copies in flight between host memory and the device.
-
-    Args:
-        detector: reports.
-    """
+    """Copies in flight between host memory and the device; `detector` reports sources that were refilled too early."""
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
@@ -51,15 +47,15 @@ class HostMemory:
         self._landings: deque[_Copy] = deque()
 
     def reads(self, entry: Entry, allocation: RaceAllocation, region: ByteRegion, tensor: torch.Tensor) -> None:
-        """A copy to the device reads `tensor` when it runs: what lands there before it is there by then."""
+        """A copy to the device reads `tensor` when it runs: copies that land there before it have landed by then."""
         self.ordered(entry.stream, allocation, region)
-        if not any(one.values is None and one.touches(allocation, region) for one in self._landings):
+        if not any(landing.values is None and landing.touches(allocation, region) for landing in self._landings):
             self._sources.append(_Copy(entry, allocation, region, tensor, _checksum(tensor)))
-        # else a device brings it at a time of its own, and it has no checksum
+        # else a device fills it at a time of its own, and it has no checksum
 
     def ordered(self, stream: StreamClock, allocation: RaceAllocation, region: ByteRegion) -> None:
-        """A stream is about to access host memory: what lands there before it, and is ordered so, is there by then."""
-        for landing in [one for one in self._landings if one.touches(allocation, region)]:
+        """A stream is about to access host memory: copies that land there, and are ordered before it, land now."""
+        for landing in [landing for landing in self._landings if landing.touches(allocation, region)]:
             if landing.values is not None and stream.knows(landing.entry.stream.number, landing.entry.number):
                 self._landings.remove(landing)
                 self._land(landing)
@@ -72,7 +68,7 @@ class HostMemory:
         tensor: torch.Tensor,
         values: torch.Tensor | None,
     ) -> None:
-        """A copy to the host brings `values` into `tensor` when it runs; None where a device does that itself."""
+        """A copy to the host writes `values` into `tensor` when it runs; None where a device copies by itself."""
         self.overwritten(allocation, region)
         if values is not None:
             _poison(tensor)
@@ -80,12 +76,8 @@ class HostMemory:
         self._landings.append(_Copy(entry, allocation, region, tensor, checksum, values))
 
     def overwritten(self, allocation: RaceAllocation, region: ByteRegion) -> None:
-        """A write that the detector sees: what came unseen before is checked now, and this write is not blamed for it.
-
-        Raises:
-            Race: a source has changed before.
-        """
-        for source in [one for one in self._sources if one.touches(allocation, region)]:
+        """A traced write: unseen writes before it are checked for now, so that it is not blamed for them."""
+        for source in [source for source in self._sources if source.touches(allocation, region)]:
             self._sources.remove(source)
             self._check(source)
         for landing in self._landings:
@@ -97,16 +89,12 @@ class HostMemory:
         return not self._landings and not self._sources
 
     def settle(self) -> None:
-        """The host has waited for something: what is over by now has landed, and was read.
-
-        Raises:
-            Race: a source has changed meanwhile.
-        """
+        """The host has waited: copies that are over by now have landed, and have read their sources."""
         host = self._detector.clocks.host
-        for landing in [one for one in self._landings if _over(host, one.entry)]:
+        for landing in [landing for landing in self._landings if _over(host, landing.entry)]:
             self._landings.remove(landing)
             self._land(landing)
-        for source in [one for one in self._sources if _over(host, one.entry)]:
+        for source in [source for source in self._sources if _over(host, source.entry)]:
             self._sources.remove(source)
             self._check(source)
 
@@ -127,7 +115,7 @@ class HostMemory:
         changed = not landing.disturbed and _checksum(landing.tensor) != landing.checksum
         landing.tensor.copy_(landing.values)
         where = landing.allocation, landing.region
-        self._sources = deque(one for one in self._sources if not one.touches(*where))
+        self._sources = deque(source for source in self._sources if not source.touches(*where))
         for other in self._landings:
             other.disturbed |= other.touches(*where)
         if changed:

@@ -1,6 +1,6 @@
-"""What a race report says, as plain values: it can be kept in a file, read by a tool and drawn.
+"""A race report as plain values, which can be kept in a file, read by a tool and drawn.
 
-And what a run has found, as a file: for machines, and as the baseline of findings that a project has accepted.
+The findings of a run as a file, for machines, and as the baseline of findings that a project has accepted.
 
 Nothing here needs torch, and nothing refers to the process in which the race was found.
 """
@@ -22,7 +22,7 @@ FORMAT = "batchstate race report 1"
 
 
 class RaceKind(StrEnum):
-    """What went wrong between two accesses that nothing orders."""
+    """The order that is missing between two accesses."""
 
     READ_AFTER_WRITE = "read after write"
     WRITE_AFTER_READ = "write after read"
@@ -36,11 +36,11 @@ class RaceKind(StrEnum):
     FREED_IN_USE = "freed in use"
     """Memory that a stream may still use is given to another tensor."""
     UNWRITTEN_READ = "read of unwritten memory"
-    """Fresh memory is read of which nothing has written a byte."""
+    """Fresh memory is read before any byte of it was written."""
 
 
 class EventKind(StrEnum):
-    """What an event on the timeline is."""
+    """Kinds of events on the timeline."""
 
     OPERATION = "operation"
     COPY_TO_DEVICE = "copy to device"
@@ -51,6 +51,14 @@ class EventKind(StrEnum):
     HOST_ACCESS = "host access"
     ALLOCATION = "allocation"
     FREE = "free"
+
+
+def printable(line: str) -> str:
+    """A line with unprintable characters spelt out.
+
+    Names and paths may hold escape sequences that would run in a terminal, and halves of characters that no file takes.
+    """
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)
 
 
 def _strings(values: Iterable[str]) -> tuple[str, ...]:
@@ -71,16 +79,16 @@ class Event:
     """One bar on one lane.
 
     Attributes:
-        number: place in program order, from 1; a report has only the newest of a run.
+        number: position in program order, from 1; a report has only the newest of a run.
         lane: name of a stream, or `HOST`.
-        kind: what it is.
+        kind: of the event.
         name: operation (`index_select`), or a fence's name (`fence 12`).
         step: the runtime's step.
         site: source line, `path:line in function`.
         caller: source line outside the library that led there, or None where that is `site`.
         reads, writes: memory touched, for people: `tensor 7 int64[9, 4] rows 3, 5`.
-        waits_for: number of the fence's event that a wait is for; None for all other kinds, and where the fence is too
-            old to be in the report.
+        waits_for: number of the event that recorded the fence of a wait; None for all other kinds, and where the fence
+            is too old to be in the report.
     """
 
     number: int = attrs.field(validator=_is_int)
@@ -111,7 +119,7 @@ class Access:
         lane: on which stream, or `HOST`.
         step: the runtime's step.
         site, caller: see `Event`.
-        rows: what of the memory it touches.
+        rows: the part of the memory that it touches.
     """
 
     event: int = attrs.field(validator=_is_int)
@@ -135,16 +143,15 @@ class RaceReport:
     """Two accesses of which at least one writes, and nothing says which comes first.
 
     Attributes:
-        kind: what went wrong.
-        problem: it, in a sentence.
-        memory: what both touch: `tensor 7 int64[9, 4], allocated on 'forward' at table.py:40 in make`.
-        rows: what both touch of it.
+        kind: of the race.
+        problem: the kind and both operations, in a sentence.
+        memory: that both touch: `tensor 7 int64[9, 4], allocated on 'forward' at table.py:40 in make`.
+        rows: the part of it that both touch.
         first, second: the accesses, in program order.
-        missing: the edge that is not there, in a sentence.
-        suggestion: what to add, and where.
+        missing: the missing edge, in a sentence.
+        suggestion: how to add it, and where.
         lanes: `HOST` first, then the streams in the order in which they were made.
-        events: the newest before the race, in program order; both accesses are among them, unless the first is older
-            than all that was kept.
+        events: the newest before the race, in program order; both accesses are among them, unless the first is too old.
     """
 
     kind: RaceKind = attrs.field(converter=RaceKind)
@@ -168,7 +175,7 @@ class RaceReport:
             f"  {'missing':<10} {self.missing}",
             f"  {'remedy':<10} {self.suggestion}",
         ]
-        return "\n".join(lines)
+        return "\n".join(printable(line) for line in "\n".join(lines).split("\n"))
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
@@ -182,9 +189,9 @@ class RaceReport:
             ArgumentError: something else.
         """
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
-            found = values.get("format") if isinstance(values, Mapping) else type(values).__name__
-            problem = f"no race report: the format is {found!r}"
-            raise ArgumentError(problem, found, f"pass a file that a race report was saved to (format {FORMAT!r})")
+            got = values.get("format") if isinstance(values, Mapping) else type(values).__name__
+            problem = f"no race report: the format is {got!r}"
+            raise ArgumentError(problem, got, f"pass a file that a race report was saved to (format {FORMAT!r})")
         try:
             fields = {name: value for name, value in values.items() if name != "format"}
             fields["first"], fields["second"] = Access(**values["first"]), Access(**values["second"])
@@ -221,7 +228,7 @@ Identity = tuple[str, ...]
 
 
 def findings(races: Sequence[RaceReport], accepted: frozenset[Identity] = frozenset()) -> list[dict[str, Any]]:
-    """The findings as plain values: kind, both accesses with line and stream, the missing edge, and what adds it."""
+    """The findings as plain values: kind, both accesses with line and stream, the missing edge, and the remedy."""
     return [
         {
             "kind": str(race.kind),
@@ -248,15 +255,15 @@ def _side(access: Access) -> dict[str, Any]:
 
 
 def identity(race: RaceReport) -> Identity:
-    """What a finding is known by when lines have moved: its kind, and files, functions, operations and streams."""
+    """A key of a finding that survives moved lines: its kind, and files, functions, operations and streams."""
     return _identity(str(race.kind), _side(race.first), _side(race.second))
 
 
 def _identity(kind: str, *sides: Mapping[str, Any]) -> Identity:
-    found = [kind]
+    parts = [kind]
     for side in sides:
-        found += [re.sub(r":\d+ in ", " in ", side["line"]), side["operation"], side["stream"]]
-    return tuple(found)
+        parts += [re.sub(r":\d+ in ", " in ", side["line"]), side["operation"], side["stream"]]
+    return tuple(parts)
 
 
 def accepted_in(path: Path) -> frozenset[Identity]:
@@ -270,7 +277,9 @@ def accepted_in(path: Path) -> frozenset[Identity]:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FINDINGS:
             raise ValueError(f"its format is {values['format']!r}")
-        return frozenset(_identity(one["kind"], one["first"], one["second"]) for one in values["findings"])
+        return frozenset(
+            _identity(finding["kind"], finding["first"], finding["second"]) for finding in values["findings"]
+        )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"{path}: no file of findings: {error}"
         raise ArgumentError(problem, str(path), "pass a file that `batchstate race run --json` has written") from None

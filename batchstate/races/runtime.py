@@ -8,7 +8,7 @@ waited for them or for something behind them, so that a host that reads too earl
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final
 
 import attrs
 import torch
@@ -16,7 +16,6 @@ import torch
 from batchstate.errors import ArgumentError
 from batchstate.races.detector import Detector, OnRace
 from batchstate.races.hints import HintFor, hint_for
-from batchstate.races.history import Entry
 from batchstate.races.report import EventKind, RaceReport
 from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.clocks import Clocks, StreamClock
@@ -24,7 +23,7 @@ from batchstate.races.tracing.dispatch import is_raw, untraced
 from batchstate.races.tracing.memory import MemoryKind
 from batchstate.races.tracing.runtime import TracedRuntime
 from batchstate.races.waits import Waits, WideWait
-from batchstate.runtime import Fence, MappedMemory, Runtime, Stream
+from batchstate.runtime import DoneFence, Fence, MappedMemory, Runtime, Stream
 from batchstate.runtime.base import Array, foreign_fence
 from batchstate.runtime.memory import StagingBlock
 
@@ -36,13 +35,11 @@ class InFlight:
     Args:
         clocks: of the run.
 
-    Attributes:
-        depths: the most there were in each step with work of its own, oldest first, as of the last `note`.
     """
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
-        self._ends: deque[list[int]] = deque()  # of each earlier step: its newest work on each stream, or 0
+        self._ends: deque[list[int]] = deque()  # per earlier step: its newest work on each stream, or 0
         self._before: list[int] = []  # the newest work of each stream when the present step began
         self._began = False
         self._most = 0  # in the present step
@@ -50,14 +47,14 @@ class InFlight:
 
     @property
     def now(self) -> int:
-        """Steps under way, the present one included. What comes before the first `next_step` is not a step."""
+        """Steps under way, the present one included. Work before the first `next_step` is no step."""
         while self._ends and self._is_over(self._ends[0]):
             self._ends.popleft()
         return len(self._ends) + (self._began and not self._is_over(self._present()))
 
     @property
     def depths(self) -> list[int]:
-        """See the class."""
+        """The most steps under way during each step, oldest first."""
         return [*self._past, self._most] if self._began and any(self._present()) else self._past
 
     def _present(self) -> list[int]:
@@ -74,7 +71,7 @@ class InFlight:
         self._most = max(self._most, self.now)
 
     def step_ends(self) -> None:
-        """What comes next is another step's."""
+        """Work from here on belongs to another step."""
         self.note()
         present = self._present()
         if self._began and any(present):
@@ -86,7 +83,9 @@ class InFlight:
 
 
 PATIENCE = 10_000
-"""Times that a fence is asked before it is complete: what polls instead of waiting gets on, as on a device."""
+"""Times that a fence is asked before it is complete: code that polls instead of waiting gets on, as on a device."""
+
+DONE: Fence = DoneFence()
 
 
 @final
@@ -96,9 +95,9 @@ class RaceFence:
 
     Attributes:
         name: for reports; `fence 3` unless an event has a name of its own.
-        event: of its recording.
-        stream: of that event, by number.
-        seen: what is known to lie before it: stream -> newest event.
+        event: number of its recording.
+        stream: number of the stream it was recorded on.
+        seen: stream -> newest event that lies before it.
         owner: the runtime.
     """
 
@@ -142,20 +141,16 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             engine.run()
 
     Args:
-        inner: what it runs on: a fresh runtime, used through this one alone. By default the CPU.
-        steps_in_flight: see `Runtime`; where `inner` is given, its own.
+        inner: a fresh runtime to run on, used through this one alone. By default the CPU.
+        steps_in_flight: see `Runtime`; ignored beside `inner`, which has its own.
         on_race: `"raise"` the first race as `Race`, before the second access happens, or `"collect"` them in `races`.
-        fences: what a host finds that asks a fence. With `"lazy"` it is complete once the host has waited for it, or
+        fences: the answer to a host that asks a fence. With `"lazy"` it is complete once the host has waited for it, or
             for something behind it: the least order a device may have. With `"eager"` it is complete at once, and the
-            host knows what lies before it and nothing more: what changes hands behind the wrong fence does so at once.
-        note_waits: keep what each wait for a fence is needed for, for `wide_waits`.
-        hint_for: says in a report what is missing and how to add it.
-
-    Attributes:
-        synchronised: calls of torch that made the host wait, by name. They count as forced syncs.
+            host knows what lies before it and nothing more: memory freed behind the wrong fence is reused at once.
+        note_waits: keep the accesses that need each wait, for `wide_waits`.
+        hint_for: words the missing edge and the remedy of a report.
     """
 
-    _TRACER: ClassVar[type[Any]] = RaceTracer
     _tracer: RaceTracer
 
     def __init__(
@@ -195,7 +190,8 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         if error is None:
             self._tracer.host_memory.close()
 
-    # What was found
+    def _new_tracer(self) -> RaceTracer:
+        return RaceTracer(self, self._detector)
 
     @property
     def races(self) -> tuple[RaceReport, ...]:
@@ -209,11 +205,11 @@ class RaceRuntime(TracedRuntime[StreamClock]):
 
     @property
     def comparisons(self) -> int:
-        """How often an access was compared with what another stream did with the same memory: what tracing costs."""
+        """Logs of other streams that accesses were compared with: the cost of the search."""
         return self._detector.comparisons
 
     def wide_waits(self) -> tuple[WideWait, ...]:
-        """Waits for more than is needed, so far: what each has to order, and what is waited for besides.
+        """Waits for more than is needed, so far: the operation that each has to order, and those waited for besides.
 
         Raises:
             ArgumentError: the runtime was made without `note_waits`.
@@ -223,24 +219,9 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             raise ArgumentError(problem, self, "pass `note_waits=True` to `RaceRuntime`")
         return self._detector.waits.wide()
 
-    def _note_wait(self, entry: Entry, waits: StreamClock, fence: RaceFence) -> None:
-        noted = self._detector.waits
-        if noted is not None:
-            of = self._detector.clocks.streams[fence.stream]
-            noted.note(entry, fence.name, of, fence.event, waits.seen, fence.seen)
-
-    def trace(self) -> list[str]:
-        """The newest events in program order: number, stream, what it is, step. The same program gives the same."""
-        return self._detector.history.lines()
-
-    @property
-    def in_flight_depth(self) -> int:
-        """Steps with work of which the host does not know that it has run, the present one included."""
-        return self._in_flight.now
-
     @property
     def in_flight_depths(self) -> list[int]:
-        """The same of each step in which something was launched, oldest first."""
+        """The most steps with work that the host did not know to be over, in each step with work, oldest first."""
         self._in_flight.note()
         return list(self._in_flight.depths)
 
@@ -249,8 +230,6 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         number = super().next_step()
         self._in_flight.step_ends()
         return number
-
-    # Operations
 
     def launch(
         self,
@@ -262,21 +241,21 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         operations: int = 1,
         **kwargs: Any,
     ) -> T:
-        """Runs a device operation; see `Runtime.launch`. What torch does not show is taken from `reads` and `writes`.
+        """Runs a device operation; see `Runtime.launch`. `reads` and `writes` add accesses that torch does not show.
 
-        A slice of a tensor declares its rows. What a `raw_kernel` declares is checked before it runs.
+        A slice of a tensor declares its rows. Declared accesses of a `raw_kernel` are checked before it runs.
 
         Raises:
-            ArgumentError: it declares nothing and accesses memory that is traced, or was given some and showed nothing;
-                or it writes what it does not declare.
+            ArgumentError: it declares nothing and accesses traced memory, or was given some and showed nothing; or it
+                writes memory that it does not declare.
             Race: a declared access is not ordered.
         """
         called = name or getattr(operation, "__name__", "launch")
-        tracer, given = self._tracer, (*args, *kwargs.values())
+        tracer, arguments = self._tracer, (*args, *kwargs.values())
         named: dict[str, Any] = {"reads": reads, "writes": writes, "name": name, "operations": operations, **kwargs}
         if is_raw(operation):
             if self._window is not None:
-                tracer.check_declared(called, {}, given, reads, writes)
+                tracer.check_declared(called, {}, arguments, reads, writes)
                 tracer.add_declared(called, {}, reads, writes)
             with untraced():
                 return super().launch(operation, *args, **named)
@@ -289,7 +268,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             tracer.seen, tracer.launched = outer
         if self._window is not None:
             older = {memory: written for memory, written in seen.items() if memory.name.number <= pieces}
-            tracer.check_declared(called, older, given, reads, writes)
+            tracer.check_declared(called, older, arguments, reads, writes)
             tracer.add_declared(called, seen, reads, writes)
         return result
 
@@ -301,21 +280,17 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self.counters.check_reads += 1
         return values
 
-    # Hooks of the library
-
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """See `Runtime.name_memory`."""
-        known = self._tracer.allocations.of(tensor)
-        if known is not None:
-            known.name.label = name
+        allocation = self._tracer.allocations.of(tensor)
+        if allocation is not None:
+            allocation.name.label = name
 
     def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
         """See `Runtime.host_accesses`: a race with whatever a stream still does with the rows."""
         with untraced():
             rows = memory[start:stop]
         self._tracer.host_accesses(rows, name, writes=writes)
-
-    # What a device implements
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
         with untraced():
@@ -370,8 +345,12 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             return self._inner._read_back(source)
 
     def _wait_for_device(self) -> None:
-        self._in_flight.note()
         self._inner._wait_for_device()
+        self._all_is_over()
+
+    def _all_is_over(self) -> None:
+        """The host has waited for the whole device."""
+        self._in_flight.note()
         for stream in self._detector.clocks.streams[1:]:
             self._tracer.host_waits(stream.seen)
 
@@ -383,9 +362,10 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         return self._recorded(stream, f"fence {self._fences}")
 
     def _recorded(self, stream: Stream | None, name: str) -> RaceFence:
-        clock = self._known_stream(stream or self.current_stream)
+        return self._fence(self._known_stream(stream or self.current_stream), name, self._inner.record(stream))
+
+    def _fence(self, clock: StreamClock, name: str, inner: Fence = DONE) -> RaceFence:
         entry = self._detector.event(clock, EventKind.FENCE, name)
-        inner = self._inner.record(stream)
         return RaceFence(name, entry.number, clock.number, list(clock.seen), self, inner, self._patience)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
@@ -396,16 +376,20 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             raise foreign_fence(fence)
         self._inner._stream_wait(stream, fence._inner)
         clock = self._known_stream(stream)
-        entry = self._detector.event(clock, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
-        self._note_wait(entry, clock, fence)
+        self._note_wait(clock, fence)
         clock.join(fence.seen)
+
+    def _note_wait(self, waits: StreamClock, fence: RaceFence) -> None:
+        """A stream, or the host, is about to wait for a fence."""
+        entry = self._detector.event(waits, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
+        if self._detector.waits is not None:
+            of = self._detector.clocks.streams[fence.stream]
+            self._detector.waits.note(entry, fence.name, of, fence.event, waits.seen, fence.seen)
 
     def _keep_alive(self, tensor: torch.Tensor, stream: Stream) -> None:
         with untraced():
             self._inner._keep_alive(tensor, stream)
         self._tracer.keep_for(tensor, self._known_stream(stream))
-
-    # Clocks
 
     def _new_stream(self, name: str) -> StreamClock:
         return self._detector.clocks.add(name)
@@ -428,7 +412,5 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     def _host_joins(self, fence: RaceFence) -> None:
         if not self._is_over(fence):
             self._in_flight.note()
-            host = self._detector.clocks.host
-            entry = self._detector.event(host, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
-            self._note_wait(entry, host, fence)
+            self._note_wait(self._detector.clocks.host, fence)
             self._tracer.host_waits(fence.seen)

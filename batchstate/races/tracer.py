@@ -1,13 +1,13 @@
 """Every operation of torch as accesses: what it reads and writes, on which stream, and what the host waits for."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError
-from batchstate.races.detector import RaceAllocation
+from batchstate.races.detector import Detector, RaceAllocation
 from batchstate.races.history import Entry
 from batchstate.races.host_memory import HostMemory
 from batchstate.races.report import EventKind
@@ -16,10 +16,7 @@ from batchstate.races.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.races.tracing.memory import HOST_KINDS, MemoryKind, Name
 from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in
 from batchstate.races.tracing.regions import ByteRegion, of_tensor
-from batchstate.runtime import Runtime
-
-if TYPE_CHECKING:
-    from batchstate.races.runtime import RaceRuntime
+from batchstate.races.tracing.runtime import TracedRuntime
 
 Checked = list[tuple[RaceAllocation, ByteRegion, bool]]
 """Memory, the bytes of it, and whether they are written."""
@@ -28,37 +25,33 @@ _REMEDY = "say `reads=` and `writes=`: what a kernel or the replay of a graph to
 
 
 class RaceTracer(Tracer[RaceAllocation]):
-    """Tells the detector of every access. Operations run at once, in program order.
+    """Tells the detector of every access, which may raise `Race`. Operations run at once, in program order.
 
-    What torch does with copies is taken from its documentation and sources
-    (`aten/src/ATen/native/TensorConversions.cpp`): a copy is asynchronous if it is asked to be and the host memory is
-    pinned; `.to("cpu", non_blocking=True)` lands in pinned memory of its own; everything else waits.
+    Copies behave as torch documents them and `aten/src/ATen/native/TensorConversions.cpp` has them: a copy is
+    asynchronous if it is asked to be and the host memory is pinned; `.to("cpu", non_blocking=True)` lands in pinned
+    memory of its own; everything else waits.
 
     Args:
-        runtime: has the detector and the clocks of streams.
+        runtime: has the clocks of streams.
+        detector: checks the accesses.
 
     Attributes:
-        detector: checks the accesses.
         host_memory: copies between host and device.
         pieces: pieces of memory seen so far: the number of the newest.
         launched: name of the innermost launch under way, for reports.
-        seen: memory accessed since that launch began, with whether it was written; None outside of launches.
+        seen: memory accessed since that launch began -> whether it was written; None outside of launches.
     """
 
-    def __init__(self, runtime: "RaceRuntime") -> None:
-        super().__init__(runtime.device, self.died)
-        self.detector = runtime._detector
-        self.host_memory = HostMemory(self.detector)
+    def __init__(self, runtime: TracedRuntime[StreamClock], detector: Detector) -> None:
+        super().__init__(runtime.device, detector.freed)
+        self.detector = detector
+        self.host_memory = HostMemory(detector)
         self.pieces = 0
         self.launched: str | None = None
         self.seen: dict[RaceAllocation, bool] | None = None
-        self._inner: Runtime = runtime._inner
+        self._inner = runtime._inner
         self._clock_of: Callable[[Any], StreamClock] = runtime._known_stream
-        self._note_sync: Callable[[str], None] = runtime._note_sync
-
-    def died(self, allocation: RaceAllocation) -> None:
-        """The last tensor of a piece of memory is gone."""
-        self.detector.freed(allocation)
+        self._note_sync = runtime._note_sync
 
     def current(self) -> StreamClock:
         """The clock of the current stream."""
@@ -77,11 +70,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         return self.allocations.add(tensor, RaceAllocation(kind, self._name(tensor), stream, source_line(2)))
 
     def allocate_on_device(self, tensor: torch.Tensor, entry: Entry) -> RaceAllocation:
-        """New device memory, written by an event.
-
-        Raises:
-            Race: it may be memory that another stream still uses.
-        """
+        """New device memory, written by an event."""
         __tracebackhide__ = True
         allocation = RaceAllocation(MemoryKind.DEVICE, self._name(tensor), entry.stream, entry.source_line)
         self.allocations.add(tensor, allocation)
@@ -116,28 +105,25 @@ class RaceTracer(Tracer[RaceAllocation]):
         return Name(self.pieces, tensor)
 
     def _accessed(self, tensor: torch.Tensor) -> RaceAllocation | None:
-        """The memory that a stream accesses; None where that is not checked.
+        """The memory that a stream accesses; None if it is not checked.
 
         Pinned memory stays the host's, also where a copy of the device accesses it.
         """
-        known = self.allocations.of(tensor)
-        if known is None:
+        allocation = self.allocations.of(tensor)
+        if allocation is None:
             return self.use_on_device(tensor) if self._is_checked(tensor) else None
-        return self.use_on_device(tensor) if known.kind is MemoryKind.UNDECIDED else known
+        return self.use_on_device(tensor) if allocation.kind is MemoryKind.UNDECIDED else allocation
 
     def _is_checked(self, tensor: torch.Tensor) -> bool:
-        """Whether accesses to memory that was never seen are checked: pageable memory is not the device's to access."""
+        """Whether accesses to memory seen for the first time are checked: the device cannot access pageable memory."""
         return self.on_cpu or tensor.device.type != "cpu"
 
     # Accesses of streams
 
     def begin(self, kind: EventKind, name: str, accesses: Sequence[MemoryAccess]) -> tuple[Entry, Checked]:
-        """Something on the current stream is about to access memory; `end` it once that has happened.
+        """An event of the current stream is about to access memory; `end` it once that has happened.
 
-        Accesses to memory that is not checked are left out.
-
-        Raises:
-            Race: one of the accesses is not ordered.
+        Accesses to unchecked memory are left out.
         """
         __tracebackhide__ = True
         checked: Checked = []
@@ -155,34 +141,26 @@ class RaceTracer(Tracer[RaceAllocation]):
         return entry, checked
 
     def end(self, entry: Entry, checked: Checked) -> None:
-        """What was begun has happened."""
+        """The event of `begin` has happened."""
         self.detector.note(entry, checked)
         if self.seen is not None:
             for allocation, _, writes in checked:
                 self.seen[allocation] = writes or self.seen.get(allocation, False)
 
     def access(self, kind: EventKind, name: str, accesses: Sequence[MemoryAccess]) -> Entry:
-        """Something on the current stream accesses memory.
-
-        Raises:
-            Race: one of the accesses is not ordered.
-        """
+        """An event of the current stream accesses memory."""
         __tracebackhide__ = True
         entry, checked = self.begin(kind, name, accesses)
         self.end(entry, checked)
         return entry
 
     def declared(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """Accesses that a launch declares, of what torch did not show.
-
-        Raises:
-            Race: one of them is not ordered.
-        """
-        found = _whole(reads, writes)
-        if found:
+        """Accesses that a launch declares and torch did not show."""
+        accesses = _whole(reads, writes)
+        if accesses:
             seen, self.seen = self.seen, None  # a launch inside of another declares for itself
             try:
-                self.access(EventKind.OPERATION, name, found)
+                self.access(EventKind.OPERATION, name, accesses)
             finally:
                 self.seen = seen
 
@@ -199,9 +177,9 @@ class RaceTracer(Tracer[RaceAllocation]):
         entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
         result = func(*args, **kwargs)
         self.end(entry, checked)
-        for one in tensors_in(result):
-            if self.allocations.of(one) is None and (self.on_cpu or self.kind_of(one) is MemoryKind.DEVICE):
-                allocation = self.allocate_on_device(one, entry)
+        for tensor in tensors_in(result):
+            if self.allocations.of(tensor) is None and (self.on_cpu or self.kind_of(tensor) is MemoryKind.DEVICE):
+                allocation = self.allocate_on_device(tensor, entry)
                 if operation.leaves_empty:
                     self.detector.unwritten(allocation, entry)
         if waits:
@@ -212,7 +190,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         return call.operation.accesses(call.args, call.kwargs, self._read_index)
 
     def _read_index(self, index: torch.Tensor) -> Any:
-        """The values of an index, whichever stream made it: the tool's own look, which orders nothing."""
+        """The values of an index, whichever stream made it. The tool's own look orders nothing."""
         if index.device.type == "cpu":
             return index.numpy()
         self._inner._wait_for_device()
@@ -221,11 +199,7 @@ class RaceTracer(Tracer[RaceAllocation]):
     # Accesses of the host
 
     def host_accesses(self, tensor: torch.Tensor, name: str, *, writes: bool, region: ByteRegion | None = None) -> None:
-        """The host accesses pinned memory: all of a tensor, or some bytes.
-
-        Raises:
-            Race: a copy that may not have run uses it.
-        """
+        """The host accesses pinned memory: all of a tensor, or some bytes."""
         __tracebackhide__ = True
         allocation, region = self.allocations.of(tensor), region or of_tensor(tensor)
         if allocation is None or region is None:
@@ -246,11 +220,7 @@ class RaceTracer(Tracer[RaceAllocation]):
                 self.host_memory.overwritten(allocation, region)
 
     def host_waits(self, seen: list[int]) -> None:
-        """The host has waited for all that `seen` has reached: copies that are over have landed.
-
-        Raises:
-            Race: the source of one of them was refilled meanwhile.
-        """
+        """The host has waited for the events that `seen` has reached: their copies have landed."""
         self.detector.clocks.host_joins(seen)
         if not self.host_memory.idle:
             with untraced():
@@ -276,24 +246,24 @@ class RaceTracer(Tracer[RaceAllocation]):
             self._host_uses_pinned(call)
         result = func(*args, **kwargs)
         from_host = any(kind in HOST_KINDS for kind in kinds)
-        for one in tensors_in(result):
-            known = self.allocations.of(one)
+        for tensor in tensors_in(result):
+            allocation = self.allocations.of(tensor)
             if not self.on_cpu:
-                if one.device.type != "cpu":
+                if tensor.device.type != "cpu":
                     entry = self.access(EventKind.OPERATION, operation.name, ())
-                    if known is None:
-                        self.allocate_on_device(one, entry)
+                    if allocation is None:
+                        self.allocate_on_device(tensor, entry)
             elif not from_host:
-                self._undecided(known or self.allocate(one, MemoryKind.UNDECIDED), one, operation)
-            elif known is None:
-                self.keep(one, MemoryKind.HOST)
+                self._undecided(allocation or self.allocate(tensor, MemoryKind.UNDECIDED), tensor, operation)
+            elif allocation is None:
+                self.keep(tensor, MemoryKind.HOST)
         return result
 
     def _undecided(self, allocation: RaceAllocation, tensor: torch.Tensor, operation: Operation) -> None:
-        """An operation of which nothing says where it ran has written a tensor.
+        """An operation of unknown device wrote a tensor.
 
-        Should the tensor turn out to be the device's, it was written on the stream that is current now. Until then it
-        is held against nothing: memory of the host has no streams.
+        Should the tensor turn out to be the device's, it was written on the stream that is current now. Until then no
+        access is compared with the write: memory of the host has no streams.
         """
         region = of_tensor(tensor)
         if allocation.kind is MemoryKind.UNDECIDED and region is not None:
@@ -314,20 +284,13 @@ class RaceTracer(Tracer[RaceAllocation]):
     # Copies between host and device
 
     def copied_to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """A copy of pinned memory to device memory was enqueued on the current stream.
-
-        Raises:
-            Race: it may come across another access.
-        """
+        """A copy of pinned memory to device memory was enqueued on the current stream."""
         self._reads_source(self._transfer(EventKind.COPY_TO_DEVICE, source, target), source)
 
     def copied_to_host(self, source: torch.Tensor, target: torch.Tensor, values: torch.Tensor | None) -> None:
         """A copy of device memory to pinned memory is enqueued on the current stream.
 
-        `values` is what it brings; None where a device brings it.
-
-        Raises:
-            Race: it may come across another access.
+        `values` land in `target`; None where a device copies by itself.
         """
         entry = self._transfer(EventKind.COPY_TO_HOST, source, target)
         allocation, region = self.allocations.of(target), of_tensor(target)
@@ -351,7 +314,7 @@ class RaceTracer(Tracer[RaceAllocation]):
     def _copy_blocking(self, target: torch.Tensor, source: torch.Tensor, to_device: bool, non_blocking: bool) -> None:
         before = list(self.current().seen)
         entry = self._transfer(EventKind.COPY_TO_DEVICE if to_device else EventKind.COPY_TO_HOST, source, target)
-        # From pageable memory the host waits for the stream and until the source was taken, not for the copy.
+        # From pageable memory the host waits for the stream and until the source was read, not for the copy.
         staged = to_device and non_blocking
         self._synchronise("copy_", before if staged else entry.stream.seen)
         target.copy_(source, non_blocking)
@@ -381,8 +344,8 @@ class RaceTracer(Tracer[RaceAllocation]):
         """Whether a call is `.to(...)` from one side of an accelerator to the other."""
         if self.on_cpu or call.operation.name != "_to_copy":
             return False
-        place = call.kwargs.get("device")
-        return place is not None and (place.type == "cpu") is (self.kind_of(call.args[0]) is MemoryKind.DEVICE)
+        device = call.kwargs.get("device")
+        return device is not None and (device.type == "cpu") is (self.kind_of(call.args[0]) is MemoryKind.DEVICE)
 
     def _converted(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """`.to(...)` to the other side of an accelerator, which torch runs."""
@@ -395,12 +358,14 @@ class RaceTracer(Tracer[RaceAllocation]):
         result: torch.Tensor = torch.ops.aten._to_copy.default(source, **kwargs)
         region = of_tensor(result)
         if region is not None and (to_device or pinned):
-            known = self.allocate(result, MemoryKind.PINNED) if made is None else self.allocate_on_device(result, made)
-            checked.append((known, region, True))
-            entry.writes = (*entry.writes, (known.name, region))
+            allocation = (
+                self.allocate(result, MemoryKind.PINNED) if made is None else self.allocate_on_device(result, made)
+            )
+            checked.append((allocation, region, True))
+            entry.writes = (*entry.writes, (allocation.name, region))
             if not to_device:
                 with untraced():
-                    self.host_memory.lands(entry, known, region, result, self._held_back(result))
+                    self.host_memory.lands(entry, allocation, region, result, self._held_back(result))
         self.end(entry, checked)
         if to_device and pinned:
             self._reads_source(entry, source)
@@ -409,33 +374,33 @@ class RaceTracer(Tracer[RaceAllocation]):
         return result
 
     def _held_back(self, result: torch.Tensor) -> torch.Tensor | None:
-        """What a copy of torch's brings to the host, which finds poison until it has waited; None: it finds that."""
-        self._inner._wait_for_device()  # orders nothing: the tool looks at what the copy brings
+        """The values of a copy to the host, which finds poison until it has waited; None leaves them in place."""
+        self._inner._wait_for_device()  # the tool's own look, which orders nothing
         return result.clone()
 
     def _transfer(self, kind: EventKind, source: torch.Tensor, target: torch.Tensor) -> Entry:
         return self.access(kind, str(kind), _whole([source], [target]))
 
-    # What a launch declares, against what torch shows of it
+    # Declared accesses of a launch
 
     def check_declared(
         self,
         name: str,
         seen: Mapping[RaceAllocation, bool],
-        given: Sequence[Any],
+        arguments: Sequence[Any],
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        """Holds what a launch declares against what torch has shown of older memory.
+        """Compares the accesses that a launch declares with those to older memory that torch has shown.
 
         Raises:
-            ArgumentError: it declares nothing, and accesses memory that is traced or was given some; or it writes what
+            ArgumentError: it declares nothing, and accesses traced memory or was given some; or it writes memory that
                 it does not declare.
         """
-        if not reads and not writes and (seen or any(self._is_traced(one) for one in given)):
+        if not reads and not writes and (seen or any(map(self._is_traced, arguments))):
             problem = f"the launch of {name!r} declares nothing, and touches or was given memory that is traced"
             raise ArgumentError(problem, name, _REMEDY)
-        written = {self.use_on_device(one) for one in writes}
+        written = set(map(self.use_on_device, writes))
         for allocation, writes_it in seen.items():
             if writes_it and allocation not in written:
                 problem = f"the launch of {name!r} writes {allocation}, which it does not declare"
@@ -448,23 +413,19 @@ class RaceTracer(Tracer[RaceAllocation]):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        """Adds the accesses that a launch declares and torch did not show.
-
-        Raises:
-            Race: one of them is not ordered, or the source of a copy was refilled before, unseen.
-        """
+        """Adds the accesses that a launch declares and torch did not show."""
         stream = self.current()
-        for one in (*reads, *writes):  # what lands in pinned memory before the kernel is there by then
-            known, region = self.allocations.of(one), of_tensor(one)
-            if known is not None and known.kind is MemoryKind.PINNED and region is not None:
+        for tensor in (*reads, *writes):  # copies into pinned memory ahead of the kernel have landed by then
+            allocation, region = self.allocations.of(tensor), of_tensor(tensor)
+            if allocation is not None and allocation.kind is MemoryKind.PINNED and region is not None:
                 with untraced():
-                    self.host_memory.ordered(stream, known, region)
-                    if any(one is other for other in writes):
-                        self.host_memory.overwritten(known, region)
+                    self.host_memory.ordered(stream, allocation, region)
+                    if any(tensor is other for other in writes):
+                        self.host_memory.overwritten(allocation, region)
         self.declared(
             name,
-            [one for one in reads if self.use_on_device(one) not in seen],
-            [one for one in writes if not seen.get(self.use_on_device(one), False)],
+            [tensor for tensor in reads if self.use_on_device(tensor) not in seen],
+            [tensor for tensor in writes if not seen.get(self.use_on_device(tensor), False)],
         )
 
     def _is_traced(self, value: Any) -> bool:
@@ -472,15 +433,10 @@ class RaceTracer(Tracer[RaceAllocation]):
             return bool(value.numel()) and self.allocations.of(value) is not None
         if isinstance(value, Mapping):
             value = list(value.values())
-        return isinstance(value, list | tuple) and any(self._is_traced(one) for one in value)
+        return isinstance(value, list | tuple) and any(map(self._is_traced, value))
 
 
 def _whole(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor] = ()) -> list[MemoryAccess]:
     """Accesses to all elements of some tensors."""
-    found: list[MemoryAccess] = []
-    for tensors, writing in ((reads, False), (writes, True)):
-        for one in tensors:
-            region = of_tensor(one)
-            if region is not None:
-                found.append(MemoryAccess(one, region, writing))
-    return found
+    both = [*((tensor, False) for tensor in reads), *((tensor, True) for tensor in writes)]
+    return [MemoryAccess(tensor, region, writing) for tensor, writing in both if (region := of_tensor(tensor))]

@@ -1,7 +1,7 @@
-"""Waits that are wider than they have to be: for the end of a forward, where what is rewritten was read long before.
+"""Waits that are wider than needed: for the end of a forward, although the rewritten table was read at its beginning.
 
-An access that comes behind another one of the same bytes needs the first wait that told its stream, or the host, of
-that one. What a wait's fence stands behind, beyond the newest operation that is so needed, need not be waited for.
+An access behind another one of the same bytes needs the first wait that told its stream, or the host, of that one. A
+fence may come right behind the newest operation that some access needs; later operations need not be waited for.
 """
 
 from typing import final
@@ -23,7 +23,7 @@ class WideWait:
 
     Attributes:
         lane: the stream that waits, or `HOST`.
-        fence: what it waits for.
+        fence: name of the fence.
         of: the stream that the fence was recorded on.
         step, site: of the wait.
         orders: the newest operation of that stream that has to come before, and its line; None if there is none.
@@ -61,72 +61,67 @@ class _Wait:
     work: list[Entry]
     needed: int = 0
     for_what: Entry | None = None
-    whole: bool = False  # what the fence's stream had learnt from others is needed
+    whole: bool = False  # needed for what the fence's stream had learnt from others
 
     def tells(self, stream: int, event: int) -> bool:
-        known = self.before[stream] if stream < len(self.before) else 0
-        return known < event <= (self.seen[stream] if stream < len(self.seen) else 0)
+        before = self.before[stream] if stream < len(self.before) else 0
+        return before < event <= (self.seen[stream] if stream < len(self.seen) else 0)
+
+    def wide(self) -> WideWait | None:
+        spare = [entry for entry in self.work if entry.number > self.needed]
+        if not spare or self.whole:
+            return None
+        newest = next((_at(entry) for entry in self.work if entry.number == self.needed), None)
+        return WideWait(
+            lane=self.entry.stream.name,
+            fence=self.fence,
+            of=self.of.name,
+            step=self.entry.step,
+            site=self.entry.source_line.words()[0],
+            orders=(newest or "an operation too old to be known") if self.needed else None,
+            for_what=None if self.for_what is None else _at(self.for_what),
+            spare=tuple(map(_at, spare)),
+        )
 
 
 @final
 class Waits:
-    """All waits of a run, and what needs them. Only for a run that asks for it: it keeps every wait."""
+    """All waits of a run, and the accesses that need them. It keeps every wait, so a run has to ask for it."""
 
     def __init__(self, history: History) -> None:
         self._history = history
         self._waits: dict[int, list[_Wait]] = {}
 
     def note(self, entry: Entry, fence: str, of: StreamClock, event: int, before: list[int], seen: list[int]) -> None:
-        """A stream, or the host, waits. `before` and `seen`: what it knew, and what the fence tells it."""
-        known = before[of.number] if of.number < len(before) else 0
+        """A stream, or the host, that knew the events `before` waits for a fence, which tells it of those `seen`."""
+        newest = before[of.number] if of.number < len(before) else 0
         work: list[Entry] = []
-        for one in self._history.newest_first():
-            if one.number <= known:
+        for earlier in self._history.newest_first():
+            if earlier.number <= newest:
                 break
-            if one.stream is of and one.number < event and one.kind in WORK and not one.hidden:
-                work.append(one)
+            if earlier.stream is of and earlier.number < event and earlier.kind in WORK and not earlier.hidden:
+                work.append(earlier)
         wait = _Wait(entry, fence, of, list(before), list(seen), work[::-1])
         self._waits.setdefault(entry.stream.number, []).append(wait)
 
-    def needs(self, stream: int, other: int, event: int, what: Entry | None) -> None:
-        """What a stream does next has to come behind an event of another: the first wait that told of it is needed."""
-        told = (one for number in {stream, 0} for one in self._waits.get(number, ()) if one.tells(other, event))
-        wait = min(told, key=lambda one: one.entry.number, default=None)
+    def needs(self, stream: int, other: int, event: int, access: Entry | None) -> None:
+        """An access of a stream has to come behind an event of another: the first wait that told of it is needed."""
+        told = (wait for number in {stream, 0} for wait in self._waits.get(number, ()) if wait.tells(other, event))
+        wait = min(told, key=lambda wait: wait.entry.number, default=None)
         if wait is None:
             return
         if wait.of.number == other:
             if event > wait.needed:
-                wait.needed, wait.for_what = event, what
+                wait.needed, wait.for_what = event, access
         else:
             wait.whole = True
-            self.needs(wait.of.number, other, event, what)
+            self.needs(wait.of.number, other, event, access)
 
     def wide(self) -> tuple[WideWait, ...]:
-        """Those for more than is needed, in program order."""
-        found = []
-        for wait in sorted(
-            (one for several in self._waits.values() for one in several), key=lambda one: one.entry.number
-        ):
-            spare = [one for one in wait.work if one.number > wait.needed]
-            if spare and not wait.whole:
-                needed = next((one for one in wait.work if one.number == wait.needed), None)
-                found.append(
-                    WideWait(
-                        lane=wait.entry.stream.name,
-                        fence=wait.fence,
-                        of=wait.of.name,
-                        step=wait.entry.step,
-                        site=wait.entry.source_line.words()[0],
-                        orders=None
-                        if not wait.needed
-                        else "an operation too old to be known"
-                        if needed is None
-                        else _at(needed),
-                        for_what=None if wait.for_what is None else _at(wait.for_what),
-                        spare=tuple(map(_at, spare)),
-                    )
-                )
-        return tuple(found)
+        """Waits for more than is needed, in program order."""
+        waits = [wait for of_stream in self._waits.values() for wait in of_stream]
+        wide = [wait.wide() for wait in sorted(waits, key=lambda wait: wait.entry.number)]
+        return tuple(wait for wait in wide if wait is not None)
 
 
 def _at(entry: Entry) -> str:

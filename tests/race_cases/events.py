@@ -2,7 +2,7 @@
 
 from batchstate.races.report import RaceKind
 from batchstate.runtime import Stream
-from tests.race_cases.plain import CaseRuntime
+from tests.race_cases.plain import CaseRuntime, new_event
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import fence_behind, given, index, result_and_fence, table, use
 
@@ -15,7 +15,7 @@ def event_recorded_again(rt: CaseRuntime, racy: bool, left: Stream, right: Strea
     Safe: the reader waits once more, for the second recording.
     """
     numbers = table(rt)
-    event = rt.event()
+    event = new_event(rt)
     with rt.use(left):
         numbers.fill_(7)
         event.record()
@@ -37,7 +37,7 @@ def event_recorded_too_early(rt: CaseRuntime, racy: bool, left: Stream, right: S
     Safe: it is recorded behind the kernel.
     """
     numbers = table(rt)
-    event = rt.event()
+    event = new_event(rt)
     with rt.use(left):
         if racy:
             event.record()
@@ -57,7 +57,7 @@ def event_recorded_on_the_wrong_stream(rt: CaseRuntime, racy: bool, left: Stream
     Safe: it is recorded on the writer's stream.
     """
     numbers = table(rt)
-    event = rt.event()
+    event = new_event(rt)
     with rt.use(left):
         numbers.fill_(7)
     with rt.use(right):
@@ -106,8 +106,8 @@ def one_event_for_two_publishers(rt: CaseRuntime, racy: bool, left: Stream, righ
     """
     middle = rt.stream("middle")
     numbers = table(rt)
-    event = rt.event()
-    other = event if racy else rt.event()
+    event = new_event(rt)
+    other = event if racy else new_event(rt)
     with rt.use(left):
         numbers[:4].fill_(7)
         event.record()
@@ -163,7 +163,7 @@ def the_host_asks(rt: CaseRuntime, racy: bool, left: Stream, right: Stream) -> V
     Safe: the host asks until the answer is yes.
     """
     numbers = table(rt)
-    event = rt.event()
+    event = new_event(rt)
     with rt.use(left):
         numbers.fill_(7)
         event.record()

@@ -8,17 +8,12 @@ from batchstate.races import RaceRuntime
 from batchstate.races.cuda import CudaRuntime, CudaSimRuntime, WatchedCuda
 from batchstate.races.sim import SimRuntime
 from batchstate.races.tracing.dispatch import is_raw
-from batchstate.races.tracing.runtime import DeviceEvent
-from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Stream
+from batchstate.runtime import AcceleratorRuntime, CpuRuntime, Fence, Runtime, Stream
 
 
 @final
 class PlainCpu(CpuRuntime):
-    """Runs everything in program order: what a program computes here is right."""
-
-    def event(self, name: str = "event") -> DeviceEvent:
-        """An event that can be recorded again."""
-        return DeviceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
+    """Runs everything in program order: a program computes the right values here."""
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed host memory."""
@@ -28,10 +23,6 @@ class PlainCpu(CpuRuntime):
 @final
 class PlainAccelerator(AcceleratorRuntime):
     """Runs on an accelerator with its own events, unseen by any tool of this library."""
-
-    def event(self, name: str = "event") -> "NativeEvent":
-        """An event of the accelerator."""
-        return NativeEvent(self, self._module.Event())
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed pinned memory."""
@@ -55,10 +46,6 @@ class PlainCuda(AcceleratorRuntime):
         made = super().stream(name)
         self._window.name_stream(made.native, name)
         return made
-
-    def event(self, name: str = "event") -> "NativeEvent":
-        """An event of torch."""
-        return NativeEvent(self, self._module.Event())
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed pinned memory."""
@@ -99,5 +86,40 @@ class NativeEvent:
         self._native.synchronize()
 
 
+@final
+class FenceEvent:
+    """An event made of fences, as an engine on a runtime makes one: a wait is for the last recording before it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._last: Fence | None = None
+
+    @property
+    def _recording(self) -> Fence:
+        assert self._last is not None, "a device would not wait at all"
+        return self._last
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Records it on a stream, by default the current one."""
+        self._last = self._runtime.record(stream)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Makes a stream, by default the current one, wait for the last recording."""
+        self._runtime.wait(self._recording, stream=stream)
+
+    def query(self) -> bool:
+        """Whether the last recording is complete."""
+        return self._recording.query()
+
+    def synchronize(self) -> None:
+        """The host waits for the last recording."""
+        self._recording.wait()
+
+
 CaseRuntime: TypeAlias = RaceRuntime | SimRuntime | PlainCpu | PlainAccelerator | PlainCuda
-"""A runtime with events and pinned memory, which runs a micro-case."""
+"""A runtime with pinned memory, which runs a micro-case."""
+
+
+def new_event(rt: CaseRuntime) -> NativeEvent | FenceEvent:
+    """An event that can be recorded again: the accelerator's own where the runtime has one."""
+    return NativeEvent(rt, rt._module.Event()) if isinstance(rt, PlainAccelerator | PlainCuda) else FenceEvent(rt)

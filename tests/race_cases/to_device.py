@@ -5,7 +5,7 @@ import torch
 
 from batchstate.races.report import RaceKind
 from batchstate.runtime import Stream
-from tests.race_cases.plain import CaseRuntime
+from tests.race_cases.plain import CaseRuntime, new_event
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import fence_behind, use, vector
 
@@ -85,7 +85,7 @@ def ring_of_pinned_buffers(rt: CaseRuntime, racy: bool, left: Stream, right: Str
     Racy: two buffers, and the third step fills the first one unasked.
     Safe: the third step waits for the first copy.
     """
-    ring = [(rt.pinned((4,), torch.int64), rt.event()) for _ in range(2)]
+    ring = [(rt.pinned((4,), torch.int64), new_event(rt)) for _ in range(2)]
     targets = [vector(rt, 4) for _ in range(3)]
     for step, target in enumerate(targets):
         staged, copied = ring[step % 2]
@@ -107,7 +107,7 @@ def only_a_stream_waits_for_the_copy(rt: CaseRuntime, racy: bool, left: Stream, 
     """
     staged, numbers = rt.pinned((8,), torch.int64), vector(rt)
     staged.fill_(7)
-    copied = rt.event()
+    copied = new_event(rt)
     with rt.use(left):
         numbers.copy_(staged, non_blocking=True)
         copied.record()

@@ -4,7 +4,7 @@ import torch
 
 from batchstate.races.report import RaceKind
 from batchstate.runtime import Stream
-from tests.race_cases.plain import CaseRuntime
+from tests.race_cases.plain import CaseRuntime, new_event
 from tests.race_cases.registry import Values, pair
 from tests.race_cases.scenes import fence_behind, result_and_fence, vector
 
@@ -45,7 +45,7 @@ def host_asks_before_it_reads(rt: CaseRuntime, racy: bool, left: Stream, right: 
     Safe: the host asks until the answer is yes.
     """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
-    landed = rt.event()
+    landed = new_event(rt)
     with rt.use(left):
         landing.copy_(numbers, non_blocking=True)
         landed.record()
@@ -63,7 +63,7 @@ def only_a_stream_waits_for_the_result(rt: CaseRuntime, racy: bool, left: Stream
     Safe: the host waits.
     """
     numbers, landing = vector(rt), rt.pinned((8,), torch.int64)
-    landed = rt.event()
+    landed = new_event(rt)
     with rt.use(left):
         landing.copy_(numbers, non_blocking=True)
         landed.record()

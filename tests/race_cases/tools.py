@@ -13,7 +13,7 @@ from batchstate.races import RaceReport, RaceRuntime
 from batchstate.races.sim import SimRuntime
 from batchstate.runtime import Runtime
 from tests.race_cases.plain import CaseRuntime, PlainCpu
-from tests.race_cases.registry import Case, Values
+from tests.race_cases.registry import CASES, Case, Values
 
 Arrays = list[npt.NDArray[Any]] | None
 
@@ -120,6 +120,16 @@ def by_simulator(case: Case, schedulers: Sequence[str], seeds: int) -> Verdict:
         if wrong:
             seen.append(name if runs == 1 else f"{name} {wrong}/{runs}")
     return Verdict(Says.RACE, ", ".join(seen)) if seen else Verdict(Says.NONE)
+
+
+def simulated(scheduler: str, seed: int) -> list[str]:
+    """The operations of every fourth case, in the order in which the simulated device ran them."""
+    lines = []
+    for case in list(CASES.values())[::4]:
+        with SimRuntime(scheduler=scheduler, seed=seed) as rt:
+            case.run(rt)
+        lines += [case.name, *rt.trace()]
+    return lines
 
 
 def _goes_wrong(case: Case, right: list[npt.NDArray[Any]], scheduler: str, seed: int) -> bool:

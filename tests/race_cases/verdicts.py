@@ -10,7 +10,6 @@ from typing import Any, final
 import attrs
 import torch
 
-from batchstate.errors import ArgumentError
 from batchstate.races.sim import PORTFOLIO
 from tests.race_cases import sanitizer, tools
 from tests.race_cases.plain import PlainAccelerator
@@ -176,46 +175,23 @@ class Table:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Table":
-        """The table that `as_dict` gave.
-
-        Raises:
-            ArgumentError: something else.
-        """
-        found = values.get("format")
-        if found != FORMAT:
-            raise ArgumentError(
-                f"no table of verdicts: the format is {found!r}",
-                value=found,
-                remedy=f"pass a file of format {FORMAT!r}, or none, to make a new one",
-            )
-        try:
-            columns = {
+        """The table that `as_dict` gave."""
+        if values["format"] != FORMAT:
+            raise ValueError(f"no table of verdicts: the format is {values['format']!r}")
+        return cls(
+            {
                 name: Column(
                     Made(**column["made"]),
                     {case: Verdict(says, detail) for case, (says, detail) in column["verdicts"].items()},
                 )
                 for name, column in values["columns"].items()
             }
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(
-                f"a damaged table of verdicts: {error}", value=str(error), remedy="make a new one"
-            ) from None
-        return cls(columns)
+        )
 
 
 def load(path: Path) -> Table:
-    """Reads what `save` wrote; an empty table where there is no file.
-
-    Raises:
-        ArgumentError: it holds something else.
-    """
-    if not path.exists():
-        return Table({})
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ArgumentError(f"{path}: no JSON: {error}", value=str(path), remedy="remove it") from None
-    return Table.from_dict(values if isinstance(values, dict) else {})
+    """Reads what `save` wrote; an empty table where there is no file."""
+    return Table.from_dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Table({})
 
 
 def save(table: Table, path: Path) -> None:

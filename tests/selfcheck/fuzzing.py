@@ -8,7 +8,7 @@ import attrs
 from hypothesis.database import DirectoryBasedExampleDatabase, ExampleDatabase
 
 from batchstate.errors import ArgumentError, one_of
-from batchstate.races.devices import devices_of
+from batchstate.races.devices import PROMPT, RACE, SIM
 from batchstate.testing.runner import STEPS, MachineResult, run_machine, with_replay
 from tests.selfcheck.machines import MACHINES
 
@@ -92,6 +92,20 @@ def fuzz(
             results.append(with_replay(result, command))
             done += part
     return FuzzReport(device, seed, tuple(results))
+
+
+def devices_of(device: str, examples: int) -> dict[str, int]:
+    """Where `examples` examples run: a part under each scheduler of `sim`, and with either kind of fences on `race`."""
+    if device == RACE and examples > 1:
+        prompt = max(1, examples // 4)
+        return {RACE: examples - prompt, f"{RACE}:{PROMPT}": prompt}
+    if device != SIM:
+        return {device: examples}
+    from batchstate.races.sim import PORTFOLIO
+
+    each, more = divmod(examples, len(PORTFOLIO))
+    parts = {f"{SIM}:{name}": each + (number < more) for number, name in enumerate(PORTFOLIO)}
+    return {name: part for name, part in parts.items() if part}
 
 
 def _tell(progress: Callable[[int, str], None], name: str, before: int, done: int) -> None:

@@ -1,4 +1,4 @@
-"""What a report tells the author of plain torch code: a line of torch that adds the missing edge."""
+"""Remedies for plain torch code: a line of torch that adds the missing edge."""
 
 from typing import final
 
@@ -46,7 +46,7 @@ torch_hint_for = _TorchHintFor()
 
 
 def _event(fence: Entry) -> str:
-    """How the code of the second access says an event; `<name>` where it has no name for it."""
+    """The event in the code of the second access; `<name>` where it has no name for it."""
     name = fence.name.removeprefix("event ")
     window = open_window()
 
@@ -66,12 +66,12 @@ def _stream(lane: str) -> str | None:
 
 
 def _named(lane: str) -> str:
-    """How the code of the second access says a stream; `<name>` where it has no name for it."""
+    """The stream in the code of the second access; `<name>` where it has no name for it."""
     return "torch.cuda.default_stream()" if lane == _DEFAULT else _stream(lane) or f"<{lane}>"
 
 
 def _made_at(lane: str) -> str:
     """Where a stream was made, if the code of the second access has no name for it."""
-    window = open_window()  # None: found when the window closed
+    window = open_window()  # None for a race that the end of the window has found
     made = None if window is None or lane in (_DEFAULT, HOST) or _stream(lane) else window.made_at.get(lane)
     return "" if made is None else f"; <{lane}> is the stream made at {made.line}"

@@ -1,4 +1,4 @@
-"""What the code under test calls a stream or an event: the attribute or variable that its call is assigned to."""
+"""Names of streams and events in the code under test: the attribute or variable that their call is assigned to."""
 
 import dis
 import inspect
@@ -17,37 +17,37 @@ _MOST_PASSED, _MOST_FRAMES = 6, 4
 
 
 def assigned_name() -> str | None:
-    """The name that the call under way is assigned to, where a line of the user's code says so; else None."""
+    """The name that a line of the user's code assigns the present call to; else None."""
     frame = users_frame(3)
     for _ in range(_MOST_FRAMES):
         if frame is None:
             return None
-        found, returned = _stored_behind(frame.f_code, frame.f_lasti)
+        name, returned = _stored_behind(frame.f_code, frame.f_lasti)
         if not returned:
-            return found
+            return name
         frame = frame.f_back  # a helper makes it and returns it
     return None
 
 
 def label_of(event: str | None) -> str:
-    """What reports call an event of a name: a new string for each event, which tells it from others of its name."""
+    """The name of an event in reports: a new string for each event, which tells it from others of its name."""
     return "an event" if event is None else f"event {event}"
 
 
 def expression_of(name: str, is_it: Callable[[Any], bool]) -> str | None:
-    """How the user's code that runs now says an object of a name: `name`, `self.name`, `other.name`; None: it cannot.
+    """The expression for an object in the user's code that runs now: `name`, `self.name`, `other.name`, or None.
 
     Args:
-        name: of the variable or attribute that holds it, elsewhere perhaps.
+        name: of the variable or attribute that holds it, perhaps elsewhere.
         is_it: whether a value is the object.
     """
     frame = users_frame(3)
     if frame is None or not name.isidentifier():
         return None
-    found = frame.f_locals
-    scope = {**frame.f_globals, **found}
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13) and sys.getrefcount(found) <= 3:
-        found.clear()  # a copy, which the frame would keep: tensors in it would outlive their last use
+    variables = frame.f_locals
+    scope = {**frame.f_globals, **variables}
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13) and sys.getrefcount(variables) <= 3:
+        variables.clear()  # a copy, which the frame would keep: tensors in it would outlive their last use
     if name in scope and is_it(scope[name]):
         return name
     for holder in ("self", *scope):
@@ -64,15 +64,15 @@ def expression_of(name: str, is_it: Callable[[Any], bool]) -> str | None:
 def _stored_behind(code: CodeType, at: int) -> tuple[str | None, bool]:
     """The name that takes the result of the instruction at an offset, and whether it is returned instead."""
     left = _MOST_PASSED
-    for one in dis.get_instructions(code):
-        if one.offset <= at:
+    for instruction in dis.get_instructions(code):
+        if instruction.offset <= at:
             continue
-        if one.opname.startswith("STORE_") and one.argval is not None:
-            name = one.argval[0] if isinstance(one.argval, tuple) else one.argval
+        if instruction.opname.startswith("STORE_") and instruction.argval is not None:
+            name = instruction.argval[0] if isinstance(instruction.argval, tuple) else instruction.argval
             return (name if isinstance(name, str) else None), False
-        if one.opname.startswith("RETURN"):
+        if instruction.opname.startswith("RETURN"):
             return None, True
-        left -= one.opname != "CACHE"
-        if one.opname not in _PASSED or not left:
+        left -= instruction.opname != "CACHE"
+        if instruction.opname not in _PASSED or not left:
             return None, False
     return None, False

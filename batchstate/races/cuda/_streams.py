@@ -1,21 +1,19 @@
-"""What `torch.cuda.Stream`, `Event`, `CUDAGraph` and `MemPool` make inside of a window.
+"""Objects that `torch.cuda.Stream`, `Event`, `CUDAGraph` and `MemPool` make inside of a window.
 
-These classes of torch are of C on a build with CUDA, and nothing below them on a CPU-only build. So what they make here
-are objects of classes of this file, which pass for theirs: `isinstance` goes by `__class__`.
+These classes of torch are of C on a build with CUDA, and stubs on a CPU-only build. So they make objects of classes of
+this file here, which pass for theirs: `isinstance` goes by `__class__`.
 """
 
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._names import assigned_name, label_of
 from batchstate.races.cuda._tracer import CUDA, NotModelledError
+from batchstate.races.cuda._window import CudaWindow
 from batchstate.runtime import Fence
-
-if TYPE_CHECKING:
-    from batchstate.races.cuda._window import CudaWindow
 
 _CUDA_TYPE = 1
 """Number of the device type, as `c10::DeviceType` has it."""
@@ -24,15 +22,11 @@ _cuda: Any = torch.cuda
 
 
 class _Made:
-    """Something of torch that was made in a window.
-
-    Args:
-        window: in which.
-    """
+    """An object of torch that was made in a window."""
 
     _OF_TORCH: ClassVar[Any]
 
-    def __init__(self, window: "CudaWindow[Any]") -> None:
+    def __init__(self, window: CudaWindow[Any]) -> None:
         self._window = window
 
     @property  # type: ignore[misc]
@@ -40,7 +34,7 @@ class _Made:
         return self._OF_TORCH
 
     @property
-    def _rt(self) -> "CudaWindow[Any]":
+    def _rt(self) -> CudaWindow[Any]:
         """The window.
 
         Raises:
@@ -53,11 +47,8 @@ class _Made:
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(self._OF_TORCH, name):
-            raise NotModelledError(
-                f"cuda_on_cpu has no model of {self._OF_TORCH.__name__}.{name}",
-                value=name,
-                remedy="leave it out where `torch.cuda.get_device_name()` is that of the window",
-            )
+            remedy = "leave it out where `torch.cuda.get_device_name()` is that of the window"
+            raise NotModelledError.of(f"{self._OF_TORCH.__name__}.{name}", remedy)
         raise AttributeError(f"{self._OF_TORCH.__name__!r} object has no attribute {name!r}")
 
 
@@ -65,7 +56,7 @@ class _Made:
 class _Stream(_Made):
     _OF_TORCH = _cuda.Stream
 
-    def __init__(self, window: "CudaWindow[Any]", number: int, priority: int) -> None:
+    def __init__(self, window: CudaWindow[Any], number: int, priority: int) -> None:
         super().__init__(window)
         self.stream_id = self.cuda_stream = self.native_handle = number
         self.device_index, self.device_type, self.device, self.priority = 0, _CUDA_TYPE, CUDA, priority
@@ -119,9 +110,9 @@ class _Stream(_Made):
 class _Event(_Made):
     _OF_TORCH = _cuda.Event
 
-    def __init__(self, window: "CudaWindow[Any]", name: str | None, timed: bool) -> None:
+    def __init__(self, window: CudaWindow[Any], name: str | None, timed: bool) -> None:
         super().__init__(window)
-        self.label, self.device = label_of(name), CUDA
+        self._batchstate_name, self.device = label_of(name), CUDA
         self.fence: Fence | None = None  # None: never recorded, which counts as complete
         self.cuda_event = self.event_id = id(self)
         self._timed, self._at = timed, 0.0
@@ -139,21 +130,21 @@ class _Event(_Made):
             rt.stream_waits(stream, self.fence)
 
     def synchronize(self) -> None:
-        self._rt.refuse_while_capturing("Event.synchronize")
+        self._rt.tracer.refuse_capture("Event.synchronize")
         if self.fence is not None:
             with self._rt.lock:
                 self.fence.wait()
 
     def query(self) -> bool:
-        self._rt.refuse_while_capturing("Event.query")
+        self._rt.tracer.refuse_capture("Event.query")
         with self._rt.lock:
             return self.fence is None or bool(self.fence.query())
 
     def elapsed_time(self, end_event: "_Event") -> float:
-        for one in (self, end_event):
-            if not one._timed:
+        for event in (self, end_event):
+            if not event._timed:
                 raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-            if one.fence is None:
+            if event.fence is None:
                 raise ValueError("Both events must be recorded before calculating elapsed time.")
         return (end_event._at - self._at) * 1000.0
 
@@ -166,7 +157,7 @@ class _Graph(_Made):
     def capture_begin(
         self, pool: Any = None, capture_error_mode: str = "global", check_input_liveness: bool = False
     ) -> None:
-        self._rt.refuse_while_capturing("capture_begin")
+        self._rt.tracer.refuse_capture("capture_begin")
         self._capture = self._rt.tracer.begin_capture()
 
     def capture_end(self) -> None:
@@ -194,24 +185,21 @@ class _Pool(_Made):
     id = (0, 1)
 
 
-def makers(rt: "CudaWindow[Any]") -> list[tuple[Any, dict[str, Any]]]:
+def makers(rt: CudaWindow[Any]) -> list[tuple[Any, dict[str, Any]]]:
     """Classes of torch, each with its attributes for the length of a window.
 
-    Raises:
-        NotModelledError: from these: a stream or an event is one of a subclass, of another library, of other processes.
+    These raise `NotModelledError` for a stream or an event of a subclass, of another library or of other processes.
     """
 
     def plain(cls: type, *those: type) -> None:
         if cls not in those:
-            raise NotModelledError(
-                f"cuda_on_cpu has no model of {cls.__module__}.{cls.__qualname__}, a subclass of {those[0].__name__}",
-                value=cls,
-                remedy=f"make a torch.cuda.{those[0].__name__}",
-            )
+            kind = those[0].__name__
+            name = f"{cls.__module__}.{cls.__qualname__}, a subclass of {kind}"
+            raise NotModelledError.of(name, f"make a torch.cuda.{kind}")
 
-    def stream(cls: Any, device: Any = None, priority: int = 0, **given: Any) -> _Stream:
+    def stream(cls: Any, device: Any = None, priority: int = 0, **ids: Any) -> _Stream:
         plain(cls, _cuda.Stream, _cuda.ExternalStream)
-        number = given.get("stream_id", given.get("stream_ptr"))
+        number = ids.get("stream_id", ids.get("stream_ptr"))
         with _cuda.device(device):
             number = rt.new_stream(assigned_name()) if number is None else rt.known_stream(number)
         return _Stream(rt, number, priority)
@@ -243,14 +231,14 @@ def _generic(kind: type, make: Any) -> type:
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return make(*args, **kwargs)
 
-        def __instancecheck__(cls, one: object) -> bool:
-            return isinstance(one, kind)
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, kind)
 
     return Meta(kind.__name__, (), {"__module__": "torch"})
 
 
 GENERIC: dict[str, type] = {
     "Stream": _generic(_cuda.Stream, _cuda.Stream),
-    "Event": _generic(_cuda.Event, lambda device=None, **given: _cuda.Event(**given)),
+    "Event": _generic(_cuda.Event, lambda device=None, **options: _cuda.Event(**options)),
 }
-"""What `torch.Stream(device)` and `torch.Event(device)` are for `cuda`."""
+"""`torch.Stream(device)` and `torch.Event(device)` for `cuda`."""

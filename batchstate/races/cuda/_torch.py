@@ -1,8 +1,8 @@
-"""What torch answers inside of the window: the C functions that `torch.cuda` calls, and the methods of tensors.
+"""Torch's answers inside of the window: the C functions that `torch.cuda` calls, and the methods of tensors.
 
-`torch.cuda` itself stays as it is: it is whole but for the C functions below it, which are looked up when they are
-called. A CPU-only build lacks them, and those of a build with CUDA are taken away: a GPU, if there is one, is not
-touched. So names that the code has imported early go on working. All attributes are put back later.
+`torch.cuda` itself stays as it is: only the C functions below it are missing, which are looked up when they are called.
+A CPU-only build lacks them, and those of a build with CUDA are taken away: a GPU, if there is one, is not touched. So
+names that the code has imported early go on working. All attributes are put back later.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils._device
@@ -20,10 +20,8 @@ import torch.utils.dlpack
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._streams import GENERIC, makers
 from batchstate.races.cuda._tracer import CPU, CUDA, NotModelledError, check_declared
+from batchstate.races.cuda._window import CudaWindow
 from batchstate.races.tracing.memory import MemoryKind
-
-if TYPE_CHECKING:
-    from batchstate.races.cuda._window import CudaWindow
 
 Attributes = dict[str, Any]
 _base: Any = torch._C.TensorBase
@@ -34,10 +32,10 @@ _MISSING = object()
 _DYNAMO = "torch._dynamo.device_interface"
 
 _VERSION = "12.8"
-"""Of CUDA: code asks it to learn whether the device is one of NVIDIA's."""
+"""Version of CUDA: code asks for it to learn whether the device is one of NVIDIA's."""
 
 _REFUSED = ("_cuda_", "_accelerator_get", "_accelerator_set")
-"""How functions of `torch._C` begin that must not reach CUDA: without an answer here they are refused by name."""
+"""Prefixes of functions of `torch._C` that must not reach CUDA: without an answer here they are refused by name."""
 
 _POOLS = (
     "_cuda_beginAllocateCurrentThreadToPool",
@@ -50,15 +48,11 @@ _POOLS = (
 
 
 @contextlib.contextmanager
-def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """A window in which torch has a device `cuda:0`; afterwards torch is as it was.
-
-    Args:
-        rt: the runtime behind it.
-        stands_for: `module.attribute` of the code, or `namespace::operator` of torch -> what runs in its place.
+def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
+    """A window in which torch has a device `cuda:0`, with `rt` behind it; afterwards torch is as it was.
 
     Raises:
-        ArgumentError: the attribute or operator does not exist.
+        ArgumentError: an attribute or operator of `stands_for` does not exist.
     """
     c: Any = torch._C
     cuda: Any = torch.cuda
@@ -75,25 +69,21 @@ def replaced(rt: "CudaWindow[Any]", stands_for: Mapping[str, Callable[..., Any]]
         stack.callback(_restore, refused)
         for _, name, _ in refused:
             delattr(c, name)
-        for name, function in stands_for.items():
+        for name, function in rt.stands_for.items():
             _stand_in(stack, name, function)
-        if _DYNAMO in sys.modules:
-            stack.enter_context(
-                torch.compiler.set_stance("force_eager")
-            )  # what was compiled before runs as it is written
+        if _DYNAMO in sys.modules:  # functions that were compiled before run as they are written
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         else:
             stack.callback(_forget_stream)
         before = list[tuple[Any, str, Any]]()  # one callback: one for each costs more than the window's other work
         stack.callback(_restore, before)
+        graphs = {"_cuda_isCurrentStreamCapturing": lambda: rt.capturing, "_graph_pool_handle": lambda: (0, 1)}
         for owner, attributes in (
             (c, answers),
             *makers(rt),
             *_to_dlpack(rt),
             (cuda, _of_cuda(rt)),
-            (
-                cuda.graphs,
-                {"_cuda_isCurrentStreamCapturing": lambda: rt.capturing, "_graph_pool_handle": lambda: (0, 1)},
-            ),
+            (cuda.graphs, graphs),
             (cuda.memory, dict.fromkeys(_POOLS, _nothing)),
             (cuda.graphs.graph, {"default_capture_stream": None}),
             (cuda.nvtx, {"_nvtx": _Silent()}),
@@ -118,19 +108,19 @@ def _default_device(before: torch.device | None) -> None:
 
 
 def _forget_functions() -> None:
-    """Torch keeps sets of its own functions, such as those that a default device is for; they are replaced here."""
-    for one in _caches():
-        one.cache_clear()
+    """Clears torch's caches of its own functions, such as those that a default device applies to."""
+    for cache in _caches():
+        cache.cache_clear()
 
 
 @functools.cache
 def _caches() -> list[Any]:
     modules = torch, torch.overrides, torch.utils._device
-    return [one for each in modules for one in vars(each).values() if isinstance(one, functools._lru_cache_wrapper)]
+    return [value for m in modules for value in vars(m).values() if isinstance(value, functools._lru_cache_wrapper)]
 
 
 def _forget_stream() -> None:
-    """Dynamo, if it was imported in the window, has taken a function of it."""
+    """Gives dynamo back a function of torch, if it was imported in the window."""
     module: Any = sys.modules.get(_DYNAMO)
     if module is not None:
         module.get_cuda_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -142,7 +132,7 @@ def replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
 
 
 def _restore(attributes: list[tuple[Any, str, Any]]) -> None:
-    """Gives attributes the values that they had; last the first that was replaced."""
+    """Gives attributes the values that they had, in reverse order."""
     for owner, name, before in reversed(attributes):
         if before is _MISSING:
             delattr(owner, name)
@@ -151,8 +141,8 @@ def _restore(attributes: list[tuple[Any, str, Any]]) -> None:
 
 
 def _stand_in(stack: contextlib.ExitStack, name: str, function: Callable[..., Any]) -> None:
-    namespace, found, operator = name.partition("::")
-    if found:
+    namespace, _, operator = name.partition("::")
+    if operator:
         library: Any = torch.library
         library = library.Library(namespace, "IMPL")
         stack.callback(library._destroy)
@@ -177,14 +167,11 @@ def _stand_in(stack: contextlib.ExitStack, name: str, function: Callable[..., An
 # The C functions
 
 
-def _answers(rt: "CudaWindow[Any]") -> Attributes:
+def _answers(rt: CudaWindow[Any]) -> Attributes:
     def not_modelled(name: str) -> Any:
         if name.startswith(_REFUSED):
-            raise NotModelledError(
-                f"cuda_on_cpu has no model of torch._C.{name}",
-                value=name,
-                remedy=f'say what stands for it: cuda_on_cpu(stands_for={{"torch._C.{name}": function}})',
-            )
+            remedy = f'say what stands for it: cuda_on_cpu(stands_for={{"torch._C.{name}": function}})'
+            raise NotModelledError.of(f"torch._C.{name}", remedy)
         raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
 
     def set_device(index: int) -> None:
@@ -241,7 +228,7 @@ def _answers(rt: "CudaWindow[Any]") -> Attributes:
     }
 
 
-def _of_cuda(rt: "CudaWindow[Any]") -> Attributes:
+def _of_cuda(rt: CudaWindow[Any]) -> Attributes:
     major, minor = rt.capability
     properties = _Declared(
         name=rt.name,
@@ -291,12 +278,10 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 class _Declared(SimpleNamespace):
-    """What is known of a device, or of its runtime."""
+    """Attributes of a device, or of its runtime."""
 
     def __getattr__(self, name: str) -> Any:
-        raise NotModelledError(
-            f"cuda_on_cpu has no model of {name}", value=name, remedy="leave it out, or replace its caller"
-        )
+        raise NotModelledError.of(name, "leave it out, or replace its caller")
 
 
 class _Silent:
@@ -337,8 +322,8 @@ def _of_torch() -> Attributes:
             check_declared(wanted)
             return generator(CPU)
 
-        def __instancecheck__(cls, one: object) -> bool:
-            return isinstance(one, generator)
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, generator)
 
     return {
         "tensor": lambda data, *args, **kwargs: placed(tensor, data, args, kwargs, copies=True),
@@ -351,17 +336,17 @@ def _of_torch() -> Attributes:
 
 
 def device_of(device: Any) -> torch.device:
-    """What a `device=` argument says; a number is one of CUDA."""
+    """The device of a `device=` argument; a number is one of CUDA."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def _eager(model: Any = None, **_: Any) -> Any:
-    """What `torch.compile` returns: the code itself. What a compiler makes of it for a GPU does not run here."""
+    """The result of `torch.compile`: the code itself, since code that is compiled for a GPU does not run here."""
     return _eager if model is None else model
 
 
 def _as_it_is(obj: Any, *_: object, **__: object) -> Any:
-    """What `torch.jit.script` returns: inside of a script, a tensor's `.device` is that of the CPU."""
+    """The result of `torch.jit.script`: inside of a script, a tensor's `.device` would be that of the CPU."""
     return obj
 
 
@@ -369,11 +354,7 @@ def _autocast(init: Callable[..., None]) -> Callable[..., None]:
     def autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
         if device_type == "cuda" and enabled:
-            raise NotModelledError(
-                "cuda_on_cpu has no model of torch.autocast('cuda')",
-                value=device_type,
-                remedy="pass `enabled=False`, or give the model its dtype",
-            )
+            raise NotModelledError.of("torch.autocast('cuda')", "pass `enabled=False`, or give the model its dtype")
         init(self, device_type, *args, **kwargs)
 
     return autocast
@@ -384,23 +365,20 @@ def _autocast(init: Callable[..., None]) -> Callable[..., None]:
 _array_interface: Any = vars(torch.Tensor)["__cuda_array_interface__"].fget
 
 
-def _refusal(rt: "CudaWindow[Any]", name: str, before: Callable[..., Any]) -> Callable[..., Any]:
+def _refusal(rt: CudaWindow[Any], name: str, before: Callable[..., Any]) -> Callable[..., Any]:
     """A function that refuses a tensor of the device, whose memory it would hand out unseen."""
 
     def refused(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _unseen() and rt.tracer.on_device(tensor):
-            raise NotModelledError(
-                f"cuda_on_cpu has no model of {name} of a tensor of {CUDA}",
-                value=name,
-                remedy="copy the tensor to the host first, or replace the caller with `stands_for`",
-            )
+            remedy = "copy the tensor to the host first, or replace the caller with `stands_for`"
+            raise NotModelledError.of(f"{name} of a tensor of {CUDA}", remedy)
         return before(tensor, *args, **kwargs)
 
     return refused
 
 
-def _to_dlpack(rt: "CudaWindow[Any]") -> list[tuple[Any, Attributes]]:
-    """The functions that share a tensor's memory with another library, by each name that torch has for them."""
+def _to_dlpack(rt: CudaWindow[Any]) -> list[tuple[Any, Attributes]]:
+    """The functions that share a tensor's memory with another library, under each of their names in torch."""
     owners: dict[str, Any] = {"torch._C": torch._C, "torch": torch, "torch.utils.dlpack": torch.utils.dlpack}
     return [
         (owner, {name: _refusal(rt, f"{module}.{name}", vars(owner)[name])})
@@ -411,7 +389,7 @@ def _to_dlpack(rt: "CudaWindow[Any]") -> list[tuple[Any, Attributes]]:
 
 
 def _destination(args: list[Any], kwargs: Mapping[str, Any]) -> tuple[Any, torch.dtype | None, bool, bool]:
-    """What the arguments of `Tensor.to` ask for: device and dtype, each or None, `non_blocking` and `copy`."""
+    """The arguments of `Tensor.to`: device and dtype, each or None, `non_blocking` and `copy`."""
     other = kwargs.get("other", args[0] if args and isinstance(args[0], torch.Tensor) else None)
     device, dtype = (None, None) if other is None else (other.device, other.dtype)
     if args and args[0] is other is not None:
@@ -425,7 +403,7 @@ def _destination(args: list[Any], kwargs: Mapping[str, Any]) -> tuple[Any, torch
     return device, dtype, bool(flags.get("non_blocking", False)), bool(flags.get("copy", False))
 
 
-def _of_tensors(rt: "CudaWindow[Any]") -> Attributes:
+def _of_tensors(rt: CudaWindow[Any]) -> Attributes:
     tracer = rt.tracer
     on_device, cast_base = tracer.on_device, _base.to
     real_device = _base.device.__get__
@@ -456,10 +434,8 @@ def _of_tensors(rt: "CudaWindow[Any]") -> Attributes:
 
     def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _unseen() and on_device(self):
-            raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory "
-                "first."
-            )
+            problem = "can't convert cuda:0 device type tensor to numpy."
+            raise TypeError(f"{problem} Use Tensor.cpu() to copy the tensor to host memory first.")
         return _base.numpy(self, *args, **kwargs)
 
     array: Any = torch.Tensor.__array__
@@ -485,8 +461,8 @@ def _of_tensors(rt: "CudaWindow[Any]") -> Attributes:
         return to(self, other)
 
     def new_tensor(self: torch.Tensor, data: Any, **kwargs: Any) -> torch.Tensor:
-        given = {"dtype": self.dtype, "device": self.device, **{k: v for k, v in kwargs.items() if v is not None}}
-        return torch.tensor(data, **given)
+        options = {"dtype": self.dtype, "device": self.device, **{k: v for k, v in kwargs.items() if v is not None}}
+        return torch.tensor(data, **options)
 
     def type_name(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):

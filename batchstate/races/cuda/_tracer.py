@@ -1,4 +1,4 @@
-"""Which memory is `cuda:0`'s, and every operation of torch on it, by the word `device=` that the code itself says."""
+"""The memory of `cuda:0`, and every operation of torch on it, by the word `device=` in the code itself."""
 
 import abc
 import threading
@@ -13,7 +13,7 @@ from batchstate.races.tracing.memory import A, MemoryKind
 from batchstate.races.tracing.operations import Operation, tensors_of
 
 CUDA = torch.device("cuda", 0)
-"""What the memory of the device answers as its `.device`."""
+"""The `.device` of tensors of the device."""
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,12 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class NotModelledError(ArgumentError, AttributeError):
-    """The code under test calls something of CUDA that has no model here."""
+    """The code under test calls a function of CUDA that has no model here."""
+
+    @classmethod
+    def of(cls, name: str, remedy: str) -> "NotModelledError":
+        """The error of a name."""
+        return cls(f"cuda_on_cpu has no model of {name}", name, remedy)
 
 
 def check_declared(device: torch.device) -> torch.device:
@@ -34,55 +39,55 @@ def check_declared(device: torch.device) -> torch.device:
         RuntimeError: it was not declared.
     """
     if device.index not in (None, 0):
-        raise RuntimeError(
-            f"CUDA error: invalid device ordinal: {device} was not declared; `cuda_on_cpu` has one device, {CUDA}"
-        )
+        problem = f"{device} was not declared; `cuda_on_cpu` has one device, {CUDA}"
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {problem}")
     return CUDA
 
 
-def _is_of_torch(call: TracedCall, place: torch.device) -> bool:
-    """Whether C++ of torch says that a result lies where an operand does, whose memory is the CPU's there.
+def _is_of_torch(call: TracedCall, device: torch.device) -> bool:
+    """Whether C++ of torch puts a result beside an operand, whose memory is the CPU's there.
 
-    Such a call has the options of a tensor, with its layout; one of Python always says whether to pin as well.
+    Such a call has the options of a tensor, with its layout; a call from Python always has `pin_memory` as well.
     """
-    return place.type == "cpu" and call.kwargs.get("layout") is not None and call.kwargs.get("pin_memory") is None
+    return device.type == "cpu" and call.kwargs.get("layout") is not None and call.kwargs.get("pin_memory") is None
 
 
 class CudaTracer(Tracer[A]):
-    """The part of a tracer for code that names its devices: what is not `cuda` is the host's.
+    """The part of a tracer for code that names its devices: all memory but that of `cuda` is the host's.
 
-    Undecided is only what C++ of torch makes beside a tensor that it does not name (`one_hot`, backward passes).
+    Undecided are only results that C++ of torch makes beside a tensor that it does not name (`one_hot`, backward
+    passes).
 
-    What becomes of an operation is up to the tool that it is mixed with. Pageable host memory is not kept in the books
-    at all. Threads go one after the other, and are one host.
+    The tool that this is mixed with runs or enqueues the operations. Pageable host memory has no allocation. Threads go
+    one after the other, and are one host.
 
     Args:
-        given: what the tool's own tracer takes.
+        arguments: of the tool's own tracer.
 
     Attributes:
-        lock: held by whichever thread is told of an operation.
+        lock: held by the thread that runs an operation.
         ended: whether the window is over; threads that go on run as if there had been none.
     """
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.lock = threading.RLock()
         self.ended = False
         self._beside_a_gpu = torch.cuda.is_available()
-        self._captures: dict[int, Any] = {}  # thread -> what it captures
-        self._registered: dict[int, int] = {}  # where host memory that is pinned by its address begins -> its end
+        self._captures: dict[int, Any] = {}  # thread -> its capture
+        self._registered: dict[int, int] = {}  # host memory that is pinned by its address: begin -> end
 
     # Memory
 
     def kind_of(self, tensor: torch.Tensor) -> MemoryKind:
-        """Where a tensor lies: what was not made on the device is the host's.
+        """Where a tensor lies: memory that was not made on the device is the host's.
 
         Raises:
             ArgumentError: it lies on a real GPU: it was made outside of the window.
         """
-        known = self.allocations.of(tensor)
-        if known is not None and not (self._registered and known.kind is MemoryKind.HOST):
-            return known.kind
+        allocation = self.allocations.of(tensor)
+        if allocation is not None and not (self._registered and allocation.kind is MemoryKind.HOST):
+            return allocation.kind
         if self._registered and _is_cpu(tensor) and self._is_registered(tensor):
             self.keep(tensor, MemoryKind.PINNED)
             return MemoryKind.PINNED
@@ -95,12 +100,12 @@ class CudaTracer(Tracer[A]):
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on the device. Cheap."""
         try:
-            found = self.allocations.of(tensor)
+            allocation = self.allocations.of(tensor)
         except (RuntimeError, NotImplementedError):  # without a storage: a wrapper of another library
-            found = None
-        if found is None and _is_wrapped(tensor):
+            allocation = None
+        if allocation is None and _is_wrapped(tensor):
             return self.on_device(torch._C._functorch.get_unwrapped(tensor))
-        return found is not None and found.kind is MemoryKind.DEVICE
+        return allocation is not None and allocation.kind is MemoryKind.DEVICE
 
     def register(self, address: int, nbytes: int, flags: int = 0) -> int:
         """`cudaHostRegister`: host memory is pinned from now on; returns 0, for success."""
@@ -108,7 +113,7 @@ class CudaTracer(Tracer[A]):
         return 0
 
     def unregister(self, address: int) -> int:
-        """`cudaHostUnregister`; what was seen of the memory counts as pinned until it is gone."""
+        """`cudaHostUnregister`; tensors of the memory that were seen count as pinned until they are gone."""
         self._registered.pop(address, None)
         return 0
 
@@ -119,54 +124,53 @@ class CudaTracer(Tracer[A]):
     # Operations
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], from_factory: bool) -> Any:
-        """An operation is called; returns its result. `device=` says where its result lies."""
+        """An operation is called; returns its result, which lies on the device of `device=`."""
         __tracebackhide__ = True
         if self.ended:
             return func(*args, **kwargs)
         operation = Operation.of(func)
         if operation.is_metadata:
             result = func(*args, **kwargs)
-            if operation.name == "lift_fresh" and self.allocations.of(result) is None:
-                with untraced():
-                    pinned = self.allocations.pinned_at(result)
-                return result if pinned is None else pinned
-            return result
+            return self._lifted(result, from_factory) if operation.name == "lift_fresh" else result
         tensors = tensors_of(args, kwargs)
-        place = kwargs.get("device")
-        if place is not None:
-            if place.type not in ("cuda", "cpu"):
+        device = kwargs.get("device")
+        if device is not None:
+            if device.type not in ("cuda", "cpu"):
                 return func(*args, **kwargs)
-            if place.type == "cuda" and self.on_cpu:
-                check_declared(place)
+            if device.type == "cuda" and self.on_cpu:
+                check_declared(device)
                 kwargs = {**kwargs, "device": CPU}
         with self.lock:
-            kinds: list[MemoryKind | None] = [self.kind_of(one) for one in tensors]
-            return self._operation(TracedCall(operation, func, args, kwargs, tensors, kinds), place)
+            kinds: list[MemoryKind | None] = [self.kind_of(tensor) for tensor in tensors]
+            return self._operation(TracedCall(operation, func, args, kwargs, tensors, kinds), device)
 
-    def _operation(self, call: TracedCall, place: torch.device | None) -> Any:
+    def _lift(self, tensor: torch.Tensor, from_factory: bool) -> torch.Tensor:
+        return tensor
+
+    def _operation(self, call: TracedCall, device: torch.device | None) -> Any:
         __tracebackhide__ = True
         operation, func, args, kwargs, tensors, kinds = call
         of_device = MemoryKind.DEVICE in kinds
         mixed = of_device and kinds.count(MemoryKind.DEVICE) < len(kinds)
         capturing = self._captures and self.capture is not None
-        if place is not None and self.on_cpu and (of_device or not tensors) and _is_of_torch(call, place):
+        if device is not None and self.on_cpu and (of_device or not tensors) and _is_of_torch(call, device):
             if not tensors and not capturing:
                 return self._on_host(call)
-            place = CUDA if capturing else None
-        to_device = of_device if place is None else place.type == "cuda"
+            device = CUDA if capturing else None
+        to_device = of_device if device is None else device.type == "cuda"
         if MemoryKind.UNDECIDED in kinds:
             if not (of_device or to_device) and all(
-                kind is MemoryKind.UNDECIDED or not one.ndim for one, kind in zip(tensors, kinds, strict=True)
+                kind is MemoryKind.UNDECIDED or not tensor.ndim for tensor, kind in zip(tensors, kinds, strict=True)
             ):
                 return self._on_host(call)
-            for one, kind in zip(tensors, kinds, strict=True):
+            for tensor, kind in zip(tensors, kinds, strict=True):
                 if kind is MemoryKind.UNDECIDED and of_device:
-                    self.use_on_device(one)
+                    self.use_on_device(tensor)
                 elif kind is MemoryKind.UNDECIDED:
-                    self._decide_for_host(one)
+                    self._decide_for_host(tensor)
         if kwargs.get("pin_memory"):
             if to_device:
-                raise RuntimeError(f"{operation.name}: only dense CPU tensors can be pinned, and device= says {place}")
+                raise RuntimeError(f"{operation.name}: only dense CPU tensors can be pinned, and device= says {device}")
             kwargs = {**kwargs, "pin_memory": False} if self.on_cpu else kwargs
             return self.keep(func(*args, **kwargs), MemoryKind.PINNED)
         crosses = operation.name == "copy_" and mixed and MemoryKind.UNDECIDED not in kinds
@@ -191,9 +195,8 @@ class CudaTracer(Tracer[A]):
             self._refuse_host_operands(call)
         result = self._on_device(call)
         if isinstance(result, torch.Tensor) and result.layout is not torch.strided:
-            raise NotImplementedError(
-                f"cuda_on_cpu has no model of {result.layout} tensors on {CUDA} ({operation.name})"
-            )
+            problem = f"cuda_on_cpu has no model of {result.layout} tensors on {CUDA}"
+            raise NotImplementedError(f"{problem} ({operation.name})")
         return result
 
     def _moved(self, source: torch.Tensor, kwargs: Mapping[str, Any], to_device: bool) -> torch.Tensor:
@@ -212,15 +215,13 @@ class CudaTracer(Tracer[A]):
         try:
             super()._refuse_host_operands(call)
         except DeviceError as error:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {CUDA} and cpu! "
-                f"({error.problem})"
-            ) from None
+            problem = "Expected all tensors to be on the same device, but found at least two devices"
+            raise RuntimeError(f"{problem}, {CUDA} and cpu! ({error.problem})") from None
 
     # Calls that torch does not dispatch
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What `Tensor.pin_memory` returns."""
+        """The result of `Tensor.pin_memory`."""
         with self.lock, untraced():
             kind = self.kind_of(tensor)
             if kind is MemoryKind.DEVICE:
@@ -230,7 +231,7 @@ class CudaTracer(Tracer[A]):
             return self.keep(tensor.clone(), MemoryKind.PINNED)
 
     def to_list(self, tensor: torch.Tensor) -> Any:
-        """What `Tensor.tolist` returns; the host waits for a tensor of the device."""
+        """The result of `Tensor.tolist`; the host waits for a tensor of the device."""
         with self.lock, untraced():
             kind = self.kind_of(tensor)
             if kind is MemoryKind.DEVICE:
@@ -243,21 +244,21 @@ class CudaTracer(Tracer[A]):
 
     @property
     def capture(self) -> Any:
-        """What this thread captures, or None."""
+        """The capture of this thread, or None."""
         return self._captures.get(threading.get_ident()) if self._captures else None
 
     def begin_capture(self) -> Any:
-        """What this thread launches from now on is recorded, and does not happen; returns the record."""
+        """Launches of this thread are recorded from now on, and do not happen; returns the record."""
         capture = self._captures[threading.get_ident()] = self._new_capture()
         return capture
 
     def end_capture(self) -> None:
-        """Ends the capture of this thread. What it recorded has changed nothing of older memory."""
+        """Ends the capture of this thread, which has changed no older memory."""
         self._captures.pop(threading.get_ident(), None)
 
     @abc.abstractmethod
     def replay(self, capture: Any) -> None:
-        """What a graph has recorded happens on the current stream."""
+        """The operations of a graph happen on the current stream."""
 
     @abc.abstractmethod
     def _new_capture(self) -> Any:
@@ -273,15 +274,15 @@ class CudaTracer(Tracer[A]):
             self.refuse_capture(f"{operation.name} waits for the device")
         if copies:
             source = args[1] if operation.name == "copy_" else args[0]
-            pinned = all(self.kind_of(one) is not MemoryKind.HOST for one in (args[0], source))
+            pinned = all(self.kind_of(tensor) is not MemoryKind.HOST for tensor in (args[0], source))
             if operation.name == "_to_copy" or not pinned:
                 self.refuse_capture("a copy from or to memory that is not pinned waits for the device")
 
-    def refuse_capture(self, what: str) -> None:
-        """Refuses what a stream that is captured does not permit.
+    def refuse_capture(self, operation: str) -> None:
+        """Refuses an operation that is not permitted on a captured stream.
 
         Raises:
             RuntimeError: this thread captures a graph.
         """
         if self.capture is not None:
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {operation}")

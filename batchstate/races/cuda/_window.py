@@ -11,7 +11,6 @@ import torch
 
 from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
-from batchstate.races.cuda._torch import replaced
 from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
 from batchstate.races.detector import Race
 from batchstate.races.runtime import RaceRuntime
@@ -45,7 +44,7 @@ class ThreadedCpu(CpuRuntime):
 
 @final
 class Entered(threading.local):
-    """Numbers of the streams that were current before each `with stream:`, of each thread."""
+    """Per thread, the numbers of the streams that were current before each `with stream:`."""
 
     def __init__(self) -> None:
         self.before: list[int] = []
@@ -58,15 +57,15 @@ class TorchWindow(TracedRuntime[S]):
     """A window over code that knows torch alone. Any thread may use it: they take turns, and are one host.
 
     Attributes:
-        lock: held while something of the device happens.
-        made_at: name of a stream that the code has made -> where.
+        lock: held while an operation of the device happens.
+        made_at: name of a stream -> the line of the code that made it.
     """
 
     _tracer: CudaTracer[Any]
 
-    def __init__(self, inner: Runtime, **given: Any) -> None:
+    def __init__(self, inner: Runtime, **settings: Any) -> None:
         self.made_at: dict[str, SourceLine] = {}
-        super().__init__(inner, **given)
+        super().__init__(inner, **settings)
         self.lock = self._tracer.lock
 
     def check_owner(self, operation: str) -> None:
@@ -89,6 +88,24 @@ class TorchWindow(TracedRuntime[S]):
         finally:
             self._tracer.ended = True
 
+    @abc.abstractmethod
+    def _state_of(self, stream: Any) -> Any:
+        """The tool's state of a stream of torch; None for one that it does not know."""
+
+    def label_of_stream(self, stream: Any) -> str:
+        """The name of a stream in reports; empty for an unknown stream."""
+        state = self._state_of(stream)
+        return "" if state is None else str(state.name)
+
+    def label_of_event(self, event: Any) -> str:
+        """The name of an event in reports: each event has a string of its own, perhaps equal to that of others."""
+        return str(getattr(event, "_batchstate_name", ""))
+
+    def name_stream(self, stream: Any, name: str) -> None:
+        """Names a stream in reports whose name is not seen in the code: one made in a list, or by a library."""
+        state, streams = self._state_of(stream), list[Any](self._streams.values())
+        state.name = unused_name(name, [HOST, *(other.name for other in streams if other is not state)])
+
 
 class PlainRaceRuntime(RaceRuntime):
     """A `RaceRuntime` over code that may catch what it raises: its window says so at its end."""
@@ -99,8 +116,8 @@ class PlainRaceRuntime(RaceRuntime):
         """Ends the window; torch is as it was.
 
         Raises:
-            Race: one was raised in the window and the code caught it, or the source of a copy had changed; not where
-                an error ends the window, which gets a note of what was found.
+            Race: one was raised in the window and the code caught it, or the source of a copy had changed. An error
+                that ends the window gets a note of the races instead.
         """
         super().__exit__(kind, error, traceback)
         if error is not None:
@@ -115,10 +132,12 @@ class CudaWindow(TorchWindow[S]):
 
     Args:
         name, memory, capability, stands_for: see `cuda_on_cpu`.
-        given: what the runtime of the tool takes.
+        settings: of the tool's own runtime.
 
     Attributes:
         name, memory, capability: of the device, as `torch.cuda` answers.
+        stands_for: functions that replace the code's.
+        tracer: is told of every operation.
         entered: streams that `with stream:` will make current again.
     """
 
@@ -129,28 +148,17 @@ class CudaWindow(TorchWindow[S]):
         memory: int,
         capability: tuple[int, int],
         stands_for: Mapping[str, Callable[..., Any]],
-        **given: Any,
+        **settings: Any,
     ) -> None:
         self.name, self.memory, self.capability = name, memory, capability
-        self._stands_for = dict(stands_for)
+        self.stands_for = dict(stands_for)
         self._polled: dict[int, Fence] = {}
-        super().__init__(ThreadedCpu(), **given)
+        super().__init__(ThreadedCpu(), **settings)
+        self.tracer = self._tracer
         self.entered = Entered()
         first = self._inner.current_stream
         self._numbers: dict[object, int] = {first.key: 0}
         self._by_number: list[Stream] = [first]
-
-    # The window
-
-    @property
-    def tracer(self) -> CudaTracer[Any]:
-        """What is told of every operation."""
-        return self._tracer
-
-    def _changed(self) -> contextlib.AbstractContextManager[None]:
-        return replaced(self, self._stands_for)
-
-    # Streams
 
     @property
     def current_id(self) -> int:
@@ -164,20 +172,13 @@ class CudaWindow(TorchWindow[S]):
             stream = self.stream(name or f"stream {number}")
             self._by_number.append(stream)
             self._numbers[stream.key] = number
-            known: Any = self._known_stream(stream)
-            self.made_at[known.name] = source_line()
+            state: Any = self._known_stream(stream)
+            self.made_at[state.name] = source_line()
             return number
 
-    def label_of_stream(self, stream: Any) -> str:
-        """What reports call a stream; empty for one of another window."""
-        if getattr(stream, "_window", None) is not self:
-            return ""
-        known: Any = self._known_stream(self._by_number[stream.stream_id])
-        return str(known.name)
-
-    def label_of_event(self, event: Any) -> str:
-        """What reports call an event: each has a string of its own, equal or not to that of others."""
-        return str(getattr(event, "label", ""))
+    def _state_of(self, stream: Any) -> Any:
+        ours = getattr(stream, "_window", None) is self
+        return self._known_stream(self._by_number[stream.stream_id]) if ours else None
 
     def known_stream(self, number: int) -> int:
         """The number, if a stream has it.
@@ -186,20 +187,13 @@ class CudaWindow(TorchWindow[S]):
             NotModelledError: it is the address of a stream that another library has made.
         """
         if not 0 <= number < len(self._by_number):
-            raise NotModelledError(
-                f"cuda_on_cpu has no stream {number:#x}", value=number, remedy="make a torch.cuda.Stream in the window"
-            )
+            problem = f"cuda_on_cpu has no stream {number:#x}"
+            raise NotModelledError(problem, number, "make a torch.cuda.Stream in the window")
         return number
 
     def set_current(self, number: int) -> None:
         """Makes a stream the current one of this thread."""
         self._inner._current = self._by_number[number]  # type: ignore[attr-defined]
-
-    def name_stream(self, stream: Any, name: str) -> None:
-        """Says what reports call a stream whose name is not seen: one made in a list, or by a library."""
-        known: Any = self._known_stream(self._by_number[stream.stream_id])
-        others: list[Any] = [one for one in self._streams.values() if one is not known]
-        known.name = unused_name(name, [HOST, *(one.name for one in others)])
 
     def keep_for(self, tensor: torch.Tensor, number: int) -> None:
         """`tensor.record_stream(stream)`."""
@@ -212,7 +206,7 @@ class CudaWindow(TorchWindow[S]):
             return event.fence  # type: ignore[no-any-return]
         number = self.current_id if stream is None else stream.stream_id
         with self.lock:
-            return self._recorded(self._by_number[number], event.label)
+            return self._recorded(self._by_number[number], self.label_of_event(event))
 
     def stream_waits(self, stream: Any, fence: Fence) -> None:
         """`event.wait(stream)`."""
@@ -222,37 +216,27 @@ class CudaWindow(TorchWindow[S]):
 
     def stream_done(self, number: int) -> bool:
         """`stream.query()`: whether the host knows that all of it has run."""
-        self.refuse_while_capturing("Stream.query")
+        self._tracer.refuse_capture("Stream.query")
         with self.lock:
             stream = self._by_number[number]
             if self._is_idle(stream):
                 return True
             asked = self._polled.get(number)
-            if asked is None or asked.query():  # what came behind it may not have run
+            if asked is None or asked.query():  # operations behind it may not have run
                 asked = self._polled[number] = self._recorded(stream, "all of the stream")
             return asked.query()
 
     def wait_for_stream(self, number: int) -> None:
         """`stream.synchronize()`."""
-        self.refuse_while_capturing("Stream.synchronize")
+        self._tracer.refuse_capture("Stream.synchronize")
         with self.lock:
             self._recorded(self._by_number[number], "all of the stream").wait()
 
     def wait_for_everything(self) -> None:
         """`torch.cuda.synchronize()`."""
-        self.refuse_while_capturing("torch.cuda.synchronize")
+        self._tracer.refuse_capture("torch.cuda.synchronize")
         with self.lock:
             self.synchronize()
-
-    def refuse_while_capturing(self, what: str) -> None:
-        """Refuses what waits for the device while this thread captures a graph.
-
-        Raises:
-            RuntimeError: it does.
-        """
-        self._tracer.refuse_capture(what)
-
-    # What a tool does
 
     @abc.abstractmethod
     def _is_idle(self, stream: Stream) -> bool:
@@ -265,7 +249,7 @@ class CudaWindow(TorchWindow[S]):
         return max(0, self.memory - self._tracer.allocations.nbytes), self.memory
 
     def reset_peak(self, device: object = 0) -> None:
-        """Forgets what was the most at once."""
+        """Forgets the peak."""
         self._tracer.allocations.most_nbytes = self._tracer.allocations.nbytes
 
     def memory_stats(self, device: object = 0) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, overload
 
 import attrs
@@ -10,6 +11,7 @@ import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._hints import torch_hint_for
+from batchstate.races.cuda._torch import replaced
 from batchstate.races.cuda._tracer import CudaTracer
 from batchstate.races.cuda._window import CudaWindow, PlainRaceRuntime, open_window
 from batchstate.races.detector import OnRace, RaceAllocation
@@ -37,7 +39,8 @@ class Node(NamedTuple):
 
     Attributes:
         operation, func, args, kwargs: the call.
-        results: its tensors; `new` says of each whether it is memory of the graph.
+        results: its tensors.
+        new: whether each result is memory of the graph.
         copies: whether it is a copy between pinned memory and the device.
     """
 
@@ -52,9 +55,9 @@ class Node(NamedTuple):
 
 @final
 class Capture:
-    """What is recorded between `capture_begin` and `capture_end`.
+    """The operations recorded between `capture_begin` and `capture_end`.
 
-    While it is recorded the operations run, so that the code sees shapes; what they write of older memory is put back.
+    They run while they are recorded, so that the code sees shapes; their writes to older memory are put back.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ class Capture:
         self._made: set[int] = set()
 
     def made(self, tensor: torch.Tensor) -> None:
-        """Memory of the graph's own."""
+        """The tensor is memory of the graph."""
         self._made.add(tensor.untyped_storage()._cdata)
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -74,7 +77,7 @@ class Capture:
             self._kept[storage._cdata] = (whole, whole.clone())
 
     def restore(self) -> None:
-        """Older memory is as it was."""
+        """Puts older memory back."""
         for whole, before in self._kept.values():
             whole.copy_(before)
         self._kept.clear()
@@ -96,7 +99,7 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
         return Capture()
 
     def end_capture(self) -> None:
-        """Ends the capture of this thread. What it recorded has changed nothing of older memory."""
+        """Ends the capture of this thread, which has changed no older memory."""
         if self.capture is not None:
             with untraced():
                 self.capture.restore()
@@ -106,22 +109,21 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
         operation, func, args, kwargs, *_ = call
         capture: Capture = self.capture
         for written in operation.writes(args, kwargs):
-            for one in tensors_in(written):
-                capture.keep(one)
+            for tensor in tensors_in(written):
+                capture.keep(tensor)
         with untraced():
             result = func(*args, **kwargs)
         results = list(tensors_in(result))
-        new = [self.allocations.of(one) is None for one in results]
-        for one, is_new in zip(results, new, strict=True):
-            if is_new:  # of the graph's own pool, which no stream gets back
-                known = self.allocate(one, MemoryKind.DEVICE)
-                known.allocated_on = None
-                capture.made(one)
+        new = [self.allocations.of(made) is None for made in results]
+        for made, is_new in zip(results, new, strict=True):
+            if is_new:  # in the graph's own pool, which no stream gets back
+                self.allocate(made, MemoryKind.DEVICE).allocated_on = None
+                capture.made(made)
         capture.nodes.append(Node(operation, func, tuple(args), dict(kwargs), results, new, copies))
         return result
 
     def replay(self, capture: Capture) -> None:
-        """Runs what a graph has recorded, on the current stream."""
+        """Runs the operations of a graph on the current stream."""
         __tracebackhide__ = True
         with self.lock, untraced():
             outer, self.launched = self.launched, "graph"
@@ -137,14 +139,14 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
             self._copy(node.args[0], node.args[1], True)
             return
         accesses = node.operation.accesses(node.args, node.kwargs, self._read_index)
-        for one, is_new in zip(node.results, node.new, strict=True):
-            if is_new and (region := of_tensor(one)) is not None:
-                accesses.append(MemoryAccess(one, region, True))
+        for target, is_new in zip(node.results, node.new, strict=True):
+            if is_new and (region := of_tensor(target)) is not None:
+                accesses.append(MemoryAccess(target, region, True))
         entry, checked = self.begin(EventKind.OPERATION, node.operation.name, accesses)
         result = node.func(*node.args, **node.kwargs)
-        for one, other, is_new in zip(node.results, tensors_in(result), node.new, strict=True):
+        for target, made, is_new in zip(node.results, tensors_in(result), node.new, strict=True):
             if is_new:
-                one.copy_(other)
+                target.copy_(made)
         self.end(entry, checked)
 
 
@@ -152,8 +154,13 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
 class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
     """The race detector behind `torch.cuda`. Made by `cuda_on_cpu`."""
 
-    _TRACER = CudaRaceTracer
     _tracer: CudaRaceTracer
+
+    def _new_tracer(self) -> CudaRaceTracer:
+        return CudaRaceTracer(self, self._detector)
+
+    def _changed(self) -> AbstractContextManager[None]:
+        return replaced(self)
 
     def _wait_for_device(self) -> None:
         self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
@@ -166,7 +173,7 @@ class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
 
 @final
 class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
-    """Gives the device what is the device's, of code that names its devices. A graph is a list of what to enqueue."""
+    """Enqueues the device's operations, of code that names its devices. A graph is a list of operations to enqueue."""
 
     def new(self, like: NewTensor) -> torch.Tensor:
         """New device memory of the current stream; while a graph is captured, of the graph, which keeps it."""
@@ -192,7 +199,7 @@ class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
             self.capture.append(task)
 
     def replay(self, capture: list[Task]) -> None:
-        """Enqueues what a graph has recorded; its random numbers are drawn anew."""
+        """Enqueues the operations of a graph; random numbers are drawn anew."""
         with self.lock:
             for task in capture:
                 work = task.work
@@ -209,8 +216,13 @@ class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
 class CudaSimRuntime(CudaWindow[DeviceStream], SimRuntime):
     """The simulated device behind `torch.cuda`. Made by `cuda_on_cpu`."""
 
-    _TRACER = CudaSimTracer
     _tracer: CudaSimTracer
+
+    def _new_tracer(self) -> CudaSimTracer:
+        return CudaSimTracer(self, self._device, self._allocator)
+
+    def _changed(self) -> AbstractContextManager[None]:
+        return replaced(self)
 
     def _is_idle(self, stream: Stream) -> bool:
         return not self.pending(stream)
@@ -265,7 +277,7 @@ def cuda_on_cpu(
             print(race)
 
     Args:
-        device: as `open_device` has it: `"race"`, the race detector; `"race:prompt"`, where an event is complete as
+        device: a name of `open_device`: `"race"`, the race detector; `"race:prompt"`, where an event is complete as
             soon as the host asks; or `"sim"`, the simulated device, where `"sim:lazy"` names the scheduler.
         on_race: `"raise"` the first race as `Race` where it happens, and once more at the end of the window if the
             code has caught it; or `"collect"` them in `races`.
@@ -273,23 +285,19 @@ def cuda_on_cpu(
         name: of the device, as `torch.cuda` answers.
         memory: of the device, in bytes.
         capability: of the device, major and minor.
-        stands_for: what runs in the place of code that needs a GPU: `package.module.attribute` (the launcher of a
-            Triton kernel) or `namespace::operator` (an operator without a CPU kernel) -> a function of torch
-            operations, whose accesses are seen, or a `declared_kernel`.
+        stands_for: code that needs a GPU -> its replacement: `package.module.attribute` (the launcher of a Triton
+            kernel) or `namespace::operator` (an operator without a CPU kernel) -> a function of torch operations,
+            whose accesses are seen, or a `declared_kernel`.
         note_waits: see `RaceRuntime`.
 
     Returns:
         the runtime, for `with`.
 
     Raises:
-        ArgumentError: on entry: a window is open, or `stands_for` names what does not exist.
+        ArgumentError: on entry: a window is open, or a name of `stands_for` does not exist.
     """
-    described: dict[str, Any] = {
-        "name": name,
-        "memory": memory,
-        "capability": capability,
-        "stands_for": stands_for or {},
-    }
+    described: dict[str, Any] = {"name": name, "memory": memory, "capability": capability}
+    described["stands_for"] = stands_for or {}
     tool, _, rest = device.partition(":")
     if tool == SIM:
         return CudaSimRuntime(**described, seed=seed, scheduler=rest or "random")
@@ -303,15 +311,15 @@ def cuda_on_cpu(
 def declared_kernel(
     *, reads: Sequence[str] = (), writes: Sequence[str] = ()
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Declares what a kernel of its own accesses, by the names of its arguments; lists and tuples of tensors too.
+    """Declares the accesses of a kernel by the names of its arguments; lists and tuples of tensors too.
 
     Inside of a window of `cuda_on_cpu` a call is one operation of the current stream with these accesses. The function
-    runs at once, unseen; on the simulated device it runs late, and what it returns is dropped. Elsewhere it is the
+    runs at once, unseen; on the simulated device it runs late, and its return value is dropped. Elsewhere it is the
     function. Pass it as `stands_for`, or decorate the launcher.
 
     Args:
         reads: names of arguments that it reads.
-        writes: names of arguments that it writes; one that is read and written stands in both.
+        writes: names of arguments that it writes; arguments that are read and written stand in both.
 
     Raises:
         ArgumentError: the function has no such argument.
@@ -329,7 +337,7 @@ def declared_kernel(
             rt = open_window()
             if rt is None:
                 return function(*args, **kwargs)
-            given, names = signature.bind(*args, **kwargs).arguments, tuple(kwargs)
+            arguments, names = signature.bind(*args, **kwargs).arguments, tuple(kwargs)
 
             def kernel(*values: Any) -> T:
                 return function(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
@@ -339,8 +347,8 @@ def declared_kernel(
                     raw_kernel(kernel),
                     *args,
                     *kwargs.values(),
-                    reads=_tensors(given, reads),
-                    writes=_tensors(given, writes),
+                    reads=_tensors(arguments, reads),
+                    writes=_tensors(arguments, writes),
                     name=function.__name__,
                 )
                 return launched
@@ -350,7 +358,7 @@ def declared_kernel(
     return declare
 
 
-def _tensors(given: dict[str, Any], names: Sequence[str]) -> list[torch.Tensor]:
-    values = [given.get(name) for name in names]
-    flat = [one for value in values for one in (value if isinstance(value, list | tuple) else (value,))]
-    return [one for one in flat if isinstance(one, torch.Tensor)]
+def _tensors(arguments: dict[str, Any], names: Sequence[str]) -> list[torch.Tensor]:
+    values = [arguments.get(name) for name in names]
+    flat = [part for value in values for part in (value if isinstance(value, list | tuple) else (value,))]
+    return [part for part in flat if isinstance(part, torch.Tensor)]

@@ -17,20 +17,18 @@ from batchstate.races.cuda._tracer import CudaTracer
 from batchstate.races.cuda._window import PlainRaceRuntime, TorchWindow
 from batchstate.races.detector import OnRace, RaceAllocation
 from batchstate.races.report import EventKind
-from batchstate.races.runtime import RaceFence
+from batchstate.races.runtime import DONE, RaceFence
 from batchstate.races.tracer import Checked, RaceTracer
-from batchstate.races.tracing.clocks import StreamClock, unused_name
+from batchstate.races.tracing.clocks import StreamClock
 from batchstate.races.tracing.dispatch import TracedCall, untraced
 from batchstate.races.tracing.memory import MemoryKind
 from batchstate.races.tracing.operations import MemoryAccess, tensors_in
 from batchstate.races.tracing.regions import ByteRegion, LateRegion, of_tensor
-from batchstate.runtime import AcceleratorRuntime, DoneFence, Fence
-
-_DONE: Fence = DoneFence()
+from batchstate.runtime import AcceleratorRuntime
 
 
 class Node(NamedTuple):
-    """One operation of a graph: its name, and what it accesses. It keeps no memory."""
+    """An operation of a graph: its name and its accesses. It keeps no memory."""
 
     name: str
     accesses: Checked
@@ -42,7 +40,7 @@ MOST_KEPT = 1 << 16
 
 @final
 class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
-    """Tells the detector of every access to a GPU's memory. Torch runs what it is asked to run.
+    """Tells the detector of every access to a GPU's memory. Torch runs the operations.
 
     Attributes:
         lookups: times that values of an index mattered, for which the tool itself has waited.
@@ -50,13 +48,13 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
 
     _inner: AcceleratorRuntime
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.lookups = 0
         self._wait: Callable[[], None] = torch._C._cuda_synchronize  # before it is one that is noted
 
     def kind_of(self, tensor: torch.Tensor) -> MemoryKind:
-        """Where a tensor lies, as it says itself; host memory that is not known to be pinned is pageable."""
+        """Where a tensor lies, by its own device; host memory that is not known to be pinned is pageable."""
         return MemoryKind.DEVICE if self.on_device(tensor) else super().kind_of(tensor)
 
     def on_device(self, tensor: torch.Tensor) -> bool:
@@ -73,23 +71,22 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
         return self._converted(source, kwargs)
 
     def _accesses(self, call: TracedCall) -> list[MemoryAccess]:
-        """What a call accesses. Values of an index on the GPU are kept there, and looked up only if they matter."""
+        """The accesses of a call. Values of an index on the GPU are kept there, and looked up only if they matter."""
         operation, _, args, kwargs, *_ = call
         at = operation.index_at
-        indices = [] if at is None else [one for one in tensors_in(args[at]) if self.on_device(one)]
+        indices = [] if at is None else [index for index in tensors_in(args[at]) if self.on_device(index)]
         if at is None or not indices:
             return operation.accesses(args, kwargs, self._read_index)
-        found = operation.accesses(args, kwargs, _unknown)
-        if found and found[0].tensor is args[0] and sum(one.numel() for one in indices) <= MOST_KEPT:
+        accesses = operation.accesses(args, kwargs, _unknown)
+        if accesses and accesses[0].tensor is args[0] and sum(index.numel() for index in indices) <= MOST_KEPT:
             kept = list(args[: at + 1])
             with untraced():
                 kept[0] = _without_memory(args[0])
                 index = args[at]
-                kept[at] = (
-                    index.clone()
-                    if isinstance(index, torch.Tensor)
-                    else [None if one is None else one.clone() for one in index]
-                )
+                if isinstance(index, torch.Tensor):
+                    kept[at] = index.clone()
+                else:
+                    kept[at] = [None if part is None else part.clone() for part in index]
 
             def look_up() -> ByteRegion | None:
                 with untraced(), self._inner._synchronisation_allowed():
@@ -97,8 +94,8 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
                     self._wait()
                     return operation.parts(kept, lambda index: index.cpu().numpy())
 
-            found[0] = found[0]._replace(region=LateRegion(found[0].region, look_up))
-        return found
+            accesses[0] = accesses[0]._replace(region=LateRegion(accesses[0].region, look_up))
+        return accesses
 
     def _held_back(self, result: torch.Tensor) -> None:
         return None
@@ -113,30 +110,27 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
         return []
 
     def _check_capture(self, call: TracedCall, *, copies: bool) -> None:
-        """Torch refuses what cannot be captured."""
+        """Torch itself refuses operations that cannot be captured."""
 
     def _captured(self, call: TracedCall, *, copies: bool) -> Any:
         operation, func, args, kwargs, *_ = call
         accesses: Checked = []
-        for one in operation.accesses(args, kwargs, _unknown):
-            self._is_pinned(one.tensor)  # which is known from then on
-            if (memory := self._accessed(one.tensor)) is not None:
-                accesses.append((memory, one.region, one.writes))
+        for tensor, region, writes in operation.accesses(args, kwargs, _unknown):
+            self._is_pinned(tensor)  # enters pinned memory among the allocations
+            if (memory := self._accessed(tensor)) is not None:
+                accesses.append((memory, region, writes))
         result = func(*args, **kwargs)
         for made in tensors_in(result):
-            if self.on_device(made) and self.allocations.of(made) is None and (region := of_tensor(made)) is not None:
-                known = self.allocate(made, MemoryKind.DEVICE)
-                known.allocated_on = None  # of the graph's own pool, which no stream gets back
-                accesses.append((known, region, True))
+            whole = of_tensor(made)
+            if self.on_device(made) and self.allocations.of(made) is None and whole is not None:
+                allocation = self.allocate(made, MemoryKind.DEVICE)
+                allocation.allocated_on = None  # in the graph's own pool, which no stream gets back
+                accesses.append((allocation, whole, True))
         self.capture.append(Node(operation.name, accesses))
         return result
 
     def replay(self, capture: list[Node]) -> None:
-        """A graph is about to be launched on the current stream.
-
-        Raises:
-            Race: one of its accesses is not ordered.
-        """
+        """A graph is about to be launched on the current stream."""
         __tracebackhide__ = True
         with self.lock:
             for name, accesses in capture:
@@ -144,15 +138,15 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
                     self.current(),
                     EventKind.OPERATION,
                     f"{name} (graph)",
-                    reads=[(known.name, region.brief()) for known, region, writes in accesses if not writes],
-                    writes=[(known.name, region.brief()) for known, region, writes in accesses if writes],
+                    reads=[(memory.name, region.brief()) for memory, region, writes in accesses if not writes],
+                    writes=[(memory.name, region.brief()) for memory, region, writes in accesses if writes],
                 )
                 self.detector.check(entry, accesses)
                 self.end(entry, accesses)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and place in its memory, that has none."""
+    """A tensor of the same shape, strides and offset that has no memory."""
     extent = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     offset = int(tensor.storage_offset())
     whole = torch.empty(offset + extent, dtype=tensor.dtype, device="meta")
@@ -160,7 +154,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unknown(index: torch.Tensor) -> Any:
-    """What an index of a graph names is not known before the graph runs: the whole tensor counts."""
+    """Refuses to read an index whose values are unknown: the whole tensor counts."""
     raise IndexError
 
 
@@ -172,69 +166,43 @@ KINDS: tuple[Any, Any, Any] = torch.cuda.Stream, torch.cuda.Event, torch.cuda.CU
 def _observed(rt: "WatchedCuda") -> Iterator[None]:
     """A window in which `rt` is told of streams, events, graphs and waits; afterwards torch is as it was.
 
-    Each function and method runs as it would; what it orders is noted. They are replaced where `torch.cuda` has them as
-    Python, so that names the code has imported early go on working. What is known of an event lies in its attributes:
-    torch 2.11 frees events without clearing the weak references to them.
+    Each function and method runs as it would, and the order that it makes is noted. They are replaced where
+    `torch.cuda` has them as Python, so that names the code has imported early go on working. The state of an event lies
+    in its attributes: torch 2.11 frees events without clearing the weak references to them.
     """
     c: Any = torch._C
     tensor: Any = torch.Tensor
     stream, event, graph = KINDS
     with contextlib.ExitStack() as stack:
-        for owner, attributes in (
-            (torch.cuda.Stream, {"__new__": _makes(torch.cuda.Stream, rt.new_stream)}),
-            (torch.cuda.Event, {"__new__": _makes(torch.cuda.Event, rt.new_event)}),
-            (
-                stream,
-                {
-                    "query": _asked(stream.query, rt.stream_done),
-                    "synchronize": _waits(rt, stream.synchronize, rt.end_of),
-                },
-            ),
-            (
-                event,
-                {
-                    "record": _then(event.record, rt.recorded_event),
-                    "wait": _then(event.wait, rt.stream_waits),
-                    "query": _asked(event.query, rt.event_done),
-                    "synchronize": _waits(rt, event.synchronize, rt.fence_of),
-                },
-            ),
-            (
-                graph,
-                {
-                    "capture_begin": _then(graph.capture_begin, rt.capture_begins),
-                    "capture_end": _before(graph.capture_end, rt.capture_ends),
-                    "replay": _before(graph.replay, rt.replays),
-                },
-            ),
-            (
-                torch.Tensor,
-                {
-                    "record_stream": _then(tensor.record_stream, rt.keep_for),
-                    "tolist": _before(tensor.tolist, rt.host_reads),
-                },
-            ),
-            (torch, GENERIC),
-            (
-                c,
-                {
-                    "_cuda_synchronize": _then(c._cuda_synchronize, rt.all_is_over),
-                    "_accelerator_synchronizeDevice": _then(c._accelerator_synchronizeDevice, rt.all_is_over),
-                    "_accelerator_getStream": lambda index=0: torch.cuda.current_stream(),
-                },
-            ),
+        for owner, name, value in (
+            (torch.cuda.Stream, "__new__", _makes(torch.cuda.Stream, rt.new_stream)),
+            (torch.cuda.Event, "__new__", _makes(torch.cuda.Event, rt.new_event)),
+            (stream, "query", _asked(stream.query, rt.stream_done)),
+            (stream, "synchronize", _waits(rt, stream.synchronize, rt.end_of)),
+            (event, "record", _then(event.record, rt.recorded_event)),
+            (event, "wait", _then(event.wait, rt.stream_waits)),
+            (event, "query", _asked(event.query, rt.event_done)),
+            (event, "synchronize", _waits(rt, event.synchronize, rt.fence_of)),
+            (graph, "capture_begin", _then(graph.capture_begin, rt.capture_begins)),
+            (graph, "capture_end", _before(graph.capture_end, rt.capture_ends)),
+            (graph, "replay", _before(graph.replay, rt.replays)),
+            (tensor, "record_stream", _then(tensor.record_stream, rt.keep_for)),
+            (tensor, "tolist", _before(tensor.tolist, rt.host_reads)),
+            *((torch, name, kind) for name, kind in GENERIC.items()),
+            (c, "_cuda_synchronize", _then(c._cuda_synchronize, rt.all_is_over)),
+            (c, "_accelerator_synchronizeDevice", _then(c._accelerator_synchronizeDevice, rt.all_is_over)),
+            (c, "_accelerator_getStream", lambda index=0: torch.cuda.current_stream()),
         ):
-            for name, value in attributes.items():
-                replace(stack, owner, name, value)
+            replace(stack, owner, name, value)
         yield
 
 
 def _then(call: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
     """A function of torch that is told once it has returned."""
 
-    def both(*args: Any, **given: Any) -> Any:
-        result = call(*args, **given)
-        told(*args, **given)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        told(*args, **kwargs)
         return result
 
     return both
@@ -243,9 +211,9 @@ def _then(call: Callable[..., Any], told: Callable[..., None]) -> Callable[..., 
 def _before(call: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
     """A function of torch that is told before it begins."""
 
-    def both(*args: Any, **given: Any) -> Any:
+    def both(*args: Any, **kwargs: Any) -> Any:
         told(*args)
-        return call(*args, **given)
+        return call(*args, **kwargs)
 
     return both
 
@@ -266,9 +234,9 @@ def _waits(rt: "WatchedCuda", wait: Callable[[Any], None], fence_of: Callable[[A
 def _makes(kind: Any, told: Callable[[Any, str | None], None]) -> Callable[..., Any]:
     make = kind.__new__
 
-    def new(cls: Any, *args: Any, **given: Any) -> Any:
-        made = make(cls, *args, **given)
-        if "stream_id" not in given:  # else it is one that there was
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        made = make(cls, *args, **kwargs)
+        if "stream_id" not in kwargs:  # else it is an existing stream
             told(made, assigned_name())
         return made
 
@@ -278,7 +246,7 @@ def _makes(kind: Any, told: Callable[[Any, str | None], None]) -> Callable[..., 
 @final
 @attrs.frozen
 class _Native:
-    """What a fence asks on the GPU, while it is asked."""
+    """The inner fence while a fence is asked: it asks the GPU."""
 
     query: Callable[[], bool]
 
@@ -288,22 +256,20 @@ class _Native:
 
 @final
 class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
-    """The race detector beside `torch.cuda`. Made by `watch_cuda`.
+    """The race detector beside `torch.cuda`. Made by `watch_cuda`."""
 
-    Attributes:
-        lock, made_at: see `TorchWindow`.
-    """
-
-    _TRACER = WatchTracer
     _tracer: WatchTracer
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         if not torch.cuda.is_available():
             problem = "watch_cuda where torch has no GPU"
             raise ArgumentError(problem, torch.__version__, "use `cuda_on_cpu`, which needs none")
         self._polled: dict[int, RaceFence] = {}
         self._unnamed = 0
-        super().__init__(AcceleratorRuntime(torch.device("cuda")), **given)
+        super().__init__(AcceleratorRuntime(torch.device("cuda")), **settings)
+
+    def _new_tracer(self) -> WatchTracer:
+        return WatchTracer(self, self._detector)
 
     def _changed(self) -> contextlib.AbstractContextManager[None]:
         return _observed(self)
@@ -319,30 +285,24 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
                 self._streams[key] = self._new_stream(name or f"stream {self._unnamed}")
                 self.made_at[self._streams[key].name] = source_line()
 
-    def label_of_stream(self, stream: Any) -> str:
-        """What reports call a stream; empty for one that they do not know."""
-        known = self._streams.get((stream.device_index, stream.stream_id))
-        return "" if known is None else known.name
-
-    def label_of_event(self, event: Any) -> str:
-        """What reports call an event: each has a string of its own, equal or not to that of others."""
-        return str(getattr(event, "_batchstate_name", ""))
+    def _state_of(self, stream: Any) -> StreamClock | None:
+        return self._streams.get((stream.device_index, stream.stream_id))
 
     def name_stream(self, stream: Any, name: str) -> None:
-        """Says what reports call a stream whose name is not seen: one made in a list, or by a library."""
-        known = self._of(stream)
-        known.name = unused_name(name, [one.name for one in self._detector.clocks.streams if one is not known])
+        """Names a stream in reports; see `TorchWindow.name_stream`."""
+        self._of(stream)  # a stream that a library made gets its clock now
+        super().name_stream(stream, name)
 
     @property
     def lookups(self) -> int:
-        """Times that the tool has waited for the GPU: for an index, where nothing orders it and an access elsewhere."""
+        """Times that the tool has waited for the GPU, to read an index of an access that nothing orders."""
         return self._tracer.lookups
 
     def _of(self, stream: Any) -> StreamClock:
         return self._known_stream(self.current_stream if stream is None else stream)
 
     def end_of(self, stream: Any) -> RaceFence:
-        """All that a stream has by now."""
+        """A fence behind all that a stream has by now."""
         with self.lock:
             return self._fence(self._of(stream), "all of the stream")
 
@@ -361,7 +321,7 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
             asked = self._polled.get(clock.number)
             if asked is not None and not self._asked(asked, query):
                 return False
-            asked = self._polled[clock.number] = self._fence(clock, "all of the stream")  # more may have come behind
+            asked = self._polled[clock.number] = self._fence(clock, "all of the stream")  # with later operations
             return self._asked(asked, query)
 
     def _asked(self, fence: RaceFence, query: Callable[[], bool]) -> bool:
@@ -370,15 +330,13 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
         try:
             return fence.query()
         finally:
-            fence._inner = _DONE
+            fence._inner = DONE
 
     def all_is_over(self, *_: object) -> None:
         """`torch.cuda.synchronize()` has returned."""
         with self.lock:
-            self._in_flight.note()
             self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
-            for stream in self._detector.clocks.streams[1:]:
-                self._tracer.host_waits(stream.seen)
+            self._all_is_over()
 
     # Events
 
@@ -410,18 +368,13 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
         if fence is not None and not self.capturing:
             with self.lock:
                 clock = self._of(stream)
-                entry = self._detector.event(clock, EventKind.WAIT, f"wait for {fence.name}", waits_for=fence.event)
-                self._note_wait(entry, clock, fence)
+                self._note_wait(clock, fence)
                 clock.join(fence.seen)
-
-    def _fence(self, clock: StreamClock, name: str) -> RaceFence:
-        entry = self._detector.event(clock, EventKind.FENCE, name)
-        return RaceFence(name, entry.number, clock.number, list(clock.seen), self, _DONE, self._patience)
 
     # Memory and graphs
 
     def host_reads(self, tensor: torch.Tensor) -> None:
-        """`tensor.tolist()` is about to read, which torch does not dispatch: it counts where memory is pinned."""
+        """`tensor.tolist()`, which torch does not dispatch, is about to read: an access if the memory is pinned."""
         if self._tracer.kind_of(tensor) is MemoryKind.PINNED:
             with self.lock:
                 self._tracer.host_accesses(tensor, "tolist", writes=False)
@@ -433,19 +386,15 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
                 self._tracer.keep_for(tensor, self._of(stream))
 
     def capture_begins(self, graph: Any, *_: object, **__: object) -> None:
-        """What this thread launches from now on belongs to a graph."""
+        """Launches of this thread belong to a graph from now on."""
         graph._batchstate_capture = self._tracer.begin_capture()
 
     def capture_ends(self, graph: Any) -> None:
-        """What it launches happens again."""
+        """Launches of this thread happen again."""
         self._tracer.end_capture()
 
     def replays(self, graph: Any) -> None:
-        """A graph is about to be launched.
-
-        Raises:
-            Race: one of its accesses is not ordered.
-        """
+        """A graph is about to be launched."""
         self._tracer.replay(getattr(graph, "_batchstate_capture", []))
 
 
@@ -454,9 +403,9 @@ def watch_cuda(
 ) -> WatchedCuda:
     """A window in which the race detector watches plain torch code on a GPU.
 
-    As `cuda_on_cpu`, with the same findings, but the code runs on the GPU: torch's own calls go through, and what they
-    order and access is noted. The host waits where it would wait without it, and where two streams access one tensor
-    in parts that an index names and nothing orders them: then the values of the indices are looked at (`lookups`).
+    As `cuda_on_cpu`, with the same findings, but the code runs on the GPU: torch's own calls go through, and their
+    accesses and orders are noted. The host waits where it would wait without it, and where two streams access one
+    tensor in parts that an index names and nothing orders them: then the values of the indices are read (`lookups`).
 
     Example:
         with watch_cuda(on_race="collect") as rt:
@@ -466,8 +415,8 @@ def watch_cuda(
 
     Args:
         on_race: see `cuda_on_cpu`.
-        fences: what an event or a stream answers that is asked (`query()`). With `"lazy"` it is complete once the host
-            has waited for it, or for something behind it; with `"eager"` as soon as the GPU says so.
+        fences: the answer of events and streams to `query()`. With `"lazy"` they are complete once the host has waited
+            for them, or for something behind them; with `"eager"` as soon as the GPU says so.
         note_waits: see `RaceRuntime`.
 
     Returns:

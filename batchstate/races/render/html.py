@@ -46,13 +46,14 @@ def sentence(value: str, *names: str) -> str:
         names: of operations, which may be of several words, so that their ends could not be seen.
     """
     line = plain(value)
-    known = sorted(filter(None, map(plain, names)), key=len, reverse=True)
-    code = "|".join(rf"(?<!\w){re.escape(one)}(?!\w)" for one in known)
+    operations = sorted(filter(None, map(plain, names)), key=len, reverse=True)
+    code = "|".join(rf"(?<!\w){re.escape(operation)}(?!\w)" for operation in operations)
     if not (code and re.match(code, line)):
-        line = _WORD.sub(lambda found: found[0].capitalize(), line, count=1)
+        line = _WORD.sub(lambda word: word[0].capitalize(), line, count=1)
     pieces = re.split(rf"(`[^`]+`{'|' + code if code else ''})", line)
     return "".join(
-        f"<code>{escape(piece.strip('`'))}</code>" if place % 2 else escape(piece) for place, piece in enumerate(pieces)
+        f"<code>{escape(piece.strip('`'))}</code>" if number % 2 else escape(piece)
+        for number, piece in enumerate(pieces)
     )
 
 
@@ -158,7 +159,7 @@ class HtmlPicture:
         return "".join(lines)
 
     def _event(self, event: Event, row: int) -> str:
-        place = f"{row}/{_column(self._layout.lane_of(event))}"
+        area = f"{row}/{_column(self._layout.lane_of(event))}"
         spoken = f'<span class="vh">on {text(where(event.lane))}, {text(event.kind)}: </span>'
         access = access_of(self._report, event)
         tag = f'<span class="pre">{TAGS[event.kind]}</span>' if event.kind in TAGS else ""
@@ -182,7 +183,7 @@ class HtmlPicture:
         tall = " access-row" if access is not None else " launched" if launch else ""
         return (
             f'<li><span class="number mono" style="grid-row:{row}">#{event.number}</span>'
-            f'<div class="event{tall}" style="grid-area:{place}"><button type="button" class="bar {style}" '
+            f'<div class="event{tall}" style="grid-area:{area}"><button type="button" class="bar {style}" '
             f'id="b{event.number}" popovertarget="d{event.number}">{content}</button></div></li>\n'
         )
 
@@ -440,8 +441,8 @@ def _row(report: RaceReport, event: Event) -> str:
     style = ' class="race"' if access else ""
     waits = awaited(report, event)
     memory = [
-        *(f"reads {text(one)}" for one in event.reads),
-        *(f"writes {text(one)}" for one in event.writes),
+        *(f"reads {text(memory)}" for memory in event.reads),
+        *(f"writes {text(memory)}" for memory in event.writes),
         *([f"waits for {text(waits)}"] if waits else []),
     ]
     came = f"<br>called from {site(event.caller)}" if event.caller else ""

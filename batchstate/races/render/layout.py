@@ -1,4 +1,4 @@
-"""What all pictures of a race share: which events they show, in which row, how arrows run, and the words for them.
+"""The picture of a race before it is drawn: its events in rows, the arrows between them, and the words for them.
 
 Every event has a row of its own, so that an arrow can leave its fence along that row, turn down in the gutter beside
 the lane it goes to, and never cross a bar. A lane is the column of a stream, or of the host.
@@ -10,7 +10,7 @@ from typing import final
 import attrs
 
 from batchstate.errors import ArgumentError
-from batchstate.races.report import Access, Event, EventKind, RaceReport
+from batchstate.races.report import Access, Event, EventKind, RaceReport, printable
 from batchstate.races.tracing.clocks import HOST
 
 LIMIT = 40
@@ -79,14 +79,9 @@ class DiagramLayout:
         return self.lanes.index(event.lane)
 
 
-def laid_out(report: RaceReport, limit: int = LIMIT) -> DiagramLayout:
-    """The layout of a report's picture.
-
-    Args:
-        report: what `drawable` gave.
-        limit: how many events to show at most.
-    """
-    chosen = _chosen(report, limit)
+def laid_out(report: RaceReport) -> DiagramLayout:
+    """The layout of the picture of a `drawable` report."""
+    chosen = _chosen(report)
     rows: list[Event | Gap] = []
     for event in report.events:
         if event.number in chosen:
@@ -110,13 +105,13 @@ def access_of(report: RaceReport, event: Event) -> tuple[str, Access] | None:
     return None
 
 
-def _chosen(report: RaceReport, limit: int) -> frozenset[int]:
+def _chosen(report: RaceReport) -> frozenset[int]:
     events = report.events
-    place = {event.number: index for index, event in enumerate(events)}
-    first, second = place[report.first.event], place[report.second.event]
+    index_of = {event.number: index for index, event in enumerate(events)}
+    first, second = index_of[report.first.event], index_of[report.second.event]
     near = range(max(0, first - _BEFORE), min(len(events), second + _AFTER + 1))
 
-    # What orders the two lanes, or fails to, says more than any other operation between the accesses.
+    # Fences and waits of the two lanes say more than any other operation between the accesses.
     lanes = {report.first.lane, report.second.lane}
     orders = [
         index
@@ -129,9 +124,9 @@ def _chosen(report: RaceReport, limit: int) -> frozenset[int]:
     for index in (*beside, *orders, *nearest):
         wanted = {index}
         fence = events[index].waits_for
-        if fence is not None and fence in place:
-            wanted.add(place[fence])
-        if len(chosen | wanted) <= limit:
+        if fence is not None and fence in index_of:
+            wanted.add(index_of[fence])
+        if len(chosen | wanted) <= LIMIT:
             chosen |= wanted
     return frozenset(events[index].number for index in chosen)
 
@@ -214,16 +209,12 @@ TAGS = {
 
 
 def plain(text: str) -> str:
-    """A text of user code on one line, with whatever cannot be printed spelt out.
-
-    Names and paths may hold escape sequences that would run in a terminal, and halves of characters that no file takes.
-    """
-    line = " ".join(text.split())
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in line)
+    """A text of user code on one line, with unprintable characters spelt out."""
+    return printable(" ".join(text.split()))
 
 
 def label(event: Event) -> str:
-    """What stands on an event's bar."""
+    """The text on an event's bar."""
     name = plain(event.name)
     if event.kind is EventKind.WAIT and not name.startswith("wait"):
         return f"wait: {name}"
@@ -237,8 +228,8 @@ def where(lane: str) -> str:
 
 def short_site(site: str) -> tuple[str, str]:
     """The file without its folders, and the line with a colon before it; no line where the site has another form."""
-    found = _SITE.fullmatch(plain(site))
-    return (found["file"], found["line"]) if found else (plain(site), "")
+    parts = _SITE.fullmatch(plain(site))
+    return (parts["file"], parts["line"]) if parts else (plain(site), "")
 
 
 def launched(event: Event) -> tuple[str, str]:
@@ -246,12 +237,12 @@ def launched(event: Event) -> tuple[str, str]:
 
     The latter is empty where the label says nothing of the kind.
     """
-    found = None if event.kind in (EventKind.FENCE, EventKind.WAIT) else _LAUNCHED.fullmatch(label(event))
-    return (found["operation"], found["launch"]) if found else (label(event), "")
+    parts = None if event.kind in (EventKind.FENCE, EventKind.WAIT) else _LAUNCHED.fullmatch(label(event))
+    return (parts["operation"], parts["launch"]) if parts else (label(event), "")
 
 
 def dispensable(event: Event) -> tuple[str, str, str]:
-    """An event's label in three parts, of which the mark or the tag beside it tells the middle one as well.
+    """An event's label in three parts; the mark or the tag beside it tells the middle one as well.
 
     It is empty where all of the label is needed: `("wait", "for fence", "12")`, `("copy", "to device", "")`.
     """
@@ -264,14 +255,13 @@ def dispensable(event: Event) -> tuple[str, str, str]:
 
 
 def nothing_on(lanes: tuple[str, ...]) -> str:
-    """Which lanes a picture leaves out, or nothing where it has them all."""
+    """The lanes that a picture leaves out, in words; empty where it has them all."""
     return f"no events here on: {', '.join(map(plain, lanes))}" if lanes else ""
 
 
 def awaited(report: RaceReport, event: Event) -> str:
-    """What a wait waits for, or nothing for other kinds."""
+    """The fence that a wait waits for; empty for other kinds."""
     if event.kind is not EventKind.WAIT:
         return ""
-    if event.waits_for not in [one.number for one in report.events]:
-        return "a fence older than this report"
-    return f"#{event.waits_for}"
+    in_report = any(event.waits_for == other.number for other in report.events)
+    return f"#{event.waits_for}" if in_report else "a fence older than this report"

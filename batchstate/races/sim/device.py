@@ -2,15 +2,15 @@
 
 A block goes back at once, in program order, to the stream that it was allocated on, whose next allocation may get it:
 for that stream its own order suffices. Another stream is protected only where the allocator was told of it
-(`record_stream`); the block then waits aside until that stream has run what it had when the block was freed. That
+(`record_stream`); the block then waits aside until that stream has run all it had when the block was freed. That
 orders nothing: it only keeps the block away.
 
-Poisoned is what was freed when its stream next allocates anything, at that place of the stream: before that nothing can
-have become of it, and from then on anything. Which allocation really gets it depends on sizes, and is chance.
+A freed block is poisoned at the point of its stream where this next allocates anything: before, no tensor can have got
+it, and from then on any may have. The one that really gets it depends on sizes, and is chance.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import attrs
@@ -24,7 +24,7 @@ from batchstate.races.tracing.clocks import unused_name
 from batchstate.runtime.base import Counters
 
 _WORD = np.uint32(0xFFF5A5A5)
-"""What memory holds that was never filled: numbers that no program can take for its own."""
+"""The content of memory that was never filled: numbers that no program can take for its own."""
 
 
 def poison(memory: npt.NDArray[np.uint8]) -> None:
@@ -35,7 +35,7 @@ def poison(memory: npt.NDArray[np.uint8]) -> None:
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """New host memory that holds nothing else."""
+    """New host memory full of poison."""
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.numel():
         poison(tensor.view(-1).view(torch.uint8).numpy())
@@ -75,10 +75,9 @@ Memory = npt.NDArray[np.uint8] | torch.Tensor
 @final
 @attrs.define(eq=False)
 class Marker:
-    """A place in a stream.
+    """A point in a stream.
 
     Attributes:
-        stream: of the stream.
         reached: everything before it has run.
     """
 
@@ -99,8 +98,8 @@ class Await:
 class Wipe:
     """Memory that was freed may be another tensor's from here on: it is poisoned as soon as everything before has run.
 
-    It takes no turn of a scheduler. When memory is freed may be up to Python's garbage collection, and which stream
-    runs next must not depend on it.
+    It takes no turn of a scheduler: Python's garbage collection may decide when memory is freed, and the order of the
+    streams must not depend on it.
     """
 
     memory: npt.NDArray[np.uint8] = attrs.field(repr=False)
@@ -112,13 +111,13 @@ class Task:
     """An operation that has not run.
 
     Attributes:
-        name: of it.
+        name: for reports.
         step: in which it was enqueued.
         at: the line that enqueued it.
         work: does it.
-        writes: what memory it may change: blocks as bytes, other memory as a tensor.
-        reads_host: what is known of host memory that it reads, or None.
-        dormant: it is not known yet whether it is the device's at all; it takes a turn, and counts for nothing.
+        writes: returns memory that it may change: blocks as bytes, other memory as a tensor.
+        reads_host: the allocation of host memory that it reads, or None.
+        dormant: whether it is still undecided if it is the device's at all; it takes a turn, and counts for nothing.
     """
 
     name: str
@@ -140,8 +139,8 @@ class DeviceStream:
 
     Attributes:
         number: in the order in which they were created, from 0.
-        name: for reports; no other has it.
-        queue: what it has not run.
+        name: for reports; no other stream has it.
+        queue: entries that it has not run.
     """
 
     number: int
@@ -149,44 +148,42 @@ class DeviceStream:
     queue: deque[Entry] = attrs.field(factory=deque, repr=False)
 
     def entries(self) -> list[Entry]:
-        """What it has not run. A copy: a collection of garbage may free memory, and that is noted in the queue."""
+        """A copy of the queue, which changes when a garbage collection frees memory."""
         return list(self.queue)
 
 
 Scheduler = Callable[[Sequence[DeviceStream], DeviceStream | None], DeviceStream | None]
-"""Says which stream runs its next operation now, and is asked again after each; None: none does, and the host gets on.
+"""Picks the stream that runs its next operation now, and is asked again after each; None: the host goes on instead.
 
-It gets the streams that can run something, oldest first, at least one; and the one of them without which a host that
-waits gets nowhere, None where the host does not wait."""
+It gets the streams that can run, oldest first, at least one; and the one among them that a waiting host needs next,
+None if the host does not wait."""
 
 
 LONGEST_QUEUE = 1024
-"""What a stream may have before it; then the host waits, as where CUDA's launch queue is full."""
+"""Entries that a stream may have waiting; then the host waits, as where CUDA's launch queue is full."""
 
 TRACED = 1 << 18
-"""Operations that a trace goes back."""
+"""Newest operations in a trace."""
 
 
 @final
 class Device:
-    """Streams, what they have not run, and which of them runs next.
+    """Streams with their queues, of which a scheduler picks the next to run.
 
     A stream runs in order and stops at a wait until the mark it waits for was reached. Marks are older than the waits
-    for them, so one stream can always run. Which one does is the scheduler's choice, and so is how far the host gets
-    before.
+    for them, so one stream can always run. The scheduler also decides how far the host gets before.
 
     Args:
-        scheduler: says which stream runs next.
-        step: the present step.
+        scheduler: picks the stream that runs next.
+        step: returns the present step.
 
     Attributes:
         streams: its streams.
-        at_once: everything runs when it is enqueued: outside of a window nothing would see what comes late.
-        depths: step -> the most steps of which something had not run when it enqueued something.
+        at_once: everything runs when it is enqueued: outside of a window nothing would notice late results.
+        depths: step -> the most steps with operations that had not run, when this one enqueued an operation.
         fault: of the first operation that failed.
-        runs: times that anything left a queue, or ran at once.
-        held: nothing runs but what the host waits for.
-        before_wipe: told of memory that is about to be poisoned.
+        runs: times that an entry left a queue, or an operation ran at once.
+        before_wipe: called with memory that is about to be poisoned.
     """
 
     def __init__(self, scheduler: Scheduler, step: Callable[[], int]) -> None:
@@ -201,8 +198,7 @@ class Device:
         self.depths: dict[int, int] = {}
         self.fault: DeviceFault | None = None
         self.runs = 0
-        self.held = False
-        self.before_wipe: Callable[[npt.NDArray[np.uint8]], None] = _nothing
+        self.before_wipe: Callable[[npt.NDArray[np.uint8]], None] = lambda memory: None
 
     def add(self, name: str) -> DeviceStream:
         """A new stream."""
@@ -214,7 +210,7 @@ class Device:
     # The host's side
 
     def enqueue(self, stream: DeviceStream, task: Task) -> None:
-        """Something for a stream to do."""
+        """Appends an operation to a stream."""
         self._refuse_after_fault()
         stream.queue.append(task)
         if not task.dormant:
@@ -227,7 +223,7 @@ class Device:
         self.get_on()
 
     def awaken(self, task: Task) -> None:
-        """Something that has not run turns out to be the device's."""
+        """An operation that has not run turns out to be the device's."""
         task.dormant = False
         self._count(task)
 
@@ -247,7 +243,7 @@ class Device:
         return marker
 
     def wait_on(self, stream: DeviceStream, marker: Marker) -> None:
-        """What comes next on a stream runs after a mark was reached."""
+        """The next operations of a stream run after a mark was reached."""
         stream.queue.append(Await(marker))
 
     def has_reached(self, marker: Marker) -> bool:
@@ -259,7 +255,7 @@ class Device:
         """The host waits for a mark.
 
         Raises:
-            DeviceFault: something failed, now or before.
+            DeviceFault: an operation failed, now or before.
         """
         self._refuse_after_fault()
         while not self.has_reached(marker):
@@ -277,43 +273,41 @@ class Device:
             self.run_until(marker)
 
     def step_towards(self, marker: Marker) -> None:
-        """One operation runs without which a mark will not be reached."""
+        """Runs the next operation on the way to a mark."""
         if not self.has_reached(marker):
             self._run(self.next_towards(marker.stream))
 
-    # What can be seen of it
+    def _tasks(self, streams: Sequence[DeviceStream]) -> Iterator[Task]:
+        return (entry for stream in streams for entry in stream.entries() if isinstance(entry, Task))
 
     def pending(self, stream: DeviceStream | None = None) -> int:
         """Operations that have not run."""
-        streams = self.streams if stream is None else [stream]
-        return sum(isinstance(one, Task) and not one.dormant for each in streams for one in each.entries())
+        return sum(not task.dormant for task in self._tasks(self.streams if stream is None else [stream]))
 
     @property
     def depth(self) -> int:
-        """Steps of which something has not run. What comes before the first `next_step` is not a step."""
+        """Steps with operations that have not run. Operations before the first `next_step` belong to no step."""
         return len(self._pending) - (0 in self._pending)
 
-    def reads_host(self, known: object) -> bool:
-        """Whether something that has not run reads this host memory."""
-        return any(
-            isinstance(one, Task) and one.reads_host is known for stream in self.streams for one in stream.entries()
-        )
+    def reads_host(self, allocation: object) -> bool:
+        """Whether an operation that has not run reads this host memory."""
+        return any(task.reads_host is allocation for task in self._tasks(self.streams))
 
     def note(self, stream: DeviceStream, name: str, step: int) -> None:
-        """Something has run."""
+        """An operation has run."""
         self._ran += 1
         self.runs += 1
         self._trace.append((stream.name, name, step))
 
     def trace(self) -> list[str]:
-        """What has run, in order."""
+        """The newest operations that have run, in order."""
         first = self._ran - len(self._trace) + 1
         return [f"{first + at} {stream}: {name}, step {step}" for at, (stream, name, step) in enumerate(self._trace)]
 
     # The device's side
 
     def next_towards(self, stream: DeviceStream) -> DeviceStream:
-        """The stream that has to get on for this one to get on: itself, or the one that it waits for, and so on."""
+        """The stream that has to run for this one to get on: itself, or the one that it waits for, and so on."""
         head = stream.queue[0]
         while isinstance(head, Await):
             stream = head.marker.stream
@@ -321,8 +315,8 @@ class Device:
         return stream
 
     def get_on(self) -> None:
-        """The host has enqueued something, or asks after something: what the scheduler lets run runs."""
-        if self._running or self.held or self.fault is not None:
+        """The host has enqueued an operation, or asks a fence: streams run that the scheduler picks."""
+        if self._running or self.fault is not None:
             return
         while ready := self._ready():
             stream = self._scheduler(ready, None)
@@ -335,7 +329,7 @@ class Device:
         return [stream for stream in self.streams if stream.queue and isinstance(stream.queue[0], Task)]
 
     def settle(self) -> None:
-        """Does what takes no time: marks are reached, waits for such are over, memory is wiped."""
+        """Removes entries that take no time: marks are reached, waits for such are over, memory is wiped."""
         moved = True
         while moved:
             moved = False
@@ -380,12 +374,8 @@ class Device:
             raise DeviceFault(fault.operation, fault.stream, fault.step, fault.site, f"{fault.value} (before this)")
 
 
-def _nothing(memory: npt.NDArray[np.uint8]) -> None:
-    """Does nothing."""
-
-
 def execute(task: Task, stream: DeviceStream) -> None:
-    """Does what an operation is to do, unseen by modes of torch.
+    """Runs an operation, unseen by modes of torch.
 
     Raises:
         DeviceFault: it fails.
@@ -402,18 +392,13 @@ def execute(task: Task, stream: DeviceStream) -> None:
 
 
 PATIENCE = 1_000
-"""Times that a fence is asked before each further time lets something run: a host that polls gets on."""
+"""Times that a fence is asked before each further time runs an operation: a host that polls gets on."""
 
 
 @final
 @attrs.define(eq=False)
 class SimFence:
-    """A point in a stream. Complete once everything before it has run.
-
-    Attributes:
-        marker: where it is.
-        device: whose it is.
-    """
+    """A point in a stream. Complete once everything before it has run."""
 
     marker: Marker = attrs.field(repr=False)
     device: Device = attrs.field(repr=False)
@@ -444,12 +429,12 @@ SMALLEST = 512
 class Block:
     """A piece of device memory. The allocator owns it; tensors are views of it, and so are operations' own views.
 
-    What a program holds is one storage object over the block, whose end is the free. Operations that have not run yet
-    refer to the block and make views of their own when they run: they keep nothing of the program's alive.
+    A program holds one storage object over the block, and the end of that object frees the block. Operations that have
+    not run yet refer to the block and make views of their own when they run: they keep no tensor of the program alive.
 
     Attributes:
         memory: the bytes.
-        stream: of the stream that allocated it.
+        stream: the stream that allocated it.
         users: other streams that the allocator was told of, by number.
     """
 
@@ -463,7 +448,7 @@ class Block:
         return torch.from_numpy(self.memory).view(dtype).as_strided(shape, stride)
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
-        """The same memory for an operation that runs. To be called in inference mode alone."""
+        """The same memory for an operation that runs. Only inference mode may call it."""
         flat = self._typed.get(dtype)
         if flat is None:
             flat = self._typed[dtype] = torch.from_numpy(self.memory).view(dtype)
@@ -484,10 +469,10 @@ class BlockAllocator:
     """Hands out blocks and takes them back.
 
     Args:
-        device: its streams write what they get.
+        device: its streams wipe the blocks.
 
     Attributes:
-        reused: times that memory was handed out that was used before.
+        reused: times that a block was handed out again.
     """
 
     def __init__(self, device: Device) -> None:
@@ -498,7 +483,7 @@ class BlockAllocator:
         self.reused = 0
 
     def allocate(self, stream: DeviceStream, nbytes: int) -> Block:
-        """A block for a stream: what it gave back last, or a new one."""
+        """A block for a stream: the last one that it gave back, or a new one."""
         if self._aside:
             self._reclaim()
         if stream.number in self._given_back:

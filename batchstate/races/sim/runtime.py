@@ -1,24 +1,23 @@
 """`SimRuntime`: a device simulated on the CPU, whose streams run when a scheduler lets them.
 
 Operations are enqueued and run later, on real memory: copies read pinned memory when they run, results land when they
-run, freed memory is poisoned and given to the next. So a race does here what it does on a device: it makes wrong
-tokens, and whether it does is up to the order, which the scheduler and its seed decide.
+run, freed memory is poisoned and handed out again. So a race makes wrong tokens here as on a device, in some orders of
+the streams, and the scheduler and its seed decide the order.
 """
 
-import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.races.sim.calls import SpeculativeRead
 from batchstate.races.sim.device import BlockAllocator, Device, DeviceStream, SimFence, poisoned
 from batchstate.races.sim.schedulers import scheduler_of
 from batchstate.races.sim.shapes import NewTensor
+from batchstate.races.sim.speculation import SpeculativeRead
 from batchstate.races.sim.tracer import SimTracer
 from batchstate.races.tracing.dispatch import is_raw, untraced
 from batchstate.races.tracing.memory import MemoryKind
@@ -39,17 +38,15 @@ class SimRuntime(TracedRuntime[DeviceStream]):
             engine.run()
 
     Args:
-        scheduler: a name out of `PORTFOLIO`: which stream runs next, and when.
+        inner: a fresh CPU runtime, used through this one alone, which has the streams and their windows.
+        scheduler: a name out of `PORTFOLIO`: it picks the stream that runs next.
         seed: of its choices: the same seed gives the same run.
         steps_in_flight: see `Runtime`.
-        inner: a fresh CPU runtime, used through this one alone, which has the streams and their windows.
 
     Attributes:
-        scheduler, seed: as given; with the program they say all there is to say of a run.
-        synchronised: calls of torch that made the host wait for the current stream, by name.
+        scheduler, seed: as given; the program and these two determine a run.
     """
 
-    _TRACER: ClassVar[type[Any]] = SimTracer
     _tracer: SimTracer
 
     def __init__(
@@ -77,12 +74,12 @@ class SimRuntime(TracedRuntime[DeviceStream]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Everything runs; but not where an error ends the window, or a fault did.
+        """Everything runs; but not if an error ends the window, or a fault did.
 
         Raises:
-            DeviceFault: something failed that had not run before.
+            DeviceFault: an operation failed that had not run before.
         """
-        # What closes the window may itself run while an error is on its way, the teardown of a test for example.
+        # A window may be closed while an error is on its way, by the teardown of a test for example.
         failed = error is not None or sys.exc_info()[1] is not None or self._device.fault is not None
         try:
             if not failed:
@@ -92,26 +89,22 @@ class SimRuntime(TracedRuntime[DeviceStream]):
             self._tracer.allocations.close()
             self._device.at_once = True
 
-    # What can be seen of it
+    def _new_tracer(self) -> SimTracer:
+        return SimTracer(self, self._device, self._allocator)
 
     @property
     def unmodelled(self) -> Counter[str]:
-        """Operations that the host waited for only because torch cannot say what they return, by name."""
+        """Operations that the host waited for only because torch cannot predict their results, by name."""
         return self._tracer.unmodelled
 
     @property
     def reused(self) -> int:
-        """Times that memory was handed out that had been freed."""
+        """Times that freed memory was handed out again: without any, a run proves nothing of lifetimes."""
         return self._allocator.reused
 
     @property
-    def in_flight_depth(self) -> int:
-        """Steps of which something has not run."""
-        return self._device.depth
-
-    @property
     def in_flight_depths(self) -> list[int]:
-        """The same of each step in which something was enqueued, oldest first."""
+        """The most steps with operations that had not run, during each step with operations, oldest first."""
         return [depth for _, depth in sorted(self._device.depths.items())]
 
     def pending(self, stream: Stream | None = None) -> int:
@@ -119,19 +112,8 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         return self._device.pending(None if stream is None else self._known_stream(stream))
 
     def trace(self) -> list[str]:
-        """What has run, in order: number, stream, operation, step in which it was enqueued."""
+        """The operations that have run, in order: number, stream, operation, step in which it was enqueued."""
         return self._device.trace()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """A window in which no time passes: nothing runs but what the host waits for."""
-        before, self._device.held = self._device.held, True
-        try:
-            yield
-        finally:
-            self._device.held = before
-
-    # Operations
 
     def launch(
         self,
@@ -148,38 +130,36 @@ class SimRuntime(TracedRuntime[DeviceStream]):
         A function marked `raw_kernel` is enqueued as a whole.
 
         Raises:
-            ArgumentError: it declares what it touches, is not marked, and torch saw nothing; or it is marked, and what
-                it declares is not among its arguments.
+            ArgumentError: it declares accesses, is not marked, and torch saw nothing; or it is marked, and declares
+                memory that is not among its arguments.
         """
         called = name or getattr(operation, "__name__", "launch")
         declared, tracer = (*reads, *writes), self._tracer
-        for one in declared:
-            if tracer.kind_of(one) in (None, MemoryKind.UNDECIDED):
-                tracer.use_on_device(one)
+        for tensor in declared:
+            if tracer.kind_of(tensor) in (None, MemoryKind.UNDECIDED):
+                tracer.use_on_device(tensor)
 
-        def enqueue(*given: Any, **named: Any) -> Any:
+        def enqueue(*arguments: Any, **named: Any) -> Any:
             with untraced():
-                tracer.enqueue_kernel(called, operation, given, named, declared)
+                tracer.enqueue_kernel(called, operation, arguments, named, declared)
 
         run: Callable[..., Any] = enqueue if self._window is not None and is_raw(operation) else operation
         seen = tracer.operations
         result: T = super().launch(run, *args, reads=reads, writes=writes, name=called, operations=operations, **kwargs)
         shown = self._window is None or run is not operation or seen != tracer.operations
-        if not shown and any(one.numel() for one in declared):
+        if not shown and any(tensor.numel() for tensor in declared):
             problem = f"the launch of {called!r} declares what it touches, and torch saw nothing of it"
             remedy = "mark the function with `raw_kernel`, so that it is enqueued as a whole; it ran at once"
             raise ArgumentError(problem, called, remedy)
         return result
 
     def inspect(self, tensor: torch.Tensor) -> Array:
-        """Reads device memory for a check: what the current stream would see if it ran to here, which it does not.
+        """Reads device memory for a check, as the current stream would see it if it ran to here: see `Runtime.inspect`.
 
-        See `Runtime.inspect`.
+        The stream does not run for it.
         """
         with untraced(), self._speculative.behind(self._known_current()):
             return super().inspect(tensor)
-
-    # What a device implements
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
         with untraced(), torch.inference_mode(False):

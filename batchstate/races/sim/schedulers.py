@@ -1,7 +1,7 @@
-"""Which stream runs next: the orders that a device may have, each deterministic for a seed.
+"""Schedulers, which pick the stream that runs next: orders that a device may have, each deterministic for a seed.
 
-None of them finds everything. What the host must not do early shows where the device lags; what a stream must not do
-early shows where another one lags; and random choices meet what no test was written for.
+None of them finds everything. A host that is too early shows where the device lags; a stream that is too early shows
+where another one lags; and random choices meet cases that no test was written for.
 """
 
 import random
@@ -18,7 +18,7 @@ def eager(ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceS
 
 
 def lazy(ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
-    """Nothing runs but what a host that waits needs: the device is as late as it can be."""
+    """Only operations run that a waiting host needs: the device is as late as it can be."""
     return needed
 
 
@@ -69,7 +69,7 @@ class Priorities:
     ASPLOS 2010), over a run of unknown length.
 
     Args:
-        seed: of what is drawn.
+        seed: of the draws.
         change_every: operations between two changes, about; None for none.
     """
 
@@ -86,7 +86,7 @@ class Priorities:
         # Drawn in the order of the streams, not in that in which they are met: the same seed means the same order.
         new = ready[-1].number + 1 - len(self._streams)
         self._streams += [self._draw.random() for _ in range(new)]
-        best = max(ready, key=lambda one: self._streams[one.number])
+        best = max(ready, key=lambda stream: self._streams[stream.number])
         stream = best if self._streams[best.number] > self._host else needed
         self._until_change -= 1
         if not self._until_change:
@@ -117,13 +117,12 @@ PORTFOLIO: dict[str, Callable[[int], Scheduler]] = {
 """Name -> makes the scheduler for a seed."""
 
 
-def scheduler_of(name: object, seed: int) -> Scheduler:
+def scheduler_of(name: str, seed: int) -> Scheduler:
     """A scheduler of `PORTFOLIO`.
 
     Raises:
         ArgumentError: there is none of that name.
     """
-    make = PORTFOLIO.get(name) if isinstance(name, str) else None
-    if make is None:
+    if name not in PORTFOLIO:
         raise ArgumentError(f"unknown scheduler {name!r}", name, one_of(PORTFOLIO, name))
-    return make(seed)
+    return PORTFOLIO[name](seed)

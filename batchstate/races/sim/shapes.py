@@ -1,4 +1,4 @@
-"""What an operation will return, before it runs: torch's own answer for tensors without memory, remembered."""
+"""The results of an operation before it runs: torch's own answer for tensors without memory, remembered."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -8,16 +8,16 @@ import torch
 from batchstate.races.tracing.operations import Operation
 
 META = torch.device("meta")
-MOST_KNOWN = 1 << 14
+MOST_REMEMBERED = 1 << 14
 """Answers that are remembered; then all are forgotten."""
 
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-"""Up to 2.11 torch says of its second result, the log-sum-exp, that it is float32; of float64 it is float64."""
+"""Up to 2.11 torch predicts float32 for its second result, the log-sum-exp; for float64 operands it is float64."""
 
 
 _OTHERS = ("_embedding_bag", "_native_batch_norm", "native_batch_norm", "quantize_per_")
-"""How operations begin of which torch says another shape or dtype than they return on a CPU."""
+"""Prefixes of operations for which torch predicts another shape or dtype than they return on a CPU."""
 
 
 class NewTensor(NamedTuple):
@@ -29,12 +29,12 @@ class NewTensor(NamedTuple):
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Self:
-        """One of the same dtype, shape and strides."""
+        """A tensor of the same dtype, shape and strides."""
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 class UnknownError(Exception):
-    """Torch cannot say what comes of an operation."""
+    """Torch cannot predict the results of an operation."""
 
 
 _remembered: dict[Any, list[Any]] = {}
@@ -44,19 +44,19 @@ def results_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     """One entry for each result: a `NewTensor`, a list of them, or None for none and for an argument.
 
     Raises:
-        UnknownError: torch cannot say, or refuses.
+        UnknownError: torch cannot predict them, or refuses.
     """
     try:
         key = func, _key(args), tuple((name, _key(value)) for name, value in kwargs.items())
-        known = _remembered.get(key)
+        results = _remembered.get(key)
     except (RuntimeError, TypeError):  # an argument without a key: a random generator, a sparse tensor
         return _inferred(func, args, kwargs)
-    if known is None:
-        known = _inferred(func, args, kwargs)
-        if len(_remembered) >= MOST_KNOWN:
+    if results is None:
+        results = _inferred(func, args, kwargs)
+        if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
-        _remembered[key] = known
-    return known
+        _remembered[key] = results
+    return results
 
 
 def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -72,12 +72,12 @@ def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     if not returned:
         return []
     new: list[Any] = []
-    for one, given in zip((result,) if len(returned) == 1 else result, returned, strict=True):
-        if given is None:
-            new.append(_new(one))
+    for part, key in zip((result,) if len(returned) == 1 else result, returned, strict=True):
+        if key is None:
+            new.append(_new(part))
             continue
-        argument = kwargs[given] if isinstance(given, str) else args[given]
-        if isinstance(argument, torch.Tensor) and argument.shape != one.shape:
+        argument = kwargs[key] if isinstance(key, str) else args[key]
+        if isinstance(argument, torch.Tensor) and argument.shape != part.shape:
             raise UnknownError("an argument that would be resized")
         new.append(None)
     if operation.name == _ATTENTION:
@@ -91,7 +91,7 @@ def _new(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return NewTensor.like(value)
     if isinstance(value, list | tuple):
-        return [_new(one) for one in value]
+        return list(map(_new, value))
     raise UnknownError("a result that is not a plain tensor")
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -12,27 +12,25 @@ import torch
 from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.races.sim.calls import Call, View, packed, written
-from batchstate.races.sim.device import Block, Device, DeviceStream, Task, bytes_of, poison, poisoned
+from batchstate.races.sim.device import Block, BlockAllocator, Device, DeviceStream, Task, bytes_of, poison, poisoned
 from batchstate.races.sim.shapes import META, NewTensor, UnknownError, results_of
 from batchstate.races.tracing.dispatch import TracedCall, Tracer
 from batchstate.races.tracing.memory import HOST_KINDS, Allocation, MemoryKind
-
-if TYPE_CHECKING:
-    from batchstate.races.sim.runtime import SimRuntime
+from batchstate.races.tracing.runtime import TracedRuntime
 
 
 @final
 @attrs.define(eq=False)
 class Fill:
-    """What a factory has put into memory that may turn out to be the device's.
+    """Numbers of a factory in memory that may turn out to be the device's.
 
-    The numbers are there at once, as the host would need them. Once an operation of the device accesses them, they were
-    put there by an operation of the stream that was current then: if that has not run, they are not there yet.
+    The numbers are there at once, as the host would need them. Once an operation of the device accesses them, it is
+    decided that an operation of the stream that was current then wrote them: if that has not run, they are not there.
 
     Attributes:
         block: the memory.
         task: the operation.
-        values: what it puts there; None as long as it is there already.
+        values: the numbers that it writes; None as long as they are there already.
         done: it has run.
     """
 
@@ -61,9 +59,9 @@ class SimAllocation(Allocation):
     """A piece of memory of a program.
 
     Attributes:
-        block: where it lies. None for memory of the host, for empty tensors, and for memory that was there before the
-            window or that numpy shares: when that is given back is the program's affair, and no other tensor gets it.
-        fill: what was put there while it was not known whose it is.
+        block: where it lies. None for memory of the host, for empty tensors, and for memory that is older than the
+            window or shared with numpy: the program frees that itself, and no other tensor gets it.
+        fill: numbers written while it was undecided whose memory it is.
     """
 
     block: Block | None = None
@@ -71,22 +69,24 @@ class SimAllocation(Allocation):
 
 
 class SimTracer(Tracer[SimAllocation]):
-    """Gives the device what is the device's.
+    """Enqueues the device's operations, and runs the host's.
 
     Args:
-        runtime: has the device, its memory and the current stream.
+        runtime: has the steps and the current stream.
+        device: runs the operations.
+        allocator: of its memory.
 
     Attributes:
         operations: operations on device memory so far.
-        unmodelled: operations that the host had to wait for only because torch cannot say what they return, by name.
+        unmodelled: operations that the host had to wait for only because torch cannot predict their results, by name.
     """
 
-    def __init__(self, runtime: "SimRuntime") -> None:
+    def __init__(self, runtime: TracedRuntime[DeviceStream], device: Device, allocator: BlockAllocator) -> None:
         super().__init__(runtime.device, self._died)
         self._runtime = runtime
-        self._device = runtime._device
-        self._allocator = runtime._allocator
-        self._current: Callable[[], DeviceStream] = runtime._known_current
+        self._device = device
+        self._allocator = allocator
+        self._current = runtime._known_current
         self.operations = 0
         self.unmodelled: Counter[str] = Counter()
 
@@ -98,18 +98,18 @@ class SimTracer(Tracer[SimAllocation]):
         return tensor
 
     def new(self, like: NewTensor) -> torch.Tensor:
-        """New device memory of the current stream; it holds what it held."""
+        """New device memory of the current stream, with the content of its block."""
         return self._tensor(like, MemoryKind.DEVICE, self._allocator.allocate)
 
     def pack(self, tensor: torch.Tensor) -> View | torch.Tensor:
-        """What stands for a tensor that an operation reads, until it runs."""
+        """The stand-in of a tensor that an operation reads, until it runs."""
         kind = self.kind_of(tensor)
         if kind in HOST_KINDS or (kind is MemoryKind.UNDECIDED and not tensor.ndim):
             return tensor.detach().clone()  # one number: an operation takes it along when it is enqueued
         return self._pack_written(tensor)
 
     def _pack_written(self, tensor: torch.Tensor) -> View | torch.Tensor:
-        """What stands for a tensor that an operation writes: device memory, whatever it was taken for."""
+        """The stand-in of a tensor that an operation writes: this decides that its memory is the device's."""
         block = self.use_on_device(tensor).block
         return tensor.data if block is None else View.of(tensor, block)
 
@@ -127,11 +127,11 @@ class SimTracer(Tracer[SimAllocation]):
     def _copied_to_device(self, values: torch.Tensor) -> torch.Tensor:
         """New device memory with these values at once: the stream has nothing before it."""
         tensor = self.new(NewTensor.like(values))
-        self._device.settle()  # what the allocation wipes is wiped before
+        self._device.settle()  # the allocation's wipe comes before the values
         return tensor.copy_(values.detach())
 
     def _undecided(self, values: torch.Tensor) -> torch.Tensor:
-        """The same in memory that may turn out to be the device's."""
+        """New memory of this shape that may turn out to be the device's."""
         return self._tensor(NewTensor.like(values), MemoryKind.UNDECIDED, self._allocator.fresh)
 
     def _lift(self, tensor: torch.Tensor, from_factory: bool) -> torch.Tensor:
@@ -167,7 +167,7 @@ class SimTracer(Tracer[SimAllocation]):
         reads_host: object = None,
         dormant: bool = False,
     ) -> Task:
-        """Something for the current stream to do; see `Task`."""
+        """Appends an operation to the current stream; see `Task`."""
         task = Task(name, self._runtime.step, source_line(2), work, writes, reads_host, dormant)
         self._enqueue(task)
         return task
@@ -187,38 +187,38 @@ class SimTracer(Tracer[SimAllocation]):
         except UnknownError:
             self._wait()
             result = self._now(call)
-            self.unmodelled[name] += 1  # only now: what torch refuses is not a gap of this model
+            self.unmodelled[name] += 1  # only now: a call that torch refuses is no gap of this model
             return result
-        changed = [packed(one, self._pack_written) for one in operation.writes(args, kwargs)]
-        call_args = [packed(one, self.pack) for one in args]
-        call_kwargs = {key: packed(one, self.pack) for key, one in kwargs.items()}
-        fresh = [self._allocated(one) for one in new]
+        changed = packed(operation.writes(args, kwargs), self._pack_written)
+        call_args = packed(args, self.pack)
+        call_kwargs = {key: packed(value, self.pack) for key, value in kwargs.items()}
+        fresh = [self._allocated(result) for result in new]
         if not operation.leaves_empty:
-            targets = [packed(one, self.pack) for one in fresh] if any(new) else []
+            targets = packed(fresh, self.pack) if any(new) else []
             seed = new_seed(kwargs.get("generator")) if operation.draws(args, kwargs) else None
             self.enqueue(name, Call(func, call_args, call_kwargs, targets, seed), lambda: written([*changed, *targets]))
         results = [
-            one if key is None else kwargs[key] if isinstance(key, str) else args[key]
-            for one, key in zip(fresh, operation.returned, strict=True)
+            result if key is None else kwargs[key] if isinstance(key, str) else args[key]
+            for result, key in zip(fresh, operation.returned, strict=True)
         ]
         return results[0] if len(results) == 1 else tuple(results) if results else None
 
     def _allocated(self, new: Any) -> Any:
         if isinstance(new, NewTensor):
             return self.new(new)
-        return [self._allocated(one) for one in new] if isinstance(new, list) else new
+        return [self._allocated(part) for part in new] if isinstance(new, list) else new
 
     def _now(self, call: TracedCall) -> Any:
         """Runs an operation at once: its stream has nothing before it."""
-        for one in call.tensors:
-            if self.kind_of(one) not in HOST_KINDS:
-                self.use_on_device(one)
+        for tensor in call.tensors:
+            if self.kind_of(tensor) not in HOST_KINDS:
+                self.use_on_device(tensor)
         result = call.func(*call.args, **call.kwargs)
         self._device.note(self._current(), call.operation.name, self._runtime.step)
 
-        def keep(one: torch.Tensor) -> torch.Tensor:
-            old = self.allocations.of(one) is not None or any(one is other for other in call.tensors)
-            return one if old or not _is_plain(one) else self._copied_to_device(one)
+        def keep(made: torch.Tensor) -> torch.Tensor:
+            old = self.allocations.of(made) is not None or any(made is other for other in call.tensors)
+            return made if old or not _is_plain(made) else self._copied_to_device(made)
 
         return _replaced(result, keep)
 
@@ -226,17 +226,19 @@ class SimTracer(Tracer[SimAllocation]):
         operation, func, args, kwargs, tensors, kinds = call
         result = func(*args, **kwargs)
         host = any(kind in HOST_KINDS for kind in kinds)
-        given = [one.untyped_storage()._cdata for one in tensors if _is_plain(one)]
+        operands = [tensor.untyped_storage()._cdata for tensor in tensors if _is_plain(tensor)]
 
-        def keep(one: torch.Tensor) -> torch.Tensor:
-            if not _is_plain(one) or self.allocations.of(one) is not None or one.untyped_storage()._cdata in given:
-                return one
+        def keep(made: torch.Tensor) -> torch.Tensor:
+            if not _is_plain(made) or self.allocations.of(made) is not None:
+                return made
+            if made.untyped_storage()._cdata in operands:
+                return made
             if host:
-                return self.keep(one, MemoryKind.HOST)
-            tensor = self._undecided(one)
+                return self.keep(made, MemoryKind.HOST)
+            tensor = self._undecided(made)
             if operation.leaves_empty:
                 return tensor
-            tensor.copy_(one.detach())
+            tensor.copy_(made.detach())
             allocation = self.allocations.of(tensor)
             if allocation is not None and allocation.block is not None:
                 block = allocation.block
@@ -305,12 +307,12 @@ class SimTracer(Tracer[SimAllocation]):
             DeviceError: an argument lies in pageable host memory.
         """
         tensors = _tensors((*args, *kwargs.values()))
-        for one in tensors:
-            if one.ndim and self.kind_of(one) is MemoryKind.HOST:
+        for tensor in tensors:
+            if tensor.ndim and self.kind_of(tensor) is MemoryKind.HOST:
                 remedy = "bring it to the device first, with `Runtime.upload`, or use pinned memory"
-                raise DeviceError(f"{name} of a host tensor {tuple(one.shape)}", tuple(one.shape), remedy)
-        memory = [one.untyped_storage()._cdata for one in tensors]
-        missing = [one for one in declared if one.untyped_storage()._cdata not in memory]
+                raise DeviceError(f"{name} of a host tensor {tuple(tensor.shape)}", tuple(tensor.shape), remedy)
+        memory = [tensor.untyped_storage()._cdata for tensor in tensors]
+        missing = any(tensor.untyped_storage()._cdata not in memory for tensor in declared)
         if missing or not declared:
             problem = f"the raw kernel {name!r} declares {'memory that it is not given' if missing else 'nothing'}"
             remedy = "pass each tensor as an argument and say `reads=` and `writes=`: it runs later, on its arguments"
@@ -319,11 +321,12 @@ class SimTracer(Tracer[SimAllocation]):
         def pack(tensor: torch.Tensor) -> Any:
             return tensor.data if self.kind_of(tensor) is MemoryKind.PINNED else self.pack(tensor)
 
-        call_args = [packed(one, pack) for one in args]
-        call_kwargs = {key: packed(one, pack) for key, one in kwargs.items()}
-        pinned = next((self.allocations.of(one) for one in tensors if self.kind_of(one) is MemoryKind.PINNED), None)
+        call_args = packed(args, pack)
+        call_kwargs = {key: packed(value, pack) for key, value in kwargs.items()}
+        pinned = next((tensor for tensor in tensors if self.kind_of(tensor) is MemoryKind.PINNED), None)
+        reads_host = None if pinned is None else self.allocations.of(pinned)
         everything = (*call_args, *call_kwargs.values())
-        self.enqueue(name, Call(kernel, call_args, call_kwargs), lambda: written(everything), reads_host=pinned)
+        self.enqueue(name, Call(kernel, call_args, call_kwargs), lambda: written(everything), reads_host=reads_host)
 
 
 def _replaced(result: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -331,7 +334,7 @@ def _replaced(result: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) 
     if isinstance(result, torch.Tensor):
         return replacement(result)
     if isinstance(result, list | tuple):
-        return type(result)(_replaced(one, replacement) for one in result)
+        return type(result)(_replaced(part, replacement) for part in result)
     return result
 
 
@@ -341,15 +344,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def new_seed(generator: torch.Generator | None = None) -> int:
-    """Drawn when an operation is enqueued: what it draws must not depend on when it runs."""
+    """Drawn when an operation is enqueued: its random numbers must not depend on when it runs."""
     return int(torch.randint(1 << 62, (), generator=generator))
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for one in values:
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        elif isinstance(one, list | tuple):
-            found += _tensors(one)
-    return found
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += _tensors(value)
+    return tensors

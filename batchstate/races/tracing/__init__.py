@@ -1,1 +1,1 @@
-"""What the race detector and the simulated device share: whose memory is whose, and what an operation does with it."""
+"""Shared by the race detector and the simulated device: memory, operations of torch, clocks, and the window."""

@@ -1,7 +1,7 @@
-"""What each stream, and the host, knows to have happened: vector clocks over the events of a run.
+"""Vector clocks over the events of a run: one for each stream, and one for the host.
 
 Events are numbered in program order. A stream's clock holds, for each stream, the newest event of that stream which is
-known to lie before whatever it does next. So an event is ordered before the next operation of a stream exactly if the
+known to lie before its next operation. So an event is ordered before the next operation of a stream exactly if the
 stream's clock has reached its number. The host is the first stream.
 
 The algorithm is that of vector-clock race detectors (Mattern 1989; FastTrack, Flanagan and Freund 2009), with streams
@@ -18,12 +18,12 @@ HOST = "host"
 
 @final
 class StreamClock:
-    """What a stream, or the host, knows to have happened.
+    """The clock of a stream, or of the host.
 
     Attributes:
-        number: place in all clocks; the host's is 0.
+        number: index in all clocks; the host's is 0.
         name: for reports.
-        seen: stream -> newest of its events known to lie before what comes next here; grows with the streams.
+        seen: stream -> newest of its events known to lie before the next operation here; grows with the streams.
         newest: its own newest event, 0 before the first.
         work: its newest event that is an operation or a copy, 0 before the first.
     """
@@ -42,12 +42,12 @@ class StreamClock:
         return f"StreamClock({self.name!r})"
 
     def knows(self, other: int, event: int) -> bool:
-        """Whether an event of stream `other` is ordered before what comes next here."""
+        """Whether an event of stream `other` is ordered before the next operation here."""
         seen = self.seen
         return (seen[other] if other < len(seen) else 0) >= event
 
     def join(self, seen: list[int]) -> None:
-        """What comes next here lies behind all that `seen` has reached."""
+        """The next operation here lies behind all events that `seen` has reached."""
         own = self.seen
         if len(own) < len(seen):
             own.extend([0] * (len(seen) - len(own)))
@@ -82,7 +82,7 @@ class Clocks:
         return stream
 
     def happens(self, stream: StreamClock) -> int:
-        """Something happens on a stream or the host; returns its number. A stream then knows all that the host does."""
+        """An event happens on a stream or the host; returns its number. A stream then knows all that the host does."""
         host = self.streams[0]
         if stream is not host and stream._host_at != self._joins:
             stream.join(host.seen)
@@ -94,12 +94,12 @@ class Clocks:
         return self.now
 
     def host_joins(self, seen: list[int]) -> None:
-        """The host has waited for all that `seen` has reached."""
+        """The host has waited for the events that `seen` has reached."""
         self._joins += 1
         self.streams[0].join(seen)
 
 
 def unused_name(name: str, taken: Collection[str]) -> str:
-    """The name itself, or with the first number from 2 on that makes it another than those that are taken."""
+    """The name itself, or if it is taken, with the first free number from 2 on behind it."""
     numbered = (f"{name} {number}" for number in itertools.count(2))
-    return next(one for one in itertools.chain([name], numbered) if one not in taken)
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)

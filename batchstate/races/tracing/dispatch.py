@@ -1,7 +1,7 @@
 """Every operation of torch, told to a tool by the two modes that torch has for that.
 
-One mode is told of what torch dispatches. On a CPU that leaves out what brings numbers to the host without dispatching
-anything (`.cpu()`, `.tolist()`, `.numpy()`), of which the other is told.
+One mode is told of operations that torch dispatches. On a CPU some calls bring numbers to the host without dispatching
+anything (`.cpu()`, `.tolist()`, `.numpy()`); the other mode is told of these.
 """
 
 import abc
@@ -19,12 +19,12 @@ from batchstate.races.tracing.memory import HOST_KINDS, A, Allocations, MemoryKi
 from batchstate.races.tracing.operations import Operation, tensors_in, tensors_of
 
 HOST_CALLS = frozenset(("__array__", "cpu", "is_pinned", "numpy", "pin_memory", "record_stream", "to", "tolist"))
-"""Calls of tensors that may bring numbers to the host, or say who else uses the memory."""
+"""Calls of tensors that may bring numbers to the host, or tell who else uses the memory."""
 
 FACTORIES = frozenset(("as_tensor", "asarray", "tensor"))
-"""Calls that lift numbers to a tensor wherever `device=` says.
+"""Calls that lift numbers to a tensor on the device of `device=`.
 
-What is lifted outside of them is the host's: it comes from numpy, or is a number that is put into a tensor."""
+Numbers lifted outside of them are the host's: they come from numpy, or are put into a tensor."""
 
 
 class TracedCall(NamedTuple):
@@ -39,18 +39,17 @@ class TracedCall(NamedTuple):
 
 
 class Tracer(abc.ABC, Generic[A]):
-    """What becomes of each operation of torch: metadata, the host's, the device's, or a copy between the two.
+    """Sorts operations of torch: metadata, the host's, the device's, or a copy between the two.
 
     An operation with an operand on the device is the device's, and runs on the current stream. Others are the host's;
-    of what they make on a CPU it shows later where it belongs. On a CPU a `torch.device` names the device, as
-    `Runtime.device` gives it, and the word "cpu" names the host.
+    their results on a CPU belong to either side, as later operations show. On a CPU a `torch.device` names the device,
+    as `Runtime.device` gives it, and the word "cpu" names the host.
 
     Args:
         device: of the runtime.
-        died: told of a piece of memory as soon as the last tensor of it is gone.
+        died: called with a piece of memory as soon as the last tensor of it is gone.
 
     Attributes:
-        device: of the runtime.
         on_cpu: whether host and device memory look alike.
         allocations: all memory that was seen.
         pageable_copies: copies to the device that were asked not to block, from memory that a factory made.
@@ -62,19 +61,15 @@ class Tracer(abc.ABC, Generic[A]):
         self.allocations: Allocations[A] = Allocations(died)
         self.pageable_copies = 0
 
-    # What torch reports
+    # Called by torch
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], from_factory: bool) -> Any:
-        """An operation is called; returns its result. `from_factory` says that one of `FACTORIES` is at work."""
+        """An operation is called inside one of `FACTORIES` or not; returns its result."""
         __tracebackhide__ = True
         operation = Operation.of(func)
         if operation.is_metadata:
             result = func(*args, **kwargs)
-            if operation.name == "lift_fresh" and self.allocations.of(result) is None and result.device.type == "cpu":
-                with untraced():
-                    pinned = self.allocations.pinned_at(result)
-                return pinned if pinned is not None else self._lift(result, from_factory) if self.on_cpu else result
-            return result
+            return self._lifted(result, from_factory) if operation.name == "lift_fresh" else result
         tensors = tensors_of(args, kwargs)
         copies, non_blocking = operation.name == "copy_", False
         if copies:
@@ -83,7 +78,7 @@ class Tracer(abc.ABC, Generic[A]):
                 self._decide(args[0], args[1])
         if self.on_cpu and kwargs.get("pin_memory"):
             return self.keep(func(*args, **{**kwargs, "pin_memory": False}), MemoryKind.PINNED)
-        call = TracedCall(operation, func, args, kwargs, tensors, [self.kind_of(one) for one in tensors])
+        call = TracedCall(operation, func, args, kwargs, tensors, [self.kind_of(tensor) for tensor in tensors])
         if MemoryKind.DEVICE not in call.kinds:
             return self._on_host(call)
         if copies and (MemoryKind.HOST in call.kinds or MemoryKind.PINNED in call.kinds):
@@ -115,8 +110,8 @@ class Tracer(abc.ABC, Generic[A]):
                     raise ArgumentError("pin_memory of a device tensor", None, "only host memory can be pinned")
                 return True, self.keep(tensor.clone(), MemoryKind.PINNED)
             named = kwargs.get("device", args[0] if args else None)
-            dtype = kwargs.get("dtype", next((one for one in args if isinstance(one, torch.dtype)), tensor.dtype))
-            non_blocking = bool(kwargs.get("non_blocking", next((one for one in args if isinstance(one, bool)), False)))
+            dtype = kwargs.get("dtype", next((arg for arg in args if isinstance(arg, torch.dtype)), tensor.dtype))
+            non_blocking = bool(kwargs.get("non_blocking", next((arg for arg in args if isinstance(arg, bool)), False)))
             lifted = name == "to" and non_blocking and kind is MemoryKind.UNDECIDED
             if lifted and isinstance(named, torch.device) and named == self.device:
                 self._decide_for_host(tensor)
@@ -145,37 +140,47 @@ class Tracer(abc.ABC, Generic[A]):
         """Where a tensor lies; None for memory of a CPU that was not seen yet."""
         if not self.on_cpu and tensor.device.type != "cpu":
             return MemoryKind.DEVICE
-        known = self.allocations.of(tensor)
-        if known is None:
+        allocation = self.allocations.of(tensor)
+        if allocation is None:
             return None if self.on_cpu else MemoryKind.HOST
-        return known.kind
+        return allocation.kind
 
     def use_on_device(self, tensor: torch.Tensor) -> A:
-        """The device memory of a tensor, which an operation of the device makes of any memory it accesses."""
-        known = self.allocations.of(tensor)
-        if known is None:
+        """The memory of a tensor that an operation of the device accesses: unless pinned, it is the device's."""
+        allocation = self.allocations.of(tensor)
+        if allocation is None:
             return self.allocations.add(tensor, self._existing(tensor))
-        if known.kind is MemoryKind.UNDECIDED:
-            known.kind = MemoryKind.DEVICE
-            self._decided(known)
-        return known
+        if allocation.kind is MemoryKind.UNDECIDED:
+            allocation.kind = MemoryKind.DEVICE
+            self._decided(allocation)
+        return allocation
+
+    def _lifted(self, result: torch.Tensor, from_factory: bool) -> torch.Tensor:
+        """The tensor of lifted numbers, or the part of pinned memory that they lie in."""
+        if self.allocations.of(result) is not None or result.device.type != "cpu":
+            return result
+        with untraced():
+            pinned = self.allocations.pinned_at(result)
+        if pinned is not None:
+            return pinned
+        return self._lift(result, from_factory) if self.on_cpu else result
 
     def _decide(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`copy_` was asked not to block, senseless within one memory: an undecided side is the other's.
 
         An undecided source that is copied to the device lies in pageable host memory, as `torch.tensor(...)` does.
         """
-        for one, other in ((target, source), (source, target)):
-            if self.kind_of(one) is MemoryKind.UNDECIDED and self.kind_of(other) in HOST_KINDS:
-                self.use_on_device(one)
+        for tensor, other in ((target, source), (source, target)):
+            if self.kind_of(tensor) is MemoryKind.UNDECIDED and self.kind_of(other) in HOST_KINDS:
+                self.use_on_device(tensor)
         if self.kind_of(source) is MemoryKind.UNDECIDED and self.kind_of(target) is MemoryKind.DEVICE:
             self._decide_for_host(source)
 
     def _decide_for_host(self, tensor: torch.Tensor) -> None:
         """Undecided memory is the host's after all; a copy from it is counted."""
-        known = self.allocations.of(tensor)
-        if known is not None and known.kind is MemoryKind.UNDECIDED:
-            known.kind = MemoryKind.HOST
+        allocation = self.allocations.of(tensor)
+        if allocation is not None and allocation.kind is MemoryKind.UNDECIDED:
+            allocation.kind = MemoryKind.HOST
             self.pageable_copies += 1
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
@@ -193,16 +198,16 @@ class Tracer(abc.ABC, Generic[A]):
         return self.kind_of(tensor) is MemoryKind.PINNED
 
     def _refuse_host_operands(self, call: TracedCall) -> None:
-        """What torch refuses on an accelerator, refused where host and device tensors look alike."""
-        host = [one for one, kind in zip(call.tensors, call.kinds, strict=True) if kind in HOST_KINDS and one.ndim]
+        """Refuses operands that torch refuses on an accelerator."""
+        host = [tensor for tensor, kind in zip(call.tensors, call.kinds, strict=True) if kind in HOST_KINDS]
         indices = list(tensors_in(call.args[1])) if host and call.operation.takes_host_index else []
-        for one in host:
-            if not any(one is index for index in indices):
-                problem = f"{call.operation.name} of device tensors and a host tensor {tuple(one.shape)}"
+        for tensor in host:
+            if tensor.ndim and not any(tensor is index for index in indices):
+                problem = f"{call.operation.name} of device tensors and a host tensor {tuple(tensor.shape)}"
                 remedy = "bring it to the device first, with `Runtime.upload`; on an accelerator torch refuses too"
-                raise DeviceError(problem, tuple(one.shape), remedy)
+                raise DeviceError(problem, tuple(tensor.shape), remedy)
 
-    # What a tool does
+    # Left to the tool
 
     @abc.abstractmethod
     def keep(self, tensor: torch.Tensor, kind: MemoryKind) -> torch.Tensor:
@@ -230,7 +235,7 @@ class Tracer(abc.ABC, Generic[A]):
 
     @abc.abstractmethod
     def _new_on_device(self, like: torch.Tensor, dtype: torch.dtype, **layout: Any) -> torch.Tensor:
-        """New device memory of the current stream; `layout` is what `torch.empty_like` takes besides."""
+        """New device memory of the current stream; `layout` goes to `torch.empty_like`."""
 
     @abc.abstractmethod
     def _copy_blocking(self, target: torch.Tensor, source: torch.Tensor, to_device: bool, non_blocking: bool) -> None:
@@ -280,8 +285,8 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         __tracebackhide__ = True
-        if types and any(_unwraps(one) for one in types):
-            return NotImplemented  # it takes itself apart, and what is inside comes here
+        if types and any(map(_unwraps, types)):
+            return NotImplemented  # it takes itself apart, and its parts come here
         with torch._C.DisableTorchFunction():
             if torch.is_inference_mode_enabled() and func._can_decompose():
                 with self:  # torch takes it apart before, in any other mode: a `reshape` that copies is not a view
@@ -364,7 +369,7 @@ def raw_kernel(function: F) -> F:
 
     Under the race detector it runs at once, and accesses what the launch declares. On the simulated device it is
     enqueued as a whole and runs later. There and then each tensor among its arguments, also in lists and tuples, is a
-    plain CPU tensor over the same memory: numpy may read and write it. What it returns is dropped on the simulated
+    plain CPU tensor over the same memory: numpy may read and write it. Its return value is dropped on the simulated
     device, so it puts its results into its arguments. Elsewhere the mark means nothing.
     """
     setattr(function, _MARK, True)

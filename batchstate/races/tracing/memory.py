@@ -1,8 +1,8 @@
-"""Which memory is the device's, also where host and device lie side by side, and when it dies.
+"""Whose memory each tensor lies in, also where host and device memory lie side by side, and when it dies.
 
-On an accelerator a tensor says where it lies. On a CPU all look alike, so memory is known by how it came about: what
-the runtime allocated and what was computed from that is the device's; pinned memory, what came from numpy and what was
-brought back is the host's. A tensor that a factory made (`torch.arange`, `torch.tensor`) is undecided until it meets
+On an accelerator a tensor says where it lies. On a CPU all look alike, so memory is told apart by its making: memory
+that the runtime allocated, and results computed from it, are the device's; pinned memory, numpy's, and results brought
+back are the host's. A tensor that a factory made (`torch.arange`, `torch.tensor`) is undecided until it meets
 another: on a device it would lie where its `device=` says, which a CPU cannot tell.
 """
 
@@ -29,12 +29,12 @@ HOST_KINDS = (MemoryKind.HOST, MemoryKind.PINNED)
 
 @final
 class Name:
-    """What reports call a piece of memory; outlives it.
+    """The name of a piece of memory in reports; outlives it.
 
     Attributes:
         number: in the order in which pieces were first seen, from 1.
         shape, dtype: of the tensor that it was first seen as.
-        label: what the library calls it; empty where it goes by its number.
+        label: the library's name for it; empty where it goes by its number.
     """
 
     __slots__ = ("dtype", "label", "number", "shape")
@@ -55,7 +55,7 @@ class Allocation:
 
     Attributes:
         kind: whose it is.
-        nbytes: of it; 0 where it is not the device's.
+        nbytes: its size; 0 for memory of the host.
     """
 
     kind: MemoryKind
@@ -96,15 +96,15 @@ class Allocations(Generic[A]):
     def of(self, tensor: torch.Tensor) -> A | None:
         """The memory of a tensor, or None: never seen."""
         if tensor.is_nested:
-            return None  # several pieces, of which each has its own
+            return None  # several pieces of memory
         try:
-            found = self._known.get(tensor.untyped_storage()._cdata)
+            entry = self._known.get(tensor.untyped_storage()._cdata)
         except NotImplementedError:
             return None  # sparse: the same
-        return None if found is None else found[1]
+        return None if entry is None else entry[1]
 
     def add(self, tensor: torch.Tensor, allocation: A) -> A:
-        """Knows the memory of a tensor as this, in place of what it was known as."""
+        """Enters the memory of a tensor, in place of an older entry."""
         storage = tensor.untyped_storage()
         life = _Life(storage, self._ended)
         key = life.key = storage._cdata
@@ -121,7 +121,7 @@ class Allocations(Generic[A]):
         return allocation
 
     def pinned_at(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A host tensor as part of the pinned memory that it lies in, or None: an address is pinned, not a tensor."""
+        """A host tensor as part of the pinned memory that it lies in, or None. Addresses are pinned, not tensors."""
         start = tensor.data_ptr()
         for life in list(self._pinned.values()):  # another thread may free some meanwhile
             storage = life()
@@ -133,16 +133,16 @@ class Allocations(Generic[A]):
         return None
 
     def close(self) -> None:
-        """Forgets everything; what dies from now on is not reported."""
+        """Forgets everything; later deaths are not reported."""
         self._closed = True
         self._known.clear()
         self._pinned.clear()
 
     def _ended(self, life: Any) -> None:
-        found = self._known.get(life.key)
-        if found is not None and found[0] is life:
+        entry = self._known.get(life.key)
+        if entry is not None and entry[0] is life:
             del self._known[life.key]
             self._pinned.pop(life.key, None)
-            self.nbytes -= found[1].nbytes
+            self.nbytes -= entry[1].nbytes
             if not self._closed:
-                self._died(found[1])
+                self._died(entry[1])

@@ -1,4 +1,4 @@
-"""What one operation of torch reads and writes, read off its schema; for index operations, which rows."""
+"""The reads and writes of an operation of torch, taken from its schema; for index operations, which rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -41,11 +41,11 @@ WAITS = frozenset(
         "unique_dim",
     )
 )
-"""Operations whose result the host needs at once: it waits for the stream."""
+"""Operations with a result that the host needs at once: it waits for the stream."""
 
 
 def isin_waits(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> bool:
-    """Whether `torch.isin` makes the host wait: for many test elements it sorts what is distinct, and counts that.
+    """Whether `torch.isin` makes the host wait: for many test elements it sorts distinct values, and counts them.
 
     So says ATen's TensorCompare.cpp, and so does an H100 with torch 2.11.
     """
@@ -80,27 +80,27 @@ _BY_MASK = ("index", "index_put_", "index_put", "_unsafe_index", "_index_put_imp
 
 @final
 class Operation:
-    """What the schema of one operation says. Made once for each, by `Operation.of`.
+    """The schema of an operation. Made once for each, by `Operation.of`.
 
     Attributes:
         name: without namespace and overload.
         is_metadata: whether no element is read or written: views, and questions about shapes.
         leaves_empty: whether it allocates, and writes nothing.
         takes_host_index: whether torch accepts a host tensor as index of a device tensor.
-        written: arguments that it writes, by position, or by name where they are given by name alone.
-        returned: for each result the argument that it is, by position or name, or None where it is a new tensor.
+        written: arguments that it writes, by position, or by name if they are keyword-only.
+        returned: for each result the argument that it is, by position or name, or None for a new tensor.
     """
 
     _known: dict[Any, "Operation"] = {}  # noqa: RUF012 - one for the process: schemas do not change
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
-        arguments, returns = schema.arguments, [one.alias_info for one in schema.returns]
+        arguments, returns = schema.arguments, [result.alias_info for result in schema.returns]
         self.name: str = schema.name.partition("::")[2]
         sets: dict[int | str, Any] = {
-            one.name if one.kwarg_only else position: one.alias_info.before_set
-            for position, one in enumerate(arguments)
-            if one.alias_info is not None and one.alias_info.is_write
+            argument.name if argument.kwarg_only else position: argument.alias_info.before_set
+            for position, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
         }
         self.written = frozenset(sets)
         self.returned: tuple[int | str | None, ...] = tuple(
@@ -108,7 +108,7 @@ class Operation:
             for alias in returns
         )
         aliases = [alias for alias in returns if alias is not None]
-        is_view = torch.Tag.inplace_view in func.tags or (bool(aliases) and not any(one.is_write for one in aliases))
+        is_view = torch.Tag.inplace_view in func.tags or (bool(aliases) and not any(a.is_write for a in aliases))
         self.is_metadata = is_view or self.name in _NO_ACCESS
         self.leaves_empty = self.name in _EMPTY
         self.takes_host_index = self.name in _BY_MASK
@@ -117,15 +117,15 @@ class Operation:
         self._precise = _PRECISE.get(self.name)
         self._reads_whole = not (sets or self._only_shapes or self._precise)
         self._draws = torch.Tag.nondeterministic_seeded in func.tags
-        self._dropout = next((at for at, one in enumerate(arguments) if one.name == "dropout_p"), None)
+        self._dropout = next((at for at, argument in enumerate(arguments) if argument.name == "dropout_p"), None)
 
     @classmethod
     def of(cls, func: Any) -> "Operation":
         """The operation behind an overload."""
-        found = cls._known.get(func)
-        if found is None:
-            found = cls._known[func] = cls(func)
-        return found
+        operation = cls._known.get(func)
+        if operation is None:
+            operation = cls._known[func] = cls(func)
+        return operation
 
     def accesses(self, args: Sequence[Any], kwargs: Mapping[str, Any], read_index: ReadIndex) -> list[MemoryAccess]:
         """Every access of a call to memory that was there before."""
@@ -135,7 +135,7 @@ class Operation:
                 for tensor in tensors_of(args, kwargs)
                 if (region := of_strided(tensor)) is not None
             ]
-        found: list[MemoryAccess] = []
+        accesses: list[MemoryAccess] = []
         written = self.written
         for key, value in (*enumerate(args), *kwargs.items()) if kwargs else enumerate(args):
             tensors = tensors_in(value)
@@ -147,8 +147,8 @@ class Operation:
             for tensor in tensors:
                 region = self.parts(args, read_index) if key == 0 and self._precise else of_strided(tensor)
                 if region is not None:
-                    found.append(MemoryAccess(tensor, region, writes))
-        return found
+                    accesses.append(MemoryAccess(tensor, region, writes))
+        return accesses
 
     def writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments that a call writes: tensors, or lists of them."""
@@ -167,27 +167,27 @@ class Operation:
             return isin_waits(*args, **kwargs)
         if not self.takes_host_index:
             return False
-        indices = [one for one in args[1] if one is not None]
-        if any(one.ndim and kind_of(one) in HOST_KINDS for one in indices):
+        indices = [index for index in args[1] if index is not None]
+        if any(index.ndim and kind_of(index) in HOST_KINDS for index in indices):
             return True
-        by_mask = any(one.dtype in (torch.bool, torch.uint8) for one in indices)
+        by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
         number = len(args) > 2 and args[2].ndim == 0 and kind_of(args[2]) is not MemoryKind.DEVICE
-        return by_mask is not number  # a number put where a mask says is a fill; where indices say, it is copied first
+        return by_mask is not number  # a number written through a mask is a fill; through indices, it is copied first
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call draws random numbers. Attention does only where it is told to drop something."""
+        """Whether a call draws random numbers. Attention does so only with dropout."""
         if not self._draws or self._dropout is None:
             return self._draws
-        given = args[self._dropout] if self._dropout < len(args) else None
-        return bool(kwargs.get("dropout_p", given))
+        dropout = args[self._dropout] if self._dropout < len(args) else None
+        return bool(kwargs.get("dropout_p", dropout))
 
     @property
     def index_at(self) -> int | None:
-        """Which argument is the index by which a call accesses its first one in part; None where it does as a whole."""
+        """Position of the index by which a call accesses its first argument in part; None if it uses all of it."""
         return None if self._precise is None else 2 if self._precise in (_along, _elements) else 1
 
     def parts(self, args: Sequence[Any], read_index: ReadIndex) -> ByteRegion | None:
-        """The bytes that an index names; the whole tensor where it names none, so that torch may say what is wrong."""
+        """The bytes that an index names; the whole tensor for a wrong index, so that torch may say what is wrong."""
         try:
             return None if self._precise is None else self._precise(args, read_index)
         except (IndexError, ValueError):
@@ -199,20 +199,22 @@ def tensors_in(value: Any) -> Sequence[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return (value,) if value.layout is _STRIDED and not value.is_nested else ()
     if isinstance(value, _LISTS):
-        return [one for one in value if isinstance(one, torch.Tensor) and one.layout is _STRIDED and not one.is_nested]
+        return [
+            part for part in value if isinstance(part, torch.Tensor) and part.layout is _STRIDED and not part.is_nested
+        ]
     return ()
 
 
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors among all arguments of a call."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             if value.layout is _STRIDED and not value.is_nested:
-                found.append(value)
+                tensors.append(value)
         elif isinstance(value, _LISTS):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def _along(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
@@ -226,14 +228,14 @@ def _elements(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
 def _indexed(args: Sequence[Any], read: ReadIndex) -> ByteRegion | None:
     indices: dict[int, Ints] = {}
     dim = 0
-    for one in args[1]:
-        if one is None:
+    for index in args[1]:
+        if index is None:
             dim += 1
             continue
-        values = read(one)
+        values = read(index)
         if values.dtype in (np.bool_, np.uint8):
-            for place, positions in enumerate(values.nonzero()):
-                indices[dim + place] = positions
+            for axis, positions in enumerate(values.nonzero()):
+                indices[dim + axis] = positions
             dim += values.ndim
         else:
             indices[dim] = values

@@ -1,4 +1,4 @@
-"""Which bytes of a piece of memory an operation accesses: disjoint intervals, exact for rows, columns and elements."""
+"""The bytes of a piece of memory that an operation accesses: disjoint intervals, exact for rows, columns, elements."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ MOST_INTERVALS = 1 << 20
 
 
 _FEW = 64
-"""Positions of an index that are looked at one by one."""
+"""Up to so many positions of an index Python is faster than numpy."""
 
 
 class ByteRegion:
@@ -29,7 +29,7 @@ class ByteRegion:
     Attributes:
         lo, hi: of the whole.
         starts, ends: int64[n] of each interval; None where there is one.
-        more: intervals that were left out; 0 but for what `brief` returns.
+        more: intervals that were left out; not 0 only in results of `brief`.
         late: whether the intervals are looked up when they matter.
     """
 
@@ -53,7 +53,7 @@ class ByteRegion:
         return list(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
 
     def brief(self) -> "ByteRegion":
-        """What a report says of it: the first few intervals, and how many more there are."""
+        """The part that a report shows: the first few intervals, and how many more there are."""
         if self.starts is None or self.ends is None or len(self.starts) <= BRIEF:
             return self
         short = ByteRegion(self.lo, self.hi, self.starts[:BRIEF].copy(), self.ends[:BRIEF].copy())
@@ -85,23 +85,23 @@ class ByteRegion:
             at = int(np.searchsorted(ends, few.lo, side="right"))
             return at < len(starts) and int(starts[at]) < few.hi
         first, last = few.bounds()
-        places = np.searchsorted(ends, first, side="right")
-        inside = places < len(starts)
-        return bool((starts[places[inside]] < last[inside]).any())
+        positions = np.searchsorted(ends, first, side="right")
+        inside = positions < len(starts)
+        return bool((starts[positions[inside]] < last[inside]).any())
 
     def common(self, other: "ByteRegion") -> "ByteRegion | None":
         """The bytes in both, or None."""
         if self.late or other.late:
             mine, others = self.exact(), other.exact()
             return None if mine is None or others is None else mine.common(others)
-        found = []
+        shared = []
         starts, ends = other.bounds()
         for lo, hi in self.intervals():
             at = int(np.searchsorted(ends, lo, side="right"))
             while at < len(starts) and starts[at] < hi:
-                found.append((max(lo, int(starts[at])), min(hi, int(ends[at]))))
+                shared.append((max(lo, int(starts[at])), min(hi, int(ends[at]))))
                 at += 1
-        return union(found) if found else None
+        return union(shared) if shared else None
 
     def covers(self, other: "ByteRegion") -> bool:
         """Whether all of `other` is in it."""
@@ -111,11 +111,10 @@ class ByteRegion:
             return True
         starts, ends = self.bounds()
         first, last = other.bounds()
-        places = np.searchsorted(ends, first, side="right")
-        inside = places < len(starts)
-        if not inside.all():
+        at = np.searchsorted(ends, first, side="right")
+        if not (at < len(starts)).all():
             return False
-        return bool(((starts[places] <= first) & (last <= ends[places])).all())
+        return bool(((starts[at] <= first) & (last <= ends[at])).all())
 
     def _count(self) -> int:
         return 1 if self.starts is None else len(self.starts)
@@ -157,8 +156,8 @@ def union(intervals: Iterable[tuple[int, int]]) -> ByteRegion:
 def union_of(regions: Sequence[ByteRegion]) -> ByteRegion:
     """The bytes of some regions, at least one."""
     bounds = [region.bounds() for region in regions]
-    starts = np.concatenate([one[0] for one in bounds])
-    ends = np.concatenate([one[1] for one in bounds])
+    starts = np.concatenate([start for start, _ in bounds])
+    ends = np.concatenate([end for _, end in bounds])
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], np.maximum.accumulate(ends[order])
     first = np.concatenate(([True], starts[1:] > ends[:-1]))
@@ -168,13 +167,13 @@ def union_of(regions: Sequence[ByteRegion]) -> ByteRegion:
     return ByteRegion(lo, hi) if len(starts) == 1 else ByteRegion(lo, hi, starts, ends)
 
 
-def of_places(places: Ints, length: int) -> ByteRegion | None:
-    """The region of pieces of `length` bytes that begin at `places` int64[n], in any order, repeats allowed."""
-    if not places.size:
+def of_pieces(begins: Ints, length: int) -> ByteRegion | None:
+    """The region of pieces of `length` bytes that begin at `begins` int64[n], in any order, repeats allowed."""
+    if not begins.size:
         return None
-    if places.size <= min(_FEW, MOST_INTERVALS):
-        return _joined(sorted(set(places.reshape(-1).tolist())), length)
-    starts = np.unique(places)
+    if begins.size <= min(_FEW, MOST_INTERVALS):
+        return _merged(sorted(set(begins.reshape(-1).tolist())), length)
+    starts = np.unique(begins)
     ends = starts + length
     if len(starts) > MOST_INTERVALS:
         return ByteRegion(int(starts[0]), int(ends[-1]))
@@ -189,12 +188,12 @@ def of_places(places: Ints, length: int) -> ByteRegion | None:
 def of_tensor(tensor: torch.Tensor) -> ByteRegion | None:
     """Every element of a tensor; None where it has none."""
     if tensor.layout is not _STRIDED or tensor.is_nested:
-        return None  # several pieces of memory, of which each is a tensor of its own
+        return None  # several pieces of memory, each a tensor of its own
     return of_strided(tensor)
 
 
 def of_strided(tensor: torch.Tensor) -> ByteRegion | None:
-    """The same of a tensor that is known to lie in one piece of memory."""
+    """The same for a tensor that is known to lie in one piece of memory."""
     nbytes = tensor.nbytes
     if not nbytes:
         return None
@@ -202,8 +201,8 @@ def of_strided(tensor: torch.Tensor) -> ByteRegion | None:
     start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return ByteRegion(start, start + nbytes)
-    places, run = _spread(tuple(tensor.shape), tensor.stride())
-    return of_places(start + places * size, run * size)
+    begins, run = _spread(tuple(tensor.shape), tensor.stride())
+    return of_pieces(start + begins * size, run * size)
 
 
 def of_rows(tensor: torch.Tensor, dim: int, index: Ints) -> ByteRegion | None:
@@ -228,12 +227,12 @@ def of_index(tensor: torch.Tensor, indices: dict[int, Ints]) -> ByteRegion | Non
             return of_tensor(tensor)
         chosen = chosen + np.where(positions < 0, positions + shape[dim], positions) * stride[dim]
     rest = [dim for dim in range(len(shape)) if dim not in indices]
-    places, run = _spread([shape[dim] for dim in rest], [stride[dim] for dim in rest])
+    begins, run = _spread([shape[dim] for dim in rest], [stride[dim] for dim in rest])
     chosen = np.asarray(chosen, np.int64).reshape(-1)
-    if chosen.size * places.size > MOST_INTERVALS:
+    if chosen.size * begins.size > MOST_INTERVALS:
         return of_tensor(tensor)
-    every = np.add.outer(chosen, places).reshape(-1) if places.size > 1 else chosen + places[0]
-    return of_places((tensor.storage_offset() + every) * size, run * size)
+    every = np.add.outer(chosen, begins).reshape(-1) if begins.size > 1 else chosen + begins[0]
+    return of_pieces((tensor.storage_offset() + every) * size, run * size)
 
 
 def _of_few_rows(tensor: torch.Tensor, positions: Ints) -> ByteRegion | None:
@@ -244,11 +243,11 @@ def _of_few_rows(tensor: torch.Tensor, positions: Ints) -> ByteRegion | None:
     if min(rows) < 0 or max(rows) >= length:
         return of_tensor(tensor)
     start, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes // length
-    return _joined(sorted([start + row * size for row in rows]), size)
+    return _merged(sorted([start + row * size for row in rows]), size)
 
 
-def _joined(starts: list[int], length: int) -> ByteRegion:
-    """The region of sorted pieces of `length` bytes, so few that numpy takes longer."""
+def _merged(starts: list[int], length: int) -> ByteRegion:
+    """The region of a few sorted pieces of `length` bytes."""
     firsts, lasts = [starts[0]], []
     end = starts[0] + length
     for start in starts:
@@ -269,14 +268,14 @@ def of_elements(tensor: torch.Tensor, dim: int, index: Ints) -> ByteRegion | Non
         return of_index(tensor, {0: index})
     dim %= tensor.ndim
     grid: list[Ints] = list(np.indices(index.shape, sparse=True)) if index.ndim else []
-    return of_index(tensor, {at: index if at == dim else places for at, places in enumerate(grid)})
+    return of_index(tensor, {at: index if at == dim else positions for at, positions in enumerate(grid)})
 
 
 def _spread(shape: Sequence[int], stride: Sequence[int]) -> tuple[Ints, int]:
     """Where the runs of neighbouring elements of a strided tensor begin, and how long each is; in elements."""
     run = 1
     outer: list[Ints] = []
-    for length, step in sorted(zip(shape, stride, strict=True), key=lambda one: one[1]):
+    for length, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
         if length == 1:
             continue
         if step == run and not outer:
@@ -285,9 +284,9 @@ def _spread(shape: Sequence[int], stride: Sequence[int]) -> tuple[Ints, int]:
             continue  # an expanded dimension: the same elements again
         else:
             outer.append(np.arange(length, dtype=np.int64) * step)
-    if math.prod(len(one) for one in outer) > MOST_INTERVALS:
+    if math.prod(map(len, outer)) > MOST_INTERVALS:
         return np.zeros(1, np.int64), 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    places = np.zeros(1, np.int64)
-    for one in outer:
-        places = np.add.outer(places, one).reshape(-1)
-    return places, run
+    begins = np.zeros(1, np.int64)
+    for offsets in outer:
+        begins = np.add.outer(begins, offsets).reshape(-1)
+    return begins, run

@@ -1,10 +1,9 @@
-"""What `RaceRuntime` and `SimRuntime` have in common: a window, named streams, pinned memory and events."""
+"""`TracedRuntime`, the base of `RaceRuntime` and `SimRuntime`: a window, named streams and pinned memory."""
 
 import abc
 import contextlib
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, ClassVar, Generic, Self, TypeVar, final
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
@@ -13,64 +12,6 @@ from batchstate.errors import ArgumentError
 from batchstate.races.tracing.dispatch import Tracer, tracing, untraced
 from batchstate.races.tracing.memory import MemoryKind
 from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
-
-
-@final
-class DeviceEvent:
-    """What `torch.cuda.Event` is to an engine: recorded, waited for, and recorded again.
-
-    A stream that waits does so for the last recording before its wait, whatever is recorded later.
-
-    Args:
-        name: for errors.
-        record, wait: of the runtime.
-    """
-
-    def __init__(
-        self, name: str, record: Callable[[Stream | None], Fence], wait: Callable[[Fence, Stream | None], None]
-    ) -> None:
-        self._name = name
-        self._record = record
-        self._wait = wait
-        self._last: Fence | None = None
-
-    def __repr__(self) -> str:
-        return f"DeviceEvent({self._name!r}{'' if self._last else ', not recorded'})"
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Records it on a stream, by default the current one."""
-        self._last = self._record(stream)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Makes a stream, by default the current one, wait for the last recording.
-
-        Raises:
-            ArgumentError: there is none. A device would not wait at all.
-        """
-        self._wait(self._recorded("a stream waits"), stream)
-
-    def query(self) -> bool:
-        """Whether the host knows that the last recording is complete.
-
-        Raises:
-            ArgumentError: there is none. A device would say that it is complete.
-        """
-        return self._recorded("it is asked").query()
-
-    def synchronize(self) -> None:
-        """The host waits for the last recording.
-
-        Raises:
-            ArgumentError: there is none. A device would not wait at all.
-        """
-        self._recorded("the host waits").wait()
-
-    def _recorded(self, what: str) -> Fence:
-        if self._last is None:
-            remedy = "record it first, on the stream whose work it stands for; a device would not wait at all"
-            raise ArgumentError(f"{what} for event {self._name!r} before it was recorded", self._name, remedy)
-        return self._last
-
 
 S = TypeVar("S")
 
@@ -86,9 +27,6 @@ class TracedRuntime(Runtime, Generic[S]):
         waited_at: calls of torch that made the host wait, by name and source line. They count as forced syncs.
     """
 
-    _TRACER: ClassVar[type[Any]]
-    """Makes, for a runtime, what is told of operations."""
-
     _tracer: Tracer[Any]
 
     def __init__(self, inner: Runtime | None, steps_in_flight: int) -> None:
@@ -100,7 +38,7 @@ class TracedRuntime(Runtime, Generic[S]):
         self._entered = False
         super().__init__(inner.device, steps_in_flight=inner.steps_in_flight)
         self._streams[inner.current_stream.key] = self._new_stream(inner.current_stream.name)
-        self._tracer = self._TRACER(self)
+        self._tracer = self._new_tracer()
 
     def __enter__(self) -> Self:
         """From now on the tool is told of the operations of this thread."""
@@ -123,23 +61,27 @@ class TracedRuntime(Runtime, Generic[S]):
             window.close()
 
     @abc.abstractmethod
+    def _new_tracer(self) -> Tracer[Any]:
+        """The tracer that is told of operations."""
+
+    @abc.abstractmethod
     def _new_stream(self, name: str) -> S:
-        """What the tool knows of a new stream."""
+        """The tool's state of a new stream."""
 
     @abc.abstractmethod
     def _recorded(self, stream: Stream | None, name: str) -> Fence:
         """A fence behind all that a stream, by default the current one, has so far; `name` is for reports."""
 
     def _known_stream(self, stream: Stream) -> S:
-        """What the tool knows of a stream.
+        """The tool's state of a stream.
 
         Raises:
             ArgumentError: it is another runtime's.
         """
-        known = self._streams.get(stream.key)
-        if known is None:
+        state = self._streams.get(stream.key)
+        if state is None:
             raise ArgumentError(f"{stream!r} is not a stream of this runtime", stream, "use `Runtime.stream`")
-        return known
+        return state
 
     def _known_current(self) -> S:
         return self._known_stream(self._inner.current_stream)
@@ -151,10 +93,10 @@ class TracedRuntime(Runtime, Generic[S]):
     @property
     def synchronised(self) -> Counter[str]:
         """Calls of torch that made the host wait, by name."""
-        found: Counter[str] = Counter()
+        calls: Counter[str] = Counter()
         for (name, _), times in self.waited_at.items():
-            found[name] += times
-        return found
+            calls[name] += times
+        return calls
 
     @property
     def pageable_copies(self) -> int:
@@ -171,12 +113,6 @@ class TracedRuntime(Runtime, Generic[S]):
         """The most of them."""
         return max(self.in_flight_depths, default=0)
 
-    # For tests that model what an engine does itself
-
-    def event(self, name: str = "event") -> DeviceEvent:
-        """An event as `torch.cuda.Event` is one: it can be recorded again."""
-        return DeviceEvent(name, self.record, lambda fence, stream: self.wait(fence, stream=stream))
-
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> torch.Tensor:
         """Zeroed host memory that `copy_(non_blocking=True)` uses without the host waiting; `name` is for reports."""
         with untraced():
@@ -185,8 +121,6 @@ class TracedRuntime(Runtime, Generic[S]):
         if name:
             self.name_memory(tensor, name)
         return tensor
-
-    # What a device implements
 
     def stream(self, name: str) -> Stream:
         """A new stream."""

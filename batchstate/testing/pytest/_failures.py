@@ -1,10 +1,9 @@
-"""What the pytest plugin adds to the report of a test that failed: the violation, its picture, and how to repeat it."""
+"""The pytest plugin's part of the report of a test that failed: the violation, and how to draw and repeat it."""
 
 import hashlib
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +22,6 @@ FOLDER = "race-reports"
 """Default folder for reports of races, in the root folder of the tests."""
 
 _TITLE = "batchstate"
-_WIDTH, _LEAST_WIDTH, _MOST_WIDTH = 80, 60, 140
-"""Characters in a line without a terminal, and at least and at most where there is one."""
-
 _LONGEST_NAME = 80
 
 
@@ -47,10 +43,10 @@ def sections(
     texts = []
     for violation in violations_in(error):
         race = _race_of(violation)
-        texts.append(_fields(violation) if race is None else _picture(item, race, shown))
+        texts.append(_fields(violation) if race is None else _race(item, race, shown))
     caught = [race for one in opened for race in one.races if all(race is not other for other in shown)]
     note = "" if any(one.accepted is not None for one in opened) else "this race was caught, and the test went on:\n\n"
-    texts += [f"{note}{_picture(item, race, shown)}" for race in caught]
+    texts += [f"{note}{_race(item, race, shown)}" for race in caught]
     if not texts and any(one.scheduler for one in opened):
         texts.append("")
     ends = _lines(_how_it_ran(item, opened))
@@ -94,25 +90,16 @@ def _fields(violation: Violation) -> str:
     )
 
 
-def _picture(item: pytest.Item, race: "RaceReport", shown: "list[RaceReport]") -> str:
-    """The race as text, with where its report is. Writes the report."""
-    from batchstate.races.render import race_text
-
+def _race(item: pytest.Item, race: "RaceReport", shown: "list[RaceReport]") -> str:
+    """The race in words, with its report and the command that draws it. Writes the report."""
     shown.append(race)
-    width = _width(item.config)
-    try:
-        text = race_text(race, width)
-        if not _can_write(text):
-            text = race_text(race, width, ascii=True)
-    except ArgumentError:  # a report that cannot be drawn still says what was found
-        text = f"{race}\n"
     try:
         path = _shown_path(item.config, _written(item, race, len(shown)))
     except OSError as error:
         where = {"report": f"not written: {error}"}
     else:
         where = {"report": path, "draw it": f"batchstate race {shlex.quote(path)} --out race.html"}
-    return f"{text}\n{_lines(where)}"
+    return f"{race}\n\n{_lines(where)}"
 
 
 def _how_it_ran(item: pytest.Item, opened: Sequence[Opened]) -> dict[str, str]:
@@ -148,21 +135,6 @@ def _options(item: pytest.Item, opened: Sequence[Opened]) -> str:
 
 def _lines(fields: dict[str, str]) -> str:
     return "\n".join(f"{name:<11}{text}" for name, text in fields.items())
-
-
-def _width(config: pytest.Config) -> int:
-    if not config.pluginmanager.has_plugin("terminalreporter"):
-        return _WIDTH
-    return max(_LEAST_WIDTH, min(config.get_terminal_writer().fullwidth, _MOST_WIDTH))
-
-
-def _can_write(text: str) -> bool:
-    """Whether the terminal behind the capture has all the characters."""
-    try:
-        text.encode(getattr(sys.__stdout__, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # Files
