@@ -14,7 +14,7 @@ that of a writer that is gone, holds back what is behind it, and nothing else.
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -22,9 +22,7 @@ import numpy.typing as npt
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from batchstate.runtime.base import Fence
+from batchstate.runtime.streams import Fence
 
 
 @final
@@ -62,7 +60,7 @@ class Agreement:
     def __repr__(self) -> str:
         return f"Agreement({len(self._open)} of {self._newest} fences open)"
 
-    def watch(self, fence: "Fence", step: int = 0) -> QueriedFence:
+    def watch(self, fence: Fence, step: int = 0) -> QueriedFence:
         """Gives a fence the next number. It is `complete` when every rank has reported it.
 
         For an engine's own decisions too: `agreement.watch(lease.delivered)`, and admit when it is complete.

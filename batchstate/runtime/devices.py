@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.runtime.base import Array, Counters, DoneFence, Fence, Runtime, Stream, foreign_fence
+from batchstate.runtime.base import Array, Counters, Runtime
 from batchstate.runtime.memory import MappedMemory, StagingBlock, device_view
+from batchstate.runtime.streams import DoneFence, Fence, Stream, foreign_fence
 
 MOST_EVENTS = 256
 """Events that are recorded anew once their fences are gone. One that is waited for longer is let go."""

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -19,9 +19,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate.errors import DeviceError, DtypeError
-
-if TYPE_CHECKING:
-    from batchstate.runtime.base import Fence, Runtime, Stream
+from batchstate.runtime.streams import Fence, Stream
 
 Array = npt.NDArray[Any]
 
@@ -158,7 +156,7 @@ class Staging:
     allocate: Callable[[int], torch.Tensor]
     depth: int
     _free: dict[int, list[StagingBlock]] = attrs.field(factory=dict, init=False)
-    _in_flight: dict[object, deque[tuple["Fence", int, StagingBlock]]] = attrs.field(factory=dict, init=False)
+    _in_flight: dict[object, deque[tuple[Fence, int, StagingBlock]]] = attrs.field(factory=dict, init=False)
     _lendings: int = attrs.field(default=0, init=False)
 
     def take(self, nbytes: int) -> StagingBlock:
@@ -175,7 +173,7 @@ class Staging:
         block.lending = self._lendings
         return block
 
-    def release(self, block: StagingBlock, fence: "Fence", step: int, stream: object = None) -> None:
+    def release(self, block: StagingBlock, fence: Fence, step: int, stream: object = None) -> None:
         """Gives a block back once `fence`, recorded behind the copy that reads it, is complete.
 
         `stream` is the key of the stream that copies: blocks of one stream come back in order, and a stream that is
@@ -271,8 +269,8 @@ class PackedUpload:
     """
 
     buffer: torch.Tensor
-    stream: "Stream"
-    ready: "Fence"
+    stream: Stream
+    ready: Fence
     _places: list[Place]
     synchronised: set[object] = attrs.field(factory=set, init=False)
     _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
@@ -319,36 +317,6 @@ class PackedUpload:
         return typed
 
 
-class ReadyTensor(NamedTuple):
-    """A device tensor that exists, and what another stream has to know before it uses it. Made by the library.
-
-    Attributes:
-        tensor: on the device.
-        stream: the stream that made it.
-        ready: a fence recorded after the work that made it; None stands for all work of `stream`.
-        synchronised: keys of other streams that are synchronised with it; see `Runtime.use_on_current_stream`.
-    """
-
-    tensor: torch.Tensor
-    stream: "Stream"
-    ready: "Fence | None"
-    synchronised: set[object]
-
-    @classmethod
-    def uploaded(cls, tensor: torch.Tensor, packed: PackedUpload) -> Self:
-        """`tensor`, a view of a packed upload."""
-        return cls(tensor, packed.stream, packed.ready, packed.synchronised)
-
-    @classmethod
-    def made_now(cls, tensor: torch.Tensor, runtime: "Runtime") -> Self:
-        """A tensor that the current stream has made."""
-        return cls(tensor, runtime.current_stream, None, set())
-
-    def on_current_stream(self, runtime: "Runtime") -> torch.Tensor:
-        """The tensor, ordered before and kept alive for what the current stream does next."""
-        return runtime.use_on_current_stream(self.tensor, self.stream, self.ready, synchronised=self.synchronised)
-
-
 @final
 @attrs.frozen(eq=False)
 class MappedMemory:
@@ -366,78 +334,6 @@ class MappedMemory:
     def bytes(self) -> npt.NDArray[np.uint8]:
         """The memory, uint8[nbytes]. The host has to know by itself when it may look."""
         return bytes_of(self.host)
-
-
-@final
-class FixedMemory:
-    """Device memory whose address stays, written in place again and again while forwards read it.
-
-    Tables, and the buffers that a captured graph reads. A write comes behind every forward that still reads, and behind
-    what other streams wrote; a read comes behind the last write. The order is the device's: the host never waits.
-
-    Attributes:
-        runtime: the device.
-        memory: itself, in no order with any other use. `ordered` gives it for the current stream.
-    """
-
-    def __init__(self, runtime: "Runtime", memory: torch.Tensor) -> None:
-        self.runtime = runtime
-        self.memory = memory
-        self._last_writer: Stream = runtime.current_stream
-        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
-        self._synchronised: set[object] = set()
-        self._readers: list[tuple[Fence, set[Stream]]] = []
-
-    def __repr__(self) -> str:
-        return f"FixedMemory({self.memory.dtype}{list(self.memory.shape)}, {len(self._readers)} readers)"
-
-    def ordered(self) -> torch.Tensor:
-        """The memory, for the current stream, which waits for what another stream wrote last."""
-        return self.runtime.use_on_current_stream(
-            self.memory, self._last_writer, self._written, synchronised=self._synchronised
-        )
-
-    def read_until(self, fence: "Fence") -> None:
-        """A launched forward reads until `fence`: each stream that writes next waits for it."""
-        self._forget_finished_readers()
-        self._readers.append((fence, set()))
-
-    def await_readers(self) -> None:
-        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
-        current = self.runtime.current_stream
-        if not self._readers and current is self._last_writer:
-            return
-        if self.runtime.capturing:
-            return  # a captured stream may not wait for what lies outside its graph: its replay is ordered instead
-        if self._readers:
-            self._forget_finished_readers()
-        for fence, waited in self._readers:
-            if current not in waited:
-                self.runtime.wait(fence, stream=current)
-                waited.add(current)
-        if current is not self._last_writer:
-            self.ordered()
-            self._last_writer = current
-
-    def note_write(self, fence: "Fence | None" = None, *, fenced: bool = True) -> None:
-        """The next reader on another stream waits for this write, and for nothing behind it.
-
-        `fence` is behind it and what was launched with it; by default one is recorded now. Unless it is `fenced`, all
-        that the stream has is waited for, until another call tells of a fence.
-        """
-        if fence is None and fenced and not self.runtime.capturing:
-            fence = self.runtime.record(self._last_writer)
-        self._written = fence
-        self._synchronised = set()
-
-    def note_foreign_write(self) -> None:
-        """The same for a write that was launched by others on the current stream, in an order of their own."""
-        self._last_writer = self.runtime.current_stream
-        self.note_write()
-
-    def _forget_finished_readers(self) -> None:
-        if self._readers and not self.runtime.capturing:
-            self._readers = [reader for reader in self._readers if not reader[0].query()]
 
 
 def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
