@@ -10,7 +10,7 @@ from batchstate.runtime.streams import Fence, Stream
 
 
 class ReadyTensor(NamedTuple):
-    """A device tensor that exists, and what another stream has to know before it uses it. Made by the library.
+    """A device tensor that exists, and the work that another stream has to wait for before it uses it.
 
     Attributes:
         tensor: on the device.
@@ -44,7 +44,7 @@ class FixedMemory:
     """Device memory whose address stays, written in place again and again while forwards read it.
 
     Tables, and the buffers that a captured graph reads. A write comes behind every forward that still reads, and behind
-    what other streams wrote; a read comes behind the last write. The order is the device's: the host never waits.
+    writes of other streams; a read comes behind the last write. The order is the device's: the host never waits.
 
     Attributes:
         runtime: the device.
@@ -54,8 +54,8 @@ class FixedMemory:
     def __init__(self, runtime: Runtime, memory: torch.Tensor) -> None:
         self.runtime = runtime
         self.memory = memory
-        self._last_writer: Stream = runtime.current_stream
-        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
+        self._last_writer = runtime.current_stream
+        self._written: Fence | None = None  # behind the last write; without it, readers wait for all of its stream
         self._synchronised: set[object] = set()
         self._readers: list[tuple[Fence, set[Stream]]] = []
 
@@ -63,7 +63,7 @@ class FixedMemory:
         return f"FixedMemory({self.memory.dtype}{list(self.memory.shape)}, {len(self._readers)} readers)"
 
     def ordered(self) -> torch.Tensor:
-        """The memory, for the current stream, which waits for what another stream wrote last."""
+        """The memory, for the current stream, which waits for the last write of another stream."""
         return self.runtime.use_on_current_stream(
             self.memory, self._last_writer, self._written, synchronised=self._synchronised
         )
@@ -74,12 +74,12 @@ class FixedMemory:
         self._readers.append((fence, set()))
 
     def await_readers(self) -> None:
-        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
+        """Orders the next work of the current stream behind forwards that read, and behind writes of other streams."""
         current = self.runtime.current_stream
         if not self._readers and current is self._last_writer:
             return
         if self.runtime.capturing:
-            return  # a captured stream may not wait for what lies outside its graph: its replay is ordered instead
+            return  # a captured stream may not wait for work outside its graph: its replay is ordered instead
         if self._readers:
             self._forget_finished_readers()
         for fence, waited in self._readers:
@@ -93,8 +93,8 @@ class FixedMemory:
     def note_write(self, fence: Fence | None = None, *, fenced: bool = True) -> None:
         """The next reader on another stream waits for this write, and for nothing behind it.
 
-        `fence` is behind it and what was launched with it; by default one is recorded now. Unless it is `fenced`, all
-        that the stream has is waited for, until another call tells of a fence.
+        `fence` is behind it and the work launched with it; by default one is recorded now. Unless it is `fenced`,
+        readers wait for all of the stream, until another call brings a fence.
         """
         if fence is None and fenced and not self.runtime.capturing:
             fence = self.runtime.record(self._last_writer)
@@ -102,7 +102,7 @@ class FixedMemory:
         self._synchronised = set()
 
     def note_foreign_write(self) -> None:
-        """The same for a write that was launched by others on the current stream, in an order of their own."""
+        """The same for a write that others launched on the current stream, in an order of their own."""
         self._last_writer = self.runtime.current_stream
         self.note_write()
 
