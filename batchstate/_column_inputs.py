@@ -1,19 +1,19 @@
-"""What callers give for columns: every value is checked and converted here, whichever call takes it.
+"""Values that callers give for columns: every one is checked and converted here, whichever call takes it.
 
 | call | goes through |
 | --- | --- |
 | `build`, `replace`, `plan(joining={column: values})` | `ColumnInputs.read`: all rows of some columns, on any side |
 | `update`, and `bound=` of `update_device` | `host_values`, through which all host values go |
 | `update_device` | `device_rows`, through which all device sides go |
-| `advance`, `next_batch(advance=)` | `amounts_by_column`; `RowState.shifted` adds them, and refuses what does not fit |
+| `advance`, `next_batch(advance=)` | `amounts_by_column`; `RowState.shifted` adds them, and refuses an overflow |
 | `tighten` | `MirroredTensor.tighten` |
 | `merge`, `next_batch` and `plan` with a batch as `joining=` | nothing: its values were checked when it was built |
 
-What a column takes follows from its declaration: `dtype`, `shape`, `contract`, `unit`. A kind of column that takes less
-overrides `TensorColumn.check_values`, which is asked of the host values of all of them; `advance` refuses such a kind.
+The declaration of a column says which values it takes: `dtype`, `shape`, `contract`, `unit`. A kind that takes fewer
+overrides `TensorColumn.check_values`, which is called for all host values; `advance` refuses such a kind.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import attrs
@@ -38,7 +38,7 @@ from batchstate.errors import (
 )
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.runtime.base import Runtime
-from batchstate.runtime.memory import ReadyTensor
+from batchstate.runtime.ordered_memory import ReadyTensor
 
 Objects = npt.NDArray[np.object_]
 
@@ -66,15 +66,15 @@ class ColumnInputs:
         values: Mapping[str, object],
         num_rows: int,
         runtime: Runtime,
-        what: str,
+        subject: str,
         groups: Sequence[Array] = (),
         first: int = 0,
     ) -> Self:
         """Checks and sorts values for some columns: one row each for `num_rows` requests.
 
         A mirrored column takes lists, arrays, CPU tensors and mirrored values; the slots take handles alone. A
-        device-only column takes tensors of the device too, and a host column any sequence. An array that has the dtype
-        and shape of a column that takes any numbers is taken as it is: `Layout.plain`.
+        device-only column takes tensors of the device too, and a host column any sequence. An array with the dtype and
+        shape of a column that takes any number needs no check: `Layout.plain`.
 
         Host rows go into `groups` at once, if given, from row `first` on; the arrays of a caller are not kept.
 
@@ -90,34 +90,30 @@ class ColumnInputs:
         columns, plain, shape = layout.columns, layout.plain, (num_rows,)
         kinds = [groups[group].view(dtype)[:, first:] for group, dtype in layout.kinds] if groups else None
         for name, value in values.items():
-            known = plain.get(name)
-            if known is not None and type(value) is np.ndarray and value.dtype is known[0] and value.shape == shape:
+            direct = plain.get(name)
+            if direct is not None and type(value) is np.ndarray and value.dtype is direct[0] and value.shape == shape:
                 if kinds is None:
-                    inputs.host[name] = value  # which is copied into the rows of the batch
+                    inputs.host[name] = value  # copied into the rows of the batch later
                 else:
-                    kinds[known[1]][known[2]] = value
+                    kinds[direct[1]][direct[2]] = value
                 continue
             column = columns.get(name)
-            label = f"{what}: column {name!r}"
+            label = f"{subject}: column {name!r}"
             if levels.full and isinstance(value, MirroredTensor):
-                value.check(what)
+                value.check(subject)
             if isinstance(column, MirroredColumn):
                 inputs._read_mirrored(column, value, num_rows, runtime, label)
             elif isinstance(column, DeviceColumn):
                 inputs.device[name] = device_rows(column, value, num_rows, runtime, label)
             elif isinstance(column, HostColumn):
                 inputs.objects[name] = _object_rows(value, num_rows, label)
-            elif column is not None:
-                problem = f"{label}: expected a column of a known kind, got {type(column).__name__}"
-                remedy = "derive the class of the column from MirroredColumn, DeviceColumn or HostColumn"
-                raise DeclarationError(problem, column, remedy)
             else:
-                known_names = one_of(columns, name) if columns else "declare it, in a subclass of `Batch`"
-                raise DeclarationError(f"{label} is not declared", name, known_names)
+                remedy = one_of(columns, name) if columns else "declare it, in a subclass of `Batch`"
+                raise DeclarationError(f"{label} is not declared", name, remedy)
         if groups:
             for name, rows in inputs.host.items():
-                place = layout.places[name]
-                target = groups[place.group][place.member].view(place.dtype)[first:]
+                at = layout.places[name]
+                target = groups[at.group][at.member].view(at.dtype)[first:]
                 target[...] = rows.reshape(target.shape)
         return inputs
 
@@ -128,12 +124,9 @@ class ColumnInputs:
         if not isinstance(value, MirroredTensor):
             of_slots = issubclass(column.value_type, Slots)
             if of_slots and num_rows:
-                raise DtypeError(
-                    f"{label}: expected slots, got numbers",
-                    value,
-                    "pass what `pool.take` returned; if the numbers come from your own allocator, "
-                    "`Slots.from_host(runtime, numbers)`",
-                )
+                remedy = "pass what `pool.take` returned; if the numbers come from your own allocator, "
+                remedy += "`Slots.from_host(runtime, numbers)`"
+                raise DtypeError(f"{label}: expected slots, got numbers", value, remedy)
             self.host[name] = host_values(column, value, num_rows, runtime, label)
             if of_slots:
                 self.host[name + GENERATION_SUFFIX] = np.zeros(num_rows, dtype=np.int64)
@@ -159,18 +152,20 @@ def rows_from(
     layout: Layout,
     values: Mapping[str, object],
     runtime: Runtime,
-    what: str,
+    subject: str,
     after: tuple[RowState, Rows] | None = None,
 ) -> tuple[RowState, int, int | None]:
     """Rows from values of all columns, behind those of `after` at checked indices int64[k], if given.
 
-    The other results are the number of rows given, and the pool of their slots; None if the values have none, and then
-    they are to be filled in.
+    The other results are the number of new rows, and the pool of their slots: None if the values have no slots, which
+    the caller then fills in.
 
     Raises:
-        ArgumentError: no column, or a column without a length. Else as `ColumnInputs.read`.
+        ArgumentError: no column. Else as `ColumnInputs.read`.
     """
-    num_rows = _num_rows_of(values, what)
+    if not values:
+        raise ArgumentError(f"{subject}: no columns", (), "use `empty` for a batch of no requests")
+    num_rows = len(next(iter(values.values())))  # type: ignore[arg-type]
     first = 0 if after is None else after[1].size
     if after is not None and first:
         index = np.zeros(first + num_rows, dtype=np.int64)
@@ -178,7 +173,7 @@ def rows_from(
         groups = [group.take(index, 1, None, "wrap") for group in after[0].groups]
     else:
         groups = [np.empty((len(pad), num_rows, *pad.shape[2:]), pad.dtype) for pad in layout.pads]
-    inputs = ColumnInputs.read(layout, values, num_rows, runtime, what, groups, first)
+    inputs = ColumnInputs.read(layout, values, num_rows, runtime, subject, groups, first)
     if after is None or not (after[0].device or inputs.device or after[0].objects):
         return RowState(layout, groups, inputs.device, inputs.objects), num_rows, inputs.pool_id
     others = RowState(layout, [group[:, first:] for group in groups], inputs.device, inputs.objects)
@@ -197,7 +192,7 @@ def host_values(
 ) -> Array:
     """Host values for rows of a column, `[num_rows, *shape]`, as a new array.
 
-    Those for `some` rows may be one row for all, and `bounds` of them one number for all.
+    Values for `some` rows may be one row for all, and `bounds` for some rows one number for all.
 
     Raises:
         ShapeError, DtypeError, ValueOverflowError: they do not go into the column.
@@ -208,8 +203,8 @@ def host_values(
     if not some:
         _check_shape(column, values.shape, num_rows, label)
     elif values.shape != shape and values.shape != (() if bounds else column.shape):
-        what, each = (": bound", "one bound for each value") if bounds else ("", "one row of values for each row")
-        raise wrong_shape(f"{label}{what}", shape, values.shape, f"pass {each}, or one for all")
+        part, each = (": bound", "one bound for each value") if bounds else ("", "one row of values for each row")
+        raise wrong_shape(f"{label}{part}", shape, values.shape, f"pass {each}, or one for all")
     column.check_values(values, runtime, label)
     return values
 
@@ -237,51 +232,30 @@ def device_rows(column: TensorColumn, value: object, num_rows: int, runtime: Run
     return DeviceRows.of(host_values(column, value, num_rows, runtime, label), num_rows)
 
 
-def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, what: str) -> Mapping[str, object]:
-    """Column -> what is added to it, from what `Batch.advance` takes.
+def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, subject: str) -> Mapping[str, object]:
+    """Column -> its amounts, from the arguments of `Batch.advance`.
 
     Raises:
-        DeclarationError: not names.
         ArgumentError: a column is named twice.
     """
     if isinstance(columns, str):
         return {columns: n}
-    untyped: object = columns
-    is_list = isinstance(untyped, list | tuple)
-    if not is_list and isinstance(columns, Mapping):
+    if not isinstance(columns, list | tuple) and isinstance(columns, Mapping):
         return columns
-    names: tuple[Any, ...] = tuple(columns) if is_list or isinstance(untyped, Iterable) else (untyped,)
-    if not all(isinstance(name, str) for name in names):
-        raise DeclarationError(f"{what}: expected column names, got {columns!r}", columns, "pass column names")
+    names = tuple(columns)
     added = dict.fromkeys(names, n)
     if len(added) < len(names):
-        raise ArgumentError(f"{what}: a column is named twice in {names}", names, "name each once, with the sum")
+        raise ArgumentError(f"{subject}: a column is named twice in {names}", names, "name each once, with the sum")
     return added
 
 
-def _num_rows_of(values: Mapping[str, object], what: str) -> int:
-    """The number of rows of the first column given."""
-    for name, value in values.items():
-        try:
-            return len(value)  # type: ignore[arg-type]
-        except TypeError:  # also of what has a length in general, and none as it is: an array of no dimensions
-            number = "the number " if isinstance(value, int | float) else ""
-            problem = f"{what}: column {name!r}: expected one row per request, got {number}{value!r}"
-            remedy = "pass a list, array or tensor with one row per request; slots are what `pool.take` returned"
-            raise ArgumentError(problem, value, remedy) from None
-    raise ArgumentError(f"{what}: no columns", (), "use `empty` for a batch of no requests")
-
-
 def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
-    if not isinstance(value, Sized) or isinstance(value, str | bytes | Set | Mapping):
+    if isinstance(value, str | bytes):  # a sequence, but never one of requests
         problem = f"{label}: expected a sequence, got {type(value).__name__}"
         raise DtypeError(problem, value, "pass one object per request")
     if len(value) != num_rows:
         raise ShapeError(f"{label}: expected {num_rows} objects, got {len(value)}", len(value), "pass one per request")
-    rows = np.fromiter(iter(value), dtype=np.object_)  # type: ignore[call-overload]
-    if rows.size != num_rows:
-        raise ShapeError(f"{label}: expected {num_rows} objects, as `len` says, got {rows.size}", value, "pass a list")
-    return rows
+    return np.fromiter(value, np.object_, num_rows)
 
 
 def _check_value(column: TensorColumn, value: MirroredTensor, runtime: Runtime, label: str) -> None:
@@ -299,9 +273,8 @@ def _check_shape(column: TensorColumn, shape: tuple[int, ...], num_rows: int, la
         if not shape:
             problem = f"{label}: expected one row per request, got one number"
         elif shape[1:] == column.shape:
-            problem = (
-                f"{label} has {shape[0]} row{'s' * (shape[0] != 1)}, expected {num_rows}, as the other columns have"
-            )
+            rows = "1 row" if shape[0] == 1 else f"{shape[0]} rows"
+            problem = f"{label} has {rows}, expected {num_rows}, as the other columns have"
         else:
             problem = f"{label}: expected shape {[num_rows, *column.shape]}, got {list(shape)}"
         raise ShapeError(problem, shape, "pass one row per request, each of the declared shape")

@@ -1,4 +1,4 @@
-"""`HostValues`: numbers, comparisons and Python's protocols of a value that has a host side. None reads the device."""
+"""`HostValues`: sums, comparisons and Python's protocols of a value that has a host side. None reads the device."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchstate.errors import ArgumentError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, ShapeError
 
 Array = npt.NDArray[Any]
 
 
 class HostValues:
-    """Base of `MirroredTensor`: reads of the host side, and refusals that say which side to use."""
+    """Base of `MirroredTensor`: reads of the host side."""
 
     __slots__ = ()
 
@@ -24,7 +24,7 @@ class HostValues:
 
     @property
     def label(self) -> str:
-        """What it is, without its values."""
+        """Type, name, dtype and shape: the value in a report."""
         raise NotImplementedError
 
     def sum(self) -> Any:
@@ -35,19 +35,11 @@ class HostValues:
         return values.sum().item()
 
     def max(self) -> Any:
-        """Maximum of the host side, as a Python number.
-
-        Raises:
-            ArgumentError: no rows.
-        """
+        """Maximum of the host side, as a Python number. Raises `ArgumentError` if there are no rows."""
         return self._not_empty("max").max().item()
 
     def min(self) -> Any:
-        """Minimum of the host side, as a Python number.
-
-        Raises:
-            ArgumentError: no rows.
-        """
+        """Minimum of the host side, as a Python number. Raises `ArgumentError` if there are no rows."""
         return self._not_empty("min").min().item()
 
     def tolist(self) -> list[Any]:
@@ -100,16 +92,9 @@ def _largest(values: Array) -> int:
 
 
 def _compared(first: Array, other: object, operation: Callable[[Array, Any], Any]) -> Any:
-    """Element by element.
-
-    Raises:
-        ShapeError, DtypeError: what does not compare with the host side.
-    """
     second = other.np if isinstance(other, HostValues) else other
     try:
         return operation(first, second)
     except ValueError:
         problem = f"comparison of {list(first.shape)} with values of another shape"
         raise ShapeError(problem, other, "pass one number, or as many") from None
-    except TypeError:
-        raise DtypeError(f"comparison of {first.dtype} with {type(other).__name__}", other, "pass numbers") from None

@@ -1,7 +1,7 @@
-"""What a derived value was derived from, so that using it late is noticed before anything is launched.
+"""The origin of a derived value, so that using it late is noticed before anything is launched.
 
 A plan, an extension, a table write, filled buffers and results on their way to the host are made of rows of requests,
-and some of them of pages or table rows that change. Each carries an `Origin`, or a `RowSet` where nothing but the rows
+and some of them of pages or table rows that change. Each carries an `Origin`, or a `RowSet` if nothing but the rows
 counts. Rows are matched by handle, never by position.
 """
 
@@ -27,9 +27,9 @@ _DERIVED_STALE = Code.DERIVED_STALE
 
 @final
 class Changes:
-    """When rows of something that slots index changed so that what was derived from them no longer holds.
+    """Changes of slot-indexed rows that make values derived from them stale.
 
-    Changes are numbered from 1, and what is derived notes the last one: while nothing changes, a check compares two
+    Changes are numbered from 1, and a derived value notes the last one: while nothing changes, a check compares two
     numbers.
 
     Attributes:
@@ -40,14 +40,14 @@ class Changes:
 
     __slots__ = ("_by", "last", "rows", "what")
 
-    def __init__(self, capacity: int, what: str) -> None:
-        self.what = what
+    def __init__(self, capacity: int, subject: str) -> None:
+        self.what = subject
         self.last = 0
         self.rows = np.zeros(capacity, dtype=np.int64)
         self._by: npt.NDArray[np.object_] = np.full(capacity, None, dtype=np.object_)
 
     def note(self, rows: Ints, operation: str, step: int) -> None:
-        """Rows int64[n] have changed."""
+        """Numbers a change of rows int64[n]."""
         self.last += 1
         self.rows[rows] = self.last
         self._by[rows] = f"{operation} in step {step}"
@@ -68,7 +68,7 @@ class RowSet:
     """The requests that the rows of a value belong to, in order. Padded rows at the end belong to none.
 
     Attributes:
-        number: of the rows of a batch, the version of the first batch that had them; 0 for rows of no batch.
+        number: the version of the first batch that had these rows; 0 for rows of no batch.
         pool_id: id of the pool of the slots.
     """
 
@@ -91,10 +91,10 @@ class RowSet:
         handles = self.handles
         return None if handles is None else RowSet(0, (handles[0][rows], handles[1][rows]), self.pool_id)
 
-    def check_same(self, other: "RowSet", what: object, **where: Unpack[Where]) -> None:
-        """Refuses `other`, the rows of `what`, unless row i of both belongs to one request.
+    def check_same(self, other: "RowSet", subject: object, **where: Unpack[Where]) -> None:
+        """Refuses `other`, the rows of `subject`, unless row i of both belongs to one request.
 
-        `what` is a value, which is described only where it is refused, or words.
+        `subject` is a value, which is described only in a report, or words.
 
         Raises:
             Violation: DERIVED_STALE, at `cheap`.
@@ -107,14 +107,14 @@ class RowSet:
         differ = self._differ(other)
 
         def explain(row: int) -> tuple[str, object, object]:
-            named = what if isinstance(what, str) else getattr(what, "label", repr(what))
+            named = subject if isinstance(subject, str) else getattr(subject, "label", repr(subject))
             problem = f"{named} was derived from {other!r}, and is used for {self!r}"
             return problem, self._named(row), other._named(row)
 
         invariants.derived_stale(differ, explain, **where)
 
     def _differ(self, other: "RowSet") -> npt.NDArray[np.bool_]:
-        """Whether a row is of another request in `other`, bool; rows without handles are told apart by number alone."""
+        """Whether each row is of another request in `other`, bool[n]; without handles the numbers decide, bool[]."""
         mine, theirs = self.handles, other.handles
         if mine is None or theirs is None:
             return np.array(self.number != 0 and other.number != 0)
@@ -122,8 +122,8 @@ class RowSet:
         if self.pool_id != other.pool_id:
             return np.ones(size, dtype=np.bool_)
         differ = np.zeros(size, dtype=np.bool_)
-        for one, another in zip(mine, theirs, strict=True):
-            short, long = sorted((one, another), key=len)
+        for pair in zip(mine, theirs, strict=True):
+            short, long = sorted(pair, key=len)
             differ[: short.size] |= short != long[: short.size]
             differ[short.size :] |= long[short.size :] != 0
         return differ
@@ -134,8 +134,8 @@ class RowSet:
             return repr(self) if handles is None else "no request"
         return f"slot {handles[0][row]}, generation {handles[1][row]}"
 
-    def rows_of(self, wanted: "RowSet", what: str, **where: Unpack[Where]) -> Ints | None:
-        """The row here of each request of `wanted`, int64[n]; None where the rows are the same. Others are left out.
+    def rows_of(self, wanted: "RowSet", subject: str, **where: Unpack[Where]) -> Ints | None:
+        """The row here of each request of `wanted`, int64[n]; None if the rows are the same. Others are left out.
 
         Raises:
             Violation: DERIVED_STALE, at every level: a request has no row here.
@@ -147,17 +147,17 @@ class RowSet:
         if of_one_pool and mine[0].tobytes() == theirs[0].tobytes() and mine[1].tobytes() == theirs[1].tobytes():
             return None
         step = int(max(mine[0].max(initial=0), theirs[0].max(initial=0))) + 1
-        keys, asked = (one[1] * step + one[0] for one in (mine, theirs))
+        keys, wanted_keys = (handles[1] * step + handles[0] for handles in (mine, theirs))
         order = keys.argsort(kind="stable")
-        at = np.searchsorted(keys, asked, sorter=order)
+        at = np.searchsorted(keys, wanted_keys, sorter=order)
         at[at == keys.size] = 0
-        rows: Ints = order[at] if keys.size else np.zeros(asked.size, dtype=np.int64)
-        missing = keys[rows] != asked if keys.size else np.ones(asked.size, dtype=np.bool_)
+        rows: Ints = order[at] if keys.size else np.zeros(wanted_keys.size, dtype=np.int64)
+        missing = keys[rows] != wanted_keys if keys.size else np.ones(wanted_keys.size, dtype=np.bool_)
         if not of_one_pool:
             missing[:] = True
 
         def explain(row: int) -> tuple[str, object, object]:
-            return f"{what} has no row for a request", wanted._named(row), "a row of another request, or none"
+            return f"{subject} has no row for a request", wanted._named(row), "a row of another request, or none"
 
         if np.count_nonzero(missing):
             invariants.derived_stale(missing, explain, slots=theirs[0], **where)
@@ -165,26 +165,26 @@ class RowSet:
 
 
 def joined(parts: "list[RowSet | None]") -> RowSet | None:
-    """The requests of all parts in order; None if one of them is not known."""
-    handles = [None if part is None else part.handles for part in parts]
-    known = [one for one in handles if one is not None]
+    """The requests of all parts in order; None if those of a part are not known, or parts are of several pools."""
+    handles = [part.handles for part in parts if part is not None and part.handles is not None]
     pools = {part.pool_id for part in parts if part is not None}
-    if len(known) < len(parts) or len(pools) != 1:
+    if len(handles) < len(parts) or len(pools) != 1:
         return None
-    return RowSet(0, (np.concatenate([one[0] for one in known]), np.concatenate([one[1] for one in known])), *pools)
+    slots, generations = (np.concatenate(arrays) for arrays in zip(*handles, strict=True))
+    return RowSet(0, (slots, generations), *pools)
 
 
 @final
 @attrs.define(eq=False, repr=False)
 class Origin:
-    """The rows that something was derived from, and what else its values depend on.
+    """The rows that a value was derived from, and the changing rows that it depends on besides.
 
     Attributes:
-        kind: what was derived, in a word.
+        kind: of the derived value, in a word.
         step: of the runtime, when it was derived.
         of: whose rows they are: a row set, or a value that has one.
-        read: what its values depend on besides, or None.
-        then: the number of the last change of that when it was derived.
+        read: the changes of pages or table rows that it depends on, or None.
+        then: the number of the last of these when it was derived.
     """
 
     kind: str
@@ -198,11 +198,11 @@ class Origin:
 
     @property
     def rows(self) -> RowSet | None:
-        """To which requests the rows belong."""
+        """The requests that the rows belong to."""
         return self.of if isinstance(self.of, RowSet) else self.of.row_set
 
     def check(self, **where: Unpack[Where]) -> None:
-        """Refuses it if what it read has changed since: two numbers are compared while nothing has, else O(rows).
+        """Refuses it if the rows it read have changed since: two numbers are compared while none has, else O(rows).
 
         Raises:
             Violation: DERIVED_STALE, at `cheap`.
@@ -237,11 +237,7 @@ class Origin:
 
 @final
 class DerivedArrays(dict[str, npt.NDArray[Any]]):
-    """Arrays by name that know what they were derived from; so do a union with others, and what is added to them.
-
-    Attributes:
-        origin: of the arrays.
-    """
+    """Arrays by name that know their origin; a union with others keeps it."""
 
     __slots__ = ("origin",)
 

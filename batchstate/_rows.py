@@ -5,9 +5,9 @@ are one array int64[k, n], all 4-byte ones int32[k, n], and so on. A column of m
 own, [1, n, ...]. So moving rows is one numpy call per group, and costs the same for 4 columns as for 40. Each column is
 a contiguous row of its group, viewed with the column's own dtype.
 
-Columns without an exact host side stay the tensors that they came from, and an index into their rows: moving rows
-changes the index on the host, launches nothing, and the rows are gathered when they are read. The index, padded
-rows and added amounts cross in the batch's packed copy.
+Columns without an exact host side are the tensors that they came from, and an index into their rows: moving rows
+changes the index on the host and launches nothing; the rows are gathered when they are read. The index, padded rows and
+added amounts cross in the batch's packed copy.
 """
 
 import math
@@ -38,7 +38,8 @@ from batchstate.errors import DeclarationError, DtypeError, one_of
 from batchstate.invariants import times_checked
 from batchstate.mirror import DeviceSide
 from batchstate.runtime.base import Runtime
-from batchstate.runtime.memory import ALIGNMENT, ReadyTensor, numpy_dtype
+from batchstate.runtime.memory import ALIGNMENT, numpy_dtype
+from batchstate.runtime.ordered_memory import ReadyTensor
 from batchstate.violations import Code, Where
 
 GENERATION_SUFFIX = ".generation"
@@ -54,7 +55,7 @@ _ROW_COUNT = Code.ROW_COUNT
 
 @attrs.frozen
 class Place:
-    """Where a column lies.
+    """The place of a column.
 
     Attributes:
         group: index among the groups.
@@ -81,9 +82,9 @@ class Layout:
         names: for each group a name for reports: the size of its items, or its only column.
         pads: for each group one padded row, [k, 1, ...].
         row_bytes: column -> bytes of one row of it.
-        plain: column of one number per row that takes any -> its dtype, its kind, and its row of the group: an array
-            of that dtype is taken as it is.
-        kinds: groups with each dtype that such columns in them have.
+        plain: column of one number per row that takes any number -> its dtype, its kind, and its row of the group: an
+            array of that dtype needs no check.
+        kinds: each group and dtype that has such columns.
     """
 
     columns: Mapping[str, Column]
@@ -100,7 +101,7 @@ class Layout:
         """Groups the columns: widest first, in the order of declaration within a width."""
         groups: dict[int, list[tuple[str, MirroredColumn]]] = {}
         alone: list[MirroredColumn] = []
-        tensors = {name: one for name, one in columns.items() if isinstance(one, TensorColumn)}
+        tensors = {name: column for name, column in columns.items() if isinstance(column, TensorColumn)}
         for column in tensors.values():
             if not isinstance(column, MirroredColumn):
                 continue
@@ -123,13 +124,12 @@ class Layout:
             places[column.name] = Place(len(pads), 0, column.np_dtype, column.shape)
             names.append(column.name)
             pads.append(column.pad.reshape(1, 1, *column.shape).copy())
-        row_bytes = {name: math.prod(place.shape) * place.dtype.itemsize for name, place in places.items()}
+        row_bytes = {name: math.prod(at.shape) * at.dtype.itemsize for name, at in places.items()}
         kinds: dict[tuple[int, np.dtype[Any]], int] = {}
         plain = {}
-        for name, one in tensors.items():
-            place = places.get(name)
-            if place is not None and one.takes_any and not one.shape:
-                plain[name] = place.dtype, kinds.setdefault((place.group, place.dtype), len(kinds)), place.member
+        for name, at in places.items():
+            if name in tensors and tensors[name].takes_any and not at.shape:
+                plain[name] = at.dtype, kinds.setdefault((at.group, at.dtype), len(kinds)), at.member
         return cls(columns, tensors, places, tuple(names), tuple(pads), row_bytes, plain, tuple(kinds))
 
 
@@ -152,11 +152,11 @@ class DeviceRows:
 
     @classmethod
     def of(cls, source: DeviceSide | Array, num_rows: int) -> "DeviceRows":
-        """All rows of one source. Those of a column that is not gathered yet are the rows that it would gather."""
+        """All rows of one source. A column that is not gathered yet gives the rows that it would gather."""
         if isinstance(source, DeviceSide) and source.gathered_from is not None:
-            known = source.gathered_from()
-            if isinstance(known, cls):
-                return known
+            rows = source.gathered_from()
+            if isinstance(rows, cls):
+                return rows
         return cls(((source, num_rows),), np.arange(num_rows, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -185,26 +185,20 @@ class DeviceRows:
         return np.zeros(len(self), dtype=np.int64) if self.added is None else self.added
 
     def arrays(self, dtype: torch.dtype, ndim: int) -> list[Array]:
-        """What must cross to the device before `gathered`, in the order in which it takes them."""
+        """The arrays that must cross to the device before `gathered`, in the order in which it takes them."""
         if self.as_it_is() is not None:
             return []
-        wanted: list[Array] = [self.rows]
+        arrays: list[Array] = [self.rows]
         if self.added is not None:
-            wanted.append(across(self.added, ndim).astype(numpy_dtype(signed_twin(dtype))))
-        return wanted + [source for source, _ in self.sources if not isinstance(source, DeviceSide)]
+            arrays.append(across(self.added, ndim).astype(numpy_dtype(signed_twin(dtype))))
+        return arrays + [source for source, _ in self.sources if not isinstance(source, DeviceSide)]
 
     def gathered(
         self, runtime: Runtime, uploaded: Sequence[torch.Tensor], dtype: torch.dtype, where: Where
     ) -> ReadyTensor:
         """The rows as one device tensor: at most one concatenation, one selection and one addition.
 
-        A source that is wanted as it is stays the tensor that it was.
-
-        Args:
-            runtime: the device.
-            uploaded: the device sides of `arrays`.
-            dtype: of the column.
-            where: for reports.
+        `uploaded` are the device sides of `arrays`, `dtype` that of the column. An unmoved source stays its tensor.
 
         Raises:
             Violation: MIRROR_FOREIGN_WRITE.
@@ -217,7 +211,7 @@ class DeviceRows:
         crossed = list(uploaded)
         index = crossed.pop(0)
         amount = None if self.added is None else crossed.pop(0)
-        parts = [one.tensor(runtime) if isinstance(one, DeviceSide) else crossed.pop(0) for one, _ in self.sources]
+        parts = [side.tensor(runtime) if isinstance(side, DeviceSide) else crossed.pop(0) for side, _ in self.sources]
         base = parts[0] = of_dtype(parts[0], dtype)
         if len(parts) > 1:
             base = runtime.launch(concatenate, parts, reads=parts, name="gather: concatenate")
@@ -227,15 +221,17 @@ class DeviceRows:
         return ReadyTensor.made_now(rows, runtime)
 
     def contents(self, runtime: Runtime) -> tuple[Array, Array] | None:
-        """The rows that the device has to hold, by what checks first read of the sources and by what they read now.
+        """The rows that the device has to hold: from the sources as checks first read them, and as they are now.
 
-        For checks at `full`. None where a source does not exist yet, or while the stream is captured.
+        For checks at `full`. None if a source does not exist yet, or while the stream is captured.
         """
-        sides = [source for source, _ in self.sources if isinstance(source, DeviceSide)]
-        if runtime.checks_suspended() or any(side.existing is None for side in sides):
+        sources = [source for source, _ in self.sources]
+        if runtime.checks_suspended() or any(
+            isinstance(side, DeviceSide) and side.existing is None for side in sources
+        ):
             return None
-        known = [one.rows(runtime) if isinstance(one, DeviceSide) else (one, one) for one, _ in self.sources]
-        before, now = (np.concatenate(parts)[self.rows] for parts in zip(*known, strict=True))
+        parts = [source.rows(runtime) if isinstance(source, DeviceSide) else (source, source) for source in sources]
+        before, now = (np.concatenate(arrays)[self.rows] for arrays in zip(*parts, strict=True))
         if self.added is not None:
             amount = across(self.added, before.ndim).astype(before.dtype)
             before, now = before + amount, now + amount
@@ -244,10 +240,7 @@ class DeviceRows:
     def check_sources(self, runtime: Runtime, where: Where, bound: Array | None = None) -> None:
         """The tensors have not been written from outside since they became part of a batch.
 
-        Args:
-            runtime: the device.
-            where: for reports.
-            bound: the host side of a bounded column, compared at `full`.
+        At `full`, the host side of a bounded column, `bound`, is compared too.
 
         Raises:
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_BOUND.
@@ -262,12 +255,12 @@ class DeviceRows:
                     source.check_count(where)
 
     def wasteful(self) -> bool:
-        """Whether few of many rows are wanted, so that the sources should not be kept."""
+        """Whether few of many rows are used, so that the sources should not be kept."""
         rows = sum(length for _, length in self.sources)
         return rows >= LARGE and 2 * len(self.rows) < rows
 
     def as_it_is(self) -> DeviceSide | None:
-        """The only source, where its rows are wanted unmoved and unchanged."""
+        """The only source, if its rows are unmoved and unchanged; else None."""
         source, length = self.sources[0]
         unmoved = (
             len(self.sources) == 1
@@ -286,14 +279,14 @@ class RowState:
     Attributes:
         layout: places of the mirrored columns.
         groups: rows of the mirrored columns on the host, [k, n, ...] each. Never written: operations make new arrays,
-            or share those that they leave as they are.
+            or share unchanged ones.
         device: columns whose host side is not a copy. A batch that has gathered a column replaces its rows here.
         objects: Python objects by column, object[num_reqs].
-        changed: mirrored columns whose values the operation that made these rows may have changed; None where it moved
+        changed: mirrored columns whose values the operation that made these rows may have changed; None if it moved
             rows.
     """
 
-    # What a step does runs a few times in each: numpy's methods with arguments by position, and no call in between.
+    # These methods run a few times in each step: numpy's own with arguments by position, and no call in between.
 
     layout: Layout
     groups: Sequence[Array]
@@ -312,11 +305,11 @@ class RowState:
 
     def column(self, name: str) -> Array:
         """The values of a mirrored column, a view [n, ...]."""
-        place = self.layout.places[name]
-        values: Array = self.groups[place.group][place.member]
-        if values.dtype is not place.dtype:
-            values = values.view(place.dtype)
-        return values.reshape(len(values), *place.shape) if place.shape else values
+        at = self.layout.places[name]
+        values: Array = self.groups[at.group][at.member]
+        if values.dtype is not at.dtype:
+            values = values.view(at.dtype)
+        return values.reshape(len(values), *at.shape) if at.shape else values
 
     def have(self, num_rows: int, num_reqs: int) -> bool:
         """Whether each part of each column has as many rows as the batch, and objects for each request: ROW_COUNT.
@@ -347,18 +340,18 @@ class RowState:
             self.layout,
             [group.take(index, 1, None, "wrap") for group in self.groups],  # "wrap" is the fastest mode
             self.device and {name: rows.taken(index) for name, rows in self.device.items()},
-            self.objects and {name: one.take(index, 0, None, "wrap") for name, one in self.objects.items()},
+            self.objects and {name: objects.take(index, 0, None, "wrap") for name, objects in self.objects.items()},
         )
 
     def merged(self, other: "RowState", kept: Rows | None = None, groups: Sequence[Array] | None = None) -> "RowState":
-        """The rows of both, of these only those at checked indices `kept` int64[k], if given.
+        """The rows of both; only those at checked indices `kept` int64[k] of these, if given.
 
-        A column that is a copy on one side and no copy on the other is none. The `groups` may be made already.
+        A column that is exact in one of them alone is a device column of the result. The `groups` may be made already.
         """
         if kept is None:
             groups = [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)]
         elif groups is None:
-            # The places of the rows that join are taken along, and filled after: without a second array for each group.
+            # One array for each group: the rows that join get room in `take`, and are filled in after it.
             size, groups = kept.size, []
             index = np.zeros(size + (other.groups[0].shape[1] if other.groups else 0), dtype=np.int64)
             index[:size] = kept
@@ -372,9 +365,9 @@ class RowState:
             device = {name: self._device_rows(name, kept).merged(other._device_rows(name)) for name in names}
         objects = self.objects
         if objects and kept is not None:
-            objects = {name: one.take(kept, 0, None, "wrap") for name, one in objects.items()}
+            objects = {name: mine.take(kept, 0, None, "wrap") for name, mine in objects.items()}
         if objects:
-            objects = {name: np.concatenate((one, other.objects[name])) for name, one in objects.items()}
+            objects = {name: np.concatenate((mine, other.objects[name])) for name, mine in objects.items()}
         return RowState(self.layout, groups, device, objects)
 
     def _device_rows(self, column: str, kept: Rows | None = None) -> DeviceRows:
@@ -415,14 +408,12 @@ class RowState:
                 arrays[i][:, : group.shape[1]] = group
         return arrays
 
-    def shifted(self, added: Mapping[str, object], num_rows: int, what: str, *, in_place: bool = False) -> "RowState":
-        """With integers added to some columns.
+    def shifted(
+        self, added: Mapping[str, object], num_rows: int, subject: str, *, in_place: bool = False
+    ) -> "RowState":
+        """With integers added to some columns: `added` maps a column to its amounts.
 
-        Args:
-            added: column -> what is added.
-            num_rows: of the batch.
-            what: the operation, for messages.
-            in_place: the host rows are not in use elsewhere, and are changed in place.
+        Host rows that are not in use elsewhere are changed `in_place`.
 
         Raises:
             DeclarationError: no such column.
@@ -438,11 +429,11 @@ class RowState:
         for name, by in added.items():
             column = columns.get(name)
             if column is None or not column.counted:
-                raise _not_counted(self.layout, name, f"{what}: column {name!r}")
-            if type(by) is int and name not in state.device and -(2**63) <= by < 2**63:  # what a decode step adds
-                shift(state.column(name), by, what, name)
+                raise _not_counted(self.layout, name, f"{subject}: column {name!r}")
+            if type(by) is int and name not in state.device and -(2**63) <= by < 2**63:  # as in a decode step
+                shift(state.column(name), by, subject, name)
                 continue
-            label = f"{what}: column {name!r}"
+            label = f"{subject}: column {name!r}"
             if by is not same or by is None:
                 amount, same = amounts(by, num_rows, label), by
             if name in places:
@@ -481,11 +472,9 @@ def _not_counted(layout: Layout, name: str, label: str) -> Exception:
     column = layout.tensors.get(name)
     if column is not None:
         some = "" if column.takes_any or column.unit else f", of which a {type(column).__name__} takes some"
-        return DtypeError(
-            f"{label} holds {column.unit or column.np_dtype}{some}",
-            column.dtype,
-            "`advance` adds to columns of integers that are not indices; set others with `update` or `replace`",
-        )
-    what = "holds Python objects" if name in layout.columns else "is not declared"
-    remedy = one_of([one for one, declared in layout.tensors.items() if declared.counted], name)
-    return DeclarationError(f"{label} {what}", name, remedy)
+        remedy = "`advance` adds to columns of integers that are not indices; set others with `update` or `replace`"
+        return DtypeError(f"{label} holds {column.unit or column.np_dtype}{some}", column.dtype, remedy)
+    problem = f"{label} {'holds Python objects' if name in layout.columns else 'is not declared'}"
+    return DeclarationError(
+        problem, name, one_of([key for key, other in layout.tensors.items() if other.counted], name)
+    )

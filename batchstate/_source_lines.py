@@ -9,10 +9,9 @@ from typing import NamedTuple, final
 import torch
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TOOLS = os.path.join(_PACKAGE, "races") + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
-_SEAM = os.path.join(_PACKAGE, "runtime") + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_BETWEEN = (_TORCH, *(os.path.join(_PACKAGE, part) + os.sep for part in ("races", "runtime")), "<frozen")
 _MACHINERY, _LIBRARY, _USER = range(3)
 _kinds: dict[str, int] = {}
 
@@ -40,7 +39,7 @@ class SourceLine(NamedTuple):
 
 
 def source_line(depth: int = 2) -> SourceLine:
-    """Of the frame `depth` above."""
+    """The source line of the frame `depth` above."""
     frame: FrameType | None = sys._getframe(depth)
     line: Line | None = None
     while frame is not None:
@@ -49,8 +48,8 @@ def source_line(depth: int = 2) -> SourceLine:
         if kind is None:
             kind = _kinds[code.co_filename] = _kind(code.co_filename)
         if kind == _USER:
-            found = Line(code, frame.f_lineno)
-            return SourceLine(found, None) if line is None else SourceLine(line, found)
+            caller = Line(code, frame.f_lineno)
+            return SourceLine(caller, None) if line is None else SourceLine(line, caller)
         if kind == _LIBRARY and line is None:
             line = Line(code, frame.f_lineno)
         frame = frame.f_back
@@ -71,7 +70,7 @@ def users_line(lines: Iterable[Line]) -> Line | None:
 
 
 def _kind(path: str) -> int:
-    if path.startswith((_TORCH, _TOOLS, _SEAM, "<frozen")) or path.endswith(("contextlib.py", "mock.py")):
+    if path.startswith(_BETWEEN) or path.endswith(("contextlib.py", "mock.py")):
         return _MACHINERY
     return _LIBRARY if path.startswith(_PACKAGE) and not path.startswith(_TESTING) else _USER
 
@@ -86,5 +85,5 @@ def _shortened(path: str) -> str:
         return path
     if not near.startswith(".."):
         return near.replace(os.sep, "/")
-    _, found, inside = path.rpartition("site-packages" + os.sep)
-    return (inside if found else path).replace(os.sep, "/")
+    _, folder, inside = path.rpartition("site-packages" + os.sep)
+    return (inside if folder else path).replace(os.sep, "/")

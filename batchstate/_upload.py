@@ -15,7 +15,8 @@ from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.errors import ArgumentError, another_runtime, one_of
 from batchstate.mirror import DeviceSide, MirroredTensor, rows_of, write_count
 from batchstate.runtime.base import Runtime
-from batchstate.runtime.memory import PackedUpload, ReadyTensor
+from batchstate.runtime.memory import PackedUpload
+from batchstate.runtime.ordered_memory import ReadyTensor
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
@@ -23,12 +24,12 @@ from batchstate.violations import Where
 @final
 @attrs.define(eq=False, repr=False)
 class Extras(Mapping[str, torch.Tensor]):
-    """Extra arrays that were packed with a batch: name -> device tensor, safe on the stream that asks.
+    """Extra arrays that were packed with a batch: name -> device tensor, safe on the current stream.
 
     Attributes:
         arrays: name -> the array that was passed for it, by which its owner recognises it.
         slots: the slots that crossed with them to fixed addresses, int64[rows], and their device side; else None.
-        row_set: to which requests the rows of the batch belong.
+        row_set: the requests that the rows of the batch belong to.
     """
 
     _runtime: Runtime | None = None
@@ -39,13 +40,13 @@ class Extras(Mapping[str, torch.Tensor]):
     row_set: RowSet | None = None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        place = self._places.get(name)
-        if place is None or self._upload is None or self._runtime is None:
+        index = self._places.get(name)
+        if index is None or self._upload is None or self._runtime is None:
             raise KeyError(f"no extra {name!r}; {one_of(self._places, name) if self._places else 'there are none'}")
-        return self._runtime.use_part_on_current_stream(self._upload, place)
+        return self._runtime.use_part_on_current_stream(self._upload, index)
 
     def several(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Several of them, safe on the current stream after one look. For the library."""
+        """Several of them, made safe on the current stream together. For the library."""
         packed, places = self._upload, self._places
         if packed is None or self._runtime is None:
             return {}
@@ -78,13 +79,13 @@ NO_EXTRAS = Extras()
 
 @final
 class SentColumns:
-    """The mirrored columns that one copy brought to the device, as all batches know them that have them from it.
+    """The mirrored columns that one copy brought to the device, shared by all batches that have them from it.
 
     Attributes:
         packed: the copy.
         places: column -> its array in the copy; None for all columns, in their groups.
         write_count: torch's count of writes in place into the copy when it was made, or None.
-        exposed: column -> the view of it that was given out, and torch's count of writes into that before.
+        exposed: column -> the view that was given out, and torch's count of writes into it before.
     """
 
     __slots__ = ("_groups", "exposed", "packed", "places", "write_count")
@@ -101,22 +102,22 @@ class SentColumns:
         """A column as a view of the copy; no launch. A write into it counts as one into the copy."""
         if self.places is not None:
             return self.packed.shared(self.places[name])
-        place = state.layout.places[name]
-        num_rows = state.groups[place.group].shape[1]  # alignment follows the rows
-        kind = place.group, place.dtype
+        at = state.layout.places[name]
+        num_rows = state.groups[at.group].shape[1]  # alignment follows the rows
+        kind = at.group, at.dtype
         group = self._groups.get(kind)
         if group is None:
-            group = self._groups[kind] = self.packed.group(place.group, place.dtype, num_rows)
-        column = group[place.member]
-        return column.view(num_rows, *place.shape) if place.shape else column
+            group = self._groups[kind] = self.packed.group(at.group, at.dtype, num_rows)
+        column = group[at.member]
+        return column.view(num_rows, *at.shape) if at.shape else column
 
     def view(self, name: str, state: RowState) -> torch.Tensor:
-        """A column as the same view each time, which counts writes in place of its own: they name their column."""
-        known = self.exposed.get(name)
-        if known is None:
+        """A column as the same view each time, with a count of writes of its own: a report names the column."""
+        entry = self.exposed.get(name)
+        if entry is None:
             view = self.shared(name, state).data
-            known = self.exposed[name] = view, write_count(view)
-        return known[0]
+            entry = self.exposed[name] = view, write_count(view)
+        return entry[0]
 
     def is_large_for(self, nbytes: int) -> bool:
         """Whether the copy is too large to be kept for columns of so many bytes."""
@@ -124,7 +125,7 @@ class SentColumns:
 
 
 KEPT_BYTES = 1 << 16
-"""A copy of more bytes, less than half of them of columns in use, is not kept for these: they cross again."""
+"""A larger copy is dropped once less than half of it is columns in use: these cross again."""
 
 
 @final
@@ -135,9 +136,9 @@ class BatchDevice:
     the last user drops it and not whenever Python next collects garbage.
 
     Attributes:
-        state: the rows of the batch. Once a column is gathered, its device rows are what was gathered.
+        state: the rows of the batch. Once a column is gathered, its device rows are the gathered ones.
         uploaded: whether all columns have crossed.
-        sent: what has crossed; before, nothing of the batch can have been written on the device.
+        sent: the columns that have crossed; None while nothing of the batch can have been written on the device.
     """
 
     __slots__ = ("_gathered_views", "_later", "_needs", "_runtime", "_unsent", "sent", "state", "uploaded")
@@ -146,15 +147,15 @@ class BatchDevice:
         self._runtime = runtime
         self.state = state
         self.uploaded = False
-        self.sent: SentColumns | None = None  # once there is one, all mirrored columns are in it, but these:
-        self._later: Mapping[str, SentColumns] = {}  # that crossed after it
-        self._unsent: Collection[str] = ()  # that have yet to cross
+        self.sent: SentColumns | None = None  # with all mirrored columns but those of `_later` and `_unsent`
+        self._later: Mapping[str, SentColumns] = {}  # columns that crossed after `sent`
+        self._unsent: Collection[str] = ()  # columns that have yet to cross
         self._needs: dict[str, tuple[PackedUpload, range]] = {}
         self._gathered_views: dict[str, tuple[torch.Tensor, int | None]] = {}
 
     @classmethod
     def of_upload(cls, runtime: Runtime, state: RowState, upload: PackedUpload) -> "BatchDevice":
-        """Of rows that have crossed in `upload`, without columns whose host side is not a copy."""
+        """The device side of rows that crossed in `upload`, without columns whose host side is not a copy."""
         device = cls(runtime, state)
         device.sent, device.uploaded = SentColumns(upload), True
         return device
@@ -162,24 +163,24 @@ class BatchDevice:
     def kept(self, state: RowState, changed: Collection[str]) -> "BatchDevice | None":
         """The device side of a batch of the same rows: all columns but those that `changed` stay as they crossed.
 
-        None where nothing has crossed, or where what stays is little of a large copy.
+        None if nothing has crossed, or if little of a large copy would stay.
         """
         sent = self.sent
         if sent is None:
             return None
         sizes, num_rows = state.layout.row_bytes, state.groups[0].shape[1] if state.groups else 0
         unsent = dict.fromkeys(name for name in (*self._unsent, *changed) if name in state.layout.columns)
-        later = {name: one for name, one in self._later.items() if name not in unsent}
-        for one in set(later.values()):
-            names = [name for name, its in later.items() if its is one]
-            if one.is_large_for(num_rows * sum(sizes[name] for name in names)):
+        later = {name: copy for name, copy in self._later.items() if name not in unsent}
+        for copy in set(later.values()):
+            names = [name for name, its in later.items() if its is copy]
+            if copy.is_large_for(num_rows * sum(sizes[name] for name in names)):
                 unsent |= dict.fromkeys(names)
         stay = sum(sizes.values()) - sum(sizes[name] for name in {*unsent, *later})
         if sent.is_large_for(num_rows * stay):
             return None
         device = BatchDevice(self._runtime, state)
         device.sent, device._unsent = sent, unsent
-        device._later = {name: one for name, one in later.items() if name not in unsent}
+        device._later = {name: copy for name, copy in later.items() if name not in unsent}
         device._needs = {
             name: needs for name, needs in self._needs.items() if state.device.get(name) is self.state.device.get(name)
         }
@@ -190,15 +191,12 @@ class BatchDevice:
         return self.sent is not None and name not in self._unsent
 
     def upload(self, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
-        """Uploads what has not crossed yet in one copy, then launches one scatter for each table that is written.
+        """Uploads columns that have not crossed yet in one copy, then launches one scatter for each table written.
 
         Every write is checked again before the copy: an error of the library's changes nothing. The scatters are
         launched one after the other, and a device cannot take one back: if torch fails to launch the second, the first
-        table is written, on the device and in its `host` alike, and the second on neither.
-
-        Args:
-            writes: table writes; those of one table are joined.
-            extras: name -> host array.
+        table is written, on the device and in its `host` alike, and the second on neither. Writes of one table are
+        joined.
 
         Raises:
             DeviceError: a table of another runtime.
@@ -224,8 +222,7 @@ class BatchDevice:
         upload, uploaded, scatter = packed_step(self._runtime, arrays, writes, extras)
         if first:
             crossed = SentColumns(upload, None if sent is None else places)
-            for name, at in needs.items():
-                self._needs[name] = upload, at
+            self._needs |= {name: (upload, places_of) for name, places_of in needs.items()}
             if sent is None:
                 self.sent = crossed
             elif places:
@@ -258,7 +255,7 @@ class BatchDevice:
         return ReadyTensor.uploaded(sent.view(name, self.state), sent.packed)
 
     def columns(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The device sides of several columns, safe on the current stream. What `column` does, for all at once."""
+        """The device sides of several columns, safe on the current stream: the same as `column`, all at once."""
         if not self.uploaded:
             self.upload((), {})
         sides = {}
@@ -286,8 +283,8 @@ class BatchDevice:
     def written(self) -> tuple[str, int, int] | None:
         """A column that was written from outside, and torch's count of writes in place before and now; or None.
 
-        One look for all that `columns` returned, whatever their number: then the name is found by comparing the sides,
-        and is empty if none differs.
+        All columns of a copy share one count; after a write, the name comes from comparing the sides, and is empty if
+        none differs.
         """
         if self.sent is None:
             return None
@@ -308,8 +305,8 @@ class BatchDevice:
         state = self.state
         if not self._runtime.capturing:
             for name in state.layout.places:
-                known = name in state.layout.tensors and name not in state.device
-                if known and self.has(name) and self._sent_with(name) is sent:
+                exact = name in state.layout.tensors and name not in state.device
+                if exact and self.has(name) and self._sent_with(name) is sent:
                     device = self._runtime.inspect(sent.shared(name, state))
                     if state.column(name).tobytes() != device.tobytes():
                         return name
@@ -317,12 +314,12 @@ class BatchDevice:
 
     def _gathered(self, name: str, rows: DeviceRows) -> ReadyTensor:
         if self._runtime.capturing and rows.as_it_is() is None:
-            # The kernels of a captured gather do not run: what it returns must not become the column's device side.
+            # The kernels of a captured gather do not run: its result must not become the column's device side.
             self._runtime.refuse_capture(f"gathering column {name!r}")
         crossed: list[torch.Tensor] = []
         if name in self._needs:
             packed, places = self._needs[name]
-            crossed = [self._runtime.use_part_on_current_stream(packed, place) for place in places]
+            crossed = [self._runtime.use_part_on_current_stream(packed, index) for index in places]
         where: Where = {"object": rows, "operation": "gather", "column": name, "step": self._runtime.step}
         gathered = rows.gathered(self._runtime, crossed, self.state.layout.tensors[name].dtype, where)
         if self._gathered_views.get(name, (None,))[0] is not gathered.tensor:
@@ -334,12 +331,12 @@ class BatchDevice:
         return gathered
 
     def start_from(self, name: str, gathered: ReadyTensor, contents: Array | None = None) -> None:
-        """The column, and batches derived from here on, start from what was gathered, not from where it came from.
+        """The column, and batches derived from here on, start from the gathered rows, not from their sources.
 
         Args:
             name: of a column whose host side is not a copy.
             gathered: its rows, with or without padded ones after them.
-            contents: what they are, for checks at `full`.
+            contents: of the rows, for checks at `full`.
         """
         num_rows = len(self.state.device[name])
         if gathered.tensor.shape[0] != num_rows:
@@ -351,7 +348,7 @@ class BatchDevice:
 def packed_step(
     runtime: Runtime, arrays: list[Array], writes: Sequence[TableWrite], extras: Mapping[str, object]
 ) -> tuple[PackedUpload, Extras, Callable[[], None] | None]:
-    """One copy of `arrays`, table writes and extras; what was uploaded of these, and what launches the scatters."""
+    """One copy of `arrays`, table writes and extras. The results: the copy, its extras, and the launch of scatters."""
     if not (writes or extras):
         return runtime.upload(arrays), NO_EXTRAS, None
     joined = joined_writes(runtime, writes) if writes else []
@@ -371,18 +368,14 @@ def packed_step(
     return upload, Extras(runtime, upload, places, dict(extras)), scatter if joined else None
 
 
-def append_needs(arrays: list[Array], state: RowState, known: Collection[str] = ()) -> dict[str, range]:
-    """Appends what each column's gathering needs on the device; column -> its places among the arrays.
-
-    Columns that are `known` have it there already.
-    """
+def append_needs(arrays: list[Array], state: RowState, crossed: Collection[str] = ()) -> dict[str, range]:
+    """Appends the arrays for gathering each column, unless they have `crossed`; column -> their places in the list."""
     needs = {}
     for name, rows in state.device.items():
-        if name not in known:
-            column = state.layout.tensors[name]
-            wanted = rows.arrays(column.dtype, 1 + len(column.shape))
-            needs[name] = range(len(arrays), len(arrays) + len(wanted))
-            arrays += wanted
+        if name not in crossed:
+            column, first = state.layout.tensors[name], len(arrays)
+            arrays += rows.arrays(column.dtype, 1 + len(column.shape))
+            needs[name] = range(first, len(arrays))
     return needs
 
 
@@ -397,7 +390,7 @@ def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableW
         by_table: dict[int, list[TableWrite]] = {}
         for write in writes:
             by_table.setdefault(id(write.table), []).append(write)
-        joined = [same[0] if len(same) == 1 else _joined(same) for same in by_table.values()]
+        joined = [group[0] if len(group) == 1 else _joined(group) for group in by_table.values()]
     if levels.full:
         for write in joined:
             copy = _first_conflict(write)
@@ -409,7 +402,7 @@ def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableW
 
 
 def _first_conflict(write: TableWrite) -> int | None:
-    """Where an element is written a second time, with another value; None if that does not happen."""
+    """The position at which an element is written a second time, with another value; else None."""
     order = np.argsort(write.index, kind="stable")
     index, values = write.index[order], write.values[order]
     conflicts = np.flatnonzero((index[1:] == index[:-1]) & (values[1:] != values[:-1]))
@@ -417,44 +410,21 @@ def _first_conflict(write: TableWrite) -> int | None:
 
 
 def _joined(writes: Sequence[TableWrite]) -> TableWrite:
-    index = np.concatenate([one.index for one in writes])
-    values = np.concatenate([one.values for one in writes])
-    return TableWrite(writes[0].table, index, values, tuple(owners for one in writes for owners in one.owners))
+    index = np.concatenate([write.index for write in writes])
+    values = np.concatenate([write.values for write in writes])
+    return TableWrite(writes[0].table, index, values, tuple(owners for write in writes for owners in write.owners))
 
 
-def extra_array(name: str, values: object, what: str = "upload") -> Array:
-    """An extra as a host array. One that has an index space, such as `Locations`, is checked to lie in it.
+def extra_array(name: str, values: object, subject: str = "upload") -> Array:
+    """An extra as a host array. Indices, such as `Locations`, are checked to lie in their space.
 
     Raises:
         ContractError: indices that the host does not know.
         Violation: SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE. Else as `as_array`.
     """
-    label = f"{what}: extra {name!r}"
+    label = f"{subject}: extra {name!r}"
     if not isinstance(values, MirroredTensor) or values.unit is None:
         return as_array(values, label)
     indices, runtime = values.exact_host(label), values.runtime
-    runtime.check_indices(indices, values.unit, object=values, operation=what, column=name, step=runtime.step)
+    runtime.check_indices(indices, values.unit, object=values, operation=subject, column=name, step=runtime.step)
     return indices
-
-
-def named_arrays(extras: object, what: str) -> Mapping[str, object]:
-    """`extras` if they are a mapping from names.
-
-    Raises:
-        ArgumentError: they are not.
-    """
-    if isinstance(extras, Mapping) and all(isinstance(name, str) for name in extras):
-        return extras
-    problem = f"{what}: expected extras by name, got {extras!r}"
-    raise ArgumentError(problem, extras, "pass a mapping: name -> host array")
-
-
-def check_writes(writes: object, what: str) -> None:
-    """Refuses what is not a list of table writes.
-
-    Raises:
-        ArgumentError: it is something else.
-    """
-    if not isinstance(writes, list | tuple) or not all(isinstance(one, TableWrite) for one in writes):
-        problem = f"{what}: expected `writes`, a list of table writes, got {writes!r}"
-        raise ArgumentError(problem, writes, "pass a list of what `Table.entry` or `Extension.entry` returned")

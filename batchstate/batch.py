@@ -38,9 +38,18 @@ from batchstate._arrays import (
 from batchstate._column_inputs import ColumnInputs, amounts_by_column, device_rows, host_values, rows_from
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import GENERATION_SUFFIX, Layout, RowState
-from batchstate._upload import BatchDevice, Extras, check_writes, named_arrays, packed_step
+from batchstate._upload import BatchDevice, Extras, packed_step
 from batchstate.columns import Column, SlotColumn, TensorColumn, declared_columns
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, DeviceError, one_of, shown
+from batchstate.errors import (
+    ArgumentError,
+    ContractError,
+    DeclarationError,
+    DeviceError,
+    another_runtime,
+    closest,
+    one_of,
+    shown,
+)
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
 from batchstate.nvtx import ranges
@@ -70,7 +79,7 @@ class BatchType(type):
 
 @ranges("build", "filter", "merge", "next_batch", "advance", "update", "pad", "upload", "to_static", "on_device")
 class Batch(OfThisProcess, metaclass=BatchType):
-    """Base of declared batches. Subclass it to declare columns; never to override what is here.
+    """Base of declared batches. Subclass it to declare columns; its own names cannot be overridden.
 
     Attributes:
         runtime: the device.
@@ -107,7 +116,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         declared = declared_columns(cls, reserved=frozenset(dir(Batch)) - frozenset(dir(object)))
         cls._columns = declared
         cls._layout = Layout.of(declared)
-        cls._slot_column = next((name for name, one in declared.items() if isinstance(one, SlotColumn)), None)
+        cls._slot_column = next((name for name, column in declared.items() if isinstance(column, SlotColumn)), None)
 
     def __init__(
         self,
@@ -130,8 +139,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         self._device: BatchDevice | None = None  # once it is used
         self._crossed: PackedUpload | None = None  # the copy that has all columns, where a step sent them
         self._pool_id = pool_id
-        self._held_at = -1  # `frees` of the pool when all requests were last found live
-        self._most_slot: int | None = None  # none of the slots is above it, once that is known
+        self._held_at = -1  # `frees` of the pool when all requests were last live
+        self._most_slot: int | None = None  # an upper bound of the slots, once it is known
         self._windows = windows
         self._values: dict[str, Any] = {}
         self._exposed: list[MirroredTensor] = []  # values that can be written from outside, or have stale windows
@@ -169,19 +178,19 @@ class Batch(OfThisProcess, metaclass=BatchType):
         return batch
 
     @classmethod
-    def _check_none_missing(cls, given: Mapping[str, object], what: str, *, but: str | None = None) -> None:
+    def _check_none_missing(cls, values: Mapping[str, object], subject: str, *, but: str | None = None) -> None:
         """Refuses columns of a caller if one is missing that is not the column `but`."""
-        missing = [name for name in cls._columns if name not in given and name != but]
+        missing = [name for name in cls._columns if name not in values and name != but]
         if missing:
-            unknown = [name for name in given if name not in cls._columns]
-            also = f", but values for {', '.join(map(str, unknown))}, which it does not declare" if unknown else ""
-            meant = one_of(missing, unknown[0]).partition("use")[0] if unknown else ""
-            problem = f"{what}: no value for {', '.join(missing)}{also}"
-            raise DeclarationError(problem, missing, f"{meant}give every declared column its value")
+            unknown = [name for name in values if name not in cls._columns]
+            also = f", but values for {', '.join(unknown)}, which it does not declare" if unknown else ""
+            question = closest(missing, unknown[0]) if unknown else ""
+            problem = f"{subject}: no value for {', '.join(missing)}{also}"
+            raise DeclarationError(problem, missing, f"{question} give every declared column its value".lstrip())
 
     @classmethod
     def empty(cls, runtime: Runtime) -> Self:
-        """A batch of no requests: what an idle step and a first merge start from."""
+        """A batch of no requests: the start of an idle step and of a first merge."""
         values: dict[str, Any] = {
             name: np.empty((0, *column.shape), column.np_dtype) for name, column in cls._layout.tensors.items()
         }
@@ -226,13 +235,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             Violation: MIRROR_STALE_READ inside a stale window of a host side.
         """
-        found: dict[str, Array | tuple[Any, ...]] = {}
-        for name in self._columns:
-            if name in self._layout.places:
-                found[name] = self[name].np
-            elif name not in self._layout.tensors:
-                found[name] = self.objects(name)
-        return found
+        tensors, mirrored = self._layout.tensors, self._layout.places
+        names = [name for name in self._columns if name in mirrored or name not in tensors]
+        return {name: self[name].np if name in mirrored else self.objects(name) for name in names}
 
     def _value(self, column: TensorColumn) -> MirroredTensor:
         name = column.name
@@ -265,7 +270,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
     @property
     def row_set(self) -> RowSet:
-        """To which requests the rows belong; the same for all batches made of this one while no row moves."""
+        """The requests that the rows belong to; the same for all batches made of this one while no row moves."""
         if self._row_set is None:
             column, slots = self._state.column, self._slot_column
             handles = None if slots is None else lambda: (column(slots), column(slots + GENERATION_SUFFIX))
@@ -276,15 +281,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """Column -> its stale windows that are open: batches derived now inherit them."""
         if not self._exposed and not self._windows:
             return NO_WINDOWS
-        found = dict(self._windows)
-        for value in self._exposed:
-            if value.open_windows:
-                found[value.name] = value.open_windows
-        return found or NO_WINDOWS
+        windows = dict(self._windows)
+        windows |= {value.name: value.open_windows for value in self._exposed if value.open_windows}
+        return windows or NO_WINDOWS
 
     @property
     def device_side(self) -> BatchDevice:
-        """The device side and the rows that it is made of. For the library; most batches of a step need none."""
+        """The device side and its rows. For the library; most batches of a step need none."""
         device = self._device
         if device is None:
             if self._crossed is None:
@@ -300,8 +303,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             DeclarationError: no such column.
         """
-        known: object = column
-        if not isinstance(known, str) or column not in self._state.objects:
+        if column not in self._state.objects:
             problem = f"{type(self).__name__} has no host column {column!r}"
             raise DeclarationError(problem, column, one_of(self._state.objects, column))
         return tuple(self._state.objects[column].tolist())
@@ -312,9 +314,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """The requests that `keep` names, in its order: a mask bool[num_reqs], or unique row indices.
 
         Raises:
-            ShapeError: a mask of another length.
-            DtypeError: neither booleans nor integers.
-            RowIndexError: an index outside [0, num_reqs).
+            ShapeError, DtypeError, RowIndexError: as `MirroredTensor.filter`.
             ArgumentError: an index twice, or a padded batch.
             Violation: DERIVED_STALE, at `cheap`: a mask of other requests.
         """
@@ -345,10 +345,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
         advance: "str | Iterable[str] | Mapping[str, Amount]" = (),
         n: "Amount" = 1,
     ) -> Self:
-        """Some requests leave, others join, and counts move on: what a decode step does, as one operation.
+        """Some requests leave, others join, and counts move on: the operation of a decode step.
 
-        The same as `filter(keep)`, then `merge(joining)`, then `advance(advance, n)`, each of which may be left out:
-        one new batch instead of three, checked once.
+        The same as `filter(keep)`, then `merge(joining)`, then `advance(advance, n)`, each of them optional: one new
+        batch instead of three, checked once.
 
         Args:
             keep: as for `filter`; None keeps all.
@@ -359,25 +359,25 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             As `filter`, `merge` and `advance`.
         """
-        what = f"{type(self).__name__}.next_batch"
+        subject = f"{type(self).__name__}.next_batch"
         num_reqs = self._begin("next_batch")
-        index = None if keep is None else self._kept(keep, num_reqs, what)
+        index = None if keep is None else self._kept(keep, num_reqs, subject)
         state, num_reqs = self._turned_over(index, num_reqs, joining, "next_batch")
         in_all = num_reqs if joining is None else num_reqs + joining.num_reqs
         added: Mapping[str, object] = {}
         if type(advance) is not tuple or advance:
-            added = amounts_by_column(advance, n, what)
+            added = amounts_by_column(advance, n, subject)
         elif type(n) is not int or n != 1:
-            raise ArgumentError(f"{what}: n={n!r} of no column", n, "name columns: advance='seq_lens'")
+            raise ArgumentError(f"{subject}: n={n!r} of no column", n, "name columns: advance='seq_lens'")
         same = state is self._state
         if added or same:
-            state = state.shifted(added, in_all, what, in_place=not same)
+            state = state.shifted(added, in_all, subject, in_place=not same)
         return self._derived("next_batch", state, num_reqs, moved=not same, joined=joining)
 
     def _turned_over(
         self, index: Rows | None, num_reqs: int, joining: Self | None, operation: str
     ) -> tuple[RowState, int]:
-        """The rows of those that stay, all without an `index`, and of `joining`; and how many stay."""
+        """The rows of kept requests (all without an `index`), then those of `joining`; and the number of kept ones."""
         state = self._state
         if index is not None:
             num_reqs = index.size
@@ -387,8 +387,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
                 remedy = "pass a batch of the same class, one in each call"
                 raise DeclarationError(problem, type(joining).__name__, remedy)
             if joining.runtime is not self.runtime:
-                problem = f"{operation}: expected a batch of the same runtime, got one of another"
-                raise DeviceError(problem, joining, "open one runtime, and build both batches with it")
+                raise another_runtime(operation, joining)
             joining._begin(operation)
             if self._pool_id != joining._pool_id and num_reqs and joining.num_reqs:
                 problem = f"{operation}: expected slots of pool {self._pool_id}, got slots of pool {joining._pool_id}"
@@ -399,11 +398,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
             state = state.taken(index)
         return state, num_reqs
 
-    def _kept(self, keep: object, num_reqs: int, what: str) -> Rows | None:
-        """The rows that a filter keeps; None where it keeps them all as they are."""
-        index = kept_rows(keep, num_reqs, what)
+    def _kept(self, keep: object, num_reqs: int, subject: str) -> Rows | None:
+        """The rows that a filter keeps; None if it keeps all of them in order."""
+        index = kept_rows(keep, num_reqs, subject)
         if type(keep) is not np.ndarray and isinstance(keep, MirroredTensor) and keep.dtype is torch.bool:
-            self._check_same_rows(keep, what.partition(".")[2])  # row indices say nothing of theirs
+            self._check_same_rows(keep, subject.partition(".")[2])  # a column of indices has no rows of requests
         if index.size == num_reqs and (index == np.arange(num_reqs)).all():
             return None
         return index
@@ -428,9 +427,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             ArgumentError: fewer rows than requests, or padded already.
         """
-        what = f"{type(self).__name__}.pad"
+        subject = f"{type(self).__name__}.pad"
         num_reqs = self._begin("pad")
-        extra = count(to, f"{what}: rows", least=num_reqs, most=MOST_ROWS) - num_reqs
+        extra = count(to, f"{subject}: rows", least=num_reqs, most=MOST_ROWS) - num_reqs
         padded = self._state.padded(extra)
         batch = self._derived("pad", padded, num_reqs, num_rows=num_reqs + extra, same_rows=True)
         if levels.cheap:
@@ -443,7 +442,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """The same batch with integers added to one or several integer columns.
 
         Args:
-            columns: one column, several that all get `n`, or a mapping column -> what is added to it.
+            columns: one column, several that all get `n`, or a mapping column -> its amounts.
             n: one integer, or int[num_reqs]; unused when `columns` is a mapping.
 
         Raises:
@@ -453,10 +452,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
             ArgumentError: a padded batch, or a column named twice.
             Violation: DERIVED_STALE, at `cheap`: a mirrored value of other requests is added.
         """
-        what = f"{type(self).__name__}.advance"
-        added = amounts_by_column(columns, n, what)
+        subject = f"{type(self).__name__}.advance"
+        added = amounts_by_column(columns, n, subject)
         num_reqs = self._begin("advance")
-        state = self._state.shifted(added, num_reqs, what)
+        state = self._state.shifted(added, num_reqs, subject)
         for name, amount in added.items():
             self._check_same_rows(amount, "advance", name)
         return self._derived("advance", state, num_reqs, moved=False)
@@ -472,19 +471,19 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             DeclarationError, DtypeError, ShapeError, RowIndexError, ArgumentError, ValueOverflowError: as elsewhere.
         """
-        what = f"{type(self).__name__}.update: column {column!r}"
-        declared = self._tensor_column(column, what)
-        index = kept_rows(rows, self._begin("update"), what)
+        subject = f"{type(self).__name__}.update: column {column!r}"
+        declared = self._tensor_column(column, subject)
+        index = kept_rows(rows, self._begin("update"), subject)
         if column not in self._layout.places or column in self._state.device or column == self._slot_column:
-            problem = f"{what}: the host does not have its exact values"
+            problem = f"{subject}: the host does not have its exact values"
             raise ArgumentError(problem, column, f"use replace({column}=...)")
-        new = host_values(declared, values, index.size, self.runtime, what, some=True)
+        new = host_values(declared, values, index.size, self.runtime, subject, some=True)
         state = self._state.copied((column,))
         state.column(column)[index] = new
         return self._derived("update", state, self.num_reqs, moved=False)
 
     def update_device(self, column: str, rows: "Selection", values: "Values", bound: object = None) -> Self:
-        """The same batch with values that the device has found in some rows: those that a mixed step has verified.
+        """The same batch with values of the device in some rows: those that a mixed step has verified.
 
         Nothing is launched: the rows are gathered with the others when they are read.
 
@@ -492,7 +491,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             column: a mirrored column declared with `contract="upper_bound"`, or a device-only column.
             rows: a mask bool[num_reqs], or unique row indices int[k].
             values: `[k, *shape]`, a device tensor, taken over, or a mirrored value, whose device side is taken.
-            bound: of a mirrored column, what the host knows: none of the values is more. One number, or `[k, *shape]`.
+            bound: of a mirrored column: none of the values is more. One number, or `[k, *shape]`.
 
         Raises:
             DeclarationError: no such column.
@@ -503,28 +502,28 @@ class Batch(OfThisProcess, metaclass=BatchType):
             Violation: DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests. MIRROR_BOUND, at
                 `full`: a value exceeds its bound.
         """
-        what = f"{type(self).__name__}.update_device: column {column!r}"
-        declared = self._tensor_column(column, what)
-        index = kept_rows(rows, self._begin("update_device"), what)
+        subject = f"{type(self).__name__}.update_device: column {column!r}"
+        declared = self._tensor_column(column, subject)
+        index = kept_rows(rows, self._begin("update_device"), subject)
         mirrored = column in self._layout.places
         if declared.contract is Contract.EXACT:
-            problem = f"{what}: expected a column of bounds, got an exact one"
+            problem = f"{subject}: expected a column of bounds, got an exact one"
             raise ContractError(problem, column, "declare it with contract='upper_bound', or use `update`")
         if mirrored != (bound is not None):
-            problem = f"{what}: expected {'a bound' if mirrored else 'no bound'}, got {bound!r}"
+            problem = f"{subject}: expected {'a bound' if mirrored else 'no bound'}, got {bound!r}"
             raise ArgumentError(problem, bound, "pass bound= for a mirrored column, and no bound for a device-only one")
         if not isinstance(values, torch.Tensor | MirroredTensor):
-            problem = f"{what}: expected a device tensor, got {type(values).__name__}"
+            problem = f"{subject}: expected a device tensor, got {type(values).__name__}"
             raise DeviceError(problem, values, "pass what a kernel has found; `update` and `replace` take host values")
-        for one in (values, bound):
-            self._check_same_rows(one, "update_device", column, index)
+        self._check_same_rows(values, "update_device", column, index)
+        self._check_same_rows(bound, "update_device", column, index)
         if levels.full and isinstance(values, MirroredTensor):
             values.check("update_device")
-        new = device_rows(declared, values, index.size, self.runtime, what)
-        known = None
+        new = device_rows(declared, values, index.size, self.runtime, subject)
+        bounds = None
         if bound is not None:
-            known = host_values(declared, bound, index.size, self.runtime, what, some=True, bounds=True)
-        state = self._state.overwritten(column, index, new, known)
+            bounds = host_values(declared, bound, index.size, self.runtime, subject, some=True, bounds=True)
+        state = self._state.overwritten(column, index, new, bounds)
         return self._derived("update_device", state, self.num_reqs, moved=False)
 
     def tighten(self, column: str, bound: object, *, slots: Slots | None = None) -> Self:
@@ -532,25 +531,25 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
         Args:
             column: a mirrored column that holds bounds.
-            bound: numbers `[n, *shape]`, none above the present bounds: what results of earlier steps prove. Those of
-                other requests are left out.
-            slots: whose rows `bound` has, int[n]. A result of a relay and a column know that; an array does not.
+            bound: numbers `[n, *shape]`, none above the present bounds: those that results of earlier steps prove.
+                Rows of other requests are left out.
+            slots: of the rows of `bound`, int[n]. A result of a relay and a column know them; an array does not.
 
         Raises:
             DeclarationError: no such column.
             ArgumentError: it is not known whose rows `bound` has. Else as `MirroredTensor.tighten`.
         """
         self._begin("tighten")
-        what = f"{type(self).__name__}.tighten: column {column!r}"
-        declared, value = self._tensor_column(column, what), self[column]
+        subject = f"{type(self).__name__}.tighten: column {column!r}"
+        declared, value = self._tensor_column(column, subject), self[column]
         if slots is not None:
-            bound = numbers_of(bound, slots, self.row_set, what)
+            bound = numbers_of(bound, slots, self.row_set, subject)
         elif self._slot_column is not None and getattr(bound, "row_set", None) is None:
-            problem = f"{what}: {type(bound).__name__} does not say to which requests its rows belong"
+            problem = f"{subject}: {type(bound).__name__} does not say to which requests its rows belong"
             remedy = "pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots"
             raise ArgumentError(problem, bound, remedy)
         lower = value.tighten(bound).np
-        declared.check_values(lower, self.runtime, what)
+        declared.check_values(lower, self.runtime, subject)
         state = self._state.copied((column,))
         state.column(column)[...] = lower
         return self._derived("tighten", state, self.num_reqs, moved=False)
@@ -562,9 +561,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
             As `build`.
             Violation: DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests.
         """
-        what = f"{type(self).__name__}.replace"
+        subject = f"{type(self).__name__}.replace"
         num_reqs = self._begin("replace")
-        inputs = ColumnInputs.read(self._layout, columns, num_reqs, self.runtime, what)
+        inputs = ColumnInputs.read(self._layout, columns, num_reqs, self.runtime, subject)
         if inputs.pool_id is None:
             for name, value in columns.items():
                 self._check_same_rows(value, "replace", name)
@@ -573,7 +572,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             self._state.replaced(inputs.host, inputs.device, inputs.objects),
             num_reqs,
             pool_id=inputs.pool_id,
-            windows={name: one for name, one in self._open_windows().items() if name not in columns},
+            windows={name: windows for name, windows in self._open_windows().items() if name not in columns},
             same_rows=inputs.pool_id is None,
         )
         if inputs.pool_id is not None:
@@ -585,7 +584,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
     # To the device
 
     def on_device(self, *columns: str) -> dict[str, torch.Tensor]:
-        """The device sides of some columns, to be read only, safe on the current stream: what a forward asks for.
+        """The device sides of some columns, to be read only, safe on the current stream: the inputs of a forward.
 
         The same tensors as `batch[name].device`, for all columns in one call, which is several times as fast.
 
@@ -627,13 +626,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
                 At `cheap` SLOT_STALE_HANDLE: a request has left; DERIVED_STALE: the extras of a plan of other rows, or
                 of pages that have changed since, or a table write of such pages.
         """
-        arrays = self._checked_step(writes, extras, "upload")
-        state = self._state
+        self._check_step(extras, "upload")
+        arrays, state = {} if extras is None else extras, self._state
         alone = self._device is None and self._crossed is None and not state.device
         first = alone or not self.device_side.uploaded
         if first and (self._exposed or self._windows):
             self._check_host_is_fresh("upload")
-        if alone:  # all columns cross now, and nothing else has to be known of them before one is read
+        if alone:  # all columns cross now, and no `BatchDevice` is needed before one is read
             self._crossed, uploaded, scatter = packed_step(self.runtime, state.aligned(), writes, arrays)
             if scatter is not None:
                 scatter()
@@ -646,71 +645,57 @@ class Batch(OfThisProcess, metaclass=BatchType):
         return uploaded
 
     def to_static(
-        self,
-        buffers: "StaticBuffers",
-        *,
-        writes: Sequence[TableWrite] = (),
-        extras: Mapping[str, object] | None = None,
+        self, buffers: "StaticBuffers", *, writes: Sequence[TableWrite] = (), extras: Mapping[str, object] | None = None
     ) -> Extras:
         """Sends the step to the fixed addresses of `StaticBuffers`, on the current stream, in one copy.
 
-        The batch is padded to the rows of the buffers. What an earlier step left there is overwritten: replay a graph
-        that reads it on the same stream before, or declare it with `buffers.read_until`. The batch's own device side is
-        not made, and stays what it is if it was. The host does not wait.
+        The batch is padded to the rows of the buffers. The step before is overwritten: replay a graph that reads it on
+        the same stream before, or declare it with `buffers.read_until`. The batch's own device side is neither made nor
+        changed. The host does not wait.
 
         Args:
             buffers: of this batch class, with at least as many rows.
             writes: as for `upload`.
-            extras: as for `upload`; those that the buffers were made with, of the same dtypes and shapes.
+            extras: as for `upload`, with the names, dtypes and shapes that the buffers were made with.
 
         Returns:
             the device tensors of `extras`, which are those of the buffers.
 
         Raises:
-            ArgumentError: no buffers; more rows than they have; other extras than they were made with.
+            ArgumentError: more rows than the buffers have, or other extras than they were made with.
             ShapeError, DtypeError: an extra of another shape or dtype.
             DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
             CaptureError: the stream is being captured: fill the buffers before, or between replays.
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ, SLOT_STALE_HANDLE, DERIVED_STALE; at `full`
                 MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
         """
-        receive = getattr(buffers, "receive", None)
-        if receive is None:
-            problem = f"{type(self).__name__}.to_static: expected StaticBuffers, got {shown(buffers)}"
-            remedy = "pass `StaticBuffers(runtime, batch_class, rows=...)`, which have fixed addresses"
-            raise ArgumentError(problem, buffers, remedy)
-        arrays = self._checked_step(writes, extras, "to_static")
+        self._check_step(extras, "to_static")
         self._check_host_is_fresh("to_static")
-        uploaded = buffers.receive(self, writes, arrays)
+        uploaded = buffers.receive(self, writes, {} if extras is None else extras)
         uploaded.row_set = self.row_set
         return uploaded
 
     def _check_host_is_fresh(self, operation: str) -> None:
-        """What is sent is read from the host: not inside a window in which that side is knowingly old."""
+        """A step is sent from the host side: not inside a window in which that side is knowingly old."""
         for name, windows in self._open_windows().items():
             if name not in self._state.device:
                 invariants.mirror_stale_read("host", stale_reasons(windows, "host"), **self._where(operation, name))
 
-    def _checked_step(
-        self, writes: object, extras: Mapping[str, object] | None, operation: str
-    ) -> Mapping[str, object]:
-        """Checks what is to be sent, and returns the extra arrays."""
-        if type(writes) is not tuple or writes:
-            check_writes(writes, f"{type(self).__name__}.{operation}")
-        arrays = {} if extras is None else self._checked_extras(extras, operation)
+    def _check_step(self, extras: Mapping[str, object] | None, operation: str) -> None:
+        """Checks, before a step is sent, the origin of its extras, the columns, and the requests."""
+        if extras is not None:
+            self._checked_extras(extras, operation)
         if levels.full or self._exposed or self._device is not None:
             self._check_unwritten(operation)
         if levels.cheap and self._pool_id:
             self.check_live(operation)
-        return arrays
 
     def _checked_extras(self, extras: Mapping[str, object], operation: str) -> Mapping[str, object]:
-        arrays = named_arrays(extras, f"{type(self).__name__}.{operation}")
         if isinstance(extras, DerivedArrays) and levels.cheap:
             where = self._where(operation)
             extras.origin.check_rows(self.row_set, **where)
             extras.origin.check(**where)
-        return arrays
+        return extras
 
     # Checks
 
@@ -731,9 +716,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
         self._check_read_columns(operation)
 
     def _check_unwritten(self, operation: str) -> None:
-        """What was written from outside is reported before an operation replaces it: at `full` by comparing the sides.
+        """Reports a write from outside before an operation replaces its value: at `full` by comparing the sides.
 
-        Every operation begins with it, unless there is nothing that could have been written.
+        Every operation begins with it, unless nothing could have been written.
         """
         if levels.full:
             self.check(operation)
@@ -741,7 +726,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             self._check_read_columns(operation)
 
     def _check_sides(self, operation: str) -> None:
-        """Each side is as it was, and the sides agree, also those that were not read yet: nothing is launched."""
+        """Each side is unchanged, and the sides agree, also of columns not read yet: nothing is launched."""
         for name, column in self._layout.tensors.items():
             value, rows = self[name], self._state.device.get(name)
             if rows is not None:
@@ -764,8 +749,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         pool = Generations.of_pool(self._pool_id)
         if pool is None or self._slot_column is None:
             return
-        frees, known = pool.frees, self._values.get(self._slot_column)
-        if (frees == self._held_at or (known is not None and frees == known.held_at)) and not levels.full:
+        frees, value = pool.frees, self._values.get(self._slot_column)
+        if (frees == self._held_at or (value is not None and frees == value.held_at)) and not levels.full:
             times_checked[STALE_HANDLE] += 1
         else:
             column, live = self._state.column, slice(self.num_reqs)
@@ -774,7 +759,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         self._held_at = frees
 
     def _check_read_columns(self, operation: str) -> None:
-        """Only what is exposed can have been written: device sides, and host sides as tensors."""
+        """Checks exposed values, as only these can have been written: device sides, and host sides as tensors."""
         for value in self._exposed:
             value.check(operation)
         written = None if self._device is None else self._device.written()
@@ -791,7 +776,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         invariants.row_count(self.num_rows, state.lengths(), **where)
         invariants.row_count(self.num_rows, {name: len(rows) for name, rows in state.device.items()}, **where)
         if state.objects:
-            invariants.row_count(self.num_reqs, {name: len(one) for name, one in state.objects.items()}, **where)
+            invariants.row_count(self.num_reqs, {name: len(rows) for name, rows in state.objects.items()}, **where)
 
     def _check_slots(self, operation: str) -> None:
         if self._slot_column is None:
@@ -832,9 +817,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
     ) -> Self:
         """The result of an operation, checked.
 
-        `moved` is False if no row moved, so that there are none to count; `same_rows` says that those that did belong
-        to the same requests as before. The columns that did not change keep their device side. The requests of `joined`
-        come behind `num_reqs` of this one.
+        `moved` is False if no row moved, so that there are none to count; `same_rows` says that moved rows belong to
+        the same requests as before. Unchanged columns keep their device side. The requests of `joined` come behind
+        `num_reqs` of this one.
         """
         slots_stay = pool_id is None
         if pool_id is None:
@@ -856,7 +841,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             windows,
             self._row_number if same_rows or not moved else 0,
         )
-        if slots_stay:  # some of them, and of those of `joined`
+        if slots_stay:  # they are some of these, and of those of `joined`
             most, held_at = self._most_slot, self._held_at
             if joined is not None:
                 most = None if most is None or joined._most_slot is None else max(most, joined._most_slot)
@@ -874,7 +859,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         return batch
 
     def _sent(self, state: RowState, crossed: PackedUpload, operation: str) -> Self:
-        """The same requests with the columns of `state`, all of which have crossed in one copy. For a planned step."""
+        """The same requests with the columns of `state`, which all crossed in one copy. For a planned step."""
         batch = type(self)(
             self.runtime, state, self.num_reqs, self.num_rows, self._pool_id, NO_WINDOWS, self._row_number
         )
@@ -900,17 +885,16 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def _check_same_rows(
         self, value: object, operation: str, column: str | None = None, rows: Rows | None = None
     ) -> None:
-        """Refuses a value that is not of the requests in `rows`, all by default; one that does not say is taken."""
+        """Refuses a value of other requests than those in `rows`, by default all; a value without requests is fine."""
         if isinstance(value, MirroredTensor) and value.row_set is not None and levels.cheap:
             ours = self.row_set if rows is None else self.row_set.taken(rows)
             if ours is not None:
                 ours.check_same(value.row_set, value, **self._where(operation, column))
 
-    def _tensor_column(self, name: str, what: str) -> TensorColumn:
-        known: object = name
-        column = self._layout.tensors.get(name) if isinstance(known, str) else None
+    def _tensor_column(self, name: str, subject: str) -> TensorColumn:
+        column = self._layout.tensors.get(name)
         if column is None:
-            raise DeclarationError(f"{what} is not a tensor column", name, one_of(self._layout.tensors, name))
+            raise DeclarationError(f"{subject} is not a tensor column", name, one_of(self._layout.tensors, name))
         return column
 
     def _where(self, operation: str, column: str | None = None) -> Where:

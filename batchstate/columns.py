@@ -1,8 +1,8 @@
-"""What a batch class declares: its columns, each one descriptor, in the style of attrs.
+"""The declarations of a batch class: its columns, each one descriptor, in the style of attrs.
 
 A declaration is all a column needs to take part in every operation. On the class the name is the declaration
 (`Decode.seq_lens.dtype`); on a batch it is the column's value (`batch.seq_lens.np`). A class may also have methods that
-read columns; what would be lost in silence is refused.
+read columns; attributes that would be lost in silence are refused.
 """
 
 import types
@@ -44,10 +44,6 @@ class Column:
         remedy = f"a batch is immutable: batch = batch.replace({self.name}=...)"
         raise DeclarationError(f"cannot assign to column {self.name!r} of a batch", type(value).__name__, remedy)
 
-    def __delete__(self, instance: object) -> None:
-        remedy = "every batch of a class has its columns: declare another class without this one"
-        raise DeclarationError(f"cannot delete column {self.name!r} of a batch", self.name, remedy)
-
 
 class TensorColumn(Column):
     """A column of numbers.
@@ -62,7 +58,7 @@ class TensorColumn(Column):
         np_dtype: of the values on the host.
         bits_of: `dtype`, if the host has only the bits of its values; else None.
         takes_any: whether any value of the dtype is one of the column: it holds no indices, and its kind refuses none.
-        counted: whether the values can be computed: integers, of which the column takes any.
+        counted: whether the values can be computed: a column of integers that takes any.
     """
 
     value_type: type[MirroredTensor] = MirroredTensor
@@ -92,9 +88,9 @@ class TensorColumn(Column):
         return self.value_type.unit
 
     def check_values(self, values: Array, runtime: Runtime, label: str) -> None:
-        """Refuses values that have the dtype and the shape of the column, and are none of it. A kind overrides it.
+        """Rejects values of the right dtype and shape that this kind of column does not allow. A kind overrides it.
 
-        Asked of all host values that a caller gives, and at `full` of what a device-only column holds.
+        Called for all host values that a caller gives, and at `full` for the contents of a device-only column.
 
         Args:
             values: of any number of rows, `[n, *shape]`, or one row. Not to be written.
@@ -150,22 +146,19 @@ class HostColumn(Column, Generic[T]):
         return self if instance is None else instance.objects(self.name)
 
 
-def _check_holds(dtype: "np.dtype[Any]", pad: object, contract: Contract, holds: object) -> None:
+def _check_holds(dtype: "np.dtype[Any]", pad: object, contract: Contract, holds: str) -> None:
     """Refuses a column of indices that could not be one."""
     wrong = {
         f"dtype {dtype}": dtype.kind not in "iu",
         "bounds, which index nothing": contract is Contract.UPPER_BOUND,
         f"pad={pad!r}": pad is not None and bool(np.any(np.asarray(pad) != 0)),
-        f"holds={holds!r}": not isinstance(holds, str) or holds in ("", Slots.unit),
+        f"holds={holds!r}": holds in ("", Slots.unit),
     }
-    for what, refused in wrong.items():
+    for option, refused in wrong.items():
         if refused:
-            raise DeclarationError(
-                f"a column of {holds} indices with {what}",
-                what,
-                "declare exact integers, padded with 0, which is padding in every index space; slots are "
-                "`slot_column()`",
-            )
+            remedy = "declare exact integers, padded with 0, which is padding in every index space"
+            remedy += "; slots are `slot_column()`"
+            raise DeclarationError(f"a column of {holds} indices with {option}", option, remedy)
 
 
 def mirrored(
@@ -191,7 +184,7 @@ def mirrored(
         DtypeError, ValueOverflowError: numpy lacks the dtype, or `pad` does not go into it.
         DeclarationError: another contract; indices that are not integers, that have bounds, or a pad other than 0.
     """
-    numpy_dtype(dtype)  # refuses what has no host side
+    numpy_dtype(dtype)  # refuses a dtype that numpy lacks
     weakest = Contract(contract)
     if weakest not in (Contract.EXACT, Contract.UPPER_BOUND):
         remedy = "use `device_only(...)` or `host_list()`; uploads of a batch are deferred as they are"
@@ -232,7 +225,7 @@ def declared_columns(cls: type, reserved: frozenset[str]) -> dict[str, Column]:
         reserved: names that every batch has.
 
     Raises:
-        DeclarationError: a name that hides one of these or another column, or what was meant as a column and is not.
+        DeclarationError: a name that hides one of these or another column, or a column without its call.
     """
     columns: dict[str, Column] = {}
     for base in reversed(cls.__mro__):
@@ -269,6 +262,6 @@ def _hides(cls: type, name: str, remedy: str) -> DeclarationError:
     return DeclarationError(f"{cls.__name__}.{name} would hide what every batch has", name, remedy)
 
 
-def _declares_nothing(cls: type, name: str, what: str) -> DeclarationError:
+def _declares_nothing(cls: type, name: str, state: str) -> DeclarationError:
     remedy = f"write {name} = mirrored(dtype), device_only(dtype), slot_column() or host_list()"
-    return DeclarationError(f"{cls.__name__}.{name} is {what}", name, remedy)
+    return DeclarationError(f"{cls.__name__}.{name} is {state}", name, remedy)

@@ -12,9 +12,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-_LONGEST = 40
-"""Characters of a `repr` in an error: a longer one hides the sentence around it."""
-
 
 class BatchStateError(Exception):
     """Base of every error of this library.
@@ -37,66 +34,16 @@ class BatchStateError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Keyword-only fields do not survive the default reduction, and test runners pickle exceptions. Values and pools
         # belong to a runtime of this process: their names go instead.
-        fields = {name: one if _crosses(one) else repr(one) for name, one in self.__dict__.items()}
+        fields = {name: field if _is_plain(field) else repr(field) for name, field in self.__dict__.items()}
         return _rebuild, (type(self), self.args), fields
-
-
-def _crosses(field: object) -> bool:
-    """Whether another process can have the field as it is."""
-    if isinstance(field, list | tuple):
-        return all(map(_crosses, field))
-    return field is None or isinstance(field, bool | int | float | str)
-
-
-def one_of(names: Iterable[str], got: object) -> str:
-    """A remedy: the names that exist, the one that `got` resembles first."""
-    names = tuple(names)
-    meant = closest(names, got)
-    return f"{meant}{' ' if meant else ''}use one of: {', '.join(names)}"
-
-
-def closest(names: Iterable[str], got: object) -> str:
-    """A question for the name that `got` resembles most; empty where it resembles none."""
-    close = difflib.get_close_matches(got, names, n=1) if isinstance(got, str) else []
-    return f"did you mean {close[0]!r}?" if close else ""
-
-
-def _rebuild(cls: type[BatchStateError], args: tuple[Any, ...]) -> BatchStateError:
-    error = cls.__new__(cls)
-    error.args = args
-    return error
 
 
 class ArgumentError(BatchStateError, ValueError):
     """An argument has a value that cannot be meant (a negative count, an unknown column, duplicate rows)."""
 
 
-def expected(
-    subject: str, wanted: object, got: object, remedy: str = "", kind: type[BatchStateError] = ArgumentError
-) -> BatchStateError:
-    """The error of a value other than the one that is wanted: `subject: expected wanted, got got`."""
-    return kind(f"{subject}: expected {wanted}, got {shown(got)}", got, remedy)
-
-
-def shown(value: object) -> str:
-    """A value in an error: its `repr` if that is short, or else its type."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    text = repr(value)
-    plain = value is None or isinstance(value, str | int | float | list | tuple | dict) or text.startswith("torch.")
-    if plain and len(text) <= _LONGEST and "\n" not in text:
-        return text
-    name = type(value).__name__
-    return name if isinstance(value, bytes) else f"{'an' if name[0] in 'AEIOaeio' or name == 'ndarray' else 'a'} {name}"
-
-
 class ShapeError(BatchStateError, ValueError):
     """Shapes do not go together (a mask of another length, a trailing shape that differs)."""
-
-
-def wrong_shape(what: str, expected: Iterable[int], got: Iterable[int], remedy: str) -> ShapeError:
-    """The error of values of another shape than the one that is expected."""
-    return ShapeError(f"{what}: expected shape {[*expected]}, got {[*got]}", tuple(got), remedy)
 
 
 class DtypeError(BatchStateError, TypeError):
@@ -125,11 +72,6 @@ class SideMissingError(BatchStateError, RuntimeError):
 
 class DeviceError(BatchStateError, ValueError):
     """Operands belong to different runtimes or devices, or a tensor lies on the wrong one."""
-
-
-def another_runtime(what: str, value: object) -> DeviceError:
-    """The error of a value that belongs to another runtime than the one that it is used with."""
-    return DeviceError(f"{what}: {value!r} belongs to another runtime", value, "open one runtime for both")
 
 
 class OwnerThreadError(BatchStateError, RuntimeError):
@@ -187,13 +129,8 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
         pending_since: int | None = None,
         overdue: bool = False,
     ) -> None:
-        self.pool = pool
-        self.requested = requested
-        self.free = free
-        self.pending = pending
-        self.size = size
-        self.free_reserved = free_reserved
-        self.pending_since = pending_since
+        self.pool, self.requested, self.free, self.pending = pool, requested, free, pending
+        self.size, self.free_reserved, self.pending_since = size, free_reserved, pending_since
         problem = f"{pool}: {requested} requested, {free} free, {pending} pending on a fence"
         if pending_since is not None:
             problem += f" since step {pending_since}"
@@ -208,3 +145,59 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
         else:
             remedy = "retract or finish requests, or make the pool larger"
         super().__init__(problem, value=requested, remedy=remedy)
+
+
+_LONGEST = 40
+"""Characters of a value in a message: a longer one hides the sentence around it."""
+
+
+def shown(value: object) -> str:
+    """A value in a message: its `repr` if that is plain and short, else its kind."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text, kind = repr(value), type(value).__name__
+    plain = value is None or isinstance(value, str | int | float | list | tuple | dict) or text.startswith("torch.")
+    if plain and len(text) <= _LONGEST and "\n" not in text:
+        return text
+    return f"{'an' if kind.startswith((*'AEIOaeio', 'ndarray')) else 'a'} {kind}"
+
+
+def expected(
+    subject: str, wanted: object, got: object, remedy: str = "", kind: type[BatchStateError] = ArgumentError
+) -> BatchStateError:
+    """The error of another value than the wanted one: `subject: expected wanted, got got`."""
+    return kind(f"{subject}: expected {wanted}, got {shown(got)}", got, remedy)
+
+
+def wrong_shape(subject: str, wanted: Iterable[int], got: Iterable[int], remedy: str) -> ShapeError:
+    """The error of another shape than the wanted one."""
+    return ShapeError(f"{subject}: expected shape {[*wanted]}, got {[*got]}", tuple(got), remedy)
+
+
+def another_runtime(subject: str, value: object) -> DeviceError:
+    """The error of a value that belongs to another runtime than the one it is used with."""
+    return DeviceError(f"{subject}: {value!r} belongs to another runtime", value, "open one runtime for both")
+
+
+def one_of(names: Iterable[str], got: object) -> str:
+    """A remedy: the names that exist, after the one that `got` resembles."""
+    names = tuple(names)
+    return f"{closest(names, got)} use one of: {', '.join(names)}".lstrip()
+
+
+def closest(names: Iterable[str], got: object) -> str:
+    """A question for the name that `got` resembles most, or nothing."""
+    matches = difflib.get_close_matches(got, names, n=1) if isinstance(got, str) else []
+    return f"did you mean {matches[0]!r}?" if matches else ""
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _rebuild(cls: type[BatchStateError], args: tuple[Any, ...]) -> BatchStateError:
+    error = cls.__new__(cls)
+    error.args = args
+    return error

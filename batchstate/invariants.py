@@ -49,6 +49,7 @@ class Invariant(Generic[P]):
     def __init__(self, question: Callable[P, Breach | None], level: str, remedy: str, origins: tuple[str, ...]) -> None:
         functools.update_wrapper(self, question)
         self.code = Code(question.__name__.upper())
+        INVARIANTS[self.code] = self
         self.question = question
         self.level = level
         self.remedy = remedy
@@ -96,13 +97,7 @@ def invariant(
     level: str, remedy: str, origins: tuple[str, ...]
 ) -> Callable[[Callable[P, Breach | None]], Invariant[P]]:
     """Lists a question as the invariant whose code is its name; see `Invariant` for the arguments."""
-
-    def register(question: Callable[P, Breach | None]) -> Invariant[P]:
-        listed = Invariant(question, level, remedy, origins)
-        INVARIANTS[listed.code] = listed
-        return listed
-
-    return register
+    return lambda question: Invariant(question, level, remedy, origins)
 
 
 def bits(values: Array) -> Array:
@@ -111,9 +106,9 @@ def bits(values: Array) -> Array:
     return contiguous.view(f"u{contiguous.dtype.itemsize}") if contiguous.dtype.kind == "f" else contiguous
 
 
-def same(one: Array, other: Array) -> bool:
-    """Whether dtype, shape and bits are equal: a comparison of memory, which is what nearly all checks need."""
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+def same(first: Array, second: Array) -> bool:
+    """Whether dtype, shape and bits are equal: one comparison of memory, which suffices for nearly all checks."""
+    return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
 
 
 def first_duplicate(values: Ints, *, ignore_zero: bool = False) -> int | None:
@@ -161,12 +156,8 @@ def mirror_equal(host: Array, device: Array, **where: Unpack[Where]) -> Breach |
         return _unlike(host, device)
     unequal = bits(host) != bits(device)
     row = first_row(unequal)
-    return Breach(
-        f"the device side differs from the host side in {_rows(unequal).sum()} of {len(host)} rows",
-        expected=host[row],
-        actual=device[row],
-        row=row,
-    )
+    problem = f"the device side differs from the host side in {_rows(unequal).sum()} of {len(host)} rows"
+    return Breach(problem, expected=host[row], actual=device[row], row=row)
 
 
 @invariant(
@@ -184,20 +175,14 @@ def mirror_bound(host: Array, device: Array, **where: Unpack[Where]) -> Breach |
     above = device > host
     if (row := first_row(above)) is None:
         return None
-    return Breach(
-        f"the device side exceeds the host bound in {_rows(above).sum()} of {len(host)} rows",
-        expected=f"at most {host[row]}",
-        actual=device[row],
-        row=row,
-    )
+    problem = f"the device side exceeds the host bound in {_rows(above).sum()} of {len(host)} rows"
+    return Breach(problem, expected=f"at most {host[row]}", actual=device[row], row=row)
 
 
 def _unlike(host: Array, device: Array) -> Breach:
-    return Breach(
-        "the two sides differ in dtype or shape",
-        expected=f"{host.dtype}{list(host.shape)} (host)",
-        actual=f"{device.dtype}{list(device.shape)} (device)",
-    )
+    problem = "the two sides differ in dtype or shape"
+    expected = f"{host.dtype}{list(host.shape)} (host)"
+    return Breach(problem, expected=expected, actual=f"{device.dtype}{list(device.shape)} (device)")
 
 
 @invariant(
@@ -210,11 +195,8 @@ def mirror_stale_read(side: str, reasons: tuple[str, ...], **where: Unpack[Where
     """
     if not reasons:
         return None
-    return Breach(
-        f"the {side} side was read while it is declared stale",
-        expected=f"no read of the {side} side",
-        actual=f"a read, although {'; '.join(reasons)}",
-    )
+    problem = f"the {side} side was read while it is declared stale"
+    return Breach(problem, expected=f"no read of the {side} side", actual=f"a read, although {'; '.join(reasons)}")
 
 
 @invariant(
@@ -227,9 +209,8 @@ def mirror_foreign_write(
 ) -> Breach | None:
     """A side is as it was when the value was made.
 
-    Compared are torch's counts of writes in place, and at `full` the rows. Cost: one comparison of two numbers at
-    `cheap`, one pass over the side at `full`. Broken by writing in place through a tensor or array that the value
-    handed out.
+    Cost: at `cheap` torch's counts of writes in place are compared, at `full` every row. Broken by writing in place
+    through a tensor or array that the value handed out.
     """
     if isinstance(expected, np.ndarray) and isinstance(actual, np.ndarray):
         if same(expected, actual):
@@ -266,11 +247,8 @@ def mirror_aliased(host: tuple[int, int], device: tuple[int, int], **where: Unpa
     start, stop = max(host[0], device[0]), min(host[1], device[1])
     if start >= stop:
         return None
-    return Breach(
-        f"host and device side share {stop - start} bytes of memory",
-        expected="disjoint memory",
-        actual=f"{start:#x} to {stop:#x} on both sides",
-    )
+    problem = f"host and device side share {stop - start} bytes of memory"
+    return Breach(problem, expected="disjoint memory", actual=f"{start:#x} to {stop:#x} on both sides")
 
 
 @invariant(
@@ -319,12 +297,8 @@ def row_kept(
         unequal = _rows(bits(expected) != bits(actual))
     if (row := first_row(unequal)) is None:
         return None
-    return Breach(
-        f"the operation gave {np.count_nonzero(unequal)} of {len(expected)} requests another {what} than they had",
-        expected=expected[row],
-        actual=actual[row],
-        row=row if rows is None else int(rows[row]),
-    )
+    problem = f"the operation gave {np.count_nonzero(unequal)} of {len(expected)} requests another {what} than they had"
+    return Breach(problem, expected=expected[row], actual=actual[row], row=row if rows is None else int(rows[row]))
 
 
 @invariant(
@@ -372,8 +346,8 @@ def unit_mismatch(expected: str, actual: str, **where: Unpack[Where]) -> Breach 
     """
     if expected == actual:
         return None
-    given = "plain numbers" if actual == str(None) else f"indices of unit {actual!r}"
-    problem = f"{given} were given where {expected!r} is meant"
+    values = "plain numbers" if actual == str(None) else f"indices of unit {actual!r}"
+    problem = f"{values} were given where {expected!r} is meant"
     return Breach(problem, expected=expected, actual=actual)
 
 
@@ -389,10 +363,10 @@ def derived_stale(
     slots: Ints | None = None,
     **where: Unpack[Where],
 ) -> Breach | None:
-    """What is derived is used for the rows it was derived from, and while what it was derived from is as it was.
+    """A derived value is used for the rows it was derived from, and while they, their pages and tables are unchanged.
 
-    `stale`, bool[n] or one for all, says of which rows that does not hold, and `explain` of one of them the problem,
-    what was expected and what is there; `slots` integer[n] are those of the rows.
+    `stale`, bool[n] or one for all, marks the rows for which that does not hold. `explain` gives, for one of them, the
+    problem, the expected and the actual state. `slots` integer[n] are those of the rows.
     Cost: two numbers are compared while nothing has changed, else a few comparisons per row. Broken by a plan of the
     step before, by a table write that is uploaded after its pages were released, by matching results by position.
     """
@@ -451,8 +425,8 @@ def slot_out_of_range(slots: Ints, capacity: int, **where: Unpack[Where]) -> Bre
     """
     if (row := first_row((slots < 0) | (slots >= capacity))) is None:
         return None
-    problem, expected = f"index {slots[row]} lies outside", f"0 to {capacity - 1}"
-    return Breach(problem, expected=expected, actual=slots[row], row=row, slot=int(slots[row]))
+    problem = f"index {slots[row]} lies outside"
+    return Breach(problem, expected=f"0 to {capacity - 1}", actual=slots[row], row=row, slot=int(slots[row]))
 
 
 @invariant(
@@ -461,12 +435,10 @@ def slot_out_of_range(slots: Ints, capacity: int, **where: Unpack[Where]) -> Bre
     ("sglang #12224", "sglang #6888", "sglang #27779", "sglang #35501", "FreeToken#204"),
 )
 def slot_double_free(slots: Ints, live: Mask, **where: Unpack[Where]) -> Breach | None:
-    """What is freed is live, and named once in the call. `live` bool[n] says so for each of `slots`.
+    """Each freed index is live, and named once in the call. `live` bool[n] says so for each of `slots`.
 
     Cost: a sort of the freed indices. Broken by two exits of one request that both free.
     """
-    expected: str
-    actual: object
     if (row := first_row(~live)) is not None:
         problem, expected, actual = "is freed although it is not live", "live", "free or pending"
     elif (row := first_duplicate(slots)) is not None:
@@ -491,14 +463,10 @@ def slot_stale_handle(slots: Ints, held: Ints, current: Ints, **where: Unpack[Wh
         return None
     owned = current[row] > 0
     why = "is older than its present owner" if owned else "outlived its owner; the slot has none now"
-    return Breach(
-        f"the handle of index {slots[row]} {why}",
-        expected=f"generation {current[row]}" if owned else "a live slot",
-        actual=f"generation {held[row]}",
-        row=row,
-        slot=int(slots[row]),
-        generation=int(held[row]),
-    )
+    problem = f"the handle of index {slots[row]} {why}"
+    expected = f"generation {current[row]}" if owned else "a live slot"
+    actual = f"generation {held[row]}"
+    return Breach(problem, expected=expected, actual=actual, row=row, slot=int(slots[row]), generation=int(held[row]))
 
 
 @invariant(
@@ -602,13 +570,9 @@ def slot_in_flight(slots: Ints, in_flight: Mask, *, behind: str | None = None, *
     """
     if (row := first_row(in_flight)) is None:
         return None
-    return Breach(
-        f"index {slots[row]} changes owner while a forward may still use it",
-        expected="its fence complete",
-        actual=f"pending on {behind}" if behind else "its fence pending",
-        row=row,
-        slot=int(slots[row]),
-    )
+    problem = f"index {slots[row]} changes owner while a forward may still use it"
+    actual = f"pending on {behind}" if behind else "its fence pending"
+    return Breach(problem, expected="its fence complete", actual=actual, row=row, slot=int(slots[row]))
 
 
 @invariant(
@@ -643,14 +607,10 @@ def row_unwritten(rows: Ints, written: Ints, current: Ints, **where: Unpack[Wher
     if (row := first_row(written != current)) is None:
         return None
     last = f"generation {written[row]}, which has left" if written[row] else "no request"
-    return Breach(
-        f"row {rows[row]} is read, and its owner has not written it",
-        expected=f"written for generation {current[row]}",
-        actual=f"written for {last}",
-        row=row,
-        slot=int(rows[row]),
-        generation=int(current[row]),
-    )
+    problem = f"row {rows[row]} is read, and its owner has not written it"
+    expected = f"written for generation {current[row]}"
+    actual = f"written for {last}"
+    return Breach(problem, expected=expected, actual=actual, row=row, slot=int(rows[row]), generation=int(current[row]))
 
 
 @invariant(
@@ -689,13 +649,8 @@ def state_turn(slots: Ints, newest: Ints, reads: Ints, **where: Unpack[Where]) -
     """
     if (row := first_row(newest != reads)) is None:
         return None
-    return Breach(
-        f"the request on slot {slots[row]} reads a state that it did not write last",
-        expected=f"state {newest[row]}",
-        actual=f"state {reads[row]}",
-        row=row,
-        slot=int(slots[row]),
-    )
+    problem = f"the request on slot {slots[row]} reads a state that it did not write last"
+    return Breach(problem, expected=f"state {newest[row]}", actual=f"state {reads[row]}", row=row, slot=int(slots[row]))
 
 
 @invariant(
@@ -711,12 +666,9 @@ def ranks_differ(fences: Ints, digests: Ints, **where: Unpack[Where]) -> Breach 
     """
     if (row := first_row((fences != fences[:1]) | (digests != digests[:1]))) is None:
         return None
-    return Breach(
-        f"rank {row} of {len(fences)} has handed out or freed other indices than rank 0",
-        expected=f"{fences[0]} fences, digest {digests[0]:08x}",
-        actual=f"{fences[row]} fences, digest {digests[row]:08x}",
-        row=row,
-    )
+    problem = f"rank {row} of {len(fences)} has handed out or freed other indices than rank 0"
+    expected = f"{fences[0]} fences, digest {digests[0]:08x}"
+    return Breach(problem, expected=expected, actual=f"{fences[row]} fences, digest {digests[row]:08x}", row=row)
 
 
 # Pages and token lengths.
@@ -741,12 +693,8 @@ def page_owner(held: Ints, recorded: Ints, *, pages: Ints | None = None, **where
     if recorded[row] == -1:
         holders = f"is free and has {held[row] + 1} holders" if held[row] >= 0 else f"is free {-held[row]} times"
         problem = f"page {page} {holders}"
-    return Breach(
-        problem,
-        expected=f"{recorded[row]} (recorded; -1 is free)",
-        actual=f"{held[row]} (counted)",
-        slot=page,
-    )
+    expected = f"{recorded[row]} (recorded; -1 is free)"
+    return Breach(problem, expected=expected, actual=f"{held[row]} (counted)", slot=page)
 
 
 @invariant(
@@ -780,12 +728,8 @@ def page_unwritten(tokens: Ints, written: Ints, **where: Unpack[Where]) -> Breac
     """
     if (row := first_row(tokens > written)) is None:
         return None
-    return Breach(
-        f"{tokens[row]} tokens are given to others, and nothing has written them all",
-        expected=f"at most {written[row]}, whose writes are launched",
-        actual=tokens[row],
-        row=row,
-    )
+    problem = f"{tokens[row]} tokens are given to others, and nothing has written them all"
+    return Breach(problem, expected=f"at most {written[row]}, whose writes are launched", actual=tokens[row], row=row)
 
 
 @invariant(
@@ -803,13 +747,9 @@ def page_released(reads: Ints, first: Ints, *, slots: Ints | None = None, **wher
     """
     if (row := first_row(reads < first)) is None:
         return None
-    return Breach(
-        f"position {reads[row]} is read, and the pages of the positions before {first[row]} were given back",
-        expected=f"{first[row]} or later",
-        actual=reads[row],
-        row=row,
-        slot=None if slots is None else int(slots[row]),
-    )
+    problem = f"position {reads[row]} is read, and the pages of the positions before {first[row]} were given back"
+    slot = None if slots is None else int(slots[row])
+    return Breach(problem, expected=f"{first[row]} or later", actual=reads[row], row=row, slot=slot)
 
 
 @invariant(
@@ -826,13 +766,8 @@ def page_zero_finite(finite: Mask, **where: Unpack[Where]) -> Breach | None:
     """
     if (row := first_row(~finite)) is None:
         return None
-    return Breach(
-        f"the KV of token {row} of page 0, which is padding, is not finite",
-        expected="finite numbers",
-        actual="NaN or infinity",
-        row=row,
-        slot=0,
-    )
+    problem = f"the KV of token {row} of page 0, which is padding, is not finite"
+    return Breach(problem, expected="finite numbers", actual="NaN or infinity", row=row, slot=0)
 
 
 @invariant(
@@ -860,12 +795,9 @@ def length_order(
         problem, remedy = explain(least, most, width)
         order = f"0 <= {least} <= {most} <= {width}"
         return Breach(problem, expected=order, actual="not in this order", row=row, remedy=remedy)
-    return Breach(
-        "token lengths are out of order",
-        expected=f"0 <= committed <= allocated <= {width}",
-        actual=f"committed {least}, allocated {most}",
-        row=row,
-    )
+    expected = f"0 <= committed <= allocated <= {width}"
+    actual = f"committed {least}, allocated {most}"
+    return Breach("token lengths are out of order", expected=expected, actual=actual, row=row)
 
 
 # The relay: every entry is written once and read once, by its owner, in the order of the streams.
@@ -884,15 +816,9 @@ def future_unwritten(slots: Ints, written: Mask, reader: str, **where: Unpack[Wh
     """
     if (row := first_row(~written)) is None:
         return None
-    return Breach(
-        f"the entry of slot {slots[row]} was read before it was published",
-        expected="published",
-        actual="unwritten",
-        row=row,
-        slot=int(slots[row]),
-        writer="not written",
-        reader=reader,
-    )
+    slot, writer = int(slots[row]), "not written"
+    problem = f"the entry of slot {slot} was read before it was published"
+    return Breach(problem, expected="published", actual="unwritten", row=row, slot=slot, writer=writer, reader=reader)
 
 
 @invariant(
@@ -934,15 +860,9 @@ def future_consumed(slots: Ints, taken: Mask, writer: Writer, reader: str, **whe
     """
     if (row := first_row(taken)) is None:
         return None
-    return Breach(
-        f"the entry of slot {slots[row]} was read before, and was not published anew",
-        expected="published",
-        actual="consumed",
-        row=row,
-        slot=int(slots[row]),
-        writer=writer(row),
-        reader=reader,
-    )
+    slot, by = int(slots[row]), writer(row)
+    problem = f"the entry of slot {slot} was read before, and was not published anew"
+    return Breach(problem, expected="published", actual="consumed", row=row, slot=slot, writer=by, reader=reader)
 
 
 @invariant(
@@ -960,15 +880,9 @@ def future_unread_overwritten(
     """
     if (row := first_row(unread)) is None:
         return None
-    return Breach(
-        f"the entry of slot {slots[row]} by {before(row)} would be overwritten unread",
-        expected=f"read by {readers}",
-        actual="unread",
-        row=row,
-        slot=int(slots[row]),
-        writer=writer,
-        reader="not read yet",
-    )
+    slot, expected, reader = int(slots[row]), f"read by {readers}", "not read yet"
+    problem = f"the entry of slot {slot} by {before(row)} would be overwritten unread"
+    return Breach(problem, expected=expected, actual="unread", row=row, slot=slot, writer=writer, reader=reader)
 
 
 @invariant(
@@ -1019,11 +933,8 @@ def staging_overrun(oldest_step: int, next_step: int, steps_in_flight: int, **wh
     """
     if oldest_step > next_step - steps_in_flight:
         return None
-    return Breach(
-        f"an upload of step {oldest_step} has not run when step {next_step} begins",
-        expected=f"at most {steps_in_flight} steps in flight",
-        actual=next_step - oldest_step + 1,
-    )
+    problem = f"an upload of step {oldest_step} has not run when step {next_step} begins"
+    return Breach(problem, expected=f"at most {steps_in_flight} steps in flight", actual=next_step - oldest_step + 1)
 
 
 @invariant(
@@ -1039,11 +950,8 @@ def staging_reused(held: int, current: int, **where: Unpack[Where]) -> Breach | 
     """
     if held == current:
         return None
-    return Breach(
-        "the host memory of a copy from the device was given to another before its values were taken out",
-        expected=f"lending {held}",
-        actual=f"lending {current}" if current else "not lent",
-    )
+    problem = "the host memory of a copy from the device was given to another before its values were taken out"
+    return Breach(problem, expected=f"lending {held}", actual=f"lending {current}" if current else "not lent")
 
 
 @invariant(
@@ -1090,13 +998,9 @@ def tier_state(
         wrong &= states != state
     if (row := first_row(wrong)) is not None:
         name = names[int(states[row])]
-        return Breach(
-            f"the request on slot {slots[row]} is {name}",
-            expected=" or ".join(names[state] for state in allowed),
-            actual=name,
-            row=row,
-            slot=int(slots[row]),
-        )
+        problem = f"the request on slot {slots[row]} is {name}"
+        expected = " or ".join(names[state] for state in allowed)
+        return Breach(problem, expected=expected, actual=name, row=row, slot=int(slots[row]))
     if missing is None or (row := first_row(missing != 0)) is None:
         return None
     return Breach(
@@ -1119,8 +1023,7 @@ def transfer_bounds(
 ) -> Breach | None:
     """Each row [start, start + length) lies in [least, most), and none is empty. All integer[n], bounds also numbers.
 
-    At `full` a sender also asks it of the place in a token's KV: each row goes to the layer and heads it comes from.
-
+    At `full` a sender also checks the place in a token's KV: each row goes to the layer and heads it comes from.
     Cost: four comparisons per row. Broken by an index of another space, by a destination that is not the request's, or
     by layers of two stages that are paired by position.
     """
@@ -1128,12 +1031,9 @@ def transfer_bounds(
         return None
     low = least if isinstance(least, int) else least[row]
     high = most if isinstance(most, int) else most[row]
-    return Breach(
-        f"row {row} of a transfer covers {lengths[row]} {what} from {starts[row]} on",
-        expected=f"inside {low} to {high} (exclusive)",
-        actual=f"{starts[row]}, {lengths[row]} long",
-        row=row,
-    )
+    problem = f"row {row} of a transfer covers {lengths[row]} {what} from {starts[row]} on"
+    expected = f"inside {low} to {high} (exclusive)"
+    return Breach(problem, expected=expected, actual=f"{starts[row]}, {lengths[row]} long", row=row)
 
 
 @invariant(
@@ -1144,18 +1044,14 @@ def transfer_bounds(
 def transfer_late_write(locations: Ints, changed: Mask, **where: Unpack[Where]) -> Breach | None:
     """Memory without an owner does not change. `changed` bool[n] says so of host locations integer[n].
 
-    Asked of memory that the host can address; of an accelerator's own (`KVBuffer(on_device=True)`) nothing is known.
+    Checked for memory that the host can address, and not for an accelerator's own (`KVBuffer(on_device=True)`).
     Cost: reads the memory that is freed and handed out. Broken by reusing a run while a peer may still write into it.
     """
     if (row := first_row(changed)) is None:
         return None
-    return Breach(
-        f"host location {locations[row]} was written while it had no owner",
-        expected="the bytes it was left with",
-        actual="other bytes",
-        row=row,
-        slot=int(locations[row]),
-    )
+    location = int(locations[row])
+    problem = f"host location {location} was written while it had no owner"
+    return Breach(problem, expected="the bytes it was left with", actual="other bytes", row=row, slot=location)
 
 
 @invariant(
@@ -1166,11 +1062,10 @@ def transfer_late_write(locations: Ints, changed: Mask, **where: Unpack[Where]) 
 def peer_unknown(
     expected: bytes, actual: bytes, callers: int = 0, most: int = 0, **where: Unpack[Where]
 ) -> Breach | None:
-    """What is taken as a peer's is what that peer has made: a MAC, or a message. Of strangers at most `most` are kept.
+    """Data taken as a peer's, a MAC or a message, was made by that peer; at most `most` unknown callers are kept.
 
     `expected` is computed here, `actual` came from outside; they are compared in constant time. `callers` have
     connected and not proved that they know the secret.
-
     Cost: a comparison of 32 bytes per message. Broken by a port that trusts every caller.
     """
     if callers > most:

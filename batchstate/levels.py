@@ -27,8 +27,7 @@ class Level(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
-        legal = [level.value for level in cls]
-        raise ArgumentError(f"unknown level of checks {value!r}", value, one_of(legal, value))
+        raise ArgumentError(f"unknown level of checks {value!r}", value, one_of([level.value for level in cls], value))
 
 
 cheap: bool = True
@@ -47,10 +46,8 @@ def set_checks(level: str | Level) -> Level:
         ArgumentError: unknown level.
     """
     global cheap, full
-    before = current_checks()
-    chosen = Level(level)
-    cheap = chosen is not Level.OFF
-    full = chosen is Level.FULL
+    before, chosen = current_checks(), Level(level)
+    cheap, full = chosen is not Level.OFF, chosen is Level.FULL
     return before
 
 
@@ -64,15 +61,8 @@ def checks(level: str | Level) -> Iterator[None]:
         set_checks(before)
 
 
-def _from_environment() -> None:
-    text = os.environ.get(ENVIRONMENT_VARIABLE)
-    if text is None:
-        return
-    try:
-        set_checks(text)
-    except ArgumentError as error:
-        problem = f"environment variable {ENVIRONMENT_VARIABLE}: {error.problem}"
-        raise ArgumentError(problem, text, error.remedy) from None
-
-
-_from_environment()
+try:
+    set_checks(os.environ.get(ENVIRONMENT_VARIABLE, "cheap"))
+except ArgumentError as error:
+    problem = f"environment variable {ENVIRONMENT_VARIABLE}: {error.problem}"
+    raise ArgumentError(problem, error.value, error.remedy) from None

@@ -2,7 +2,7 @@
 
 Every operation returns a new value and acts on both sides: on the host side with numpy, at once; on the device side
 with one launch if the device side exists already, else at its first use. Nothing here waits for the device but
-`resolve`. Nothing that a launched kernel may still read is ever written in place.
+`resolve`. Memory that a launched kernel may still read is never written in place.
 
 `repr`, `len`, `sum`, `max` and comparisons use the host side. Each index space is a type of its own: slots, pages, and
 locations of tokens in device or host KV memory.
@@ -12,7 +12,7 @@ import contextlib
 import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, cast, final
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -64,7 +64,8 @@ from batchstate.errors import (
     wrong_shape,
 )
 from batchstate.runtime.base import OfThisProcess, Runtime
-from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, host_dtype, numpy_dtype, torch_dtype
+from batchstate.runtime.memory import NUMPY_DTYPES, host_dtype, numpy_dtype, torch_dtype
+from batchstate.runtime.ordered_memory import ReadyTensor
 from batchstate.violations import Where
 
 __all__ = ["Contract", "MirroredTensor"]
@@ -84,7 +85,7 @@ class Contract(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
-        legal = [one.value for one in cls]
+        legal = [contract.value for contract in cls]
         raise ArgumentError(f"unknown contract {value!r}", value, one_of(legal, value))
 
 
@@ -92,10 +93,7 @@ _STRENGTH = {Contract.DEVICE_ONLY: 0, Contract.UPPER_BOUND: 1, Contract.EXACT: 2
 
 
 def weaker_contract(first: Contract, second: Contract) -> Contract:
-    """The contract of a value made of rows of both: the weaker of the two.
-
-    A `host_only` value is the strongest, since uploading it makes it exact. No operation strengthens a contract.
-    """
+    """The contract of a value made of rows of both. `host_only` is the strongest: an upload makes the value exact."""
     return first if _STRENGTH[first] <= _STRENGTH[second] else second
 
 
@@ -106,7 +104,7 @@ class DeviceSide:
     Attributes:
         write_count: `write_count` of the tensor when it was made, or None.
         contents: its rows when it was made, or when a check first read it, for later checks at `full`; else None.
-        gathered_from: of the column of a batch, gives the rows that it is gathered from; else None.
+        gathered_from: gives the rows that a column of a batch is gathered from; else None.
     """
 
     __slots__ = ("_source", "contents", "gathered_from", "write_count")
@@ -142,7 +140,7 @@ class DeviceSide:
         return runtime.use_on_current_stream(ready.tensor, ready.stream, ready.ready, synchronised=ready.synchronised)
 
     def ready(self) -> ReadyTensor:
-        """The tensor and what made it; it is made now if it does not exist."""
+        """The tensor, and the stream and fence that made it; it is made now if it does not exist."""
         source = self._source
         if not isinstance(source, ReadyTensor):
             source = self._source = source()
@@ -165,7 +163,7 @@ class DeviceSide:
             invariants.mirror_foreign_write("device", before, write_count(existing) or 0, **where)
 
     def rows(self, runtime: Runtime) -> tuple[Array, Array]:
-        """The rows of the tensor, which exists: when a check first read them, and now. Reads device memory back."""
+        """The rows of the existing tensor: when a check first read them, and now. Reads device memory back."""
         now = rows_of(runtime, self.tensor(runtime))
         if self.contents is None:
             self.contents = now
@@ -173,9 +171,10 @@ class DeviceSide:
 
 
 def rows_of(runtime: Runtime, tensor: torch.Tensor) -> Array:
-    """The rows of a device tensor, for a check; of a dtype that numpy lacks as integers of its size."""
-    known = tensor.dtype in NUMPY_DTYPES
-    return runtime.inspect(tensor if known else tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16))
+    """The rows of a device tensor, for a check; a dtype that numpy lacks comes as integers of its size."""
+    if tensor.dtype not in NUMPY_DTYPES:
+        tensor = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
+    return runtime.inspect(tensor)
 
 
 def write_count(tensor: torch.Tensor) -> int | None:
@@ -270,11 +269,11 @@ class MirroredTensor(HostValues, OfThisProcess):
     ) -> None:
         """For the library. `host` becomes the property of the value; without `device` it is uploaded at first use.
 
-        `device` may be a function that makes the device side once it is asked for.
+        `device` may be a function that makes the device side at its first use.
         `generations` int64[n] of slots move with the rows of the value; `pool_id` names the pool that made its indices.
-        `row_set` says to which requests the rows belong, where that is known.
+        `row_set` is the requests that the rows belong to, if known.
         The value adds itself to `exposed` once its host side can be written from outside, or may be stale.
-        `held_at` of handles is `frees` of the pool when all of them were last found live; -1 before.
+        `held_at` of handles is `frees` of the pool when all of them were last live; -1 before.
         """
         self.runtime = runtime
         self.dtype = dtype
@@ -287,7 +286,7 @@ class MirroredTensor(HostValues, OfThisProcess):
         self._side = device
         self._windows = windows
         self._pool_id = pool_id
-        self._plain = 0  # of handles with nothing but a host side of their own, which pool and space they are of
+        self._plain = 0  # pool and space of handles with nothing but a host side of their own
         self.held_at = -1
         if self._space:
             if generations is None:
@@ -314,8 +313,7 @@ class MirroredTensor(HostValues, OfThisProcess):
         Args:
             runtime: the device.
             values: list, numpy array or CPU tensor; rows first.
-            dtype: of the column; by default the dtype of an array or tensor; int64, float32 or bool for lists. Indices
-                are int64.
+            dtype: by default that of an array or tensor; int64, float32 or bool for lists. Indices are int64.
             contract: `exact`, or `host_only` for values whose upload belongs to the stream that uses them.
             name: for reports.
 
@@ -330,20 +328,20 @@ class MirroredTensor(HostValues, OfThisProcess):
         if wanted not in (Contract.EXACT, Contract.HOST_ONLY):
             problem = f"{cls.__name__}.from_host cannot make a {wanted.value} value"
             raise ContractError(problem, wanted.value, "use `from_pair` for upper_bound, `from_device` for device_only")
-        what = name or cls.__name__
+        subject = name or cls.__name__
         if isinstance(values, MirroredTensor):
             if values.unit != cls.unit:
                 invariants.unit_mismatch(str(cls.unit), str(values.unit), object=values, operation="from_host")
-            values = values.exact_host(what)
-        chosen = natural_dtype(values, what) if dtype is None else numpy_dtype(dtype)
+            values = values.exact_host(subject)
+        chosen = natural_dtype(values, subject) if dtype is None else numpy_dtype(dtype)
         if cls.unit is not None and chosen != np.int64:
             if dtype is not None or chosen.kind not in "iu":
-                raise DtypeError(f"{what}: expected int64 {cls.unit}s, got {chosen}", chosen, "pass int64")
+                raise DtypeError(f"{subject}: expected int64 {cls.unit}s, got {chosen}", chosen, "pass int64")
             chosen = np.dtype(np.int64)
         torch_dtype(chosen)
-        host = converted(values, chosen, what)
+        host = converted(values, chosen, subject)
         if host.ndim == 0:
-            raise ShapeError(f"{what}: a scalar has no rows", values, "pass one row per request")
+            raise ShapeError(f"{subject}: a scalar has no rows", values, "pass one row per request")
         return cls(runtime, host, None, dtype=torch_dtype(chosen), shape=host.shape, contract=wanted, name=name)
 
     @classmethod
@@ -391,14 +389,14 @@ class MirroredTensor(HostValues, OfThisProcess):
             Violation: MIRROR_EQUAL or MIRROR_BOUND, at level `full`.
         """
         wanted = Contract(contract)
-        what = name or cls.__name__
+        subject = name or cls.__name__
         if wanted not in (Contract.EXACT, Contract.UPPER_BOUND):
-            problem = f"{what}: expected exact or upper_bound for a pair, got {wanted.value}"
+            problem = f"{subject}: expected exact or upper_bound for a pair, got {wanted.value}"
             raise ContractError(problem, wanted.value, "use `from_host` or `from_device`")
-        _check_on_device(runtime, device, what)
-        array = converted(host, numpy_dtype(device.dtype), what)
+        _check_on_device(runtime, device, subject)
+        array = converted(host, numpy_dtype(device.dtype), subject)
         if array.shape != tuple(device.shape):
-            problem = f"{what}: host side {list(array.shape)}, device side {list(device.shape)}"
+            problem = f"{subject}: host side {list(array.shape)}, device side {list(device.shape)}"
             raise ShapeError(problem, array.shape, "pass two sides of one shape")
         value = cls(
             runtime,
@@ -459,7 +457,7 @@ class MirroredTensor(HostValues, OfThisProcess):
 
     @property
     def _device(self) -> DeviceSide:
-        """The device side, made when it is first asked for: many values are read on the host alone."""
+        """The device side, made at its first use: many values are read on the host alone."""
         side = self._side
         if type(side) is not DeviceSide:
             made = DeviceSide(functools.partial(_uploaded, self.runtime, self._host)) if side is None else side()
@@ -476,14 +474,14 @@ class MirroredTensor(HostValues, OfThisProcess):
 
     @property
     def device_side(self) -> DeviceSide:
-        """The device side, which may not exist yet. For the library: batches and relays take it over as it is."""
+        """The device side, which may not exist yet. For the library: batches and relays take it over."""
         self._check_fresh("device")
         self._plain = 0
         return self._device
 
     @property
     def row_set(self) -> RowSet | None:
-        """The requests that the rows belong to, where that is known. For the library."""
+        """The requests that the rows belong to, if known. For the library."""
         return self._row_set
 
     def aligned(self, slots: "MirroredTensor") -> Array:
@@ -496,16 +494,15 @@ class MirroredTensor(HostValues, OfThisProcess):
             ArgumentError: `slots` are not handles, or it is not known to which requests the rows belong.
             Violation: DERIVED_STALE: a request has no row here.
         """
-        what, handles, own = self._what("aligned"), cast(object, slots), self.row_set
-        wanted = handles.row_set if isinstance(handles, MirroredTensor) and handles.unit == "slot" else None
+        own, wanted = self.row_set, slots.row_set if slots.unit == "slot" else None
         if wanted is None or own is None:
-            problem = f"{what}: expected rows of requests and handles, got {self!r} and {slots!r}"
+            problem = f"{self._subject('aligned')}: expected rows of requests and handles, got {self!r} and {slots!r}"
             remedy = "pass the slots of a batch; columns and results of a relay know whose their rows are"
             raise ArgumentError(problem, slots, remedy)
         values, rows = self.np, own.rows_of(wanted, self.label, **self._where("aligned"))
         return values if rows is None else values[rows]
 
-    def exact_numbers(self, what: str) -> Array:
+    def exact_numbers(self, subject: str) -> Array:
         """The host side as plain exact numbers: amounts, rows to keep, values of another column.
 
         Raises:
@@ -513,20 +510,20 @@ class MirroredTensor(HostValues, OfThisProcess):
             Violation: UNIT_MISMATCH: indices; MIRROR_STALE_READ.
         """
         if self.unit is not None:
-            invariants.unit_mismatch("plain numbers", self.unit, **self._where(what))
-        return self.exact_host(what)
+            invariants.unit_mismatch("plain numbers", self.unit, **self._where(subject))
+        return self.exact_host(subject)
 
-    def exact_host(self, what: str) -> Array:
+    def exact_host(self, subject: str) -> Array:
         """The host side if it is exact, of any index space. Raises what `exact_numbers` raises, but UNIT_MISMATCH."""
         if self.contract not in (Contract.EXACT, Contract.HOST_ONLY):
-            raise ContractError(f"{what}: {self!r} has no exact host side", self.contract.value, "resolve it first")
+            raise ContractError(f"{subject}: {self!r} has no exact host side", self.contract.value, "resolve it first")
         if levels.full:
-            self.check(what)
+            self.check(subject)
         return self.np
 
     @property
     def open_windows(self) -> tuple[StaleWindow, ...]:
-        """The stale windows that are open now; what is derived from the value inherits them."""
+        """The stale windows that are open now; values derived from this one inherit them."""
         return tuple(window for window in self._windows if window.open) if self._windows else ()
 
     def _host_side(self) -> Array:
@@ -553,7 +550,7 @@ class MirroredTensor(HostValues, OfThisProcess):
             yield
         finally:
             window.open = False
-            self._windows = tuple(one for one in self._windows if one.open)
+            self._windows = self.open_windows
 
     # Moving rows
 
@@ -564,22 +561,19 @@ class MirroredTensor(HostValues, OfThisProcess):
             keep: boolean mask bool[n], or unique row indices as list or array.
 
         Raises:
-            ShapeError: a mask of another length.
-            DtypeError: neither booleans nor integers.
-            RowIndexError: an index outside the value.
-            ArgumentError: an index twice.
+            ArgumentError: an index twice. Else as `take`.
         """
-        return self._taken(kept_rows(keep, len(self), self._what("filter")), "filter")
+        return self._taken(kept_rows(keep, len(self), self._subject("filter")), "filter")
 
     def take(self, rows: "Selection") -> Self:
-        """The rows at `rows` (int[k]), which may repeat.
+        """The rows at `rows` (int[k], which may repeat, or a mask bool[n]).
 
         Raises:
             ShapeError: a mask of another length.
             DtypeError: neither booleans nor integers.
             RowIndexError: an index outside the value; negative ones do not count from the end.
         """
-        return self._taken(row_indices(rows, len(self), self._what("take")), "take")
+        return self._taken(row_indices(rows, len(self), self._subject("take")), "take")
 
     def _taken(self, rows: Rows, operation: str) -> Self:
         self.check(operation)
@@ -593,7 +587,7 @@ class MirroredTensor(HostValues, OfThisProcess):
         return self._derived(host, device, shape, operation, generations=generations, row_set=row_set)
 
     def _rows_taken(self, rows: Rows | slice) -> RowSet | None:
-        """The requests of some rows; slots say themselves whose they are."""
+        """The requests of some rows; None for slots, whose rows name their requests."""
         return None if self._row_set is None or self._generations is not None else self._row_set.taken(rows)
 
     def merge(self, other: Self) -> Self:
@@ -608,60 +602,56 @@ class MirroredTensor(HostValues, OfThisProcess):
     @classmethod
     def cat(cls, values: Sequence[Self]) -> Self:
         """The rows of all values in order; the weakest of their contracts. Raises what `merge` raises."""
-        untyped: object = values
-        if not isinstance(untyped, list | tuple) or not untyped or not isinstance(untyped[0], MirroredTensor):
-            raise ArgumentError("cat of no values", untyped, "pass a list of at least one value")
+        if not values:
+            raise ArgumentError("cat of no values", values, "pass a list of at least one value")
         first = values[0]
-        if first._plain and not levels.full and _all_plain(values, first._plain):
-            joined_host, numbers = joined_rows([one._host for one in values]), [one._generations for one in values]
-            return first._derived(
-                joined_host, None, joined_host.shape, "cat", generations=joined_rows(numbers), row_set=None
-            )
+        if first._plain and not levels.full and [value._plain for value in values].count(first._plain) == len(values):
+            # Handles of one pool, with a host side alone: there is nothing to check or to weaken.
+            indices = joined_rows([value._host for value in values])
+            generations = joined_rows([value._generations for value in values])
+            return first._derived(indices, None, indices.shape, "cat", generations=generations, row_set=None)
         for other in values[1:]:
             first._check_alike(other)
         pools = {value._pool_id for value in values if len(value)}
         if len(pools) > 1:
-            problem = f"{first._what('merge')}: {first.unit}s of pools {sorted(pools)}"
+            problem = f"{first._subject('merge')}: {first.unit}s of pools {sorted(pools)}"
             raise ArgumentError(problem, sorted(pools), "keep one column for each pool")
         for value in values:
             value.check("cat")
         contract = functools.reduce(weaker_contract, [value.contract for value in values])
-        host = None
+        host = device = None
         if contract is not Contract.DEVICE_ONLY:
             host = np.concatenate([value._host_side() for value in values])
-        device = None
-        if contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY) or any(
-            value._existing() is not None for value in values
-        ):
+        exist = any(value._existing() is not None for value in values)
+        if exist or contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY):
             first.runtime.refuse_capture("a merge")  # its kernel would not run now, and its result would be kept
             parts = [value._own_device() for value in values]
             device = first.runtime.launch(concatenate, parts, reads=parts, name="cat")
         windows = tuple(dict.fromkeys(window for value in values for window in value._windows))
-        rows = sum(len(value) for value in values)
-        generations = [value._generations for value in values if value._generations is not None]
+        numbers = [value._generations for value in values if value._generations is not None]
         return first._derived(
             host,
             device,
-            (rows, *first.shape[1:]),
+            (sum(map(len, values)), *first.shape[1:]),
             "cat",
             contract=contract,
             windows=windows,
-            generations=np.concatenate(generations) if generations else None,
+            generations=np.concatenate(numbers) if numbers else None,
             pool_id=max(pools, default=first._pool_id),
-            row_set=None if generations else joined([value._row_set for value in values]),
+            row_set=None if numbers else joined([value._row_set for value in values]),
         )
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive pieces of the given sizes, which sum to the number of rows. No copy, no launch.
 
-        But a piece with less than half of the rows of a large value has memory of its own: it does not keep the whole.
+        The exception is a piece with less than half of the rows of a large value, which must not keep the whole alive.
 
         Raises:
             ArgumentError: a negative size, or a sum that differs.
         """
         self.check("split")
         pieces, start = [], 0
-        lengths, whole = sizes_of(sizes, len(self), self._what("split")), self._device_if_needed()
+        lengths, whole = sizes_of(sizes, len(self), self._subject("split")), self._device_if_needed()
         for size in lengths:
             rows = slice(start, start + size)
             host = None if self._host is None else self._host[rows]
@@ -687,13 +677,13 @@ class MirroredTensor(HostValues, OfThisProcess):
             ShapeError, DtypeError, ValueOverflowError: `value` does not go into a row.
         """
         self.check("pad")
-        what = self._what("pad")
-        rows = count(to, f"{what}: rows", least=len(self), most=MOST_ROWS)
-        fill = padding_row(value, *host_dtype(self.dtype), what)
+        subject = self._subject("pad")
+        rows = count(to, f"{subject}: rows", least=len(self), most=MOST_ROWS)
+        fill = padding_row(value, *host_dtype(self.dtype), subject)
         if fill.ndim and fill.shape != self.shape[1:]:
-            raise ShapeError(f"{what}: a pad of {list(fill.shape)}", fill.shape, "pass one number or one row")
+            raise ShapeError(f"{subject}: a pad of {list(fill.shape)}", fill.shape, "pass one number or one row")
         if self.unit is not None and fill.any():
-            raise ArgumentError(f"{what}: padding {self.unit}s with {value}", value, "pad indices with 0")
+            raise ArgumentError(f"{subject}: padding {self.unit}s with {value}", value, "pad indices with 0")
         padding = np.broadcast_to(fill, (rows - len(self), *self.shape[1:]))
         host = None if self._host is None else np.concatenate([self._host, padding])
         device = self._device_if_needed()
@@ -717,29 +707,25 @@ class MirroredTensor(HostValues, OfThisProcess):
             values: a number, or k rows.
 
         Raises:
-            ShapeError: a mask of another length.
-            DtypeError: neither booleans nor integers.
-            RowIndexError: an index outside the value.
-            ArgumentError: an index twice.
-            ValueOverflowError: a value outside the range of the dtype.
+            ValueOverflowError: a value outside the range of the dtype. Else as `filter`.
         """
         self.check("update")
-        what = self._what("update")
-        index = kept_rows(rows, len(self), what)
-        given: object = values
+        subject = self._subject("update")
+        index = kept_rows(rows, len(self), subject)
+        numbers: object = values
         if isinstance(values, MirroredTensor):
             self._check_alike(values, "update")
             if values._generations is not None and values._pool_id != self._pool_id and len(values):
-                problem = f"{what}: {self.unit}s of pool {values._pool_id} into those of pool {self._pool_id}"
+                problem = f"{subject}: {self.unit}s of pool {values._pool_id} into those of pool {self._pool_id}"
                 raise ArgumentError(problem, values._pool_id, "keep one column for each pool")
-            given = values.exact_host(what)
+            numbers = values.exact_host(subject)
         if self._generations is not None and type(values) is not type(self):
-            problem = f"{what}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers"
+            problem = f"{subject}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers"
             raise DtypeError(problem, values, "pass what `pool.take` returned")
-        new = carried(given, *host_dtype(self.dtype), what)
+        new = carried(numbers, *host_dtype(self.dtype), subject)
         shape = (len(index), *self.shape[1:])
         if new.ndim and new.shape != shape:
-            raise wrong_shape(what, shape, new.shape, "pass one row of values for each row, or one for all")
+            raise wrong_shape(subject, shape, new.shape, "pass one row of values for each row, or one for all")
         new = np.broadcast_to(new, shape)
         host = None
         if self._host is not None:
@@ -748,10 +734,8 @@ class MirroredTensor(HostValues, OfThisProcess):
         device = self._device_if_needed()
         if device is not None:
             packed = self.runtime.upload([index, new])
-            places, updates = packed.view(0), packed.view(1)
-            device = self.runtime.launch(
-                replace_rows, device, places, updates, reads=(device, places, updates), name="update", operations=2
-            )
+            operands = device, packed.view(0), packed.view(1)
+            device = self.runtime.launch(replace_rows, *operands, reads=operands, name="update", operations=2)
         generations, row_set = None, self._row_set
         if self._generations is not None and isinstance(values, MirroredTensor):
             generations, row_set = self._generations.copy(), None
@@ -770,31 +754,28 @@ class MirroredTensor(HostValues, OfThisProcess):
 
     def _added(self, n: object, sign: int) -> Self:
         operation = "+ n" if sign > 0 else "- n"
-        what = self._what(operation)
+        subject = self._subject(operation)
         if self.dtype.is_floating_point or self.dtype is torch.bool:
-            problem = f"{what}: arithmetic on {self.dtype}; two processors round differently"
+            problem = f"{subject}: arithmetic on {self.dtype}; two processors round differently"
             raise DtypeError(problem, self.dtype, "compute it in one place and pass the result to `update`")
         if self.unit is not None:
-            raise DtypeError(f"{what}: arithmetic on {self.unit} indices", n, "indices are moved, not computed")
+            raise DtypeError(f"{subject}: arithmetic on {self.unit} indices", n, "indices are moved, not computed")
         self.check(operation)
-        amount = amounts(n, len(self), what)
+        amount = amounts(n, len(self), subject)
         if isinstance(n, MirroredTensor) and n.row_set is not None and self._row_set is not None:
             self._row_set.check_same(n.row_set, n, **self._where(operation))
         if sign < 0:
-            amount = negated(amount, what)
+            amount = negated(amount, subject)
         if self.contract is Contract.UPPER_BOUND:
-            check_bound_can_move(self._host_side(), amount, what)
-        host = None if self._host is None else shifted(self._host, across(amount, len(self.shape)), what)
+            check_bound_can_move(self._host_side(), amount, subject)
+        host = None if self._host is None else shifted(self._host, across(amount, len(self.shape)), subject)
         device = self._device_if_needed()
         if device is not None:
             self.runtime.refuse_capture(f"`{operation}`")  # its kernel would not run now, and its result would be kept
-            delta: torch.Tensor | int = (
-                int(amount)
-                if amount.ndim == 0
-                else self.runtime.upload(
-                    [across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))]
-                ).view(0)
-            )
+            delta: torch.Tensor | int = int(amount) if amount.ndim == 0 else 0
+            if amount.ndim:
+                shaped = across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))
+                delta = self.runtime.upload([shaped]).view(0)
             device = self.runtime.launch(add, device, delta, reads=(device,), name=operation)
         return self._derived(host, device, self.shape, operation, row_set=self._row_set)
 
@@ -824,8 +805,8 @@ class MirroredTensor(HostValues, OfThisProcess):
         """The same bounded value with lower bounds on the host. Its device side is not touched.
 
         Args:
-            bound: numbers of the value's shape, none above the present bounds: what results of earlier steps prove.
-                Those of a mirrored value go by handle, where both know to which requests their rows belong.
+            bound: numbers of the value's shape, none above the present bounds: those that results of earlier steps
+                prove. Rows of a mirrored value go by handle, if both values know the requests of their rows.
 
         Raises:
             ContractError: the value is not a bound.
@@ -834,18 +815,18 @@ class MirroredTensor(HostValues, OfThisProcess):
             Violation: DERIVED_STALE: `bound` has no row for a request; MIRROR_BOUND, at `full`, if the device side is
                 there already: it holds more.
         """
-        what = self._what("tighten")
+        subject = self._subject("tighten")
         if self.contract is not Contract.UPPER_BOUND:
-            problem = f"{what}: expected a bound, got {self!r}"
+            problem = f"{subject}: expected a bound, got {self!r}"
             raise ContractError(problem, self.contract.value, "use `update`, which changes exact values on both sides")
         if levels.full:
             self.check("tighten")
-        host = converted(lined_up(bound, self.row_set, what), numpy_dtype(self.dtype), what)
+        host = converted(lined_up(bound, self.row_set, subject), numpy_dtype(self.dtype), subject)
         if host.shape != self.shape:
-            raise wrong_shape(what, self.shape, host.shape, "pass one bound for each value")
+            raise wrong_shape(subject, self.shape, host.shape, "pass one bound for each value")
         higher = np.argwhere(~(host <= self.np))  # of any trailing shape, and of no rows too
         if higher.size:
-            problem = f"{what}: the bound of row {higher[0][0]} would rise"
+            problem = f"{subject}: the bound of row {higher[0][0]} would rise"
             raise ArgumentError(problem, int(higher[0][0]), "pass bounds that are at most the present ones")
         value = self._derived(host, self._device, self.shape, "tighten", row_set=self._row_set)
         if not levels.full:
@@ -869,7 +850,7 @@ class MirroredTensor(HostValues, OfThisProcess):
 
     @property
     def label(self) -> str:
-        """What it is, without its values: for reports."""
+        """Type, name, dtype and shape: the value in a report."""
         kind = NUMPY_DTYPES[self.dtype].name if self.dtype in NUMPY_DTYPES else str(self.dtype)
         label = f" {self.name!r}" if self.name else ""
         return f"{type(self).__name__}{label} {kind}{list(self.shape)} {self.contract.value} on {self.runtime.device}"
@@ -879,8 +860,8 @@ class MirroredTensor(HostValues, OfThisProcess):
     def check(self, operation: str = "check") -> None:
         """Checks every invariant of this value that applies at the present level.
 
-        `cheap` compares torch's counts of writes in place; `full` also compares each side with what it was, the two
-        sides, and their memory.
+        `cheap` compares torch's counts of writes in place; `full` also compares each side with its first contents, the
+        two sides, and their memory.
 
         Raises:
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_ALIASED, MIRROR_EQUAL, MIRROR_BOUND.
@@ -917,7 +898,7 @@ class MirroredTensor(HostValues, OfThisProcess):
     # Helpers
 
     def _device_if_needed(self) -> torch.Tensor | None:
-        """The device side, safe on the current stream, if it exists already or the host side could not make it."""
+        """The device side, safe on the current stream, if it exists or cannot be made of the host side; else None."""
         of_its_own = self.contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY)  # such as a batch gathers late
         return self._device.tensor(self.runtime) if of_its_own or self._existing() is not None else None
 
@@ -955,46 +936,38 @@ class MirroredTensor(HostValues, OfThisProcess):
             value.check(operation)
         return value
 
-    def _what(self, operation: str) -> str:
+    def _subject(self, operation: str) -> str:
         return f"{self.name or type(self).__name__}: {operation}"
 
     def _where(self, operation: str) -> Where:
         return {"object": self, "operation": operation, "column": self.name, "step": self.runtime.step}
 
     def _check_alike(self, other: "MirroredTensor", operation: str = "merge") -> None:
-        what = self._what(operation)
+        subject = self._subject(operation)
         if self.unit != other.unit:
             invariants.unit_mismatch(str(self.unit), str(other.unit), **self._where(operation))
         if self.runtime is not other.runtime:
-            raise another_runtime(what, other)
+            raise another_runtime(subject, other)
         if self.dtype != other.dtype:
-            raise DtypeError(f"{what}: expected {self.dtype}, got {other.dtype}", other.dtype, "convert one first")
+            raise DtypeError(f"{subject}: expected {self.dtype}, got {other.dtype}", other.dtype, "convert one first")
         if self.shape[1:] != other.shape[1:]:
-            raise wrong_shape(f"{what}: rows", self.shape[1:], other.shape[1:], "pass rows of one shape")
+            raise wrong_shape(f"{subject}: rows", self.shape[1:], other.shape[1:], "pass rows of one shape")
 
 
-def _all_plain(values: "Sequence[MirroredTensor]", plain: int) -> bool:
-    """Whether all are handles of one pool with a host side alone, so that there is nothing to check or to weaken."""
-    try:
-        return [one._plain for one in values].count(plain) == len(values)
-    except AttributeError:  # something else than a value
-        return False
-
-
-def lined_up(values: object, wanted: RowSet | None, what: str) -> object:
-    """Exact numbers in the order of the requests `wanted`; `values` as they are where it is not known whose they are.
+def lined_up(values: object, wanted: RowSet | None, subject: str) -> object:
+    """Exact numbers in the order of the requests `wanted`; unchanged if the requests of `values` are not known.
 
     Raises:
         Violation: DERIVED_STALE: a request has no row among the values.
     """
     if not isinstance(values, MirroredTensor) or wanted is None or values.row_set is None:
         return values
-    numbers = values.exact_numbers(what)
-    rows = values.row_set.rows_of(wanted, values.label, operation=what, step=values.runtime.step)
+    numbers = values.exact_numbers(subject)
+    rows = values.row_set.rows_of(wanted, values.label, operation=subject, step=values.runtime.step)
     return numbers if rows is None else numbers[rows]
 
 
-def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, what: str) -> Array:
+def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, subject: str) -> Array:
     """Exact numbers of the requests `slots`, row by row, in the order of the requests `wanted`.
 
     Raises:
@@ -1002,35 +975,33 @@ def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, what: str)
         ArgumentError: `slots` are not handles.
         Violation: DERIVED_STALE: a request of `wanted` is not among `slots`.
     """
-    handles = slots.row_set if isinstance(cast(object, slots), MirroredTensor) and slots.unit == "slot" else None
+    handles = slots.row_set if slots.unit == "slot" else None
     if handles is None:
-        raise ArgumentError(f"{what}: slots are {slots!r}", slots, "pass handles, as `batch.slots`")
-    numbers = as_array(lined_up(values, handles, what), what)
+        raise ArgumentError(f"{subject}: slots are {slots!r}", slots, "pass handles, as `batch.slots`")
+    numbers = as_array(lined_up(values, handles, subject), subject)
     if numbers.shape[:1] != (len(slots),):
-        raise wrong_shape(what, (len(slots), *numbers.shape[1:]), numbers.shape, "pass one row for each slot")
-    rows = handles.rows_of(wanted, what, operation=what, step=slots.runtime.step)
+        raise wrong_shape(subject, (len(slots), *numbers.shape[1:]), numbers.shape, "pass one row for each slot")
+    rows = handles.rows_of(wanted, subject, operation=subject, step=slots.runtime.step)
     return numbers if rows is None else numbers[rows]
 
 
-def _check_on_device(runtime: Runtime, tensor: torch.Tensor, what: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise DtypeError(f"{what}: expected a tensor, got {type(tensor).__name__}", tensor, "pass a device tensor")
+def _check_on_device(runtime: Runtime, tensor: torch.Tensor, subject: str) -> None:
     if tensor.device != runtime.device:
-        problem = f"{what}: a tensor on {tensor.device}, runtime on {runtime.device}"
+        problem = f"{subject}: a tensor on {tensor.device}, runtime on {runtime.device}"
         raise DeviceError(problem, str(tensor.device), "pass a tensor of the runtime's device")
-    check_dense(tensor, what)
+    check_dense(tensor, subject)
     if tensor.ndim == 0:
-        raise ShapeError(f"{what}: a scalar has no rows", tuple(tensor.shape), "pass one row per request")
+        raise ShapeError(f"{subject}: a scalar has no rows", tuple(tensor.shape), "pass one row per request")
 
 
 def _uploaded(runtime: Runtime, host: Array | None) -> ReadyTensor:
-    """Uploads a host side alone. It knows the array and not the value: a cycle would keep memory alive."""
+    """Uploads a host side alone. It takes the array and not the value: a cycle would keep memory alive."""
     packed = runtime.upload([] if host is None else [host])
     return ReadyTensor.uploaded(packed.view(0), packed)
 
 
 def _shown(values: Array) -> str:
-    """The values as text of a line, those in the middle left out where there are many."""
+    """The values as a line of text; of many, the first and the last."""
     text = np.array2string(values, separator=", ", threshold=8, edgeitems=3, max_line_width=10_000)
     return " ".join(text.split()).replace("[ ", "[")
 
@@ -1040,7 +1011,7 @@ def _shown(values: Array) -> str:
 
 
 class Handles(MirroredTensor):
-    """Numbers of an index space with the generation of each: they say whose they are, and go stale with their owner.
+    """Numbers of an index space with the generation of each: they name their owner, and go stale with it.
 
     Pools make them. The generations go wherever the rows go; padded rows are index 0, generation 0. Handles without
     generations have generation 0, which nothing live has.
@@ -1100,7 +1071,6 @@ class Handles(MirroredTensor):
         ).copy()
         if own.shape != numbers.shape or numbers.ndim != 1:
             raise wrong_shape("generations", (numbers.size,), own.shape, f"pass one generation for each {cls.unit}")
-        pool_id = count(pool_id, "pool_id")
         return cls.of_pool(runtime, numbers, own, pool_id=pool_id, contract=plain.contract, name=name)
 
     @property
@@ -1125,7 +1095,7 @@ class Slots(Handles):
 
     @property
     def row_set(self) -> RowSet:
-        """The requests of the rows, which slots say themselves. For the library."""
+        """The requests of the rows, which slots name themselves. For the library."""
         if self._row_set is None:
             self._row_set = RowSet(0, (self._host_side(), self.generations), self._pool_id)
         return self._row_set

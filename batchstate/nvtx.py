@@ -1,10 +1,9 @@
 """NVTX ranges round the operations of a step, for Nsight Systems: off, unless `BATCHSTATE_NVTX=1` or `set_nvtx(True)`.
 
-A range has the name of its operation, as `batchstate: Batch.upload`. Switching on puts a function that opens a range in
-the place of each method, and switching off puts the methods back: what is off costs nothing.
+A range has the name of its operation, as `batchstate: Batch.upload`. Switching on replaces each method by a function
+that opens a range, and switching off puts the methods back: while they are off, ranges cost nothing.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ ENVIRONMENT_VARIABLE = "BATCHSTATE_NVTX"
 
 _methods: dict[tuple[type, str], Any] = {}
 """Every method with a range, as it is in its class without one."""
-_on = os.environ.get(ENVIRONMENT_VARIABLE, "0")
+_on = False
 
 
 def ranges(*names: str) -> Callable[[T], T]:
@@ -26,7 +25,7 @@ def ranges(*names: str) -> Callable[[T], T]:
     def decorate(cls: T) -> T:
         for name in names:
             _methods[cls, name] = vars(cls)[name]  # type: ignore[index]
-            if _on == "1":
+            if _on:
                 _install(cls, name)
         return cls
 
@@ -34,18 +33,23 @@ def ranges(*names: str) -> Callable[[T], T]:
 
 
 def set_nvtx(on: bool) -> bool:
-    """Switches the ranges on or off, for the whole process, and returns what was before. Call it between steps.
+    """Switches the ranges on or off, for the whole process, and returns the setting before. Call it between steps.
 
     Raises:
-        ArgumentError: `on` is neither True nor False, or this build of torch has no NVTX.
+        ArgumentError: this build of torch has no NVTX.
     """
     global _on
-    if type(on) is not bool:
-        raise ArgumentError(f"set_nvtx: expected True or False, got {on!r}", on, "pass True to switch on")
-    before = _on == "1"
     if on:
-        _check_available()
-    _on = "1" if on else "0"
+        import torch
+
+        try:
+            with torch.cuda.nvtx.range("batchstate"):
+                pass
+        except RuntimeError as error:
+            problem = f"expected a build of torch with NVTX, got torch {torch.__version__}: {error}"
+            remedy = f"use a build of torch for CUDA, or unset {ENVIRONMENT_VARIABLE}"
+            raise ArgumentError(problem, torch.__version__, remedy) from None
+    before, _on = _on, on
     for (cls, name), method in _methods.items():
         if on:
             _install(cls, name)
@@ -58,35 +62,11 @@ def _install(cls: Any, name: str) -> None:
     import torch
 
     method = _methods[cls, name]
-    function: Callable[..., Any] = getattr(method, "__func__", method)
-    label = f"batchstate: {cls.__name__}.{name}"
-    nvtx: Any = torch.cuda.nvtx
-
-    @functools.wraps(function)
-    def ranged(*args: Any, **kwargs: Any) -> Any:
-        nvtx.range_push(label)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            nvtx.range_pop()
-
+    ranged = torch.cuda.nvtx.range(f"batchstate: {cls.__name__}.{name}")(getattr(method, "__func__", method))
     setattr(cls, name, classmethod(ranged) if isinstance(method, classmethod) else ranged)
 
 
-def _check_available() -> None:
-    import torch
-
-    nvtx: Any = torch.cuda.nvtx
-    try:
-        nvtx.range_push("batchstate")
-        nvtx.range_pop()
-    except RuntimeError as error:
-        problem = f"expected a build of torch with NVTX, got torch {torch.__version__}: {error}"
-        remedy = f"use a build of torch for CUDA, or unset {ENVIRONMENT_VARIABLE}"
-        raise ArgumentError(problem, torch.__version__, remedy) from None
-
-
-if _on not in ("0", "1"):
-    raise ArgumentError(f"environment variable {ENVIRONMENT_VARIABLE}: expected 0 or 1, got {_on!r}", _on, "use 1 or 0")
-if _on == "1":
-    _check_available()
+if (_setting := os.environ.get(ENVIRONMENT_VARIABLE, "0")) not in ("0", "1"):
+    problem = f"environment variable {ENVIRONMENT_VARIABLE}: expected 0 or 1, got {_setting!r}"
+    raise ArgumentError(problem, _setting, "use 1 or 0")
+set_nvtx(_setting == "1")

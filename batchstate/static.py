@@ -1,8 +1,8 @@
-"""`StaticBuffers`: the device side of a batch at addresses that stay, which is what a captured graph reads.
+"""`StaticBuffers`: the device side of a batch at fixed addresses, which a captured graph reads.
 
 Columns and extras lie one after the other, in the order in which a step packs them, so that `Batch.to_static` is one
-copy straight to where the graph reads. Rows beyond those of the batch are padding: slot 0, and each column's pad value.
-A column whose host side is not a copy is gathered, and copied to its place on the device.
+copy straight to the inputs of the graph. Rows beyond those of the batch are padding: slot 0, and each column's pad
+value. A column whose host side is not a copy is gathered, and copied to its place on the device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +16,13 @@ from batchstate._allocator import size_of
 from batchstate._arrays import Array, copy_into, of_dtype
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import Layout, RowState
-from batchstate._upload import Extras, append_needs, extra_array, joined_writes, named_arrays
+from batchstate._upload import Extras, append_needs, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
-from batchstate.runtime.base import Fence, Runtime, check_fence
-from batchstate.runtime.memory import ALIGNMENT, FixedMemory, PackedUpload, Place, ReadyTensor, packed_places, view_at
+from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
+from batchstate.runtime.memory import ALIGNMENT, PackedUpload, Place, packed_places, view_at
+from batchstate.runtime.ordered_memory import FixedMemory, ReadyTensor
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
@@ -34,7 +35,7 @@ _BYTES_PER_WRITE = 16
 
 
 @final
-class StaticBuffers(Mapping[str, torch.Tensor]):
+class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
     """Memory for the columns of a batch class, and for extras, at one number of rows: name -> device tensor.
 
     At first all rows are padding. After `batch.to_static(buffers)` a graph that was captured over its tensors reads
@@ -45,15 +46,15 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         batch: the batch class.
         rows: rows of each column: those of the graph.
         extras: name -> an array of the dtype and shape that this extra has in every step, such as `plan.extras`.
-        num_writes: elements of table writes that the copy has room for; by default 32 per row, as where a page of 16
-            tokens begins in each. More of them, or more
-            rows of device-only columns that are still on the host than the buffers have rows, take a second copy.
+        num_writes: elements of table writes that the copy has room for; by default 32 per row, enough for a new page of
+            16 tokens in each. More of them, or more rows of device-only columns that are still on the host than the
+            buffers have rows, take a second copy.
 
     Attributes:
         num_reqs: requests of the batch that is in it; padded rows follow them.
 
     Raises:
-        ArgumentError, DtypeError: not a runtime, a batch class or counts; an extra with the name of a column.
+        ArgumentError, DtypeError: wrong counts, or an extra with the name of a column.
     """
 
     def __init__(
@@ -66,21 +67,16 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         num_writes: SupportsIndex | None = None,
     ) -> None:
         runtime.check_owner("StaticBuffers")
-        untyped: object = batch
-        if not isinstance(untyped, type) or not issubclass(untyped, Batch):
-            problem = f"StaticBuffers: expected a batch class, got {batch!r}"
-            raise ArgumentError(problem, batch, "pass a class that declares columns")
         self.runtime = runtime
         self.rows = size_of(rows, "StaticBuffers: rows", least=1)
         self.num_reqs = 0
         self._write_count: int | None = None
-        self._held: dict[str, Array] = {}  # at `full`: what the device held after the last step
+        self._held: dict[str, Array] = {}  # at `full`: the contents of the device after the last step
         self._version = 0
         self._origin: Origin | None = None
         self._batch = batch
         self._columns = batch._layout.tensors
-        declared = {} if extras is None else named_arrays(extras, "StaticBuffers")
-        self._extras = {name: extra_array(name, one) for name, one in declared.items()}
+        self._extras = {name: extra_array(name, array) for name, array in (extras or {}).items()}
         twice = [name for name in self._extras if name in batch.columns()]
         if twice:
             raise ArgumentError(f"extras are named as columns: {twice}", twice, "rename the extras")
@@ -93,17 +89,13 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         own, total = _own_places(layout, self.rows, packed)
         self._fixed = FixedMemory(runtime, runtime.device_zeros((total,), torch.uint8, name="static buffers"))
         by_name = {**dict(zip(self._extras, places[len(places) - len(self._extras) :], strict=True)), **own}
-        self._views = {
-            **_packed_views(self._fixed.memory, layout, places, self.rows),
-            **{name: self._view(name, place) for name, place in by_name.items()},
-        }
+        self._views = _packed_views(self._fixed.memory, layout, places, self.rows)
+        for name, at in by_name.items():
+            view, column = view_at(self._fixed.memory, at), self._columns.get(name)
+            self._views[name] = view if column is None else of_dtype(view, column.dtype)
         self._fixed_part = self._fixed.memory[:used]
         self._packed_part = self._fixed.memory[:packed]
         self.receive(batch.empty(runtime), (), self._extras)
-
-    def _view(self, name: str, place: Place) -> torch.Tensor:
-        column, view = self._columns.get(name), view_at(self._fixed.memory, place)
-        return view if column is None else of_dtype(view, column.dtype)
 
     def __repr__(self) -> str:
         return f"StaticBuffers({self._batch.__name__}, {self.num_reqs} requests in {self.rows} rows)"
@@ -122,10 +114,10 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         return len(self._views)
 
     def bind(self, replay: Callable[[], T]) -> Callable[[Batch], T]:
-        """The replay of a graph that was captured over these buffers, as a function of the batch that it is to run.
+        """The replay of a graph that was captured over these buffers, as a function of its batch.
 
-        The function refuses a batch that is not the one in the buffers. What runs on the current stream waits for the
-        copy, and the next copy for the replay; the host does not wait.
+        The function refuses another batch than the one in the buffers. The replay waits for the copy on the device, and
+        the next copy for the replay; the host does not wait.
 
         Args:
             replay: launches the graph on the current stream, such as `torch.cuda.CUDAGraph.replay`.
@@ -149,7 +141,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         return run
 
     def _check_holds(self, batch: Batch) -> None:
-        """The buffers were filled with this very batch, and what it and its extras were derived from is as it was."""
+        """The buffers were filled with this very batch, and the origins of the batch and its extras are unchanged."""
         where: Where = {"object": self, "operation": "replay", "step": self.runtime.step}
         invariants.derived_stale(
             np.array(batch.version != self._version),
@@ -167,7 +159,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self._fixed.read_until(fence)
 
     def receive(self, batch: Batch, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
-        """What `Batch.to_static` does."""
+        """Fills the buffers with a step that `Batch.to_static` has checked."""
         if levels.cheap:
             self._check_unwritten("to_static")
         arrays = self._checked(batch, extras)
@@ -186,18 +178,17 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         for name, rows in state.device.items():
             rows.check_sources(self.runtime, {**where, "column": name})  # before anything is written
         self._fixed.await_readers()
-        self._version = 0  # if what follows fails, the buffers do not hold a batch
+        self._version = 0  # after an error below, the buffers do not hold a batch
         try:
             copied, packed, skipped = self._copied(fixed, others)
             self.num_reqs = batch.num_reqs
             for name, rows in state.device.items():
-                crossed = [packed.view(skipped + place) for place in needs[name]]
+                crossed = [packed.view(skipped + index) for index in needs[name]]
                 gathered = rows.gathered(self.runtime, crossed, self[name].dtype, {**where, "column": name})
                 source = gathered.on_current_stream(self.runtime)
-                target = self._views[name].data  # our own writes are none from outside
-                self.runtime.launch(
-                    copy_into, target, source, reads=(source,), writes=(target,), name=f"static: {name}"
-                )
+                target = self._views[name].data  # without a count of writes: this one is not from outside
+                launched = f"static: {name}"
+                self.runtime.launch(copy_into, target, source, reads=(source,), writes=(target,), name=launched)
                 if len(batch.device_side.state.device[name].sources) > 1:  # each is memory kept alive
                     batch.device_side.start_from(name, gathered)
             for i, write in enumerate(joined):
@@ -238,7 +229,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         return state.column(name), DeviceSide(ReadyTensor.uploaded(self._views[name], copied))
 
     def _copied(self, fixed: list[Array], others: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:
-        """The copy to the fixed places, the copy that has the other arrays, and how many arrays it has before them.
+        """The copy to the fixed places, the copy that has the other arrays, and the number of arrays before them.
 
         Both are one copy, if there is room.
         """
@@ -249,36 +240,34 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         return packed, packed, len(fixed)
 
     def _checked(self, batch: Batch, extras: Mapping[str, object]) -> dict[str, Array]:
-        what = f"{type(batch).__name__}.to_static"
+        subject = f"{type(batch).__name__}.to_static"
         if type(batch) is not self._batch:
-            problem = f"{what}: expected buffers of {type(batch).__name__}, got buffers of {self._batch.__name__}"
+            problem = f"{subject}: expected buffers of {type(batch).__name__}, got buffers of {self._batch.__name__}"
             raise DeclarationError(problem, self, "make StaticBuffers for each batch class")
         if batch.runtime is not self.runtime:
-            raise another_runtime(what, self)
+            raise another_runtime(subject, self)
         if batch.num_rows > self.rows:
-            problem = f"{what}: {batch.num_rows} rows into buffers of {self.rows}"
+            problem = f"{subject}: {batch.num_rows} rows into buffers of {self.rows}"
             raise ArgumentError(problem, batch.num_rows, "use the buffers of a larger graph, or `split` the batch")
         if extras.keys() != self._extras.keys():
-            missing, undeclared = (
-                sorted(self._extras.keys() - extras.keys()),
-                sorted(extras.keys() - self._extras.keys()),
-            )
-            problem = f"{what}: extras missing: {missing}; not declared: {undeclared}"
+            missing = sorted(self._extras.keys() - extras.keys())
+            undeclared = sorted(extras.keys() - self._extras.keys())
+            problem = f"{subject}: extras missing: {missing}; not declared: {undeclared}"
             remedy = "give each step the extras that the buffers were made with"
             raise ArgumentError(problem, missing or undeclared, remedy)
-        arrays = {name: extra_array(name, extras[name], what) for name in self._extras}
+        arrays = {name: extra_array(name, extras[name], subject) for name in self._extras}
         for name, declared in self._extras.items():
             array = arrays[name]
             if array.dtype != declared.dtype:
-                problem = f"{what}: extra {name!r}: expected {declared.dtype}, got {array.dtype}"
+                problem = f"{subject}: extra {name!r}: expected {declared.dtype}, got {array.dtype}"
                 raise DtypeError(problem, array.dtype, "give it the dtype that the graph was captured with")
             if array.shape != declared.shape:
                 remedy = "pad it to the rows of the graph: what is not written would be of an earlier step"
-                raise wrong_shape(f"{what}: extra {name!r}", declared.shape, array.shape, remedy)
+                raise wrong_shape(f"{subject}: extra {name!r}", declared.shape, array.shape, remedy)
         return arrays
 
     def _check(self, state: RowState, extras: Mapping[str, Array]) -> None:
-        """The device holds what was sent, in every row. Reads it back: at `full` alone.
+        """The device holds the sent values in every row. Reads it back: at `full` alone.
 
         Raises:
             Violation: MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
@@ -303,23 +292,23 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 def _packed_views(
     memory: torch.Tensor, layout: Layout, places: Sequence[Place], num_rows: int
 ) -> dict[str, torch.Tensor]:
-    """The mirrored columns, where a step packs them."""
+    """Views of the mirrored columns at their packed places."""
     views = {}
     for name, column in layout.tensors.items():
-        if (place := layout.places.get(name)) is not None:
-            group = view_at(memory, places[place.group]).view(column.dtype)
-            views[name] = group[place.member, :num_rows].view(num_rows, *place.shape)
+        if (at := layout.places.get(name)) is not None:
+            group = view_at(memory, places[at.group]).view(column.dtype)
+            views[name] = group[at.member, :num_rows].view(num_rows, *at.shape)
     return views
 
 
 def _bytes_to_gather(layout: Layout, num_rows: int) -> int:
-    """Capacity for what gathering takes: an index, an amount, and rows that are still on the host."""
+    """Capacity for the needs of gathering: an index, an amount, and rows that are still on the host."""
     gathered = [column for column in layout.tensors.values() if column.contract is not Contract.EXACT]
     return sum(num_rows * (16 + 2 * column.pad.nbytes) + 4 * ALIGNMENT for column in gathered)
 
 
 def _own_places(layout: Layout, num_rows: int, start: int) -> tuple[dict[str, Place], int]:
-    """Places of the columns that are not packed, from byte `start` on, and where they end."""
+    """Places of the columns that are not packed, from byte `start` on, and their end."""
     places = {}
     for name, column in layout.tensors.items():
         if name not in layout.places:

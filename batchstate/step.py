@@ -46,7 +46,7 @@ from batchstate._planned_step import (
 )
 from batchstate._relay import HOST, Publication, PublishedRows
 from batchstate._rows import GENERATION_SUFFIX, RowState
-from batchstate._upload import NO_EXTRAS, Extras, check_writes, extra_array, joined_writes
+from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError, DeclarationError, another_runtime, one_of, shown
@@ -58,7 +58,8 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, Slots
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import Fence, OfThisProcess, check_fence
-from batchstate.runtime.memory import PackedUpload, ReadyTensor, packed_places
+from batchstate.runtime.memory import PackedUpload, packed_places
+from batchstate.runtime.ordered_memory import ReadyTensor
 from batchstate.tables import Table, TableWrite
 
 __all__ = ["PlannedStep", "StepPlanner"]
@@ -217,8 +218,7 @@ class StepPlanner(OfThisProcess):
             raise ArgumentError(problem, batch, remedy)
         if batch.runtime is not self._runtime:
             raise another_runtime("StepPlanner", batch)
-        if writes:
-            check_writes(writes, f"{type(batch).__name__}.{OPERATION}")
+
         if levels.full:
             batch._check_unwritten(OPERATION)
         if published is not None and (type(published) is not dict or joining is None or self._relay is None):

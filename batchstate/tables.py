@@ -31,7 +31,8 @@ from batchstate.errors import (
 )
 from batchstate.mirror import Handles, MirroredTensor
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.runtime.memory import FixedMemory, ReadyTensor, numpy_dtype
+from batchstate.runtime.memory import numpy_dtype
+from batchstate.runtime.ordered_memory import FixedMemory, ReadyTensor
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:

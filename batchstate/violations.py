@@ -1,4 +1,4 @@
-"""What a broken invariant looks like: its code, and a report a person can act on."""
+"""A broken invariant: its code, and a report that a person can act on."""
 
 import enum
 from typing import Any, TypedDict
@@ -76,9 +76,9 @@ class Where(TypedDict, total=False):
 
 @attrs.frozen
 class Breach:
-    """How an invariant is broken: what its question knows. See `Violation`, which adds code, remedy and place.
+    """The answer of a question whose invariant is broken. `Violation` adds code, remedy and place.
 
-    `remedy` and `column` stand for those of the invariant and of the place where the question knows better.
+    `remedy` and `column`, if given, replace those of the invariant and of the place.
     """
 
     problem: str
@@ -103,39 +103,30 @@ class Violation(BatchStateError, RuntimeError):
         slot: slot, page or location that the report is about, or None.
         generation: generation of the slot, or None.
         writer, reader: of a relay entry: which publish wrote it, and who reads it; None elsewhere.
-        expected, actual: what the invariant demands and what was found.
+        expected, actual: the demanded and the present state.
     """
 
     def __init__(self, code: Code, breach: Breach, *, remedy: str, where: Where) -> None:
         super().__init__(breach.problem, breach.actual, remedy if breach.remedy is None else breach.remedy)
         self.code = code
-        self.expected = breach.expected
-        self.actual = breach.actual
+        self.expected, self.actual = breach.expected, breach.actual
+        self.row, self.slot, self.generation = breach.row, breach.slot, breach.generation
+        self.writer, self.reader = breach.writer, breach.reader
         named = where.get("object")
         self.object: str | None = named if named is None or isinstance(named, str) else repr(named)
-        self.operation: str | None = where.get("operation")
-        self.column: str | None = breach.column or where.get("column")
-        self.step: int | None = where.get("step")
-        self.row = breach.row
-        self.slot = breach.slot
-        self.generation = breach.generation
-        self.writer = breach.writer
-        self.reader = breach.reader
+        self.operation, self.step = where.get("operation"), where.get("step")
+        self.column = breach.column or where.get("column")
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for logs and JSON."""
-        found = {name: getattr(self, name) for name in _PLACE}
+        fields = {name: getattr(self, name) for name in _PLACE}
         words = {"expected": str(self.expected), "actual": str(self.actual), "remedy": self.remedy}
-        return {"code": self.code.value, "problem": self.problem, **found, **words}
+        return {"code": self.code.value, "problem": self.problem, **fields, **words}
 
     def __str__(self) -> str:
-        lines = [f"{self.code}: {self.problem}"]
-        for name in (*_PLACE, "expected", "actual"):
-            value = getattr(self, name)
-            if value is not None:
-                lines.append(f"  {name:<10} {value}")
-        lines.append(f"  {'remedy':<10} {self.remedy}")
-        return "\n".join(lines)
+        fields = {name: getattr(self, name) for name in (*_PLACE, "expected", "actual", "remedy")}
+        lines = [f"  {name:<10} {value}" for name, value in fields.items() if value is not None]
+        return "\n".join([f"{self.code}: {self.problem}", *lines])
 
 
 _PLACE = ("object", "operation", "column", "row", "slot", "generation", "step", "writer", "reader")

@@ -28,7 +28,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._arrays import Array, amounts, arange_per_row, as_array, check_range, count
 from batchstate._origin import DerivedArrays, Origin, RowSet
-from batchstate._upload import Extras, check_writes, named_arrays, packed_step
+from batchstate._upload import Extras, packed_step
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, one_of, shown
 from batchstate.forward.token_array import TokenArray, checked_arrays
 from batchstate.invariants import times_checked
@@ -38,7 +38,8 @@ from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Runtime
-from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor
+from batchstate.runtime.memory import NUMPY_DTYPES
+from batchstate.runtime.ordered_memory import ReadyTensor
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
@@ -420,9 +421,7 @@ class ForwardPlan:
             self.pages.slots.rows_of(self.slots, "upload", unique=True, padded=True)
         elif levels.cheap:
             invariants.slot_shared(slots, object=self, operation="upload", step=runtime.step)
-        check_writes(writes, f"{_WHAT}.upload")
-        arrays = named_arrays({} if extras is None else extras, "upload")
-        upload, uploaded, scatter = packed_step(runtime, [slots], writes, self.extras | dict(arrays))
+        upload, uploaded, scatter = packed_step(runtime, [slots], writes, self.extras | dict(extras or {}))
         if scatter is not None:
             scatter()
         uploaded.row_set = self.slots.row_set

@@ -4,11 +4,10 @@ Nothing else in the library names a stream, an event or pinned memory, so the sa
 plain CPU and on test devices. `open_runtime` opens the runtime of a device.
 """
 
-from batchstate.runtime.base import Counters, DoneFence, Fence, Runtime, Stream, check_fence
+from batchstate.runtime.base import Counters, Runtime
 from batchstate.runtime.devices import AcceleratorRuntime, CpuRuntime, open_runtime
 from batchstate.runtime.memory import (
     NUMPY_DTYPES,
-    FixedMemory,
     MappedMemory,
     PackedUpload,
     Staging,
@@ -17,6 +16,8 @@ from batchstate.runtime.memory import (
     numpy_dtype,
     torch_dtype,
 )
+from batchstate.runtime.ordered_memory import FixedMemory
+from batchstate.runtime.streams import DoneFence, Fence, Stream, check_fence
 
 __all__ = [
     "NUMPY_DTYPES",

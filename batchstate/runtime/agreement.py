@@ -14,7 +14,7 @@ that of a writer that is gone, holds back what is behind it, and nothing else.
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -22,9 +22,7 @@ import numpy.typing as npt
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from batchstate.runtime.base import Fence
+from batchstate.runtime.streams import Fence
 
 
 @final
@@ -62,22 +60,17 @@ class Agreement:
     def __repr__(self) -> str:
         return f"Agreement({len(self._open)} of {self._newest} fences open)"
 
-    def watch(self, fence: "Fence", step: int = 0) -> QueriedFence:
+    def watch(self, fence: Fence, step: int = 0) -> QueriedFence:
         """Gives a fence the next number. It is `complete` when every rank has reported it.
 
         For an engine's own decisions too: `agreement.watch(lease.delivered)`, and admit when it is complete.
-
-        Raises:
-            ArgumentError: not a fence.
         """
-        if not callable(getattr(fence, "query", None)):
-            raise ArgumentError(f"watch: expected a fence, got {fence!r}", fence, "pass an object with `query()`")
         self._newest += 1
         watched = self._open[self._newest] = QueriedFence(fence, step)
         return watched
 
     def note(self, indices: npt.NDArray[np.int64]) -> None:
-        """Adds what a pool has handed out or taken back to the digest that ranks compare. For the library."""
+        """Adds indices that a pool has handed out or taken back to the digest that ranks compare. For the library."""
         self._digest = zlib.crc32(indices.tobytes(), self._digest)
 
     @property
@@ -86,7 +79,7 @@ class Agreement:
         return len(self._open)
 
     def report(self) -> list[int]:
-        """What this rank tells the others: how far it is, and the numbers of the fences that are complete here.
+        """The message of this rank to the others: how far it is, and the numbers of the fences that are complete here.
 
         Asks each open fence; never waits.
         """
@@ -95,30 +88,23 @@ class Agreement:
         return list(self._reported)
 
     def agree(self, reports: Sequence[Sequence[int]]) -> int:
-        """Counts as complete what every rank has reported; says how many fences these are.
+        """Counts the fences as complete that every rank has reported; returns their number.
 
         Args:
             reports: of all ranks of the group, this one's last included, in any order.
 
         Raises:
-            ArgumentError: not reports, or this rank's is not among them. Nothing was counted.
+            ArgumentError: this rank's report is not among them. Nothing was counted.
             Violation: RANKS_DIFFER: the ranks have not made the same calls, or got other indices. Nothing was counted.
         """
-        given = reports if isinstance(reports, list | tuple) else []
-        heard = [list(one) if isinstance(one, list | tuple) else [] for one in given]
-        if not heard or not all(
-            len(one) >= 2 and all(type(number) is int and 0 <= number < 2**63 for number in one) for one in heard
-        ):
-            problem = f"agree: expected reports of all ranks, got {reports!r:.200}"
-            raise ArgumentError(problem, reports, "pass a list of what `report()` returned on each")
+        heard = [list(report) for report in reports]
         if not self._reported or self._reported not in heard:
             problem = f"{self!r}: agree: the last report of this rank is not among the {len(heard)} given"
             remedy = "exchange `report()` among all ranks, and pass all of them to each"
             raise ArgumentError(problem, len(heard), remedy)
-        invariants.ranks_differ(
-            np.array([one[0] for one in heard]), np.array([one[1] for one in heard]), object=self, operation="agree"
-        )
-        agreed = sorted(set.intersection(*(set(one[2:]) for one in heard)))
+        fences, digests = (np.array([report[i] for report in heard]) for i in (0, 1))
+        invariants.ranks_differ(fences, digests, object=self, operation="agree")
+        agreed = sorted(set.intersection(*(set(report[2:]) for report in heard)))
         self._reported = []
         for number in agreed:
             self._open.pop(number).complete = True

@@ -1,8 +1,7 @@
 """The protocol that a device has to speak, and everything that does not depend on the device.
 
 The device runs what is enqueued on a `Stream` in order, and a `Fence` is a point in it. A copy to the host is a
-`Download`, whose pinned memory comes back when its values were taken out. Device memory whose
-address stays is `FixedMemory`: the device orders its reads and writes.
+`Download`, whose pinned memory comes back when its values were taken out.
 """
 
 import abc
@@ -15,19 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    NoReturn,
-    Protocol,
-    Self,
-    SupportsIndex,
-    TypeVar,
-    Unpack,
-    final,
-    runtime_checkable,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, SupportsIndex, TypeVar, Unpack, final
 
 import attrs
 import numpy as np
@@ -35,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate.errors import ArgumentError, CaptureError, DeviceError, DtypeError, OwnerThreadError, ShapeError
+from batchstate.errors import ArgumentError, CaptureError, DeviceError, OwnerThreadError, ShapeError
 from batchstate.invariants import times_checked
 from batchstate.runtime.memory import (
     KnownMemory,
@@ -47,81 +34,20 @@ from batchstate.runtime.memory import (
     numpy_dtype,
     packed_places,
 )
+from batchstate.runtime.streams import Fence, Stream, check_fence, foreign_fence
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
     from batchstate.runtime.agreement import Agreement
 
-
-@runtime_checkable
-class Fence(Protocol):
-    """A point in a stream. The device waits for it through `Runtime.wait`; the host asks or waits here."""
-
-    def query(self) -> bool:
-        """Whether everything before this point has run. Never waits."""
-        ...
-
-    def wait(self) -> None:
-        """Blocks the host until everything before this point has run."""
-        ...
-
-
-@attrs.frozen
-class DoneFence:
-    """A complete fence: a device that runs everything at once records it."""
-
-    def query(self) -> bool:
-        """True."""
-        return True
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
-@attrs.frozen(eq=False)
-class Stream:
-    """A queue of device operations that run in order.
-
-    Attributes:
-        name: for reports.
-        native: the backend's stream object, or None on a device without streams.
-        key: what two names of one backend stream have in common; streams compare by it.
-    """
-
-    name: str
-    native: Any
-    key: object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-def foreign_fence(fence: object) -> ArgumentError:
-    """The error for a fence that another runtime recorded: this one cannot know when it completes."""
-    return ArgumentError(f"{fence!r} was not recorded by this runtime", fence, "record fences with `Runtime.record`")
-
-
-def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
-    """Refuses anything but a fence, or None unless a fence is `needed`.
-
-    Raises:
-        ArgumentError: `fence` has no method `query()`, or is a class.
-    """
-    if fence is None and not needed:
-        return
-    if isinstance(fence, type) or not callable(getattr(fence, "query", None)):
-        problem = f"{operation}: expected a fence as `after`, got {fence!r}"
-        raise ArgumentError(problem, fence, "pass what `Runtime.record()` returns")
+__all__ = ["Counters", "Download", "Fence", "OfThisProcess", "Runtime", "Stream", "check_fence", "foreign_fence"]
 
 
 @attrs.define
 class Counters:
-    """Running totals of one runtime: what a step costs in copies and launches, which is the same on every machine.
+    """Running totals of one runtime: the cost of steps in copies and launches, which is the same on every machine.
 
-    Subtract two snapshots to get the cost of what lies between.
+    Subtract two snapshots to get the cost of the calls between them.
 
     Attributes:
         host_to_device_copies: uploads; a packed upload of many arrays is one.
@@ -175,8 +101,8 @@ Array = npt.NDArray[Any]
 class Download:
     """Several device tensors on their way to the host in one copy. Made by `Runtime.download`.
 
-    The copy lands in pinned memory that is lent to it until its values are taken out. A download that is dropped gives
-    the memory back when its copy has run.
+    The copy lands in pinned memory that is lent to it until its values are taken out. A dropped download gives the
+    memory back when its copy has run.
 
     Attributes:
         done: the fence behind the copy.
@@ -223,7 +149,7 @@ class Download:
         """The values, in memory of their own. Waits for this copy and for nothing behind it.
 
         Raises:
-            CaptureError: the current stream is being captured; what is waited for may then not be asked.
+            CaptureError: the current stream is being captured; its fences may then not be queried.
             Violation: STAGING_REUSED, at `cheap`: the memory was given to another copy meanwhile.
         """
         if self._arrays is None:
@@ -238,17 +164,15 @@ class Download:
                     times_checked[_STAGING_REUSED] += 1
                 else:
                     invariants.staging_reused(self._lending, lent, object=self, operation="resolve", step=self.step)
-            arrays, start = [], 0
+            arrays, start, block = [], 0, self._block
             for dtype, shape, nbytes in self._kinds:
                 # Copied as bytes: in the block a number may stand where it is not aligned.
-                self._runtime.host_accesses(
-                    self._block.tensor, start, start + nbytes, "download: take out", writes=False
-                )
-                array = self._block.bytes[start : start + nbytes].copy().view(dtype)
+                self._runtime.host_accesses(block.tensor, start, start + nbytes, "download: take out", writes=False)
+                array = block.bytes[start : start + nbytes].copy().view(dtype)
                 arrays.append(array if len(shape) == 1 else array.reshape(shape))
                 start += nbytes
             self._arrays = arrays
-            self._landing.give_up(self._block)
+            self._landing.give_up(block)
         return self._arrays
 
 
@@ -267,8 +191,6 @@ class Owner:
 @final
 @attrs.define(eq=False)
 class _Lifetime:
-    """Goes with the thread that it is kept by."""
-
     owner: Owner
 
     def __del__(self) -> None:
@@ -295,11 +217,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class OfThisProcess:
-    """Base of what belongs to a runtime of this process: it can be neither copied nor pickled."""
+    """Base of objects that belong to a runtime of this process: they can be neither copied nor pickled."""
 
     __slots__ = ()
 
-    def __reduce__(self) -> NoReturn:  # `copy` and `deepcopy` ask it too
+    def __reduce__(self) -> NoReturn:  # `copy` and `deepcopy` call it too
         problem = f"{self!r} cannot be copied or pickled: it belongs to a runtime of this process"
         raise DeviceError(problem, type(self).__name__, "send host values, and make it anew on the other side")
 
@@ -317,15 +239,19 @@ class Runtime(OfThisProcess, abc.ABC):
         counters: running totals.
         owner: the thread that may use it.
         new_version: gives a number that no other value of this runtime has.
-        remember_memory: of all runtimes of a CPU: whether they remember from their beginning which memory is the
-            device's. Set where `no_hidden_sync` is imported.
+        remember_memory: whether every runtime of a CPU remembers from its beginning which memory is the device's. Set
+            where `no_hidden_sync` is imported.
     """
 
     remember_memory: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
+        if not 1 <= steps_in_flight <= MOST_STEPS:
+            problem = f"expected steps_in_flight of 1 to {MOST_STEPS}, got {steps_in_flight}"
+            remedy = "declare 1 for a synchronous engine, 2 for one step of overlap"
+            raise ArgumentError(problem, steps_in_flight, remedy)
         self.device = device
-        self.steps_in_flight = _declared_depth(steps_in_flight)
+        self.steps_in_flight = operator.index(steps_in_flight)
         self.step = 0
         self.counters = Counters()
         self.owner = owner_of_this_thread()
@@ -343,25 +269,22 @@ class Runtime(OfThisProcess, abc.ABC):
         return f"{kind}(device={device!r}, steps_in_flight={self.steps_in_flight}, step={self.step})"
 
     def join_group(self) -> "Agreement":
-        """Makes the pools of this runtime go by what all ranks of a group have seen complete; see `Agreement`.
+        """Makes the pools of this runtime count a fence as complete when all ranks of a group do; see `Agreement`.
 
         Raises:
             ArgumentError: it has joined one already, or a step has begun.
         """
         self.check_owner("join_group")
         if self.agreement is not None or self.step:
-            raise ArgumentError(
-                f"join_group of {self!r}"
-                + (", which is in a group" if self.agreement else ", which has begun to work"),
-                self.step,
-                "join once, when the runtime was opened: what was freed before has no number that ranks share",
-            )
+            problem = f"join_group of {self!r}, which {'is in a group' if self.agreement else 'has begun to work'}"
+            remedy = "join once, when the runtime was opened: what was freed before has no number that ranks share"
+            raise ArgumentError(problem, self.step, remedy)
         from batchstate.runtime.agreement import Agreement  # few join one
 
         self.agreement = Agreement()
         return self.agreement
 
-    # What a device implements
+    # The methods of a device
 
     @abc.abstractmethod
     def _pinned(self, nbytes: int) -> torch.Tensor:
@@ -412,7 +335,7 @@ class Runtime(OfThisProcess, abc.ABC):
         """A fence behind everything enqueued on `stream` (the current one by default) so far."""
 
     def _fence_behind(self, stream: Stream) -> Fence:
-        """`record` in a call that has asked before whether the current stream is captured."""
+        """`record` without the check for a capture, in a call that has made it before."""
         return self.record(stream)
 
     @abc.abstractmethod
@@ -466,10 +389,10 @@ class Runtime(OfThisProcess, abc.ABC):
     def declare_indices(self, space: str, capacity: SupportsIndex) -> None:
         """Says how many indices an index space has, 0 included, so that columns and extras that hold them are checked.
 
-        Pools declare `slot`, `page`, `location`, `host_location` and `state`; of several pools the largest counts.
+        Pools declare `slot`, `page`, `location`, `host_location` and `state`; the largest of several pools counts.
 
         Raises:
-            ArgumentError: not a name, or no index at all.
+            ArgumentError: no name, or no index at all.
         """
         self.check_owner("declare_indices")
         number = operator.index(capacity)
@@ -479,12 +402,12 @@ class Runtime(OfThisProcess, abc.ABC):
         self._index_spaces[space] = max(number, self._index_spaces.get(space, 0))
 
     def check_indices(self, indices: Array, space: str, *, declared: bool = True, **where: Unpack[Where]) -> None:
-        """Refuses what is not an index of a space: negative placeholders, and what lies beyond its capacity. O(n).
+        """Refuses integers of any shape that are no indices of a space: negative ones, or beyond its capacity. O(n).
 
         Args:
             indices: integers of any shape.
             space: its name.
-            declared: whether the space has to be declared. Otherwise one that is not has no end.
+            declared: whether the space has to be declared; otherwise an undeclared one has no end.
             where: for the report.
 
         Raises:
@@ -514,13 +437,7 @@ class Runtime(OfThisProcess, abc.ABC):
         return tensor
 
     def device_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> torch.Tensor:
-        """Zeroed device memory for tables that outlive a step. Not counted as a device operation.
-
-        Args:
-            shape: of the tensor.
-            dtype: of the tensor.
-            name: for reports of test tools.
-        """
+        """Zeroed device memory for tables that outlive a step. Not counted as an operation. `name` is for reports."""
         self.check_owner("device_zeros")
         # A table is written in place for as long as it lives; only inference mode may write an inference tensor.
         with torch.inference_mode(False):
@@ -532,13 +449,7 @@ class Runtime(OfThisProcess, abc.ABC):
         return tensor
 
     def mapped_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> MappedMemory:
-        """Zeroed pinned host memory that kernels can address too, for memory that outlives a step.
-
-        Args:
-            shape: of the tensors.
-            dtype: of the tensors.
-            name: for reports of test tools.
-        """
+        """Zeroed pinned host memory that kernels can address too, and that outlives a step; `name` is for reports."""
         self.check_owner("mapped_zeros")
         self.refuse_capture("allocating host memory")
         with torch.inference_mode(False):
@@ -567,8 +478,8 @@ class Runtime(OfThisProcess, abc.ABC):
 
         Args:
             arrays: any number of arrays of shared dtypes.
-            into: device memory uint8[nbytes] that is written, for addresses that stay; by default new memory. The
-                caller sees to it that no earlier forward still reads it.
+            into: device memory uint8[nbytes] to be written, by default new memory. The caller sees to it that no
+                earlier forward still reads it.
 
         Raises:
             CaptureError: the current stream is being captured; staging memory would be baked into the graph.
@@ -579,19 +490,13 @@ class Runtime(OfThisProcess, abc.ABC):
             self.check_owner("upload")
         if self.capturing:
             self.refuse_capture("an upload")
-        try:
-            places, nbytes = packed_places(arrays)
-        except (AttributeError, TypeError) as error:
-            if isinstance(error, DtypeError):
-                raise
-            problem = f"upload: expected arrays, got {arrays!r}"
-            raise DtypeError(problem, arrays, "pass a list of numpy arrays") from None
+        places, nbytes = packed_places(arrays)
         if into is not None and into.numel() < nbytes:
             problem = f"upload: expected at least {nbytes} bytes of memory, got {into.numel()}"
             raise ShapeError(problem, nbytes, "pass a larger tensor as `into`")
         block = self.staging_block(nbytes)
-        for array, place in zip(arrays, places, strict=True):
-            block.write(array, place[0])
+        for array, (start, _, _) in zip(arrays, places, strict=True):
+            block.write(array, start)
         return self.send(block, nbytes, places, into=into)
 
     def staging_block(self, nbytes: int) -> StagingBlock:
@@ -633,21 +538,13 @@ class Runtime(OfThisProcess, abc.ABC):
             tensors: made on the current stream, of dtypes that numpy has too.
             name: for reports.
 
-        Returns:
-            what hands the values out once they are there.
-
         Raises:
             CaptureError: the current stream is being captured.
             DtypeError: a dtype that numpy lacks.
         """
         self.check_owner("download")
         self.refuse_capture("a download")
-        try:
-            kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape), tensor.nbytes) for tensor in tensors]
-        except (AttributeError, TypeError) as error:
-            if isinstance(error, DtypeError):
-                raise
-            raise DtypeError(f"{name}: expected tensors, got {tensors!r}", tensors, "pass a list of tensors") from None
+        kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape), tensor.nbytes) for tensor in tensors]
         parts = [
             tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
             for tensor in tensors
@@ -669,7 +566,7 @@ class Runtime(OfThisProcess, abc.ABC):
         """The second half of `download`: one copy. For the library.
 
         Args:
-            packed: the bytes of several tensors, or one vector of a dtype that numpy has; None where there is nothing.
+            packed: the bytes of several tensors, or one vector of a dtype that numpy has; None for nothing.
             kinds: dtype, shape and bytes of each tensor in them.
             name: for reports.
             stream: the current one.
@@ -694,7 +591,7 @@ class Runtime(OfThisProcess, abc.ABC):
         return self._read_back(tensor)
 
     def inspect(self, tensor: torch.Tensor) -> Array:
-        """What `read_back` does, for checks: counted in `check_reads` and nowhere else."""
+        """The same as `read_back` for checks: counted in `check_reads` and nowhere else."""
         self.refuse_capture("a check's read-back")
         self.counters.check_reads += 1
         return self._read_back(tensor)
@@ -712,7 +609,7 @@ class Runtime(OfThisProcess, abc.ABC):
     def close(self) -> None:
         """Waits until the device has run everything, and gives the staging memory back.
 
-        What was made with the runtime stays valid; an upload after it allocates staging memory anew.
+        Values made with the runtime stay valid; an upload after it allocates staging memory anew.
         """
         self.synchronize()
         self._staging.clear()
@@ -749,10 +646,7 @@ class Runtime(OfThisProcess, abc.ABC):
             **kwargs: for `operation`.
 
         Returns:
-            what `operation` returns.
-
-        Raises:
-            OwnerThreadError: called from a thread that does not own the runtime.
+            the result of `operation`.
         """
         if threading.get_ident() != self.owner.ident:
             self.check_owner(name or "launch")
@@ -784,14 +678,14 @@ class Runtime(OfThisProcess, abc.ABC):
             tensor: device memory.
             made_on: the stream that made it.
             ready: a fence behind its making.
-            synchronised: keys of the streams that have it already, of memory that is not written again. Nothing is done
+            synchronised: keys of the streams that have it already, if the memory is not written again. Nothing is done
                 for these; a new one is added.
         """
         current = self.current_stream
         if current is made_on or current == made_on or (synchronised is not None and current.key in synchronised):
             return tensor
         if synchronised is not None and len(synchronised) >= MOST_SYNCHRONISED:
-            synchronised.clear()  # streams that are made anew in each step; who is left waits once more
+            synchronised.clear()  # an engine may make its streams anew in each step; those in use wait once more
         if not self.capturing:
             self.wait(ready or self.record(made_on), stream=current)
             self.counters.cross_stream_uses += 1
@@ -814,23 +708,23 @@ class Runtime(OfThisProcess, abc.ABC):
             _log.warning("%r: checks that read the device are suspended while a graph is captured", self)
         return suspended
 
-    def refuse_capture(self, what: str) -> None:
-        """Refuses what must not happen while the current stream is captured.
+    def refuse_capture(self, action: str) -> None:
+        """Refuses an action while the current stream is captured.
 
         Raises:
             CaptureError: it is.
         """
         if self.capturing:
-            problem = f"{what} is not possible while the stream is captured"
+            problem = f"{action} is not possible while the stream is captured"
             raise CaptureError(problem, None, "prepare inputs before the capture, into buffers with fixed addresses")
 
     # For test tools. The first two are hooks: a tool overrides them, and here they do nothing.
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
-        """Says what reports call the memory of a tensor."""
+        """Names the memory of a tensor, for reports."""
 
     def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
-        """Says that the host, or a peer, is about to read or write pinned memory that the device uses too.
+        """Says that the host, or a peer, is about to read or write rows of pinned memory that the device uses too.
 
         Args:
             memory: staging memory, where a download landed, or mapped memory.
@@ -843,7 +737,7 @@ class Runtime(OfThisProcess, abc.ABC):
     def known_memory(self) -> KnownMemory:
         """The device memory that was made through the runtime and is alive, from now on if not from the beginning.
 
-        For tools that must tell device tensors from host tensors where both lie in CPU memory.
+        For tools that tell device tensors from host tensors where both lie in CPU memory.
         """
         if self._known_memory is None:
             self._known_memory = KnownMemory()
@@ -851,18 +745,3 @@ class Runtime(OfThisProcess, abc.ABC):
                 if (tensor := reference()) is not None:
                     self._known_memory.add(tensor)
         return self._known_memory
-
-
-def _declared_depth(steps_in_flight: SupportsIndex) -> int:
-    """`steps_in_flight` as a positive int."""
-    remedy = "declare 1 for a synchronous engine, 2 for one step of overlap"
-    problem = f"expected steps_in_flight of 1 to {MOST_STEPS}, got {steps_in_flight!r}"
-    if isinstance(steps_in_flight, bool):
-        raise DtypeError(problem, steps_in_flight, remedy)
-    try:
-        depth = operator.index(steps_in_flight)
-    except TypeError:
-        raise DtypeError(problem, steps_in_flight, remedy) from None
-    if not 1 <= depth <= MOST_STEPS:
-        raise ArgumentError(problem, depth, remedy)
-    return depth

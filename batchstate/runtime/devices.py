@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.runtime.base import Array, Counters, DoneFence, Fence, Runtime, Stream, foreign_fence
+from batchstate.runtime.base import Array, Counters, Runtime
 from batchstate.runtime.memory import MappedMemory, StagingBlock, device_view
+from batchstate.runtime.streams import DoneFence, Fence, Stream, foreign_fence
 
 MOST_EVENTS = 256
-"""Events that are recorded anew once their fences are gone. One that is waited for longer is let go."""
+"""Events that are recorded anew once their fences are gone. Beyond this, the oldest that is still in use is dropped."""
 
 _DONE = DoneFence()
 _ids = itertools.count()
@@ -24,7 +25,7 @@ _ids = itertools.count()
 class CpuRuntime(Runtime):
     """A plain CPU as device: every operation runs at once, and streams have a name and no concurrency.
 
-    Device memory is an allocation of its own. `.to("cpu")` and `torch.from_numpy` would alias the host; two sides that
+    Device memory is an allocation of its own. `.to("cpu")` and `torch.from_numpy` would alias the host: two sides that
     alias always agree, and every check of them would be vacuous.
     """
 
@@ -46,7 +47,7 @@ class CpuRuntime(Runtime):
             target.numpy()[...] = block.bytes[:nbytes]
             return target
         if not nbytes:
-            return self._device_memory((0,), torch.uint8)  # numpy gives nothing a stride of 0, which torch cannot view
+            return self._device_memory((0,), torch.uint8)  # an empty array has a stride of 0, which torch cannot view
         return torch.from_numpy(block.bytes[:nbytes].copy())
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
@@ -148,12 +149,10 @@ class AcceleratorRuntime(Runtime):
             raise ArgumentError(problem, str(device), "use 'cpu', or a machine and a torch build that have this device")
         self._module = module
         index: int | None = device.index  # torch's stub says int, and a device named without one has None
-        if index is None:
-            index = module.current_device()
-        self._index = index
-        super().__init__(torch.device(device.type, index), steps_in_flight=steps_in_flight)
-        self._known: dict[object, Stream] = {}
-        self._events: deque[Any] = deque()  # the last ones that were recorded
+        self._index: int = module.current_device() if index is None else index
+        super().__init__(torch.device(device.type, self._index), steps_in_flight=steps_in_flight)
+        self._streams: dict[object, Stream] = {}
+        self._events: deque[Any] = deque()  # the latest that were recorded
         self._current_ids = _stream_ids(module, self.device)
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
@@ -188,7 +187,7 @@ class AcceleratorRuntime(Runtime):
 
     @contextlib.contextmanager
     def _synchronisation_allowed(self) -> Iterator[None]:
-        """Calls named for waiting may wait, also where the engine runs under torch's sync-debug mode."""
+        """A window for calls named for waiting, where the engine runs under torch's sync-debug mode."""
         before = self._module.get_sync_debug_mode() if hasattr(self._module, "get_sync_debug_mode") else 0
         if before == 0:
             yield
@@ -200,21 +199,21 @@ class AcceleratorRuntime(Runtime):
             self._module.set_sync_debug_mode(before)
 
     def stream(self, name: str) -> Stream:
-        """A new stream of the device. Torch has few, and may give one out again: its last name is then the one."""
+        """A new stream of the device. Torch has few, and may give one out again: the last name counts."""
         native = self._module.Stream(device=self.device)
         key = (native.device_index, native.stream_id)
-        self._known[key] = made = Stream(name, native, key)
-        return made
+        stream = self._streams[key] = Stream(name, native, key)
+        return stream
 
     @property
     def current_stream(self) -> Stream:
         """Torch's current stream, also where the engine has set it."""
         key = self._current_ids()
-        known = self._known.get(key)
-        if known is None:
+        stream = self._streams.get(key)
+        if stream is None:
             native = self._module.current_stream(self.device)
-            known = self._known[key] = Stream("default" if not native.stream_id else "of the engine", native, key)
-        return known
+            stream = self._streams[key] = Stream("default" if not native.stream_id else "of the engine", native, key)
+        return stream
 
     @contextlib.contextmanager
     def use(self, stream: Stream) -> Iterator[None]:
@@ -234,14 +233,14 @@ class AcceleratorRuntime(Runtime):
 
     def record(self, stream: Stream | None = None) -> Fence:
         """An event recorded on `stream`."""
-        if self.capturing:  # the event would belong to the graph, and could not be asked
+        if self.capturing:  # the event would belong to the graph, and could not be queried
             self.refuse_capture("recording a fence")
         return self._fence_behind(stream or self.current_stream)
 
     def _fence_behind(self, stream: Stream) -> Fence:
         events = self._events
-        # To record the oldest event anew takes a third of making one. A holder of it, or of its fence, may still ask or
-        # await it. A finalizer of the fence could not tell: another finalizer may keep what is garbage with it.
+        # To record the oldest event anew takes a third of making one. A holder of it, or of its fence, may still query
+        # or await it. A finalizer of the fence could not tell: another finalizer may keep its garbage alive.
         oldest = [events.popleft()] if events else []
         if oldest and sys.getrefcount(oldest[0]) == 2:
             event = oldest[0]
@@ -273,7 +272,7 @@ def _stream_ids(module: Any, device: torch.device) -> Callable[[], tuple[int, in
 
     `torch.cuda.current_stream` makes an object each time from the answer of a private function. That one takes 0.1 us
     and the object 2.7 us, where a decode step takes 25 us and needs it twice (torch 2.13); so the private function is
-    called directly where it exists and gives the same answer.
+    called directly if it exists and gives the same answer.
     """
 
     def public() -> tuple[int, int]:

@@ -1,9 +1,7 @@
-"""The memory that crosses between host and device, and the memory that stays: who may write it, and when; and dtypes.
+"""The memory that crosses between host and device, and the dtypes that both have.
 
 Host memory that a copy reads or fills is pinned and lent: it comes back when the fence behind the copy is complete
-(`Staging`). Device memory is new for each upload (`PackedUpload`), or stays at its address (`FixedMemory`): the device
-orders its reads and writes. `MappedMemory` is host memory that kernels address. `ReadyTensor` is device memory that
-other streams may use, each behind the work that made it.
+(`Staging`). Device memory is new for each upload (`PackedUpload`). `MappedMemory` is host memory that kernels address.
 """
 
 import ctypes
@@ -11,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -19,9 +17,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate.errors import DeviceError, DtypeError
-
-if TYPE_CHECKING:
-    from batchstate.runtime.base import Fence, Runtime, Stream
+from batchstate.runtime.streams import Fence, Stream
 
 Array = npt.NDArray[Any]
 
@@ -42,7 +38,7 @@ NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 BITS = {torch.bfloat16: torch.int16}
 """Dtypes that numpy lacks, and the integers as which their bits lie on the host and cross to the device."""
 
-TORCH_DTYPES = {dtype: torch_one for torch_one, dtype in NUMPY_DTYPES.items()}
+TORCH_DTYPES = {ours: theirs for theirs, ours in NUMPY_DTYPES.items()}
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -61,7 +57,7 @@ def host_dtype(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
     """Numpy's dtype in which values of `dtype` lie on the host, and `dtype` itself if that has their bits alone.
 
     Raises:
-        DtypeError: none.
+        DtypeError: numpy has neither.
     """
     return numpy_dtype(BITS.get(dtype, dtype)), dtype if dtype in BITS else None
 
@@ -80,23 +76,21 @@ def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
 
 def _unshared(dtype: object) -> DtypeError:
     if isinstance(dtype, torch.dtype):
-        names = ", ".join(str(one) for one in NUMPY_DTYPES.values())
-        return DtypeError(f"numpy has no dtype {dtype}", dtype, f"use one of: {names}")
+        return DtypeError(f"numpy has no dtype {dtype}", dtype, f"use one of: {', '.join(map(str, TORCH_DTYPES))}")
     return DtypeError(f"expected a torch dtype, got {dtype!r}", dtype, dtype_meant(dtype))
 
 
-def dtype_meant(given: object) -> str:
-    """A remedy: the torch dtype that stands for what was given in its place."""
+def dtype_meant(value: object) -> str:
+    """A remedy: the torch dtype that a value, such as numpy's dtype or a name, stands for."""
     try:
-        meant = TORCH_DTYPES[np.dtype(given)]  # type: ignore[call-overload]
+        meant = TORCH_DTYPES[np.dtype(value)] if value is not None else None  # type: ignore[call-overload]
     except (KeyError, TypeError, ValueError):
         meant = None
-    return f"pass {meant}" if meant is not None and given is not None else "pass a torch dtype, such as torch.int64"
+    return f"pass {meant or 'a torch dtype, such as torch.int64'}"
 
 
 SMALLEST_BLOCK = 1 << 14
 """Bytes of the smallest block. Batch state of a few hundred requests fits."""
-
 
 MOST_STREAMS = 2
 """Streams that are remembered while no copy of theirs is in flight."""
@@ -122,14 +116,14 @@ class StagingBlock:
         self._front = self.tensor
 
     def front(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """The first bytes as a vector. Steps are of one size for long, so the last answer is kept."""
+        """The first bytes as a vector. Many steps in a row are of one size, so the last answer is kept."""
         if self._front.nbytes != nbytes or self._front.dtype is not dtype:
             with torch.inference_mode(False):  # a view made in inference mode can be written there alone
                 self._front = self.tensor[:nbytes].view(dtype)
         return self._front
 
     def write(self, array: npt.NDArray[Any], start: int) -> None:
-        """Copies the elements of an array, in order, to where byte `start` is."""
+        """Copies the elements of an array, in order, to byte `start` and on."""
         try:
             contents = array.data.cast("B")
         except TypeError:  # not contiguous, or without elements
@@ -158,7 +152,7 @@ class Staging:
     allocate: Callable[[int], torch.Tensor]
     depth: int
     _free: dict[int, list[StagingBlock]] = attrs.field(factory=dict, init=False)
-    _in_flight: dict[object, deque[tuple["Fence", int, StagingBlock]]] = attrs.field(factory=dict, init=False)
+    _in_flight: dict[object, deque[tuple[Fence, int, StagingBlock]]] = attrs.field(factory=dict, init=False)
     _lendings: int = attrs.field(default=0, init=False)
 
     def take(self, nbytes: int) -> StagingBlock:
@@ -175,11 +169,11 @@ class Staging:
         block.lending = self._lendings
         return block
 
-    def release(self, block: StagingBlock, fence: "Fence", step: int, stream: object = None) -> None:
+    def release(self, block: StagingBlock, fence: Fence, step: int, stream: object = None) -> None:
         """Gives a block back once `fence`, recorded behind the copy that reads it, is complete.
 
-        `stream` is the key of the stream that copies: blocks of one stream come back in order, and a stream that is
-        busy keeps none of another's.
+        `stream` is the key of the copying stream: blocks of one stream come back in order, and a busy stream keeps none
+        of another's.
         """
         self._in_flight.setdefault(stream, deque()).append((fence, step, block))
 
@@ -189,11 +183,7 @@ class Staging:
         self._free.setdefault(block.bytes.size, []).append(block)
 
     def reap(self) -> int | None:
-        """Makes every block free whose copy has run, oldest first on each stream.
-
-        Returns:
-            step of the oldest copy that has not run, or None.
-        """
+        """Frees every block whose copy has run; the step of the oldest copy that has not, or None."""
         oldest: int | None = None
         # A copy: giving up an abandoned download, which a collection of garbage may do here, adds a stream.
         for stream, in_flight in list(self._in_flight.items()):
@@ -217,15 +207,14 @@ class Staging:
 
 
 ALIGNMENT = 16
-"""Bytes at which each array starts: the widest load that a kernel makes."""
-
+"""Each array starts at a multiple of so many bytes: the widest load that a kernel makes."""
 
 Place = tuple[int, "np.dtype[Any]", tuple[int, ...]]
 """Where an array starts, in bytes, its dtype and its shape."""
 
 
 def packed_places(arrays: Sequence[npt.NDArray[Any]], first: int = 0) -> tuple[list[Place], int]:
-    """Where each array lies in the packed buffer, from byte `first` on, and the buffer's size in bytes.
+    """The place of each array in the packed buffer, from byte `first` on, and the buffer's size in bytes.
 
     Raises:
         DtypeError: an array of anything but numbers.
@@ -241,9 +230,9 @@ def packed_places(arrays: Sequence[npt.NDArray[Any]], first: int = 0) -> tuple[l
     return places, size
 
 
-def view_at(buffer: torch.Tensor, place: Place) -> torch.Tensor:
-    """The array at `place` of uint8[nbytes]. A write into it in place counts as one into the buffer."""
-    start, dtype, shape = place
+def view_at(buffer: torch.Tensor, at: Place) -> torch.Tensor:
+    """The array at a place of uint8[nbytes]. A write into it in place counts as one into the buffer."""
+    start, dtype, shape = at
     return _strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape)
 
 
@@ -271,8 +260,8 @@ class PackedUpload:
     """
 
     buffer: torch.Tensor
-    stream: "Stream"
-    ready: "Fence"
+    stream: Stream
+    ready: Fence
     _places: list[Place]
     synchronised: set[object] = attrs.field(factory=set, init=False)
     _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
@@ -290,12 +279,12 @@ class PackedUpload:
         return view
 
     def shared(self, index: int) -> torch.Tensor:
-        """The same, made anew, of which a write in place counts as one into the buffer."""
+        """The same, made anew. A write into it in place counts as one into the buffer."""
         start, dtype, shape = self._places[index]
         return _strided(self._typed_as(dtype), start // dtype.itemsize, shape)
 
     def group(self, index: int, dtype: np.dtype[Any], num_rows: int) -> tuple[torch.Tensor, ...]:
-        """The columns of the group `index` [k, n, ...] as `dtype`, of the same width, the first `num_rows` of each.
+        """The first `num_rows` rows of each column of the group `index` [k, n, ...], as `dtype` of the same width.
 
         All in one call: a view of each costs several times as much. A write into one counts as one into the buffer.
         """
@@ -307,7 +296,7 @@ class PackedUpload:
         return typed.as_strided((num_columns, num_rows), (pitch, 1), first).unbind(0)
 
     def row(self, index: int, member: int, dtype: np.dtype[Any], num_rows: int) -> torch.Tensor:
-        """One column of what `group` gives."""
+        """One column of those that `group` gives."""
         start, _, (_, pitch) = self._places[index]
         first = start // dtype.itemsize + member * pitch
         return self._typed_as(dtype)[first : first + num_rows]
@@ -319,36 +308,6 @@ class PackedUpload:
         return typed
 
 
-class ReadyTensor(NamedTuple):
-    """A device tensor that exists, and what another stream has to know before it uses it. Made by the library.
-
-    Attributes:
-        tensor: on the device.
-        stream: the stream that made it.
-        ready: a fence recorded after the work that made it; None stands for all work of `stream`.
-        synchronised: keys of other streams that are synchronised with it; see `Runtime.use_on_current_stream`.
-    """
-
-    tensor: torch.Tensor
-    stream: "Stream"
-    ready: "Fence | None"
-    synchronised: set[object]
-
-    @classmethod
-    def uploaded(cls, tensor: torch.Tensor, packed: PackedUpload) -> Self:
-        """`tensor`, a view of a packed upload."""
-        return cls(tensor, packed.stream, packed.ready, packed.synchronised)
-
-    @classmethod
-    def made_now(cls, tensor: torch.Tensor, runtime: "Runtime") -> Self:
-        """A tensor that the current stream has made."""
-        return cls(tensor, runtime.current_stream, None, set())
-
-    def on_current_stream(self, runtime: "Runtime") -> torch.Tensor:
-        """The tensor, ordered before and kept alive for what the current stream does next."""
-        return runtime.use_on_current_stream(self.tensor, self.stream, self.ready, synchronised=self.synchronised)
-
-
 @final
 @attrs.frozen(eq=False)
 class MappedMemory:
@@ -356,7 +315,7 @@ class MappedMemory:
 
     Attributes:
         host: the host's tensor; it keeps the memory alive.
-        device: what kernels index: their reads and writes cross the bus.
+        device: the tensor for kernels: their reads and writes cross the bus.
     """
 
     host: torch.Tensor
@@ -364,84 +323,12 @@ class MappedMemory:
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """The memory, uint8[nbytes]. The host has to know by itself when it may look."""
+        """The memory, uint8[nbytes]. Nothing orders the host's use of it behind the device's."""
         return bytes_of(self.host)
 
 
-@final
-class FixedMemory:
-    """Device memory whose address stays, written in place again and again while forwards read it.
-
-    Tables, and the buffers that a captured graph reads. A write comes behind every forward that still reads, and behind
-    what other streams wrote; a read comes behind the last write. The order is the device's: the host never waits.
-
-    Attributes:
-        runtime: the device.
-        memory: itself, in no order with any other use. `ordered` gives it for the current stream.
-    """
-
-    def __init__(self, runtime: "Runtime", memory: torch.Tensor) -> None:
-        self.runtime = runtime
-        self.memory = memory
-        self._last_writer: Stream = runtime.current_stream
-        self._written: Fence | None = None  # behind the last write; without it, all that its stream holds is waited for
-        self._synchronised: set[object] = set()
-        self._readers: list[tuple[Fence, set[Stream]]] = []
-
-    def __repr__(self) -> str:
-        return f"FixedMemory({self.memory.dtype}{list(self.memory.shape)}, {len(self._readers)} readers)"
-
-    def ordered(self) -> torch.Tensor:
-        """The memory, for the current stream, which waits for what another stream wrote last."""
-        return self.runtime.use_on_current_stream(
-            self.memory, self._last_writer, self._written, synchronised=self._synchronised
-        )
-
-    def read_until(self, fence: "Fence") -> None:
-        """A launched forward reads until `fence`: each stream that writes next waits for it."""
-        self._forget_finished_readers()
-        self._readers.append((fence, set()))
-
-    def await_readers(self) -> None:
-        """Orders what the current stream does next behind forwards that read, and behind writes from other streams."""
-        current = self.runtime.current_stream
-        if not self._readers and current is self._last_writer:
-            return
-        if self.runtime.capturing:
-            return  # a captured stream may not wait for what lies outside its graph: its replay is ordered instead
-        if self._readers:
-            self._forget_finished_readers()
-        for fence, waited in self._readers:
-            if current not in waited:
-                self.runtime.wait(fence, stream=current)
-                waited.add(current)
-        if current is not self._last_writer:
-            self.ordered()
-            self._last_writer = current
-
-    def note_write(self, fence: "Fence | None" = None, *, fenced: bool = True) -> None:
-        """The next reader on another stream waits for this write, and for nothing behind it.
-
-        `fence` is behind it and what was launched with it; by default one is recorded now. Unless it is `fenced`, all
-        that the stream has is waited for, until another call tells of a fence.
-        """
-        if fence is None and fenced and not self.runtime.capturing:
-            fence = self.runtime.record(self._last_writer)
-        self._written = fence
-        self._synchronised = set()
-
-    def note_foreign_write(self) -> None:
-        """The same for a write that was launched by others on the current stream, in an order of their own."""
-        self._last_writer = self.runtime.current_stream
-        self.note_write()
-
-    def _forget_finished_readers(self) -> None:
-        if self._readers and not self.runtime.capturing:
-            self._readers = [reader for reader in self._readers if not reader[0].query()]
-
-
 def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a contiguous host tensor, uint8[nbytes], whatever its dtype. The tensor must stay alive.
+    """The memory of a contiguous host tensor of any dtype, uint8[nbytes]. The tensor must stay alive.
 
     Raises:
         DeviceError: it is not the host's: reading it there would end the process.
@@ -461,13 +348,8 @@ class _Addressable:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor  # kept alive by the tensor made of this
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (tensor.numel() * tensor.element_size(),),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "version": 3,
-            "strides": None,
-        }
+        shape, data = (tensor.numel() * tensor.element_size(),), (tensor.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": data, "version": 3, "strides": None}
 
 
 def device_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -489,7 +371,7 @@ def device_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @final
 class KnownMemory:
-    """The device memory of a CPU that is alive, by which tools tell it from host memory. It keeps nothing alive."""
+    """The device memory of a CPU that is alive: tools tell it from host memory so. It keeps nothing alive."""
 
     def __init__(self) -> None:
         self._alive: dict[int, weakref.ref[Any]] = {}
