@@ -8,11 +8,11 @@ Checks compare the two, so that a bug in either is found. Every operation costs 
 size.
 
 Each operation of a pool goes in three phases. First it queries fences and reads its arguments: that is code of the
-engine, which may call the pool itself. Then it checks everything, and runs no code of the engine. Then it changes what
-it has to, between `operation = ...` and `operation = None` of its transaction. An error is undone by the operation. An
-interrupt (a `KeyboardInterrupt`, or whatever else a signal handler raises) may come between any two instructions, so
-that nothing can be relied on: then the mark stays, and the pool refuses every later call. An interrupt outside of the
-third phase leaves no mark, because nothing is half changed.
+engine, which may call the pool itself. Then it checks everything, and runs no code of the engine. Then it changes the
+pool, between `operation = ...` and `operation = None` of its transaction: one mark around the whole change, set by the
+operation of the pool (or by `Allocator.take`, where taking is its first change). An error is undone by the operation.
+An interrupt (`KeyboardInterrupt`, or whatever else a signal handler raises) is not: the mark stays, and the pool
+refuses every later call. Outside of the mark nothing is half changed.
 """
 
 import itertools
@@ -20,8 +20,8 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from types import FrameType
-from typing import NoReturn, Protocol, SupportsIndex, TypeVar, final
+from types import TracebackType
+from typing import Any, NoReturn, Protocol, Self, SupportsIndex, TypeVar, final
 
 import attrs
 import numpy as np
@@ -30,7 +30,14 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate._arrays import count
 from batchstate._source_lines import Line, users_line
-from batchstate.errors import ArgumentError, DtypeError, PoolBrokenError, PoolExhaustedError, another_runtime, shown
+from batchstate.errors import (
+    ArgumentError,
+    DtypeError,
+    PoolBrokenError,
+    PoolExhaustedError,
+    another_runtime,
+    expected,
+)
 from batchstate.invariants import times_checked
 from batchstate.mirror import Handles, MirroredTensor, Slots
 from batchstate.runtime.agreement import QueriedFence
@@ -45,32 +52,26 @@ MOST_INDICES = 2**31 - 2
 MOST_TOKENS = 2**62
 """Tokens of one pool: sums of two such numbers are still int64."""
 
-
 _MOST_LINES = 12
-"""Remembered of each take: the library's own, and some of the engine."""
+"""Stack frames kept per take: the library's own, and some of the engine."""
 
 
-def size_of(value: SupportsIndex, what: str, *, least: int = 0, most: int = MOST_INDICES) -> int:
-    """`value` as an int from `least` to `most`.
-
-    Raises:
-        DtypeError: not an integer.
-        ArgumentError: too small or too large.
-    """
-    return count(value, what, least=least, most=most)
+def size_of(value: SupportsIndex, subject: str, *, least: int = 0, most: int = MOST_INDICES) -> int:
+    """`value` as an int from `least` to `most`. Else DtypeError, ArgumentError."""
+    return count(value, subject, least=least, most=most)
 
 
 @final
 class Transaction:
-    """The operation that changes a pool and all that its slots own, which share one; a few attributes, to be quick.
+    """The mark of a pool and of all that its slots own; a few attributes, to be quick.
 
     Attributes:
-        operation: what is changing the pool now, or was interrupted while it did; None while the pool is whole.
-        undoing: whether what is released now counts as never taken.
+        operation: name of the operation that changes the pool, or was interrupted in it; None while the pool is whole.
+        undoing: whether indices released now count as never taken.
         label: of the pool, for reports.
     """
 
-    __slots__ = ("_last", "_owner", "_querying", "_runtime", "label", "operation", "undoing")
+    __slots__ = ("_asking", "_last", "_owner", "_runtime", "label", "operation", "undoing")
 
     def __init__(self, runtime: Runtime, label: str) -> None:
         self._runtime = runtime
@@ -78,21 +79,27 @@ class Transaction:
         self.label = label
         self.operation: str | None = None
         self.undoing = False
-        self._querying: FrameType | None = None
+        self._asking: Any = (False for _ in ())  # the generator that asks fences
         self._last: QueriedFence | None = None
 
-    def __repr__(self) -> str:
-        return f"Transaction({self.label}, {self.operation})"
-
     def enter(self, operation: str) -> None:
-        """Begins a call of the pool.
-
-        Raises:
-            OwnerThreadError: called from a second thread.
-            PoolBrokenError: an operation was interrupted, or calls the pool itself.
-        """
+        """Begins a call of the pool, or refuses it: OwnerThreadError, PoolBrokenError."""
         if self.operation is not None or get_ident() != self._owner.ident:
             self._refuse(operation)
+
+    def changing(self, operation: str) -> Self:
+        """The mark as a context, where its two calls more do not matter: an error takes it away, an interrupt not."""
+        self.operation = operation
+        return self
+
+    def __enter__(self) -> None:
+        """The mark is set already: an interrupt on the way here must find it."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self.operation = None
 
     def _refuse(self, asked: str) -> NoReturn:
         self._runtime.check_owner(asked)
@@ -115,25 +122,15 @@ class Transaction:
         """Whether each fence is complete, or, in a group of ranks, agreed to be. Never waits.
 
         A fence is code of the engine: it may raise, and may call the pool. While it does nothing is complete, so that
-        no fence is queried by its own query.
+        no fence is queried by its own query. The flag for that is `gi_running`, which the interpreter keeps: one that
+        is reset in `finally` can be left set by an interrupt, and would hide every later completion.
         """
-        if self._runtime.agreement is not None:  # what is known here alone does not count
+        if self._runtime.agreement is not None:  # an answer of this rank alone does not count
             return [isinstance(fence, QueriedFence) and fence.complete for fence in fences]
-        if self._querying is not None and _is_running(self._querying):  # a flag could be left set by an interrupt
+        if self._asking.gi_running:
             return [False] * len(fences)
-        self._querying = sys._getframe()
-        try:
-            return [bool(fence.query()) for fence in fences]
-        finally:
-            self._querying = None
-
-
-def _is_running(frame: FrameType) -> bool:
-    """Whether a function that has not returned called this one."""
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is not None
+        self._asking = (bool(fence.query()) for fence in fences)
+        return list(self._asking)
 
 
 class FreeIndices(Protocol):
@@ -144,19 +141,15 @@ class FreeIndices(Protocol):
 
     def top(self, n: int) -> Ints:
         """The next `n` to be taken, in that order, as a new array. They stay free."""
-        ...
 
     def drop(self, n: int) -> None:
-        """Takes away what `top(n)` shows."""
-        ...
+        """Takes away the indices that `top(n)` shows."""
 
     def push(self, indices: Ints) -> None:
         """Makes `indices` free."""
-        ...
 
     def entries(self) -> Ints:
         """All free indices, as a new array."""
-        ...
 
 
 Free = TypeVar("Free", bound=FreeIndices)
@@ -166,28 +159,19 @@ Free = TypeVar("Free", bound=FreeIndices)
 class FreeList:
     """Free ones among the indices `first` to `last`, as a stack: the last freed are the first taken.
 
-    At first all are free, the lowest on top. The stack grows downwards in its memory, so that what is taken or pushed
-    together is one slice, in order.
-
-    Attributes:
-        count: how many are free.
-        capacity: how many there can be.
+    At first all are free, the lowest on top. The stack grows downwards in its memory, so that indices taken or pushed
+    together are one slice, in order.
     """
 
     def __init__(self, first: int, last: int) -> None:
         self._stack = np.arange(first, last + 1, dtype=np.int64)
         self.count = self.capacity = len(self._stack)
 
-    def __repr__(self) -> str:
-        return f"FreeList({self.count} of {self.capacity})"
-
     def top(self, n: int) -> Ints:
-        """The next `n` to be taken, in that order, as a new array. They stay on the stack."""
         at = self.capacity - self.count
         return self._stack[at : at + n].copy()
 
     def drop(self, n: int) -> None:
-        """Takes the next `n` off the stack."""
         self.count -= n
 
     def push(self, indices: Ints) -> None:
@@ -197,7 +181,6 @@ class FreeList:
         self.count += indices.size
 
     def entries(self) -> Ints:
-        """All free indices, as a new array."""
         return self._stack[self.capacity - self.count :].copy()
 
 
@@ -209,11 +192,9 @@ class AllFences:
     fences: tuple[Fence, ...]
 
     def query(self) -> bool:
-        """Whether all are complete. Never waits."""
         return all(fence.query() for fence in self.fences)
 
     def wait(self) -> None:
-        """Blocks the host until all are complete."""
         for fence in self.fences:
             fence.wait()
 
@@ -229,18 +210,12 @@ def joined(*fences: Fence | None) -> Fence | None:
 class PendingQueue:
     """Groups of indices, each behind its fence. Groups leave in any order, as their fences complete.
 
-    The queue copies what enters, so that nothing a caller does later reaches it. It queries fences and never waits for
-    one. All are queried before anything moves, and a complete one is not queried again.
-
-    Attributes:
-        count: indices in the queue.
+    The queue copies the arrays that enter, so that nothing a caller does later reaches it. It queries fences and never
+    waits for one. All are queried before anything moves, and a complete one is not queried again.
     """
 
     count: int = attrs.field(default=0, init=False)
     _groups: list[tuple[QueriedFence, list[Ints]]] = attrs.field(factory=list, init=False)
-
-    def __repr__(self) -> str:
-        return f"PendingQueue({self.count} behind {len(self._groups)} fences)"
 
     def defer(self, fence: QueriedFence, indices: Ints) -> None:
         """Keeps a copy of `indices` until `fence` is complete, or agreed to be."""
@@ -272,16 +247,16 @@ class PendingQueue:
             self.count -= indices.size
 
     def withdraw(self, indices: Ints) -> list[tuple[QueriedFence, Ints]]:
-        """Takes `indices` out of the queue; the fences that they were behind, and which were behind each."""
-        found = []
+        """Takes `indices` out of the queue; returns the fences that they were behind, with those behind each."""
+        withdrawn = []
         for fence, parts in self._groups:
             for at, part in enumerate(parts):
                 hits = np.isin(part, indices)
                 if np.count_nonzero(hits):
                     parts[at] = part[~hits]
-                    found.append((fence, part[hits]))
-        self.count -= sum(part.size for _, part in found)
-        return found
+                    withdrawn.append((fence, part[hits]))
+        self.count -= sum(part.size for _, part in withdrawn)
+        return withdrawn
 
     def groups(self) -> list[tuple[QueriedFence, Ints]]:
         """The fences and what is behind each, oldest first. Queries nothing."""
@@ -307,13 +282,13 @@ OUT_OF_RANGE, DOUBLE_FREE = Code.SLOT_OUT_OF_RANGE, Code.SLOT_DOUBLE_FREE
 class Allocator:
     """Indices 1 to size + reserve. Index 0 is padding and is in no list.
 
-    Not public: pools validate what callers pass and call this with int64 arrays of their own. What changes it sets the
-    mark of its transaction before the first change; the operation of the pool takes the mark away after its last one.
+    Not public: pools validate arguments and call this with int64 arrays of their own. Their operations set the mark of
+    the transaction, but for `take`, which sets it once it has checked, and `reap`, which is an operation of its own.
 
     Attributes:
         transaction: shared by all that one slot owns.
         label: names the pool in reports.
-        size: what can be taken ordinarily: indices 1 to size.
+        size: indices 1 to size can be taken ordinarily.
         reserve: further indices, up to size + reserve, which only `take(..., reserved=True)` returns.
         capacity: rows that a table indexed by these needs: size + reserve + 1.
         live, pending: how many are taken, and how many are behind a fence.
@@ -357,9 +332,6 @@ class Allocator:
         self._row_of = np.zeros(self.capacity, dtype=np.int32)  # scratch of `repeated` and `distinct`
         self._rows = np.arange(256, dtype=np.int32)
 
-    def __repr__(self) -> str:
-        return f"Allocator({self.label}: {self.free} free, {self.pending} pending, {self.live} live)"
-
     @property
     def states(self) -> npt.NDArray[np.uint8]:
         """The state of each index, uint8[capacity], as a view."""
@@ -381,17 +353,13 @@ class Allocator:
         return self._queue.count
 
     def pending_groups(self) -> list[tuple[QueriedFence, Ints]]:
-        """The fences that something is behind, and what that is, oldest first."""
+        """The fences that indices are behind, each with these, oldest first."""
         return self._queue.groups()
 
     # Taking
 
     def check_available(self, n: int, *, reserved: bool = False) -> None:
-        """Refuses if `n` cannot be taken. Queries no fence: `reap` comes first.
-
-        Raises:
-            PoolExhaustedError: fewer than `n` are free.
-        """
+        """Refuses (PoolExhaustedError) if `n` cannot be taken. Queries no fence: `reap` comes first."""
         free = self._ordinary.count + (self._reserved.count if reserved else 0)
         if n > free:
             pending = self._queue.indices()
@@ -409,14 +377,11 @@ class Allocator:
             )
 
     def next_free(self, n: int) -> Ints:
-        """What `take(n)` would return now, int64[n], a new array."""
+        """The indices that `take(n)` would return now, int64[n], a new array."""
         return self._ordinary.top(n)
 
     def take(self, n: int, operation: str, *, reserved: bool = False) -> Ints:
-        """Takes `n`: of the reserve first if `reserved`, then of the ordinary ones. Queries no fence.
-
-        Returns:
-            int64[n], a new array.
+        """Takes `n`, int64[n]: of the reserve first if `reserved`, then of the ordinary ones. Queries no fence.
 
         Raises:
             PoolExhaustedError: fewer are free.
@@ -450,13 +415,12 @@ class Allocator:
             self.peak_live = live
         return indices
 
-    def revive(self, indices: Ints, operation: str) -> list[tuple[QueriedFence, Ints]]:
+    def revive(self, indices: Ints) -> list[tuple[QueriedFence, Ints]]:
         """Makes unowned indices live that were taken from the free list, or withdraws them if they are pending.
 
         Returns:
-            the fences that pending ones were behind, and which were behind each.
+            the fences that pending ones were behind, with those behind each.
         """
-        self.transaction.operation = operation
         fences = self._queue.withdraw(indices) if self._queue.count else []
         self._states[indices] = LIVE_MARK
         if levels.full or self._taken_at:
@@ -498,7 +462,6 @@ class Allocator:
         n = indices.size
         if not n:
             return
-        self.transaction.operation = operation
         if self.runtime.agreement is not None:
             self.runtime.agreement.note(indices)
         if after is None:
@@ -518,18 +481,14 @@ class Allocator:
             if after is not None:
                 times_checked[IN_FLIGHT] += 1
                 if not self.all_are(indices, PENDING_BYTE):
-                    invariants.slot_in_flight(indices, self._states_of(indices) != PENDING, **self._where(operation))
+                    invariants.slot_in_flight(indices, self._states_of(indices) != PENDING, **self.where(operation))
             self.check_conservation(operation)
 
     def check_none_pending(self, operation: str) -> None:
-        """Refuses if something is behind a fence that was not complete in the last `reap`.
-
-        Raises:
-            Violation: SLOT_IN_FLIGHT, naming the oldest such fence.
-        """
+        """Refuses (SLOT_IN_FLIGHT) if indices are behind a fence that was not complete in the last `reap`; names it."""
         for fence, indices in self._queue.groups():
             in_flight, behind = np.ones(indices.size, dtype=np.bool_), f"{fence.fence!r}, freed in step {fence.step}"
-            invariants.slot_in_flight(indices, in_flight, behind=behind, **self._where(operation))
+            invariants.slot_in_flight(indices, in_flight, behind=behind, **self.where(operation))
 
     def sort_free(self) -> None:
         """Makes the free ones come in ascending order again. Costs O(size)."""
@@ -539,9 +498,10 @@ class Allocator:
             free_list.push(indices)
 
     def reap(self) -> int:
-        """Makes free what is behind a complete fence; says how many. Never waits, queries nothing under capture.
+        """Makes free the indices behind complete fences; says how many. Never waits, queries nothing under capture.
 
-        What a fence raises comes through, and nothing has changed. Called by a fence that it queries, it does nothing.
+        If a fence raises, the error comes through, and nothing has changed. Called by a fence that it queries, it does
+        nothing.
 
         Raises:
             Violation: SLOT_IN_FLIGHT, SLOT_DOUBLE_FREE, SLOT_CONSERVATION, at `cheap`.
@@ -555,7 +515,7 @@ class Allocator:
             for fence, indices in done:
                 if not fence.complete:
                     in_flight = np.ones(indices.size, dtype=np.bool_)
-                    invariants.slot_in_flight(indices, in_flight, **self._where("reap"))
+                    invariants.slot_in_flight(indices, in_flight, **self.where("reap"))
                 self._check_reaped(indices, "reap")
         self.transaction.operation = "reap"
         self._queue.remove(done)
@@ -579,13 +539,13 @@ class Allocator:
     def _push(self, free_list: FreeIndices, indices: Ints) -> None:
         count = free_list.count + indices.size
         if count > free_list.capacity:
-            invariants.slot_conservation(count, 0, 0, free_list.capacity, **self._where("push"))
+            invariants.slot_conservation(count, 0, 0, free_list.capacity, **self.where("push"))
         free_list.push(indices)
 
     # Queries
 
     def live_among(self, indices: Ints) -> npt.NDArray[np.bool_]:
-        """Which of `indices` are live, bool[n]; those out of range are not."""
+        """Whether each of `indices` is live, bool[n]; those out of range are not."""
         live: npt.NDArray[np.bool_] = self._states_of(indices) == LIVE
         return live
 
@@ -607,7 +567,7 @@ class Allocator:
         return np.flatnonzero(self._states[: self.capacity] == LIVE)
 
     def unowned(self) -> Ints:
-        """All free and pending ones, int64[free + pending]; one that is listed twice comes twice."""
+        """All free and pending ones, int64[free + pending]; duplicates are kept."""
         return np.concatenate([self._ordinary.entries(), self._reserved.entries(), self._queue.indices()])
 
     def repeated(self, indices: Ints) -> bool:
@@ -642,35 +602,23 @@ class Allocator:
     # Checks
 
     def check_conservation(self, operation: str) -> None:
-        """Checks that free + pending + live = size + reserve, by three counts kept apart.
-
-        Raises:
-            Violation: SLOT_CONSERVATION.
-        """
+        """Checks that free + pending + live = size + reserve, by three counts kept apart: SLOT_CONSERVATION."""
         free, pending, live = self._ordinary.count + self._reserved.count, self._queue.count, self.live
         # `slot_conservation.holds` takes 0.7 us more, of the 9 us that a take and a free take.
         if free + pending + live == self._total and free >= 0 and live >= 0:
             times_checked[CONSERVATION] += 1
             return
-        invariants.slot_conservation(free, pending, live, self._total, **self._where(operation))
+        invariants.slot_conservation(free, pending, live, self._total, **self.where(operation))
 
     def expect_idle(self, operation: str) -> None:
-        """Checks that nothing is live.
-
-        Raises:
-            Violation: SLOT_CONSERVATION, naming some of what is.
-        """
+        """Checks that nothing is live: SLOT_CONSERVATION, naming some indices that are."""
         self.reap()
         if self.live:
-            invariants.slot_conservation(
-                self.free,
-                self.pending,
-                0,
-                self._total,
-                leaked=self.live_indices(),
-                named=self._named,
-                **self._where(operation),
-            )
+            self.check_live(0, operation, leaked=self.live_indices(), named=self._named)
+
+    def check_live(self, live: int, operation: str, **report: Any) -> None:
+        """Checks that so many are live, as counted elsewhere: SLOT_CONSERVATION; see there for `report`."""
+        invariants.slot_conservation(self.free, self.pending, live, self._total, **report, **self.where(operation))
 
     def verify(self, operation: str = "verify") -> None:
         """Checks every invariant of the allocator from scratch. Costs O(size).
@@ -678,7 +626,7 @@ class Allocator:
         Raises:
             Violation: SLOT_CONSERVATION, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_SHARED, SLOT_IN_FLIGHT.
         """
-        where = self._where(operation)
+        where = self.where(operation)
         self.check_conservation(operation)
         live = self.live_indices()
         ordinary, reserved, pending = self._ordinary.entries(), self._reserved.entries(), self._queue.indices()
@@ -700,7 +648,7 @@ class Allocator:
         invariants.slot_conservation(free.size, pending.size, self.live, self._total, **where)
 
     def _check_fresh(self, indices: Ints, reserved: bool, operation: str) -> None:
-        """Checks that what is about to be taken is free."""
+        """Checks that indices about to be taken are free."""
         times_checked[IN_FLIGHT] += 1
         if (
             self.all_are(indices, FREE_BYTE)
@@ -708,23 +656,24 @@ class Allocator:
             and not (levels.full and (self.repeated(indices) or int(indices.min(initial=1)) < 1))
         ):
             return
-        where, end = self._where(operation), self.capacity if reserved else self.size + 1
+        where, end = self.where(operation), self.capacity if reserved else self.size + 1
         invariants.slot_out_of_range(indices, end, **where)
         invariants.slot_zero_allocated(indices, **where)
         invariants.slot_in_flight(indices, self._states_of(indices) == PENDING, **where)
         invariants.slot_shared(np.concatenate([self.live_indices(), indices]), **where)
 
     def _check_reaped(self, indices: Ints, operation: str) -> None:
-        """Checks that what leaves the queue is what entered it."""
+        """Checks that indices that leave the queue are those that entered it."""
         times_checked[OUT_OF_RANGE] += 1
         times_checked[DOUBLE_FREE] += 1
         if self.all_are(indices, PENDING_BYTE) and not self.repeated(indices):  # the fast form of both
             return
-        where = self._where(operation)
+        where = self.where(operation)
         invariants.slot_out_of_range(indices, self.capacity, **where)
         invariants.slot_double_free(indices, self._states_of(indices) == PENDING, **where)
 
-    def _where(self, operation: str) -> Where:
+    def where(self, operation: str) -> Where:
+        """For reports of invariants."""
         return {"object": self.label, "operation": operation, "step": self.runtime.step}
 
 
@@ -741,10 +690,6 @@ class Generations:
 
     A handle is good while its slot is live and has the generation that the handle holds. So the order in which slots
     are reused does not matter: the last one freed may be the next one taken, and a handle kept too long is still found.
-
-    Attributes:
-        pool_id: id of the pool, which its handles carry.
-        name: of the pool.
     """
 
     def __init__(self, runtime: Runtime, allocator: Allocator, *, name: str) -> None:
@@ -756,21 +701,17 @@ class Generations:
         self._seen = self._generations.copy()  # at the last `verify`
         _pools[self.pool_id] = self
 
-    def __repr__(self) -> str:
-        return f"Generations({self.name!r}, pool {self.pool_id})"
-
     def new_handles(self, rows: Ints) -> Slots:
-        """New handles for slots that were just taken: takes over `rows`, int64[n].
-
-        Raises:
-            Violation: SLOT_STALE_HANDLE, at `cheap`: a generation did not rise.
-        """
+        """New handles for slots that were just taken: takes over `rows`, int64[n]. Raises as `rise`."""
         slots = Slots.of_pool(self._runtime, rows, self.rise(rows), pool_id=self.pool_id, name=self.name)
         slots.held_at = self._allocator.frees
         return slots
 
     def rise(self, rows: Ints) -> Ints:
-        """Raises the generations of `rows`, which were just taken, and returns them, int64[n]. See `new_handles`."""
+        """Raises the generations of `rows`, which were just taken, and returns them, int64[n].
+
+        SLOT_STALE_HANDLE, at `cheap`: a generation did not rise.
+        """
         before = self._generations[rows]
         generations: Ints = before + ONE
         self._generations[rows] = generations
@@ -778,7 +719,7 @@ class Generations:
             generations.item() <= before.item() if rows.size == 1 else 1 in (generations <= before).tobytes()
         ):
             # A generation that stands still would make the handles of the former owner valid again.
-            invariants.slot_stale_handle(rows, before + 1, generations, **self._where("take"))
+            invariants.slot_stale_handle(rows, before + 1, generations, **self._allocator.where("take"))
         return generations
 
     @property
@@ -810,14 +751,14 @@ class Generations:
             self.check_held(rows, held, operation)
             slots.held_at = frees
         if unique and self._allocator.repeated(rows):
-            invariants.slot_shared(rows, **self._where(operation))
+            invariants.slot_shared(rows, **self._allocator.where(operation))
         return rows
 
     def check_held(self, rows: Ints, held: Ints, operation: str) -> None:
-        """Refuses rows int64[n] of which one is not live, or not of the generation `held`."""
+        """Refuses rows int64[n] if one is not live, or not of the generation `held`."""
         times_checked[STALE_HANDLE] += 1
         if not self.all_held(rows, held):
-            where = self._where(operation)
+            where = self._allocator.where(operation)
             invariants.slot_out_of_range(rows, self._allocator.capacity, **where)
             invariants.slot_zero_allocated(rows, **where)
             current = np.where(self._allocator.live_among(rows), self._generations[rows], -1)
@@ -827,7 +768,7 @@ class Generations:
         """The same for slots that are about to be freed: dead and repeated ones are SLOT_DOUBLE_FREE."""
         times_checked[DOUBLE_FREE] += 1
         if not self.all_held(rows, held) or (rows.size > 1 and self._allocator.repeated(rows)):
-            where = self._where(operation)
+            where = self._allocator.where(operation)
             invariants.slot_out_of_range(rows, self._allocator.capacity, **where)
             invariants.slot_zero_allocated(rows, **where)
             invariants.slot_double_free(rows, self._allocator.live_among(rows), **where)
@@ -838,14 +779,10 @@ class Generations:
         return Slots.of_pool(self._runtime, rows, self._generations[rows], pool_id=self.pool_id, name=self.name)
 
     def verify(self) -> None:
-        """Checks that no generation fell since the last time.
-
-        Raises:
-            Violation: SLOT_STALE_HANDLE.
-        """
+        """Checks that no generation fell since the last time: SLOT_STALE_HANDLE."""
         everyone = np.arange(self._generations.size, dtype=np.int64)
         least = np.maximum(self._generations, self._seen)
-        invariants.slot_stale_handle(everyone, least, self._generations, **self._where("verify"))
+        invariants.slot_stale_handle(everyone, least, self._generations, **self._allocator.where("verify"))
         self._seen = self._generations.copy()
 
     def numbers_of(
@@ -854,8 +791,9 @@ class Generations:
         """The arrays of handles that are of this pool, or with `padded` all padding: numbers, generations."""
         if not isinstance(slots, kind):
             if isinstance(slots, MirroredTensor) and slots.unit is not None:
-                invariants.unit_mismatch(str(kind.unit), str(slots.unit), **self._where(operation))
-            raise self._not_handles(slots, kind, operation)
+                invariants.unit_mismatch(str(kind.unit), str(slots.unit), **self._allocator.where(operation))
+            remedy = f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is"
+            raise expected(f"{self.name}: {operation}", f"{kind.unit}s", slots, remedy, DtypeError)
         if levels.full:
             slots.check(operation)
         if slots._windows:
@@ -865,46 +803,28 @@ class Generations:
             raise another_runtime(self.name, slots)
         if slots._pool_id != self.pool_id and (np.count_nonzero(rows) if padded else rows.size):
             other = _pools.get(slots.pool_id)
-            raise ArgumentError(
-                f"{operation}: expected {kind.unit}s of pool {self.name!r}, got {kind.unit}s of "
-                f"{'no pool' if other is None else f'pool {other.name!r}'}",
-                slots,
-                f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it",
-            )
+            whose = "no pool" if other is None else f"pool {other.name!r}"
+            problem = f"{operation}: expected {kind.unit}s of pool {self.name!r}, got {kind.unit}s of {whose}"
+            remedy = f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it"
+            raise ArgumentError(problem, slots, remedy)
         return rows, slots._generations  # type: ignore[return-value]
-
-    def _not_handles(self, given: object, kind: type[Handles], operation: str) -> DtypeError:
-        """The error of something else where handles of the pool are expected."""
-        unit = f"{kind.unit}s"
-        if isinstance(given, MirroredTensor):
-            got = f"{given.name or 'a column'!r}, a column of plain numbers"
-            remedy = "pass the slots: batch.slots" if kind is Slots else f"pass the {unit} that the pool returned"
-        elif hasattr(given, unit) and hasattr(given, "num_reqs"):
-            got, remedy = f"a batch, {given!r}", f"pass its {unit}: batch.{unit}"
-        else:
-            got = shown(given)
-            remedy = f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is"
-        return DtypeError(f"{self.name}: {operation}: expected {unit}, got {got}", given, remedy)
 
     def all_held(self, rows: Ints, held: Ints) -> bool:
         """Whether each handle is live and of its slot's present owner: the fast form of four invariants, O(n).
 
-        What lies outside is in no state, or beyond the generations, which are half as many.
+        Rows outside are in no state, or beyond the generations, which are half as many.
         """
         try:
             return self._allocator.all_are(rows, LIVE_BYTE) and self._generations[rows].tobytes() == held.tobytes()
         except IndexError:
             return False
 
-    def _where(self, operation: str) -> Where:
-        return {"object": self._allocator.label, "operation": operation, "step": self._runtime.step}
-
 
 class SlotListener:
-    """Takes part in every take and free of a `SlotPool`, for something else that a slot owns.
+    """Takes part in every take and free of a `SlotPool`, for memory or states that a slot owns besides.
 
     The pool first calls `before_take` or `before_free` of all its listeners, then `check_take`, `check_free` or
-    `check_release`, and changes nothing if one raises. Each method here does nothing; a subclass overrides what it
+    `check_release`, and changes nothing if one raises. Each method here does nothing; a subclass overrides those it
     needs. Only the first two may run code of the engine, such as fences; while `on_take`, `on_free` or `on_clear` runs,
     the pool refuses calls. `SlotPool.clear` frees all live slots, and then calls `on_clear`.
     """

@@ -6,7 +6,7 @@ states is a table indexed by SLOTS for each kind, one row per slot, whose values
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, SupportsIndex, final
+from typing import SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -17,28 +17,28 @@ from batchstate._allocator import Allocator, size_of
 from batchstate._arrays import amounts, count
 from batchstate.errors import ArgumentError, CaptureError
 from batchstate.mirror import Slots
+from batchstate.nvtx import ranges
 from batchstate.pools import Ints, SlotListener, SlotPool, SlotStats
 from batchstate.runtime.base import Fence, Runtime
 from batchstate.tables import Table, TableWrite
-from batchstate.violations import Where
 
 __all__ = ["HybridSlotPool", "StateTurns"]
 
 _ONLY = "state"
-"""The kind where one has no name."""
+"""Name of the only kind, where none was given."""
 
 
 @final
 class StateOwner(SlotListener):
-    """The states of one kind, of which a slot owns `per_slot`, or what was asked for when it was taken.
+    """The states of one kind. A slot owns `per_slot` of them, or as many as were asked for when it was taken.
 
     Attributes:
         kind: name of the kind.
         allocator: which states are free, pending or live.
         per_slot: the most states of a slot.
         counts: int64[slots.capacity], states of each slot.
-        owned: of all slots together.
-        wanted: int64[n], of the slots that are being taken; None for `per_slot` each.
+        owned: states of all slots together.
+        wanted: int64[n], states of the slots that the present take takes; None for `per_slot` each.
         mapping: int64[slots.capacity, per_slot], slot -> states, 0 where it has none.
         turns: int64[slots.capacity], how often the request has passed from one of its states to the next.
         newest: int64[slots.capacity], the state that the request has written last; at first its first one.
@@ -55,18 +55,13 @@ class StateOwner(SlotListener):
         self.mapping = np.zeros((slots.capacity, per_slot), dtype=np.int64)
         self.turns = np.zeros(slots.capacity, dtype=np.int64)
         self.newest = np.zeros(slots.capacity, dtype=np.int64)
-        invariants.table_capacity(len(self.mapping), slots.capacity, **self._where("mapping"))
+        invariants.table_capacity(len(self.mapping), slots.capacity, **self.allocator.where("mapping"))
 
     def before_take(self) -> None:
-        """Makes free the states whose fences are complete."""
         self.allocator.reap()
 
     def check_take(self, n: int) -> None:
-        """Refuses if there are not enough states for `n` slots.
-
-        Raises:
-            PoolExhaustedError: with the numbers of the states.
-        """
+        """Refuses if there are not enough states for `n` slots: PoolExhaustedError with their numbers."""
         self.allocator.check_available(n * self.per_slot if self.wanted is None else int(self.wanted.sum()))
 
     def on_take(self, rows: Ints) -> None:
@@ -87,7 +82,6 @@ class StateOwner(SlotListener):
         self.newest[rows] = self.mapping[rows, 0]
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
-        """Releases the states of the slots."""
         states = self.mapping[rows]
         states = states[states > 0]
         self.owned -= int(self.counts[rows].sum())
@@ -96,64 +90,40 @@ class StateOwner(SlotListener):
         self.allocator.release(states, after, "free")
 
     def check_clear(self, operation: str) -> None:
-        """Refuses if states are pending."""
         self.allocator.check_none_pending(operation)
 
     def on_clear(self) -> None:
-        """The states come in order again."""
         self.allocator.sort_free()
 
     def check_conservation(self, live: int, operation: str) -> None:
-        """Checks that as many states are live as slots own.
-
-        Raises:
-            Violation: SLOT_CONSERVATION.
-        """
-        allocator = self.allocator
-        if allocator.live != self.owned:
-            invariants.slot_conservation(
-                allocator.free, allocator.pending, self.owned, allocator.size, **self._where(operation)
-            )
+        """Checks that as many states are live as slots own: SLOT_CONSERVATION."""
+        if self.allocator.live != self.owned:
+            self.allocator.check_live(self.owned, operation)
 
     def verify(self) -> None:
-        """Checks the states from scratch: the live ones are those that live slots own, each once.
-
-        Raises:
-            Violation: SLOT_SHARED, SLOT_CONSERVATION, and see `Allocator.verify`.
-        """
-        where = self._where("verify")
-        self.allocator.verify()
+        """Checks the states from scratch: the live ones are those that live slots own, each once."""
+        states, where = self.allocator, self.allocator.where("verify")
+        states.verify()
         live = self._slots.live_slots()
         self.check_conservation(live.size, "verify")
         there = np.arange(self.per_slot) < self.counts[:, None]
         owned = self.mapping[live][there[live]]
-        invariants.slot_out_of_range(owned, self.allocator.capacity, **where)
+        invariants.slot_out_of_range(owned, states.capacity, **where)
         invariants.slot_zero_allocated(owned, **where)
         invariants.slot_shared(owned, **where)
-        invariants.slot_in_flight(owned, ~self.allocator.live_among(owned), **where)
+        invariants.slot_in_flight(owned, ~states.live_among(owned), **where)
         idle = np.ones(len(self.mapping), dtype=np.bool_)
         idle[live] = False
         strays = (self.mapping != 0) & (idle[:, None] | ~there)
         left = np.flatnonzero(strays.any(axis=1))
         if left.size:
-            entries = int(np.count_nonzero(strays))
-            invariants.slot_conservation(
-                self.allocator.free,
-                self.allocator.pending,
-                self.allocator.live + entries,
-                self.allocator.size,
-                leaked=left,
-                **where,
-            )
-
-    def _where(self, operation: str) -> Where:
-        return {"object": self.allocator.label, "operation": operation, "step": self._slots.runtime.step}
+            states.check_live(states.live + int(np.count_nonzero(strays)), "verify", leaked=left)
 
 
 @final
 @attrs.frozen(eq=False, repr=False)
 class StateTurns:
-    """The states of requests that take turns: which a forward reads, and which it writes. Made by `state_turns`.
+    """The states that a forward reads and writes, of requests that take turns. Made by `state_turns`.
 
     Attributes:
         slots: the requests that take part in the forward, padded rows at the end.
@@ -185,6 +155,7 @@ class StateTurns:
         self._pool.pass_turns(self)
 
 
+@ranges("take")
 @final
 class HybridSlotPool(SlotPool):
     """Slots 1 to size + reserve, each with up to `states_per_slot` of the states 1 to `states` while it is live.
@@ -243,11 +214,6 @@ class HybridSlotPool(SlotPool):
             raise ArgumentError(problem, kind, f"name one of: {', '.join(self._owners)}")
         return self._owners[kind]
 
-    @property
-    def state_kinds(self) -> tuple[str, ...]:
-        """The names of the kinds."""
-        return tuple(self._owners)
-
     def state_table(self, kind: str | None = None) -> Table:
         """int32[capacity, states_per_slot] on the device, slot -> states, 0 where a slot has none; holds the kind."""
         return self._state_tables[self._owner(kind).kind]
@@ -277,35 +243,35 @@ class HybridSlotPool(SlotPool):
             n: how many.
             reserved: see `SlotPool.take`.
             write: False leaves the device alone; pack `state_entry(slots)` with the upload of the step instead.
-            states: kind -> states for each of the slots, one number or int[n], from 0 to `states_per_slot`. Of a kind
-                that is left out each gets `states_per_slot`.
+            states: kind -> states for each of the slots, one number or int[n], from 0 to `states_per_slot`; by default
+                `states_per_slot` of each kind.
 
         Raises:
             PoolExhaustedError: too few slots or states. Nothing was taken.
             CaptureError: writing while the current stream is captured. Nothing was taken.
             ArgumentError, DtypeError, ShapeError: no such kind, or not one count for each slot. Nothing was taken.
         """
-        wanted = {} if states is None else self._wanted(n, states)
-        return self._with_states(lambda: super(HybridSlotPool, self).take(n, reserved=reserved), wanted, write)
+        self.transaction.enter(self._take)
+        number = count(n, f"{self._take}: n")
+        wanted = {} if states is None else self._wanted(number, states)
+        self.query_fences()
+        return self._with_states(number, reserved, None, wanted, write)
 
     def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
         """See `SlotPool.take_with`; each slot gets `states_per_slot`."""
-        return self._with_states(lambda: super(HybridSlotPool, self).take_with(n, give), {}, True)
+        return self._with_states(n, False, give, {}, True)
 
-    def _with_states(self, take: Callable[[], Slots], wanted: Mapping[str, Ints], write: bool) -> Slots:
-        """Slots with states, as many as `wanted` of each kind."""
+    def _with_states(
+        self, n: int, reserved: bool, give: Callable[[Ints], None] | None, wanted: Mapping[str, Ints], write: bool
+    ) -> Slots:
+        """Slots with states, as many as `wanted` of each kind, once fences were queried."""
         if write and self.runtime.capturing:
             problem = f"{self.name}: take writes to the device, which a captured stream does not allow"
             remedy = "take with write=False, and pack `state_entry` with an upload after the capture"
             raise CaptureError(problem, None, remedy)
-        before = {kind: owner.wanted for kind, owner in self._owners.items()}  # of a take whose fence calls this one
-        try:
-            for kind, owner in self._owners.items():
-                owner.wanted = wanted.get(kind)
-            slots = take()
-        finally:
-            for kind, owner in self._owners.items():
-                owner.wanted = before[kind]
+        for kind, owner in self._owners.items():
+            owner.wanted = wanted.get(kind)
+        slots = self._taken(n, reserved, give)
         if not write:
             return slots
         try:
@@ -316,18 +282,17 @@ class HybridSlotPool(SlotPool):
             self.give_back(slots.np, slots.generations, "take")
             raise
 
-    def _wanted(self, n: SupportsIndex, states: Mapping[str, object]) -> dict[str, Ints]:
+    def _wanted(self, n: int, states: Mapping[str, object]) -> dict[str, Ints]:
         """The states of each slot by kind, int64[n], checked."""
-        size, wanted = count(n, f"{self.name}: take: n"), {}
+        wanted = {}
         for kind, counts in states.items():
-            owner = self._owner(str(kind))
-            given = amounts(counts, size, f"{self.name}: take: {kind}")
-            each = np.broadcast_to(given, (size,))
-            if size and not 0 <= int(each.min()) <= int(each.max()) <= owner.per_slot:
+            owner = self._owner(kind)
+            each = np.broadcast_to(amounts(counts, n, f"{self._take}: {kind}"), (n,))
+            if n and not 0 <= int(each.min()) <= int(each.max()) <= owner.per_slot:
                 wrong = int(each.min()) if each.min() < 0 else int(each.max())
                 problem = f"{self.name}: take of {wrong} {kind} states for a slot"
                 raise ArgumentError(problem, wrong, f"pass 0 to {owner.per_slot} for each slot (states_per_slot)")
-            wanted[str(kind)] = each
+            wanted[kind] = each
         return wanted
 
     def reap(self) -> int:
@@ -346,7 +311,7 @@ class HybridSlotPool(SlotPool):
         return self.state_table(kind).entry(slots, None, self.states_of(slots, kind))
 
     def state_turns(self, slots: Slots, kind: str | None = None) -> StateTurns:
-        """Which state each request reads and which it writes, where states are written alternately (ping-pong).
+        """The state that each request reads, and the one it writes, where states are written alternately (ping-pong).
 
         Each request passes from one of its states to the next in the forwards that it takes part in, whatever the
         others do and however many steps it sits out. It begins by reading the first, which is written when it joins.
@@ -367,7 +332,7 @@ class HybridSlotPool(SlotPool):
         return StateTurns(slots, reads, writes, states.kind, self)
 
     def pass_turns(self, turns: StateTurns) -> None:
-        """What `StateTurns.launched` does."""
+        """See `StateTurns.launched`."""
         operation = "launched"
         self.transaction.enter(f"{self.name}: {operation}")
         rows, states = self.rows_of(turns.slots, operation, padded=True), self._owner(turns.kind)
@@ -385,12 +350,7 @@ class HybridSlotPool(SlotPool):
             )
 
     def verify(self) -> None:
-        """Checks every invariant of slots and states from scratch. Reads device memory; suspended under capture.
-
-        Raises:
-            Violation: MIRROR_EQUAL: the device maps a slot to other states than it owns; see `SlotPool.verify`. Any
-                code of the states.
-        """
+        """See `SlotPool.verify`; MIRROR_EQUAL also if the device maps a slot to other states than it owns."""
         super().verify()
         everyone = self._generations.handles(self.live_slots())
         for kind, table in self._state_tables.items():
@@ -399,30 +359,30 @@ class HybridSlotPool(SlotPool):
             invariants.mirror_equal(owned, mapped, object=repr(self), operation="verify", step=self.runtime.step)
 
     def expect_idle(self) -> None:
-        """Checks that no slot and no state is live.
-
-        Raises:
-            Violation: SLOT_CONSERVATION, naming up to 8 leaked slots or states.
-        """
+        """Checks that no slot and no state is live. Else SLOT_CONSERVATION, naming up to 8 that are."""
         super().expect_idle()
         for owner in self._owners.values():
             owner.allocator.expect_idle("expect_idle")
 
 
-def _kinds(states: object, per_slot: object, name: str) -> dict[str, tuple[int, int]]:
+def _kinds(
+    states: SupportsIndex | Mapping[str, SupportsIndex],
+    per_slot: SupportsIndex | Mapping[str, SupportsIndex],
+    name: str,
+) -> dict[str, tuple[int, int]]:
     """Kind -> states, and states per slot."""
-    sizes: Mapping[Any, Any] = states if isinstance(states, Mapping) else {_ONLY: states}
-    counts: Mapping[Any, Any] = per_slot if isinstance(per_slot, Mapping) else dict.fromkeys(sizes, per_slot)
+    sizes = states if isinstance(states, Mapping) else {_ONLY: states}
+    counts = per_slot if isinstance(per_slot, Mapping) else dict.fromkeys(sizes, per_slot)
     taken = ("slot", "page", "location", "host_location")
     unknown = [kind for kind in counts if kind not in sizes]
-    wrong = [kind for kind in sizes if not (isinstance(kind, str) and kind.isidentifier()) or kind in taken]
+    wrong = [kind for kind in sizes if not kind.isidentifier() or kind in taken]
     if not sizes or unknown or wrong:
         problem = f"{name}: expected kinds of states and a count for each, got states {[*sizes]} and counts {[*counts]}"
         remedy = f"name each kind by an identifier other than {', '.join(taken)}, and count these kinds only"
         raise ArgumentError(problem, unknown or wrong or [*sizes], remedy)
     kinds = {}
     for kind, size in sizes.items():
-        what = name if kind == _ONLY else f"{name}: {kind}"
-        each = count(counts.get(kind, 1), f"{what}: states_per_slot", least=1)
-        kinds[str(kind)] = (size_of(size, f"{what}: states", least=each), each)
+        label = name if kind == _ONLY else f"{name}: {kind}"
+        each = count(counts.get(kind, 1), f"{label}: states_per_slot", least=1)
+        kinds[kind] = (size_of(size, f"{label}: states", least=each), each)
     return kinds

@@ -63,7 +63,7 @@ class SlotStats:
         return cls(*_NUMBERS(allocator))
 
 
-_NUMBERS = attrgetter(*(one.name for one in attrs.fields(SlotStats)))
+_NUMBERS = attrgetter(*(field.name for field in attrs.fields(SlotStats)))
 
 
 @final
@@ -73,7 +73,7 @@ class PendingSlots:
 
     Attributes:
         slots: their numbers, int64[n].
-        fence: what they were freed behind, as it was passed to `free`.
+        fence: as it was passed to `free`.
         step: of the runtime, when the first of them were freed.
     """
 
@@ -97,8 +97,8 @@ class SlotPool(OfThisProcess):
         pool_id: id of the pool, which its handles carry.
 
     Raises:
-        ArgumentError, DtypeError: `runtime` is not a runtime; `size` is not a positive integer, or `reserve` not a
-            count; their sum does not fit into int32.
+        ArgumentError, DtypeError: `size` is not a positive integer, or `reserve` not a count; their sum does not fit
+            into int32.
     """
 
     def __init__(
@@ -151,9 +151,7 @@ class SlotPool(OfThisProcess):
             handles int64[n].
 
         Raises:
-            PoolExhaustedError: fewer are free, here or of what else the slots own. Nothing was taken.
-            ArgumentError, DtypeError: `n` is not a count.
-            OwnerThreadError: called from a second thread.
+            PoolExhaustedError: fewer are free, here or of states and pages that the slots own. Nothing was taken.
             PoolBrokenError: an earlier operation was interrupted.
             Violation: SLOT_ZERO_DIRTY, MIRROR_EQUAL, at `full`: a table is damaged. Nothing was taken.
         """
@@ -163,33 +161,25 @@ class SlotPool(OfThisProcess):
         return self._taken(wanted, reserved, None)
 
     def query_fences(self) -> None:
-        """What comes before a take is checked: it may run code of the engine. For the library."""
+        """Queries fences, before a take is checked: it may run code of the engine. For the library."""
         self._allocator.reap()
         for query in self._before_take:
             query()
 
     def next_handles(self, n: int) -> tuple[Ints, Ints]:
-        """The numbers and generations int64[n] that `take_with(n, ...)` will return. For the library.
-
-        Raises:
-            PoolExhaustedError: fewer are free.
-        """
+        """The numbers and generations int64[n] that `take_with(n, ...)` will return. For the library."""
         self._allocator.check_available(n)
         rows = self._allocator.next_free(n)
         return rows, self._generations.of(rows) + ONE
 
     def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
-        """`take`, in which `give(rows)` gives the slots int64[n] what else they own. For the library.
-
-        `query_fences` comes first. `give` runs as the last `on_take` does: what a listener of the pool releases with
-        the slots, it may give.
-        """
+        """`take` after `query_fences`, with `give(rows)` as the last `on_take` of slots int64[n]. For the library."""
         return self._taken(n, False, give)
 
     def give_back(self, rows: Ints, generations: Ints, operation: str) -> None:
         """Releases the slots int64[n] with all they own if a take that was not seen by a caller gave them out.
 
-        Not after an interrupt of a part that changes the pool, of which nothing is known.
+        A pool that is marked stays as it is: its change was interrupted.
         """
         if self.transaction.operation is None and self._generations.all_held(rows, generations):
             self.transaction.undoing = True
@@ -199,7 +189,7 @@ class SlotPool(OfThisProcess):
                 self.transaction.undoing = False
 
     def held_among(self, rows: Ints, generations: Ints) -> npt.NDArray[np.bool_]:
-        """Which of some handles of this pool, by number and generation int64[n], are live, bool[n]. For the library."""
+        """Whether each handle of this pool, by number and generation int64[n], is live, bool[n]. For the library."""
         held: npt.NDArray[np.bool_] = self._allocator.live_among(rows) & (self._generations.of(rows) == generations)
         return held
 
@@ -220,23 +210,16 @@ class SlotPool(OfThisProcess):
                 done.append(listener)
             if give is not None:
                 give(rows)
-            transaction.operation = None
             if self._counting or levels.full:
                 self._check_after("take")
-            return slots
-        except BaseException as error:
-            # After an interrupt of a listener it is not known what it has done: the mark stays.
-            if transaction.operation is None or isinstance(error, Exception):
-                self._undo_take(rows, done)
+        except Exception:
+            self._undo_take(rows, done)
             raise
+        transaction.operation = None
+        return slots
 
     def _undo_take(self, rows: Ints, done: list[SlotListener]) -> None:
-        """Frees slots that no caller has got.
-
-        Raises:
-            Violation: the pool is not what it was, and stays broken.
-        """
-        self.transaction.operation = self._take
+        """Frees slots that no caller has got. A Violation here leaves the mark: the pool is not as it was."""
         self.transaction.undoing = True
         for listener in self._listeners:
             if listener in done or listener not in self._taking:
@@ -271,7 +254,7 @@ class SlotPool(OfThisProcess):
             after: as for `free`.
 
         Raises:
-            As `free`; and what the owners of the slots' memory refuse, such as TIER_STATE.
+            As `free`; and refusals of the owners of the slots' memory, such as TIER_STATE.
         """
         operation = "release_requests"
         self.transaction.enter(operation)
@@ -309,7 +292,6 @@ class SlotPool(OfThisProcess):
             Violation: SLOT_IN_FLIGHT: slots, states or pages wait for a fence, which is named; TIER_STATE: KV is being
                 copied to the host. Nothing was freed.
             ArgumentError: a step of the host tier is planned, and its backup not launched.
-            OwnerThreadError, PoolBrokenError: as `take`.
         """
         operation = "clear"
         self.transaction.enter(f"{self.name}: {operation}")
@@ -359,19 +341,19 @@ class SlotPool(OfThisProcess):
 
     def remove_listener(self, listener: SlotListener) -> None:
         """Removes `listener` if it is there; also while listeners are called."""
-        self._set_listeners([one for one in self._listeners if one is not listener])
+        self._set_listeners([other for other in self._listeners if other is not listener])
 
     def _set_listeners(self, listeners: list[SlotListener]) -> None:
+        def those(*methods: str) -> list[SlotListener]:  # most do nothing at most events: they are not asked
+            return [listener for listener in listeners if _overrides(listener, *methods)]
+
         self._listeners = listeners
-        # Most do nothing at most events: they are not asked.
-        self._before_take = [one.before_take for one in listeners if _overrides(one, "before_take")]
-        self._before_free = [one.before_free for one in listeners if _overrides(one, "before_free")]
-        self._taking = [one for one in listeners if _overrides(one, "check_take", "on_take")]
-        self._releasing_alone = [one.check_free for one in listeners if _overrides(one, "check_free")]
-        self._releasing_whole = [
-            one.check_release for one in listeners if _overrides(one, "check_free", "check_release")
-        ]
-        self._counting = [one for one in listeners if _overrides(one, "check_conservation")]
+        self._before_take = [listener.before_take for listener in those("before_take")]
+        self._before_free = [listener.before_free for listener in those("before_free")]
+        self._taking = those("check_take", "on_take")
+        self._releasing_alone = [listener.check_free for listener in those("check_free")]
+        self._releasing_whole = [listener.check_release for listener in those("check_free", "check_release")]
+        self._counting = those("check_conservation")
 
     # Tables
 
@@ -392,10 +374,6 @@ class SlotPool(OfThisProcess):
             dtype: one that numpy has too.
             holds: index space of the values, if they are indices.
             host: keep the same values on the host too, for checks and for planning.
-
-        Raises:
-            ShapeError: `shape` is not a tuple or list.
-            ArgumentError, DtypeError: it contains something other than counts; a dtype that numpy lacks.
         """
         self.transaction.enter(f"{self.name}: table")
         table = Table.new(self, name, shape, dtype, holds=holds, host=host)
@@ -403,7 +381,7 @@ class SlotPool(OfThisProcess):
         return table
 
     def adopt(self, tensor: torch.Tensor, name: str, *, holds: str | None = None, host: bool = False) -> Table:
-        """A table over an engine's own tensor. Its row 0 must be zero; what other rows hold counts as unwritten.
+        """A table over an engine's own tensor. Its row 0 must be zero; other rows count as unwritten.
 
         Args:
             tensor: on the device, contiguous, one row per slot, padding included.
@@ -414,7 +392,6 @@ class SlotPool(OfThisProcess):
         Raises:
             Violation: TABLE_CAPACITY: fewer rows than the pool has slots, padding included.
             DeviceError, ShapeError: on another device; not contiguous, or without rows.
-            ArgumentError: not a tensor.
         """
         self.transaction.enter(f"{self.name}: adopt")
         table = Table.adopted(self, tensor, name, holds=holds, host=host)
@@ -424,11 +401,7 @@ class SlotPool(OfThisProcess):
     # Queries
 
     def is_live(self, slots: object) -> npt.NDArray[np.bool_]:
-        """Whether each of the numbers `slots` int[n] is live now, bool[n].
-
-        Raises:
-            Violation: SLOT_OUT_OF_RANGE.
-        """
+        """Whether each of the numbers `slots` int[n] is live now, bool[n]. Refuses those outside: SLOT_OUT_OF_RANGE."""
         array = as_array(slots, f"{self.name}: is_live")
         if array.size and array.dtype.kind not in "iu":
             problem = f"{self.name}: is_live: expected integers, got {array.dtype}"
@@ -438,7 +411,7 @@ class SlotPool(OfThisProcess):
         return self._allocator.live_among(rows)
 
     def pending(self) -> list[PendingSlots]:
-        """The slots that are pending and what each waits for, oldest first. Queries no fence. Costs O(pending).
+        """The pending slots by the fence that they wait for, oldest first. Queries no fence. Costs O(pending).
 
         A slot becomes free in the first `reap` after its fence is complete; `take` and `stats` reap too. A fence that
         stays here for more steps than are in flight never completes, or was recorded behind the wrong work.
@@ -467,9 +440,6 @@ class SlotPool(OfThisProcess):
             operation: for reports.
             unique: also refuse a slot named twice (SLOT_SHARED).
             padded: allow padded rows at the end.
-
-        Raises:
-            OwnerThreadError: called from a second thread. Else as `check_handles`.
         """
         self.transaction.enter(f"{self.name}: {operation}")
         return self._generations.rows_of(slots, operation, unique=unique, padded=padded)
@@ -479,7 +449,7 @@ class SlotPool(OfThisProcess):
         self._generations.check_held(rows, generations, operation)
 
     def _rows_to_free(self, slots: Slots, operation: str, *, whole: bool = False) -> Ints:
-        """What is checked before slots are freed, alone or as whole requests; their numbers, int64[n]."""
+        """Checks slots before they are freed, alone or as whole requests; their numbers, int64[n]."""
         rows, held = self._generations.numbers_of(slots, Slots, operation)
         for query in self._before_free:
             query(rows)
@@ -489,7 +459,7 @@ class SlotPool(OfThisProcess):
     def _check_to_free(
         self, rows: Ints, held: Ints, operation: str, checks: Sequence[Callable[[Ints, str], None]]
     ) -> None:
-        """What is checked of slots int64[n] of these generations before they are freed, once fences were queried."""
+        """Checks slots int64[n] of these generations before they are freed, once fences were queried."""
         self._generations.check_to_free(rows, held, operation)
         for check in checks:
             check(rows, operation)
@@ -506,12 +476,9 @@ class SlotPool(OfThisProcess):
                 self._verify_host()
 
     def verify(self) -> None:
-        """Checks every invariant of the pool from scratch, with its tables and listeners.
+        """Checks every invariant of the pool, its tables and listeners from scratch: any code of theirs.
 
         Reads device memory; suspended under capture.
-
-        Raises:
-            Violation: any code of slots, TABLE_CAPACITY, MIRROR_EQUAL.
         """
         self.transaction.enter(f"{self.name}: verify")
         if self.runtime.capturing:
@@ -526,19 +493,12 @@ class SlotPool(OfThisProcess):
             listener.verify()
 
     def _verify_tables(self, operation: str) -> None:
-        """Checks what kernels can damage. At `full` before anything changes, so that a refusal changes nothing.
-
-        An operation of the pool does not write its tables, so that once is enough.
-        """
+        """Checks memory that kernels can damage: at `full` before a change, so that a refusal changes nothing."""
         for table in self._tables:
             table.check(operation)
 
     def expect_idle(self) -> None:
-        """No slot is live; pending ones are not a leak.
-
-        Raises:
-            Violation: SLOT_CONSERVATION, naming up to 8 of the leaked slots.
-        """
+        """No slot is live; pending ones are not a leak. Else SLOT_CONSERVATION, naming up to 8 of the leaked slots."""
         self.transaction.enter(f"{self.name}: expect_idle")
         self._allocator.expect_idle("expect_idle")
 

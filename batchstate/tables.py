@@ -46,37 +46,31 @@ ROW_UNWRITTEN = Code.ROW_UNWRITTEN
 
 
 class IndexSpace(Protocol):
-    """What a table needs of the pool whose indices name its rows."""
+    """A pool, as a table sees it, whose indices name its rows."""
 
     @property
     def name(self) -> str:
-        """Of the pool, for reports."""
-        ...
+        """The pool's, for reports."""
 
     @property
     def runtime(self) -> Runtime:
         """The device of the pool."""
-        ...
 
     @property
     def capacity(self) -> int:
         """Rows that a table needs: the largest index + 1."""
-        ...
 
     @property
     def transaction(self) -> "Transaction":
-        """The operation that is changing the pool or a table of it."""
-        ...
+        """The mark of the pool and of its tables."""
 
     def rows_of(self, handles: Any, operation: str, *, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all live, int64[n]; with `padded` the last ones may be padding.
 
         Raises:
-            DtypeError: numbers, which do not say whose they are.
             ArgumentError: handles of another pool.
             Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_STALE_HANDLE, UNIT_MISMATCH.
         """
-        ...
 
 
 @final
@@ -109,7 +103,8 @@ class TableWrite:
         table.runtime.check_owner(f"{table.name}: write")
         if self.index.size:
             packed = table.runtime.upload([self.index, self.values])
-            table.apply(self, packed.view(0), packed.view(1))
+            table.check_write(self)
+            table.launch_checked(self, packed.view(0), packed.view(1))
 
     def __repr__(self) -> str:
         return f"TableWrite({self.index.size} elements of {self.table!r})"
@@ -190,9 +185,8 @@ class Table(OfThisProcess):
         cls, space: IndexSpace, name: str, shape: Sequence[int], dtype: torch.dtype, *, holds: str | None, host: bool
     ) -> Self:
         """For pools, which document it: a table of zeros."""
-        sizes = (space.capacity, *shape_of(shape, str(name), rows=space.capacity))
-        numpy_dtype(dtype)
-        memory = space.runtime.device_zeros(sizes, dtype, name=str(name))
+        sizes = (space.capacity, *shape_of(shape, name, rows=space.capacity))
+        memory = space.runtime.device_zeros(sizes, dtype, name=name)
         return cls(space, memory, name=name, holds=holds, host=np.zeros(sizes, numpy_dtype(dtype)) if host else None)
 
     @classmethod
@@ -231,11 +225,7 @@ class Table(OfThisProcess):
         return self._fixed.ordered()
 
     def host_for(self, handles: Handles) -> Array:
-        """The rows of `handles` on the host, `[n, *row_shape]`, of a table that was made with `host=True`.
-
-        Raises:
-            ArgumentError: the table has no host side. Else as `device_for`.
-        """
+        """The rows of `handles` on the host, `[n, *row_shape]`, of a table made with `host=True`. As `device_for`."""
         if self._host is None:
             raise ArgumentError(f"{self.name}: host_for of a table without a host side", self, "make it with host=True")
         rows: Array = self._host[self._check_written(handles, "host_for")]
@@ -268,12 +258,12 @@ class Table(OfThisProcess):
         return self._changes
 
     def written_for(self, rows: Ints, generations: Ints) -> npt.NDArray[np.bool_]:
-        """For the library: which of `rows` int64[n] are written for owners of these generations, bool[n]."""
+        """For the library: whether each of `rows` int64[n] is written for an owner of this generation, bool[n]."""
         written: npt.NDArray[np.bool_] = self._written[rows] == generations
         return written
 
     def written(self, handles: Handles) -> npt.NDArray[np.bool_]:
-        """Which rows their owners have written, bool[n]. Raises what `write` raises for handles."""
+        """Whether their owners have written these rows, bool[n]. Refuses handles as `write` does."""
         rows = self.space.rows_of(handles, f"{self.name}: written")
         return self.written_for(rows, handles.generations)
 
@@ -328,25 +318,23 @@ class Table(OfThisProcess):
     def entry_of(
         self, rows: Ints, positions: object, values: object, owners: Handles, origin: Origin | None = None
     ) -> TableWrite:
-        """For the library: what `entry` does, for rows int64[n] of `owners`, who were checked."""
-        what = f"{self.name}: write"
-        array = self._values(values, what)
+        """For the library: `entry`, for rows int64[n] of `owners`, who were checked."""
+        label = self._write_name
+        array = self._values(values, label)
         if positions is None:
             shape = (rows.size, *self._memory.shape[1:])
             index = (rows[:, None] * self._row_width + np.arange(self._row_width)).reshape(-1)
         else:
             shape = (rows.size,)
-            index = rows * self._row_width + self._positions(positions, rows.size, what)
+            index = rows * self._row_width + self._positions(positions, rows.size)
         if array.shape != shape:
-            raise wrong_shape(f"{what}: values", shape, array.shape, "pass one value for each element that is written")
+            raise wrong_shape(f"{label}: values", shape, array.shape, "pass one value for each element that is written")
         if levels.full:
             copy = invariants.first_duplicate(index)
             if copy is not None:
-                raise ArgumentError(
-                    f"{what}: element {index[copy] % self._row_width} of row {index[copy] // self._row_width} twice",
-                    int(index[copy]),
-                    "write each element once; a device does not order the writes of one scatter",
-                )
+                row, element = divmod(int(index[copy]), self._row_width)
+                remedy = "write each element once; a device does not order the writes of one scatter"
+                raise ArgumentError(f"{label}: element {element} of row {row} twice", int(index[copy]), remedy)
         return TableWrite(self, index, array.reshape(-1), (owners,), origin)
 
     def planned(self, index: Ints, values: Ints, owners: Handles, origin: Origin | None = None) -> TableWrite:
@@ -380,24 +368,16 @@ class Table(OfThisProcess):
         """
         self.entry(handles, positions, values).launch()
 
-    def apply(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Launches a write whose index and values were uploaded already, packed with more.
+    def launch_checked(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:
+        """For the library: launches a write that `check_write` has just checked.
 
         Args:
-            write: what `entry` returned.
+            write: made by `entry`.
             index: its index on the device, safe to use on the current stream.
             values: its values on the device, likewise.
-
-        Raises:
-            As `check_write`. Nothing was launched.
         """
-        self.check_write(write)
-        self.launch_checked(write, index, values)
-
-    def launch_checked(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:
-        """For the library: as `apply`, for a write that this operation has checked by `check_write`."""
         if write.index.size:
-            owners = [(one.np, one.generations) for one in write.owners]
+            owners = [(handles.np, handles.generations) for handles in write.owners]
             self.scatter(index, values, write.index, write.values, owners)
 
     def scatter(
@@ -446,36 +426,25 @@ class Table(OfThisProcess):
             self._changes.note(rows, "a write", self.runtime.step)
 
     def clear(self, handles: Handles) -> None:
-        """Sets whole rows to zero on the current stream, which writes them: one upload, one kernel.
-
-        Raises:
-            As `write` for handles.
-        """
+        """Sets whole rows to zero on the current stream, which writes them: one upload, one kernel."""
         self.runtime.check_owner(f"{self.name}: clear")
         rows = self.space.rows_of(handles, f"{self.name}: clear")
         if not rows.size:
             return
-        index, transaction, name = self.runtime.upload([rows]).view(0), self.space.transaction, f"{self.name}: clear"
+        index, name = self.runtime.upload([rows]).view(0), f"{self.name}: clear"
         self._fixed.await_readers()
-        transaction.operation = name
-        try:
+        with self.space.transaction.changing(name):
             self.runtime.launch(self._zero_rows, index, reads=(index,), writes=(self._memory,), name=name)
-        except Exception:
-            transaction.operation = None
-            raise
-        self._fixed.note_write()
-        if self._host is not None:
-            self._host[rows] = 0
-        self._note_rows(rows, handles.generations)
-        transaction.operation = None
+            self._fixed.note_write()
+            if self._host is not None:
+                self._host[rows] = 0
+            self._note_rows(rows, handles.generations)
 
     def note_write(self, handles: Handles) -> None:
         """Declares that kernels of the engine, launched on the current stream, have written the rows of `handles`.
 
-        Streams that read next wait for what is on the current stream now, on the device.
-
-        Raises:
-            ArgumentError: a table with a host side, which would differ from now on. Handles as for `write`.
+        Streams that read next wait for the work that is on the current stream now, on the device. Not for a table with
+        a host side (ArgumentError), which would differ from now on.
         """
         self.runtime.check_owner(f"{self.name}: note_write")
         if self._host is not None:
@@ -504,41 +473,36 @@ class Table(OfThisProcess):
 
     # Validation
 
-    def _positions(self, positions: object, n: int, what: str) -> Ints:
-        array = self._integers(positions, f"{what}: positions")
-        if array.size != n:
-            problem = f"{what}: expected {n} positions, got {array.size}"
-            raise ShapeError(problem, array.size, "pass one position for each row")
-        if array.size:
-            invariants.sentinel_escaped(array, **self._where("write"))
-            most = int(array.max())
+    def _positions(self, positions: object, n: int) -> Ints:
+        label = f"{self._write_name}: positions"
+        array = as_array(positions, label)
+        if array.shape != (n,):
+            raise wrong_shape(label, (n,), array.shape, "pass one position for each row")
+        if n and array.dtype.kind not in "iu":
+            raise DtypeError(f"{label}: expected integers, got {array.dtype}", array.dtype, "pass integers")
+        elements = array.astype(np.int64, copy=False)
+        if n:
+            invariants.sentinel_escaped(elements, **self._where("write"))
+            most = int(elements.max())
             if most >= self._row_width:
-                problem = f"{what}: expected positions of 0 to {self._row_width - 1}, got {most}"
+                problem = f"{label}: expected 0 to {self._row_width - 1}, got {most}"
                 raise RowIndexError(problem, most, "pass positions inside the row, or make the table wider")
-        return array
+        return elements
 
-    def _integers(self, values: object, what: str) -> Ints:
-        array = as_array(values, what)
-        if array.ndim != 1:
-            raise ShapeError(f"{what}: expected one dimension, got {array.ndim}", array.shape, "pass a flat array")
-        if array.size and array.dtype.kind not in "iu":
-            raise DtypeError(f"{what}: expected integers, got {array.dtype}", array.dtype, "pass integers")
-        return array.astype(np.int64, copy=False)
-
-    def _values(self, values: object, what: str) -> Array:
+    def _values(self, values: object, label: str) -> Array:
         if isinstance(values, MirroredTensor):
             if values.runtime is not self.runtime:
-                raise another_runtime(what, values)
+                raise another_runtime(label, values)
             if self.holds is not None and values.unit is not None and values.unit != self.holds:
                 invariants.unit_mismatch(self.holds, values.unit, **self._where("write"))
-            array = converted(values.exact_host(what), self._dtype, what)
+            array = converted(values.exact_host(label), self._dtype, label)
         else:
-            array = converted(values, self._dtype, what)
+            array = converted(values, self._dtype, label)
         if self.holds is not None and self._dtype.kind in "iu":
             self.runtime.check_indices(array, self.holds, declared=False, **self._where("write"))
         if self.of is not None:
             if isinstance(values, Handles):
-                self.of.rows_of(values, what, padded=True)
+                self.of.rows_of(values, label, padded=True)
             else:
                 numbers = array.reshape(-1).astype(np.int64)
                 invariants.slot_out_of_range(numbers, self.of.capacity, **self._where("write"))
@@ -549,8 +513,7 @@ class Table(OfThisProcess):
     def check(self, operation: str = "check") -> None:
         """Checks that row 0 is zero and the device equals the host. Reads device memory; suspended under capture.
 
-        Raises:
-            Violation: TABLE_CAPACITY, SLOT_ZERO_DIRTY, MIRROR_EQUAL.
+        Else TABLE_CAPACITY, SLOT_ZERO_DIRTY, MIRROR_EQUAL.
         """
         if self.runtime.capturing:
             return

@@ -1,4 +1,4 @@
-"""What an operation says where token lengths are out of order: the problem and the remedy."""
+"""Problem and remedy in reports of token lengths that are out of order."""
 
 from collections.abc import Callable
 
@@ -44,6 +44,6 @@ _SHRUNK = explained(
 
 
 def explain_total(committed: int, asked: int, most: int) -> tuple[str, str]:
-    """Of a length that is a total."""
+    """For a length that is a total."""
     explain = FURTHER if asked > most else _NEGATIVE if asked < 0 else _SHRUNK
     return explain(committed, asked, most)

@@ -60,7 +60,7 @@ class PageTable:
         return needed
 
     def put(self, row: int, pages: Ints) -> Ints:
-        """Puts `pages` where the first ones of a row are, and returns those, int64[n]."""
+        """Replaces the first pages of a row by `pages`, and returns them, int64[n]."""
         old = self.pages[row, : pages.size].astype(np.int64)
         self.pages[row, : pages.size] = pages
         return old
@@ -122,7 +122,7 @@ class PageTable:
         if not last.size:
             return index, locations
         if counts is None and (width % size == 0 or int(positions.max()) <= width - size):
-            rests = [(one[last][:, None] + self._rest).reshape(-1) for one in (index, locations)]
+            rests = [(numbers[last][:, None] + self._rest).reshape(-1) for numbers in (index, locations)]
         else:
             there = positions[last]
             left = np.minimum(size - 1 - there % self._size, width - 1 - there)
@@ -148,7 +148,7 @@ class PageTable:
         return index, locations
 
     def append(self, rows: Ints, counts: Ints, pages: Ints) -> None:
-        """Gives each row `counts` further pages; `pages` are those of all rows in turn."""
+        """Gives each row `counts` further pages: `pages`, those of one row after the other."""
         have = self.num_pages[rows]
         index = self._index(rows, have, counts)
         self._flat[index] = pages.astype(np.int32)  # apart from the scatter, which would convert one by one
@@ -198,10 +198,10 @@ class PageTable:
 
 @final
 class KVWrites:
-    """Which tokens of each slot are written, by launched work, and on which stream.
+    """The tokens of each slot that launched work writes, and its stream.
 
-    What is launched later on the same stream comes behind by itself. Another stream waits, on the device, for all that
-    the writer's was given. Who writes more of a slot waits so too: its last writer's stream is behind all of them.
+    Work launched later on the same stream comes behind by itself. Another stream waits, on the device, for all that
+    the writer's was given. A further writer of a slot waits so too: its last writer's stream is behind all of them.
 
     Attributes:
         tokens: int64[capacity], tokens of each slot whose writes are launched: the first ones.
@@ -212,9 +212,6 @@ class KVWrites:
         self.tokens = np.zeros(capacity, dtype=np.int64)
         self._writer = np.zeros(capacity, dtype=np.int64)  # index of the stream that wrote last
         self._streams: list[Stream] = []
-
-    def __repr__(self) -> str:
-        return f"KVWrites({int(np.count_nonzero(self.tokens))} slots on {len(self._streams)} streams)"
 
     def writer_of(self, row: int) -> int:
         """The stream of a slot's last write, for `begin` and `wait`."""
@@ -242,8 +239,8 @@ class KVWrites:
     def launched(self, rows: Ints, stops: Ints, starts: Ints | None = None, stream: Stream | None = None) -> bool:
         """The current `stream` writes the tokens of `rows` up to `stops`. Arrays int64[n].
 
-        It waits for what other streams have written of them. A forward names the `starts` of what it writes: a slot
-        whose tokens before are not written then stays as it is, and the result is whether there is none.
+        It waits for writes of them on other streams. A forward names the `starts` of the tokens it writes: a slot whose
+        tokens before are not written then stays as it is, and the result is whether there is none.
         """
         if self._streams != [stream or self.runtime.current_stream]:  # with one stream nothing looks at single slots
             writer = self.writer()
@@ -303,67 +300,58 @@ class PageReferences:
         self._readers: list[tuple[int, QueriedFence]] = []  # by ticket, ascending; not known to be complete
 
     def take(self, n: int, operation: str) -> Ints:
-        """Takes `n` pages with one reference each, int64[n]. `query_fences` comes first, before anything is checked.
+        """Takes `n` pages with one reference each, int64[n]; see `Allocator.take`. `query_fences` comes first.
 
-        Raises:
-            PoolExhaustedError: fewer are free. Nothing was taken.
-            Violation: see `Allocator.take`; SLOT_IN_FLIGHT also for a page that a former sharer's forward still reads.
+        SLOT_IN_FLIGHT also for a page that a former sharer's forward still reads.
         """
         if levels.cheap and self._readers:
             self.allocator.check_available(n)
             self._check_unread(self.allocator.next_free(n), operation)
         pages = self.allocator.take(n, operation)
-        try:
-            self.generations.rise(pages)
-        except Exception:
-            self.allocator.release(pages, None, operation)
-            self.transaction.operation = None
-            raise
+        self.generations.rise(pages)
         if self.cached is not None and levels.cheap and b"\1" in self.cached.cached[pages].tobytes():
             held = self.cached.cached[pages].astype(np.int64)
-            invariants.page_owner(held, np.zeros_like(held), pages=pages, **self._where(operation))
+            invariants.page_owner(held, np.zeros_like(held), pages=pages, **self.allocator.where(operation))
         return pages
 
     def revive(self, pages: Ints, operation: str) -> None:
         """Adds a reference to each of `pages`, cached and named once each, whether they have one, are free or pending.
 
         A pending one is still read by forwards that were launched before. It is read only, so that the new holder need
-        not wait for them; but who gets the page after it does.
+        not wait for them; but the owner after it does.
         """
         allocator, cached = self.allocator, self.cached
         states = allocator.states[pages].tobytes()
         if LIVE_BYTE in states:
             live = allocator.live_among(pages)
-            self.add(pages[live], 1, operation)
+            self.add(pages[live], 1)
             pages = pages[~live]
         if cached is not None and pages.size:
-            behind = allocator.revive(pages, operation)
+            behind = allocator.revive(pages)
             cached.revive(pages, pages.size - sum(part.size for _, part in behind) if behind else pages.size)
             for fence, part in behind:
                 self._note_reader(part, fence)
             allocator.check_conservation(operation)
 
-    def add(self, pages: Ints, times: int, operation: str) -> None:
+    def add(self, pages: Ints, times: int) -> None:
         """Adds `times` references to each of `pages`, which are live and named once each."""
-        if times and pages.size:
-            self.transaction.operation = operation
+        if times:
             self.shared += int(np.count_nonzero(self.further[pages] == 0))
             self.further[pages] += times
 
     def drop(self, pages: Ints, after: Fence | None, operation: str) -> None:
         """Takes one reference from each of `pages` (a page may be named several times); those without any go.
 
-        The caller has called `query_fences` before it checked anything: nothing here asks one.
-
-        Raises:
-            Violation: SLOT_DOUBLE_FREE, at `cheap`: a page is not live. Nothing was dropped.
+        The caller has called `query_fences` before it checked anything: nothing here asks a fence. SLOT_DOUBLE_FREE, at
+        `cheap`: a page is not live.
         """
         if not pages.size:
             return
         if levels.cheap and not self.allocator.all_are(pages, LIVE_BYTE):
             distinct = self.allocator.distinct(pages)
-            invariants.slot_double_free(distinct, self.allocator.live_among(distinct), **self._where(operation))
-        self.transaction.operation = operation
+            invariants.slot_double_free(
+                distinct, self.allocator.live_among(distinct), **self.allocator.where(operation)
+            )
         if self.shared:
             pages = self._drop_shared(pages, after)
         if self._readers:
@@ -371,7 +359,7 @@ class PageReferences:
         self.allocator.release(pages, after, operation)
 
     def _drop_shared(self, pages: Ints, after: Fence | None) -> Ints:
-        """Takes one reference from each of `pages`, of which some are shared; returns those without any."""
+        """Takes one reference from each of `pages`, some of them shared; returns those without any."""
         repeated = self.allocator.repeated(pages)
         distinct = self.allocator.distinct(pages) if repeated else pages
         were_shared = self.further[distinct] > 0
@@ -388,9 +376,9 @@ class PageReferences:
         return unreferenced
 
     def _release_read(self, pages: Ints, after: Fence | None, operation: str) -> Ints:
-        """Gives back, behind the fences of former sharers too, what those may still read; returns the others."""
+        """Gives back, behind the fences of former sharers too, pages that those may still read; returns the others."""
         # A page knows only its last ticket; an older one of it may be open too. So everything from the oldest open one
-        # on counts as read: too careful at times, never too little.
+        # on counts as read: conservative, may defer a page longer than needed, never shorter.
         late = self._read_by[pages] >= self._readers[0][0]
         if late.any():
             fences = tuple(queried.fence for _, queried in self._readers)
@@ -404,15 +392,15 @@ class PageReferences:
     def _note_reader(self, pages: Ints, fence: Fence | QueriedFence) -> None:
         if not pages.size:
             return
-        known = fence.fence if isinstance(fence, QueriedFence) else fence
-        if not self._readers or self._readers[-1][1].fence is not known:
+        asked = fence.fence if isinstance(fence, QueriedFence) else fence
+        if not self._readers or self._readers[-1][1].fence is not asked:
             self._tickets += 1
             queried = fence if isinstance(fence, QueriedFence) else self.transaction.watch(fence)
             self._readers.append((self._tickets, queried))
         self._read_by[pages] = self._readers[-1][0]
 
     def query_fences(self) -> int:
-        """Makes free what is behind complete fences and says how many; forgets forwards of former sharers.
+        """Makes free the pages behind complete fences and says how many; forgets forwards of former sharers.
 
         Fences are code of the engine, and may call the pool: to be called before anything is checked.
         """
@@ -425,17 +413,13 @@ class PageReferences:
         return reaped
 
     def check_none_pending(self, operation: str) -> None:
-        """Refuses if pages are pending, or are read by forwards of former sharers, as `query_fences` found last.
-
-        Raises:
-            Violation: SLOT_IN_FLIGHT, naming the fence.
-        """
+        """Refuses (SLOT_IN_FLIGHT) if pages are pending, or read by forwards of former sharers, as last queried."""
         self.allocator.check_none_pending(operation)
-        if self._readers:  # too careful at times, as `_release_read`
+        if self._readers:  # conservative, as `_release_read`
             oldest, fence = self._readers[0]
             pages = self.allocator.live_indices()
             read = self._read_by[pages] >= oldest
-            invariants.slot_in_flight(pages, read, behind=repr(fence), **self._where(operation))
+            invariants.slot_in_flight(pages, read, behind=repr(fence), **self.allocator.where(operation))
 
     def _check_unread(self, pages: Ints, operation: str) -> None:
         tickets = self._read_by[pages]
@@ -443,36 +427,25 @@ class PageReferences:
             return
         read = np.isin(tickets, [ticket for ticket, _ in self._readers])
         if read.any() and not self.runtime.capturing:
-            invariants.slot_in_flight(pages, read, **self._where(operation))
+            invariants.slot_in_flight(pages, read, **self.allocator.where(operation))
 
     def check_exclusive(self, pages: Ints, operation: str) -> None:
-        """Refuses a write into a page that has further references, or is cached; page 0 stands for none yet.
-
-        Raises:
-            Violation: PAGE_OWNER.
-        """
+        """Refuses (PAGE_OWNER) a write into pages that are shared or cached; page 0 stands for none yet."""
         if not self.shared and self.cached is None:
             return
         held = self.further[pages] + 1
         if self.cached is not None:
             held += self.cached.cached[pages]
         if np.count_nonzero(held != ONE):
-            invariants.page_owner(held, np.ones_like(held), pages=pages, **self._where(operation))
+            invariants.page_owner(held, np.ones_like(held), pages=pages, **self.allocator.where(operation))
 
     def verify(self, holders: Ints) -> None:
-        """Checks every invariant of the pages from scratch.
-
-        Args:
-            holders: int64[num_pages + 1], how many hold each page, counted anew.
-
-        Raises:
-            Violation: PAGE_OWNER, and see `Allocator.verify`.
-        """
+        """Checks every invariant of the pages from scratch. `holders` int64[num_pages + 1] were counted anew."""
         self.allocator.verify()
         self.generations.verify()
         every = np.arange(holders.size, dtype=np.int64)
         unowned = np.bincount(self.allocator.unowned(), minlength=holders.size)
-        where, live = self._where("verify"), self.allocator.live_among(every)
+        where, live = self.allocator.where("verify"), self.allocator.live_among(every)
         invariants.page_owner(np.where(live, 0, self.further), np.zeros_like(holders), **where)
         # A page that is not live is recorded as -1, and counted -1 for the one list that it stands in.
         recorded = np.where(live, self.further + 1, -1)
@@ -488,18 +461,14 @@ class PageReferences:
             counted, count = np.array([shared.size]), np.array([self.shared])
             invariants.page_owner(counted, count, pages=shared[:1] if shared.size else None, **where)
 
-    def _where(self, operation: str) -> Where:
-        return {"object": self.allocator.label, "operation": operation, "step": self.runtime.step}
-
 
 @final
 class PageSpace:
-    """The pages of a pool, or the locations on them, as what indexes tables.
+    """The pages of a pool, or the locations on them, as an `IndexSpace` of tables.
 
     Attributes:
         kind: of the handles: `Pages` or `Locations`.
         per_page: rows that a page has in a table.
-        capacity: rows of a table, those of page 0 included.
     """
 
     def __init__(self, references: PageReferences, kind: type[Handles], per_page: int) -> None:
@@ -511,12 +480,8 @@ class PageSpace:
         self.capacity = references.allocator.capacity * per_page
         self._generations = references.generations
 
-    def __repr__(self) -> str:
-        return f"PageSpace({self.name!r}, {self.kind.unit}s, {self.per_page} per page)"
-
     @property
     def name(self) -> str:
-        """Of the pool."""
         return self._generations.name
 
     def handles(self, numbers: Ints) -> Handles:
@@ -527,7 +492,6 @@ class PageSpace:
         )
 
     def rows_of(self, handles: Handles, operation: str, *, padded: bool = False) -> Ints:
-        """See `IndexSpace.rows_of`."""
         self.transaction.enter(f"{self.name}: {operation}")
         rows, held = self._generations.numbers_of(handles, self.kind, operation, padded=padded)
         owned = np.count_nonzero(rows) if padded else rows.size
@@ -550,37 +514,29 @@ class PageOwners(SlotListener):
         self._seen: _Seen | None = None  # at the last `verify`
 
     def before_free(self, rows: Ints) -> None:
-        """Queries the fences that pages wait for, which nothing that follows asks."""
+        """Queries the fences that pages wait for; nothing that follows asks one."""
         self._references.query_fences()
 
     def check_free(self, rows: Ints, operation: str) -> None:
-        """Refuses to free slots alone that have pages, which would never be released.
-
-        Raises:
-            Violation: SLOT_CONSERVATION, naming slots.
-        """
+        """Refuses (SLOT_CONSERVATION) to free slots alone that have pages, which would never be released."""
         owned = self._table.num_pages[rows] - self._table.first[rows]
         if 1 in (owned != ZERO).tobytes():
             owners = rows[owned > 0]
             names = ", ".join(str(slot) for slot in owners[:8]) + (", ..." if owners.size > 8 else "")
-            self._refuse(
-                owners,
-                int(owned.sum()),
-                operation,
-                problem=f"these slots still own {int(owned.sum())} pages: {names}",
-                remedy="use `pages.release_requests(slots, after=...)`, which frees a request with all it has",
-            )
+            pages, allocator = int(owned.sum()), self._references.allocator
+            problem = f"these slots still own {pages} pages: {names}"
+            remedy = "use `pages.release_requests(slots, after=...)`, which frees a request with all it has"
+            live = allocator.live - pages
+            allocator.check_live(live, operation, leaked=owners, problem=problem, remedy=remedy)
 
     def check_release(self, rows: Ints, operation: str) -> None:
         """Whole requests leave with their pages."""
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
-        """Releases the pages of requests that leave."""
         if 1 in (self._table.num_pages[rows] > ZERO).tobytes():
             self.cut_all(rows, after, "release_requests")
 
     def check_clear(self, operation: str) -> None:
-        """Refuses if pages are pending, or read by a forward in flight."""
         self._references.check_none_pending(operation)
 
     def on_clear(self) -> None:
@@ -610,7 +566,6 @@ class PageOwners(SlotListener):
     ) -> None:
         """Leaves each row `totals` tokens and pages `front` to `keep`; `losing` are those with less than before."""
         references = self._references
-        references.transaction.operation = operation
         pages = self._table.cut(rows, keep)
         if front is not None:
             pages = np.concatenate([pages, self._table.cut_front(rows, front)])
@@ -620,27 +575,11 @@ class PageOwners(SlotListener):
         self._writes.cut(rows, totals)
         references.drop(pages, after, operation)
 
-    def _refuse(
-        self, owners: Ints, pages: int, operation: str, *, problem: str | None = None, remedy: str | None = None
-    ) -> None:
-        allocator = self._references.allocator
-        invariants.slot_conservation(
-            allocator.free,
-            allocator.pending,
-            allocator.live - pages,
-            allocator.size,
-            leaked=owners,
-            problem=problem,
-            remedy=remedy,
-            object=allocator.label,
-            operation=operation,
-        )
-
     def verify(self) -> None:
         """Checks every invariant of the pages from scratch, and that each belongs to a live slot or a lease."""
         table, references = self._table, self._references
         num_pages = references.allocator.size
-        where = references._where("verify")
+        where = references.allocator.where("verify")
         held = [lease.pages for lease in self._leases.values()]
         leased = np.bincount(np.concatenate([np.empty(0, dtype=np.int64), *held]), minlength=num_pages + 1)
         references.verify(table.holders(num_pages) + leased)
@@ -655,7 +594,8 @@ class PageOwners(SlotListener):
         owners = np.flatnonzero(table.num_pages)
         orphans = owners[~self._slots.is_live(owners)]
         if orphans.size:
-            self._refuse(orphans, int((table.num_pages - table.first)[orphans].sum()), "verify")
+            pages = int((table.num_pages - table.first)[orphans].sum())
+            references.allocator.check_live(references.allocator.live - pages, "verify", leaked=orphans)
         self._check_changes(where)
 
     def _check_changes(self, where: Where) -> None:
@@ -678,8 +618,8 @@ class PageOwners(SlotListener):
         ):
             invariants.derived_stale(
                 changed & ~noted,
-                lambda slot, what=changes.what: (  # type: ignore[misc]
-                    f"the {what} of slot {slot} have changed, and what was derived from them is not refused",
+                lambda slot, name=changes.what: (  # type: ignore[misc]
+                    f"the {name} of slot {slot} have changed, and what was derived from them is not refused",
                     "a change noted for the slot",
                     "none",
                 ),

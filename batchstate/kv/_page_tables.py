@@ -1,6 +1,6 @@
-"""Checks of what a page pool is given to go with: tables over its pages, the token table, maps, and KV memory."""
+"""Checks of tensors and tables that are to go with a page pool: over its pages, the token table, maps, KV memory."""
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,8 @@ Ints = npt.NDArray[np.int64]
 
 def check_map_to(pool: "PagePool", by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool") -> None:
     """Refuses a table that cannot map each location of the pool to that of the same token in `of`."""
-    untyped = cast(object, of)
-    same_slots = isinstance(untyped, type(pool)) and untyped is not pool and untyped.slots is pool.slots
     fits = by == "location" and not shape and holds in (None, "location")
-    if not same_slots or of.page_size != pool.page_size or not fits:
+    if of is pool or of.slots is not pool.slots or of.page_size != pool.page_size or not fits:
         problem = f"{pool.name}: a table by {by}, {list(shape)} each, that holds {holds or 'location'} of {of!r}"
         remedy = "map locations to those of another PagePool of the same slots and the same page size"
         raise ArgumentError(problem, of, remedy)
@@ -36,7 +34,7 @@ def check_map(pool: "PagePool", table: Table, of: "PagePool", operation: str) ->
     rows = np.flatnonzero(lengths)
     counts = lengths[rows]
     owners, positions = rows.repeat(counts), arange_per_row(np.zeros_like(counts), counts)
-    here, there = (one._table.pages_at(owners, positions) for one in (pool, of))
+    here, there = pool._table.pages_at(owners, positions), of._table.pages_at(owners, positions)
     at = np.flatnonzero(here)
     size, offset = pool.page_size, positions[at] % pool.page_size
     locations, expected = here[at] * size + offset, np.where(there[at] > 0, there[at] * size + offset, 0)
@@ -48,17 +46,15 @@ def check_map(pool: "PagePool", table: Table, of: "PagePool", operation: str) ->
 
 def check_buffers(pool: "PagePool", buffers: tuple[torch.Tensor, ...]) -> None:
     """Refuses KV memory that locations or pages do not index."""
-    for one in buffers:
-        what, given = f"{pool.name}: register_kv", type(one).__name__
-        if not isinstance(one, torch.Tensor):
-            raise ArgumentError(f"{what}: expected a device tensor, got {given}", one, "pass tensors")
-        if one.device != pool.runtime.device:
-            problem = f"{what}: expected a tensor on {pool.runtime.device}, got one on {one.device}"
-            raise DeviceError(problem, one.device, "pass KV memory of the pool's device")
-        if not one.ndim or one.shape[0] not in (pool.location_capacity, pool.num_pages + 1):
-            problem = f"{what}: expected one row for each location or page, got shape {list(one.shape)}"
+    label = f"{pool.name}: register_kv"
+    for buffer in buffers:
+        if buffer.device != pool.runtime.device:
+            problem = f"{label}: expected a tensor on {pool.runtime.device}, got one on {buffer.device}"
+            raise DeviceError(problem, buffer.device, "pass KV memory of the pool's device")
+        if not buffer.ndim or buffer.shape[0] not in (pool.location_capacity, pool.num_pages + 1):
+            problem = f"{label}: expected one row for each location or page, got shape {list(buffer.shape)}"
             remedy = f"pass [{pool.location_capacity}, ...] or [{pool.num_pages + 1}, ...]"
-            raise ShapeError(problem, tuple(one.shape), remedy)
+            raise ShapeError(problem, tuple(buffer.shape), remedy)
 
 
 def check_page_zero(pool: "PagePool", buffers: tuple[torch.Tensor, ...], operation: str) -> None:
@@ -71,10 +67,9 @@ def check_page_zero(pool: "PagePool", buffers: tuple[torch.Tensor, ...], operati
 
 def check_req_to_token(pool: "PagePool", table: Table) -> None:
     """Refuses a table of other slots, with rows too short for a request, or with values that are not locations."""
-    untyped: object = table
-    if not isinstance(untyped, Table) or table.space is not pool.slots:
-        other = f", of another pool, {table.space.name!r}" if isinstance(untyped, Table) else ""
-        problem = f"{pool.name}: expected a table of its slots as req_to_token, got {table!r}{other}"
+    if table.space is not pool.slots:
+        other = f"{table!r}, of another pool, {table.space.name!r}"
+        problem = f"{pool.name}: expected a table of its slots as req_to_token, got {other}"
         raise ArgumentError(problem, table, f"make it with `table(...)` of {pool.slots!r}")
     shape, dtype = table.shape, numpy_dtype(table.dtype)
     if dtype.kind not in "iu":

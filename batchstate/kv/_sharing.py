@@ -49,11 +49,7 @@ class PageLease:
         return read_only(self._pages)
 
     def release(self, *, after: Fence | None = None) -> None:
-        """Gives the references back, at once or when `after` is complete.
-
-        Raises:
-            Violation: SLOT_DOUBLE_FREE: it was given back before.
-        """
+        """Gives the references back, at once or when `after` is complete; once, or else SLOT_DOUBLE_FREE."""
         self._sharing.end(self, self._pages, after)
 
     def split(self, num_tokens: SupportsIndex) -> "tuple[PageLease, PageLease]":
@@ -69,12 +65,12 @@ class PageLease:
 
 
 Source = Slots | PageLease | Sequence[PageLease]
-"""Whose tokens others begin with."""
+"""Holder of tokens that others begin with."""
 
 
 @final
 class PageSharing:
-    """The further holders of a pool's pages. What each method does is said where `PagePool` and `PageLease` call it.
+    """The further holders of a pool's pages; `PagePool` and `PageLease` document the methods that they call.
 
     Attributes:
         leases: by id, those that are not released.
@@ -87,39 +83,34 @@ class PageSharing:
         self.leases: dict[int, PageLease] = {}
         self._take, self._release = f"{pool.name}: take", f"{pool.name}: release a lease"
 
-    def __repr__(self) -> str:
-        return f"PageSharing({self._pool.name!r}, {len(self.leases)} leases)"
-
     # Leases
 
     def take(self, n: SupportsIndex) -> PageLease:
-        """See `PagePool.take`."""
         self._transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
         self._references.query_fences()
         return self.lease(self._references.take(wanted, "take"), 0, 0)
 
     def hold(self, slots: Slots, num_tokens: SupportsIndex, first: SupportsIndex) -> PageLease:
-        """See `PagePool.hold`."""
         tokens, begin = self._tokens(num_tokens, "hold"), self._tokens(first, "hold")
         self._transaction.enter(f"{self._pool.name}: hold")
         pages, writer = self.prefix(slots, tokens, "hold")
         pages = pages[self._whole_pages(begin, tokens, "hold") :]
-        self._references.add(pages, 1, "hold")
+        self._transaction.operation = "hold"
+        self._references.add(pages, 1)
         self.note(slots, "hold")
         return self.lease(pages, pages.size * self._pool.page_size, writer)
 
     def lease(self, pages: Ints, written: int, writer: int) -> PageLease:
-        """A lease of pages that have a reference for it already. One that the caller does not get is given back."""
+        """A lease of pages that have a reference for it already; given back if a check fails. Takes the mark away."""
         lease = PageLease(pages, pages.size * self._pool.page_size, self, written, writer)
         self.leases[id(lease)] = lease
-        self._transaction.operation = None
         try:
-            self._pool._check_after()
-            return lease
-        except BaseException:
+            self._pool._done()
+        except Exception:
             self._drop(lease, pages, None, self._take)
             raise
+        return lease
 
     def held(self, lease: PageLease, operation: str) -> PageLease:
         """The lease, which this pool made and which is not released."""
@@ -129,7 +120,6 @@ class PageSharing:
         return lease
 
     def commit(self, lease: PageLease, total: object) -> None:
-        """See `PagePool.commit`."""
         self._transaction.enter(f"{self._pool.name}: commit")
         tokens = np.atleast_1d(amounts(total, 1, f"{self._pool.name}: commit"))
         there = np.array([self.held(lease, "commit").tokens])
@@ -144,7 +134,6 @@ class PageSharing:
         self._transaction.operation = None
 
     def split(self, lease: PageLease, num_tokens: SupportsIndex) -> tuple[PageLease, PageLease]:
-        """See `PageLease.split`."""
         tokens = self._tokens(num_tokens, "split")
         self._transaction.enter(f"{self._pool.name}: split")
         pages, at = self.held(lease, "split").pages, self._whole_pages(tokens, lease.tokens, "split")
@@ -152,18 +141,17 @@ class PageSharing:
         del self.leases[id(lease)]
         lease.released = True
         size = self._pool.page_size
-        parts = [
+        first, last = (
             PageLease(
                 part, part.size * size, self, max(0, min(lease._written - begin, part.size * size)), lease._writer
             )
             for part, begin in ((pages[:at], 0), (pages[at:], tokens))
-        ]
-        self.leases.update({id(part): part for part in parts})
+        )
+        self.leases |= {id(first): first, id(last): last}
         self._pool._done()
-        return parts[0], parts[1]
+        return first, last
 
     def end(self, lease: PageLease, pages: Ints, after: Fence | None) -> None:
-        """See `PageLease.release`."""
         self._transaction.enter(self._release)
         if after is not None:
             check_fence(after, self._release)
@@ -177,6 +165,7 @@ class PageSharing:
         self._pool._check_after()
 
     def _drop(self, lease: PageLease, pages: Ints, after: Fence | None, operation: str) -> None:
+        self._transaction.operation = operation
         self._references.drop(pages, after, operation)
         self.leases.pop(id(lease), None)  # a check that fails may be one of what it holds
         lease.released = True
@@ -185,7 +174,6 @@ class PageSharing:
     # Requests that begin with tokens of others
 
     def share(self, source: Source, target: Slots, num_tokens: SupportsIndex) -> "Extension":
-        """See `PagePool.share`."""
         operation, pool = "share", self._pool
         tokens = self._tokens(num_tokens, operation)
         rows = pool._begin(target, operation)
@@ -198,7 +186,8 @@ class PageSharing:
             raise ArgumentError(problem, slot, remedy)
         lengths = np.full(rows.size, tokens, dtype=np.int64)
         pool._check_lengths(lengths, lengths, operation)
-        self._references.add(pages, rows.size, operation)
+        self._transaction.operation = operation
+        self._references.add(pages, rows.size)
         self._table.append(rows, np.full(rows.size, pages.size, dtype=np.int64), np.tile(pages, rows.size))
         self._table.committed[rows] = lengths
         self.note(source, operation)
@@ -207,7 +196,6 @@ class PageSharing:
         return pool._ragged(target, rows, np.zeros(rows.size, dtype=np.int64), lengths, operation)
 
     def rebase(self, slots: Slots, source: Source, num_tokens: SupportsIndex, after: Fence | None) -> "Extension":
-        """See `PagePool.rebase`."""
         operation, pool, table = "rebase", self._pool, self._table
         tokens = self._tokens(num_tokens, operation)
         check_fence(after, f"{pool.name}: {operation}")
@@ -223,7 +211,8 @@ class PageSharing:
         if np.count_nonzero(changed):
             behind = table.pages[row, pages.size : int(table.num_pages[row])]
             self._check_distinct(np.concatenate([pages, behind]), source, operation)
-            self._references.add(pages[changed], 1, operation)
+            self._transaction.operation = operation
+            self._references.add(pages[changed], 1)
             own = table.put(row, pages)[changed]
             pool.epochs.note(rows, operation, pool.runtime.step)
             self.note(source, operation)
@@ -280,10 +269,9 @@ class PageSharing:
         return tokens // self._pool.page_size
 
     def _check_distinct(self, pages: Ints, source: Source, operation: str) -> None:
-        """A request has a page at one place only: each place counts as a holder."""
+        """A request names a page once: each place where it is named counts as a holder."""
         if self._references.allocator.repeated(pages):
-            raise ArgumentError(
-                f"{self._pool.name}: {operation} of {source!r}, after which a request would have a page at two places",
-                source,
-                "pass leases of different pages, each of which goes on where the one before ends",
-            )
+            named = f"{self._pool.name}: {operation} of {source!r}"
+            problem = f"{named}, after which a request would have a page at two places"
+            remedy = "pass leases of different pages, each of which goes on where the one before ends"
+            raise ArgumentError(problem, source, remedy)

@@ -1,7 +1,7 @@
 """The parts of `HiSparse`: what it knows about each request, and its copies of KV between device and host memory."""
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -13,12 +13,14 @@ from batchstate._allocator import Transaction, joined
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, ShapeError
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
-from batchstate.pools import SlotListener
+from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime.base import Fence
 from batchstate.runtime.memory import PackedUpload
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
+
+Layers = Sequence[torch.Tensor]
 
 _BEYOND = 2**62
 """End of a range that does not exist."""
@@ -50,7 +52,6 @@ class Writer(Fence, Protocol):
 
     def arrived(self) -> int:
         """How many tokens have arrived."""
-        ...
 
 
 @final
@@ -60,12 +61,6 @@ class KVCopier:
     Args:
         pages: the pool that indexes the device buffers.
         host: the pool that has the host buffers.
-        kv: the device buffers.
-
-    Raises:
-        ShapeError, DtypeError: the buffers do not go together.
-
-    Attributes:
         kv: the device buffers, one per layer.
     """
 
@@ -74,7 +69,7 @@ class KVCopier:
         self._host = host
         self.kv = tuple(kv)
         self._last: dict[object, Fence] = {}  # stream -> fence after its last launch
-        backed = [one for one in host.specs if not one.on_device]
+        backed = [spec for spec in host.specs if not spec.on_device]
         if len(self.kv) != len(backed):
             problem = f"expected {len(backed)} device buffers, got {len(self.kv)}"
             raise ShapeError(problem, len(self.kv), "pass one for each layer that the host pool has in host memory")
@@ -94,7 +89,6 @@ class KVCopier:
         return tuple(self._last.values())
 
     def forget(self, complete: set[Fence]) -> None:
-        """Forgets fences that are complete."""
         if complete:
             self._last = {stream: fence for stream, fence in self._last.items() if fence not in complete}
 
@@ -114,30 +108,15 @@ class KVCopier:
         """Copies host locations int64[n] to device locations int64[n], all layers; returns the fence after it."""
         return self._copy(self._host.backed, source, self.kv, target, name)
 
-    def _copy(
-        self,
-        sources: Sequence[torch.Tensor],
-        source: torch.Tensor,
-        targets: Sequence[torch.Tensor],
-        target: torch.Tensor,
-        name: str,
-    ) -> Fence:
+    def _copy(self, sources: Layers, source: torch.Tensor, targets: Layers, target: torch.Tensor, name: str) -> Fence:
+        launch = self._runtime.launch
         if self._runtime.capturing:
             raise CaptureError(f"{name} while the stream is captured", remedy="move KV outside of the capture")
         try:
-            for from_buffer, to_buffer in zip(sources, targets, strict=True):
-                self._runtime.launch(
-                    _copy_rows,
-                    from_buffer,
-                    source,
-                    to_buffer,
-                    target,
-                    reads=(from_buffer, source, target),
-                    writes=(to_buffer,),
-                    name=name,
-                    operations=2,
-                )
-        finally:  # what was launched before an error is under way all the same
+            for here, there in zip(sources, targets, strict=True):
+                reads, arguments = (here, source, target), (here, source, there, target)
+                launch(_copy_rows, *arguments, reads=reads, writes=(there,), name=name, operations=2)
+        finally:  # copies launched before an error are under way all the same
             copied = self._runtime.record()
             self._last[self._runtime.current_stream.key] = copied
         return copied
@@ -149,7 +128,7 @@ def _copy_rows(source: torch.Tensor, from_rows: torch.Tensor, target: torch.Tens
 
 @final
 class TierRequests(SlotListener):
-    """What the host tier knows about the request of each slot; a listener of the slot pool that frees it with the slot.
+    """The host tier's state of the request of each slot; a listener of the slot pool that frees it with the slot.
 
         positions   0 ............ backed ..... length ....... max_tokens
                     in host memory |  not yet  |   to come    |
@@ -157,12 +136,6 @@ class TierRequests(SlotListener):
 
     State on the host alone, vectorised over requests: no cost here grows with a context's length or a pool's size. It
     grows with the most ranges that one request ever had: one badly fragmented request makes all look-ups slower.
-
-    Args:
-        host: the pool of host locations.
-        is_live: which of some slots int64[n] are live, bool[n].
-        copier: copies of KV between host and device memory.
-        capacity: rows: one per slot, padding included.
 
     Attributes:
         states: uint8[capacity], `TierState`.
@@ -175,23 +148,16 @@ class TierRequests(SlotListener):
         fences: for each slot that is STAGED, the copy that stages it.
         planned: slots of the plan whose backup is not launched yet, int64[n].
         releasing: slots that the host tier itself releases now, int64[n].
-        transaction: what changes the host tier itself. What changes with slots and pages is in theirs.
+        transaction: the mark of the host tier itself. Slots and pages have theirs.
     """
 
-    def __init__(
-        self,
-        host: HostKVPool,
-        is_live: Callable[[Ints], npt.NDArray[np.bool_]],
-        copier: KVCopier,
-        capacity: int,
-        slots: Transaction,
-    ) -> None:
+    def __init__(self, host: HostKVPool, slots: SlotPool, copier: KVCopier) -> None:
         self.transaction = Transaction(host.runtime, "the host tier")
         self._slots = slots
         self._complete: set[Fence] = set()  # those that answered so when they were queried last
         self._host = host
-        self._is_live = is_live
         self._copier = copier
+        capacity = slots.capacity
         self.states = np.full(capacity, TierState.OUTSIDE, dtype=np.uint8)
         self.length = np.zeros(capacity, dtype=np.int64)
         self.backed = np.zeros(capacity, dtype=np.int64)
@@ -245,13 +211,13 @@ class TierRequests(SlotListener):
         if width > have:
             more: Any = ((0, 0), (0, max(width, 2 * have) - have))
             self._ends = np.pad(self._ends, more, constant_values=_BEYOND)
-            self._shift, self._first, self._stop = (np.pad(one, more) for one in (self._shift, self._first, self._stop))
+            self._shift, self._first, self._stop = (np.pad(x, more) for x in (self._shift, self._first, self._stop))
 
     def locations(self, slots: Ints, positions: Ints) -> Ints:
         """The host location of one position of each slot, int64[n]; both int64[n], positions below `max_tokens`."""
         column = (self._ends[slots] <= positions[:, None]).sum(axis=1)
-        found: Ints = self._shift[slots, column] + positions
-        return found
+        locations: Ints = self._shift[slots, column] + positions
+        return locations
 
     def bounds(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
         """The range that has one position of each slot: from, to (exclusive), int64[n] each."""
@@ -266,7 +232,6 @@ class TierRequests(SlotListener):
     # The slot pool's events
 
     def check_take(self, n: int) -> None:
-        """Refuses while the tier is broken."""
         self.transaction.enter("take of slots")
 
     def on_take(self, rows: Ints) -> None:
@@ -275,25 +240,20 @@ class TierRequests(SlotListener):
         self.releasing = rows[:0]
 
     def before_free(self, rows: Ints) -> None:
-        """Queries the fences of the copies and of the slots' writers."""
         self.query_fences(rows.tolist())
 
     def query_fences(self, slots: Iterable[int]) -> None:
         """Queries the fences that `fence_of` names for slots; they are code of the engine. Asks none under capture."""
         fences = [] if self._host.runtime.capturing else self._fences_of(slots)
-        answers = self._slots.query(fences)
+        answers = self._slots.transaction.query(fences)
         self._complete = {fence for fence, complete in zip(fences, answers, strict=True) if complete}
         self._copier.forget(self._complete)
 
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses slots of a plan whose backup is not launched yet, and slots whose pages are being copied.
 
-        Such a backup would write what another request owns by then, and such a copy reads device pages that the fence
+        Such a backup would write memory of another request by then, and such a copy reads device pages that the fence
         of the free may not cover.
-
-        Raises:
-            Violation: TIER_STATE.
-            ArgumentError: a slot is in the open plan.
         """
         self.transaction.enter(f"{operation} of slots")
         planned = rows[np.isin(rows, self.planned)] if self.planned.size else self.planned
@@ -309,7 +269,6 @@ class TierRequests(SlotListener):
             self.check_state(np.array(copying, dtype=np.int64), allowed, operation)
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
-        """Frees the host locations of the slots."""
         for slot in rows.tolist():
             if slot in self.ranges:
                 self.leave(slot, self.fence_of([slot], after))
@@ -320,7 +279,7 @@ class TierRequests(SlotListener):
             self.check_state(rows, (TierState.OUTSIDE,), f"{operation} of pages")
 
     def fence_of(self, slots: Iterable[int], after: Fence | None) -> Fence | None:
-        """What has to complete before memory of these slots is used again; None where nothing is under way.
+        """The fence before memory of these slots is used again; None where nothing is under way.
 
         Queries nothing: a fence that was not complete in the last `query_fences` counts as open.
         """
@@ -338,15 +297,9 @@ class TierRequests(SlotListener):
         invariants.tier_state(rows, self.states[rows], allowed, _NAMES, **self._where(operation))
 
     def check_arrived(self, rows: Ints, lengths: Ints, operation: str) -> None:
-        """Refuses requests that are not DIRECT, or whose writer has not delivered all tokens that were reserved for it.
-
-        Raises:
-            Violation: TIER_STATE.
-        """
-        missing = np.array(
-            [self._missing(row, length) for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)],
-            dtype=np.int64,
-        )
+        """Refuses (TIER_STATE) requests that are not DIRECT, or whose writer has not delivered all reserved tokens."""
+        each = zip(rows.tolist(), lengths.tolist(), strict=True)
+        missing = np.array([self._missing(row, length) for row, length in each], dtype=np.int64)
         allowed = (TierState.DIRECT,)
         invariants.tier_state(rows, self.states[rows], allowed, _NAMES, missing=missing, **self._where(operation))
 
@@ -360,12 +313,7 @@ class TierRequests(SlotListener):
         return 0 if writer.query() else length
 
     def verify(self) -> None:
-        """Checks from scratch that the host locations in use are those that slots of the tier own, each once.
-
-        Raises:
-            Violation: TIER_STATE, MIRROR_EQUAL, SLOT_CONSERVATION, LENGTH_ORDER, SLOT_STALE_HANDLE, and see
-                `HostKVPool.verify`.
-        """
+        """Checks from scratch that the host locations in use are those that slots of the tier own, each once."""
         self.transaction.enter("verify of the host tier")
         self._host.verify()
         where = self._where("verify")
@@ -377,14 +325,14 @@ class TierRequests(SlotListener):
             self._host.check_held(ranges, "verify")
             held += len(ranges)
             positions = np.arange(len(ranges), dtype=np.int64)
-            found = self.locations(np.full(positions.size, slot, dtype=np.int64), positions)
-            invariants.mirror_equal(ranges.locations(), found, **where)
+            named = self.locations(np.full(positions.size, slot, dtype=np.int64), positions)
+            invariants.mirror_equal(ranges.locations(), named, **where)
             invariants.slot_stale_handle(
                 np.array([slot]), np.array([ranges.owner]), self._host.owner_of(ranges.starts[:1]), **where
             )
         stats = self._host.stats
         owners = np.fromiter(self.ranges, dtype=np.int64, count=len(self.ranges))
-        orphans = owners[~self._is_live(owners)]
+        orphans = owners[~self._slots.is_live(owners)]
         if orphans.size:
             lost = sum(len(self.ranges[slot]) for slot in orphans.tolist())
             invariants.slot_conservation(

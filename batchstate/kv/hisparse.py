@@ -6,14 +6,14 @@ it will ever have, and pages on the device for at most `hot_tokens` of them::
     outside --admit_staged--> STAGED --poll_staged--> READY --finish--> FINISHED
     outside --reserve-------> DIRECT --admit_direct-----^   any of the three --abort--> ABORTED
 
-STAGED copies KV that this worker prefilled out to the host. DIRECT waits for another worker that writes it there. Which
-way a request goes, and whether it goes at all, is decided per request. In each decode step `map_last_location` plans
-where the new token's KV goes and which older one has to be backed up, from host sides alone: nothing is read from the
-device, and nothing depends on how long a context is.
+STAGED copies KV that this worker prefilled out to the host. DIRECT waits for another worker that writes it there. The
+engine decides per request whether it goes, and which way. In each decode step `map_last_location` plans where the new
+token's KV goes and which older one has to be backed up, from host sides alone: nothing is read from the device, and
+nothing depends on how long a context is.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import SupportsIndex, TypeVar, cast, final
+from typing import SupportsIndex, TypeVar, final
 
 import attrs
 import numpy as np
@@ -41,7 +41,6 @@ V = TypeVar("V", Locations, HostLocations)
 
 
 def _host_only(unit: type[V], runtime: Runtime, numbers: Ints) -> V:
-    """A value of an index space of which only the host has the numbers int64[n]."""
     return unit(runtime, numbers, None, dtype=torch.int64, shape=numbers.shape, contract=Contract.HOST_ONLY)
 
 
@@ -111,16 +110,13 @@ class HiSparse(OfThisProcess):
         if pages.runtime is not host.runtime:
             raise another_runtime("HiSparse", host)
         if pages.max_tokens_per_request < self.hot_tokens:
-            raise ArgumentError(
-                f"hot buffers of {self.hot_tokens} tokens in {pages!r} for {pages.max_tokens_per_request} per request",
-                self.hot_tokens,
-                "let max_tokens_per_request of the pages be at least hot_tokens",
-            )
+            most = pages.max_tokens_per_request
+            problem = f"hot buffers of {self.hot_tokens} tokens in {pages!r} for {most} per request"
+            remedy = "let max_tokens_per_request of the pages be at least hot_tokens"
+            raise ArgumentError(problem, self.hot_tokens, remedy)
         self._copier = KVCopier(pages, host, kv)
         pages.register_kv(*kv)
-        self._requests = TierRequests(
-            host, self.slots.is_live, self._copier, self.slots.capacity, self.slots.transaction
-        )
+        self._requests = TierRequests(host, self.slots, self._copier)
         self._transaction = self._requests.transaction
         self._stream = self.runtime.stream("host tier")
         self._open: LastLocation | None = None
@@ -135,10 +131,10 @@ class HiSparse(OfThisProcess):
 
     def states(self, slots: Slots) -> list[TierState]:
         """The state of each request."""
-        return [TierState(int(one)) for one in self._requests.states[self.slots.rows_of(slots, "states")]]
+        return [TierState(int(state)) for state in self._requests.states[self.slots.rows_of(slots, "states")]]
 
     def ready(self, slots: Slots) -> npt.NDArray[np.bool_]:
-        """Which of them decode in the host tier, bool[n]."""
+        """Whether each decodes in the host tier, bool[n]."""
         ready: npt.NDArray[np.bool_] = self._requests.states[self.slots.rows_of(slots, "ready")] == TierState.READY
         return ready
 
@@ -156,8 +152,7 @@ class HiSparse(OfThisProcess):
         rows = self.slots.rows_of(slots, operation)
         self._requests.check_state(rows, IN_TIER, operation)
         wanted = np.broadcast_to(amounts(counts, rows.size, operation), rows.shape)
-        found = self._requests.first_locations(rows, wanted)
-        return HostLocations.from_host(self.runtime, found, contract=Contract.HOST_ONLY)
+        return _host_only(HostLocations, self.runtime, self._requests.first_locations(rows, wanted))
 
     @property
     def stats(self) -> TierStats:
@@ -168,42 +163,38 @@ class HiSparse(OfThisProcess):
         return TierStats(staged, direct, ready, self._open is not None, self.host.stats)
 
     def in_flight(self) -> list[InFlight]:
-        """What the tier waits for, whatever it is: copies, writers, and memory behind either. Queries no fence.
+        """Everything that the tier waits for: copies, writers, and memory behind either. Queries no fence.
 
         An entry that stays here for more steps than are in flight never completes: its copy was never launched, or
         its writer is gone and that was not declared.
         """
         self._begin("in_flight")
         requests, none = self._requests, np.empty(0, dtype=np.int64)
-        found = []
+        entries = []
         for slots, queried in self._staging:
             waiting = slots.np[[requests.fences.get(slot) is queried.fence for slot in slots.np.tolist()]]
             if waiting.size:
                 tokens = int(requests.max_tokens[waiting].sum())
-                found.append(InFlight("staging", queried.fence, waiting, tokens, queried.step))
+                entries.append(InFlight("staging", queried.fence, waiting, tokens, queried.step))
         for slot, ranges in requests.ranges.items():
             if ranges.writer is not None:
-                found.append(InFlight("arriving", ranges.writer, np.array([slot]), len(ranges)))
-        found += [InFlight("backup", fence, none, 0) for fence in self._copier.fences]
+                entries.append(InFlight("arriving", ranges.writer, np.array([slot]), len(ranges)))
+        entries += [InFlight("backup", fence, none, 0) for fence in self._copier.fences]
         for queried, tokens in self.host.pending():
-            found.append(InFlight("pending", queried.fence, none, tokens, queried.step))
-        return found
+            entries.append(InFlight("pending", queried.fence, none, tokens, queried.step))
+        return entries
 
     def expect_idle(self) -> None:
         """Checks that no request is in the tier, and no host location is live.
 
-        Pending host locations are not leaks: `in_flight` says what they wait for.
-
-        Raises:
-            Violation: SLOT_CONSERVATION, naming requests that are left, or host locations.
+        Pending host locations are not leaks: `in_flight` names their fences. Else SLOT_CONSERVATION, naming requests
+        that are left, or host locations.
         """
         self._begin("expect_idle")
-        left = np.fromiter(self._requests.ranges, dtype=np.int64, count=len(self._requests.ranges))
+        left, where = np.fromiter(self._requests.ranges, dtype=np.int64), self._where("expect_idle")
         if left.size:
             stats = self.host.stats
-            invariants.slot_conservation(
-                stats.free, stats.pending, 0, stats.size, leaked=left, **self._where("expect_idle")
-            )
+            invariants.slot_conservation(stats.free, stats.pending, 0, stats.size, leaked=left, **where)
         self.host.expect_idle()
 
     # Admission
@@ -235,9 +226,8 @@ class HiSparse(OfThisProcess):
         check_fence(writer, "reserve")
         self._check_no_pages(slots, "reserve")
         length, most = self._sizes(rows, lengths, max_tokens, "reserve")
-        ranges = self._enter(rows, length, most, TierState.DIRECT, writer, "reserve")
-        self._transaction.operation = None
-        return ranges
+        with self._transaction.changing("reserve"):
+            return self._enter(rows, length, most, TierState.DIRECT, writer, "reserve")
 
     def admit_direct(self, slots: Slots) -> Extension:
         """Makes READY requests whose KV has arrived. Loads short ones onto the device.
@@ -263,27 +253,23 @@ class HiSparse(OfThisProcess):
         rows = self.slots.rows_of(slots, operation, unique=True)  # again: writers are code of the engine
         self._check_no_pages(slots, operation)
         short = length <= size
-        hot: Extension | None = None
-        self._transaction.operation = operation
-        try:
+        with self._transaction.changing(operation):
             hot = self.pages.extend(slots, np.minimum(length, size))
-            if short.any():
-                sources = requests.first_locations(rows[short], length[short])
-                targets = hot.locations.np[np.repeat(short, hot.counts)]
-                indices = self._copier.indices(self._copier.upload(sources, targets))
-                self._copier.to_device(*indices, "host tier: preload")
-                self.pages.commit(slots.filter(short), length[short])
-        except Exception:
-            if hot is not None:
+            try:
+                if short.any():
+                    sources = requests.first_locations(rows[short], length[short])
+                    targets = hot.locations.np[np.repeat(short, hot.counts)]
+                    indices = self._copier.indices(self._copier.upload(sources, targets))
+                    self._copier.to_device(*indices, "host tier: preload")
+                    self.pages.commit(slots.filter(short), length[short])
+            except Exception:
                 requests.releasing = rows
                 self.pages.release(slots, after=requests.fence_of([], None))
                 requests.releasing = rows[:0]
-            self._transaction.operation = None
-            raise
-        requests.hot_from[rows] = np.where(short, 0, length)
-        requests.held[rows] = np.minimum(length, size)
-        requests.states[rows] = TierState.READY
-        self._transaction.operation = None
+                raise
+            requests.hot_from[rows] = np.where(short, 0, length)
+            requests.held[rows] = np.minimum(length, size)
+            requests.states[rows] = TierState.READY
         return hot
 
     def admit_staged(self, slots: Slots, max_tokens: object, *, after: Fence | None = None) -> None:
@@ -314,29 +300,31 @@ class HiSparse(OfThisProcess):
             return
         self.pages.check_readable(rows, rows, operation)
         written = after if after is not None else self.runtime.record()
-        self._enter(rows, length, most, TierState.STAGED, None, operation)
-        try:
-            targets = self._requests.first_locations(rows, length)
-            positions = arange_per_row(np.zeros_like(length), length)  # a prompt does not wrap round in its pages
-            page, offset = np.divmod(positions, self.pages.page_size)
-            table = self.pages.page_table
-            sources = table[np.repeat(rows, length), page].astype(np.int64) * self.pages.page_size + offset
-            upload = self._copier.upload(sources, targets)  # not on the stream of the copies, which may be long
-            with self.runtime.use(self._stream):
-                self.runtime.wait(written)
-                self.pages.wait_written(slots)
-                copied = self._copier.to_host(*self._copier.indices(upload), "host tier: stage")
-        except Exception:
-            for row in rows.tolist():
-                self._requests.leave(row, self._requests.fence_of([], None))
-                self._requests.states[row] = TierState.OUTSIDE
-            self._transaction.operation = None
-            raise
-        own = AllFences((copied,))  # `poll_staged` knows the copy by its fence, and on a CPU all fences are one
-        group, step = self.runtime.agreement, self.runtime.step
-        self._staging.append((slots, QueriedFence(own, step) if group is None else group.watch(own, step)))
-        self._requests.fences.update(dict.fromkeys(rows.tolist(), own))
-        self._transaction.operation = None
+        with self._transaction.changing(operation):
+            self._enter(rows, length, most, TierState.STAGED, None, operation)
+            try:
+                copied = self._staged(slots, rows, length, written)
+            except Exception:
+                for row in rows.tolist():
+                    self._requests.leave(row, self._requests.fence_of([], None))
+                    self._requests.states[row] = TierState.OUTSIDE
+                raise
+            own = AllFences((copied,))  # `poll_staged` knows the copy by its fence, and on a CPU all fences are one
+            group, step = self.runtime.agreement, self.runtime.step
+            self._staging.append((slots, QueriedFence(own, step) if group is None else group.watch(own, step)))
+            self._requests.fences.update(dict.fromkeys(rows.tolist(), own))
+
+    def _staged(self, slots: Slots, rows: Ints, length: Ints, written: Fence) -> Fence:
+        """Launches the copies of `length` tokens of each slot out to the host; the fence after them."""
+        targets, size = self._requests.first_locations(rows, length), self.pages.page_size
+        positions = arange_per_row(np.zeros_like(length), length)  # a prompt does not wrap round in its pages
+        page, offset = np.divmod(positions, size)
+        sources = self.pages.page_table[np.repeat(rows, length), page].astype(np.int64) * size + offset
+        upload = self._copier.upload(sources, targets)  # not on the stream of the copies, which may be long
+        with self.runtime.use(self._stream):
+            self.runtime.wait(written)
+            self.pages.wait_written(slots)
+            return self._copier.to_host(*self._copier.indices(upload), "host tier: stage")
 
     def poll_staged(self) -> int:
         """Makes READY what is STAGED and copied; returns how many. Releases device pages beyond the hot buffer.
@@ -365,22 +353,18 @@ class HiSparse(OfThisProcess):
             copying = np.full(rows.size, not copied.query())
             invariants.slot_in_flight(rows, copying, **self._where("poll_staged"))
         long = requests.length[rows] > self.hot_tokens
-        self._transaction.operation = "poll_staged"
-        if long.any():
-            requests.releasing = rows[long]
-            try:
-                self.pages.truncate(slots.filter(long), self.hot_tokens)
-            except Exception:
-                self._transaction.operation = None
-                raise
-            finally:
-                requests.releasing = rows[:0]
-            requests.hot_from[rows[long]] = requests.length[rows[long]]
-            requests.held[rows[long]] = self.hot_tokens
-        for row in rows.tolist():
-            del requests.fences[row]
-        requests.states[rows] = TierState.READY
-        self._transaction.operation = None
+        with self._transaction.changing("poll_staged"):
+            if long.any():
+                requests.releasing = rows[long]
+                try:
+                    self.pages.truncate(slots.filter(long), self.hot_tokens)
+                finally:
+                    requests.releasing = rows[:0]
+                requests.hot_from[rows[long]] = requests.length[rows[long]]
+                requests.held[rows[long]] = self.hot_tokens
+            for row in rows.tolist():
+                del requests.fences[row]
+            requests.states[rows] = TierState.READY
         return len(slots)
 
     def _begin(self, operation: str) -> None:
@@ -412,22 +396,17 @@ class HiSparse(OfThisProcess):
     def _enter(
         self, rows: Ints, length: Ints, most: Ints, state: TierState, writer: Fence | None, operation: str
     ) -> list[HostRanges]:
-        """Gives requests their host locations. Leaves the mark of the transaction, which the caller takes away."""
-        self._transaction.operation = operation
+        """Gives requests their host locations."""
+        taken = self.host.take(most, rows, writer=writer)
+        held = np.array([len(ranges) for ranges in taken], dtype=np.int64)
         try:
-            ranges = self.host.take(most, rows, writer=writer)
-            held = np.array([len(one) for one in ranges], dtype=np.int64)
-            try:
-                invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
-            except Violation:
-                self.host.free(ranges)
-                raise
-        except Exception:
-            self._transaction.operation = None
+            invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
+        except Violation:
+            self.host.free(taken)
             raise
-        for row, one, n in zip(rows.tolist(), ranges, length.tolist(), strict=True):
-            self._requests.enter(row, one, state, n)
-        return ranges
+        for row, ranges, n in zip(rows.tolist(), taken, length.tolist(), strict=True):
+            self._requests.enter(row, ranges, state, n)
+        return taken
 
     # Decoding
 
@@ -456,7 +435,7 @@ class HiSparse(OfThisProcess):
             tokens: new tokens of each, drafts included: one number, or int[n], at least 1.
             confirmed: int[n], tokens of each that were accepted, as far as results say. Needed where `seq_lens` is a
                 bound.
-            backups: for a graph, the length of the arrays of backups: what is not needed copies padding to padding.
+            backups: for a graph, the length of the arrays of backups: entries not needed copy padding to padding.
 
         Raises:
             PoolExhaustedError: too few device pages. Nothing was mapped.
@@ -470,8 +449,8 @@ class HiSparse(OfThisProcess):
         operation = "map_last_location"
         self._begin(operation)
         where = self._where(operation)
-        owners, untyped = slots, cast("object", slots)
-        if isinstance(untyped, Slots) and untyped.np.size and not untyped.np[-1]:
+        owners = slots
+        if slots.np.size and not slots.np[-1]:
             owners = slots.take(np.arange(np.count_nonzero(self.slots.rows_of(slots, operation, padded=True))))
         rows = self.slots.rows_of(owners, operation, unique=True)
         requests = self._requests
@@ -490,8 +469,8 @@ class HiSparse(OfThisProcess):
         backup_from, backup_to = self._hot_locations(late, previous, where), requests.locations(late, previous)
         if levels.cheap:
             least, most = requests.bounds(late, previous)
-            one = np.ones_like(backup_to)
-            invariants.transfer_bounds(backup_to, one, least, most, what="host locations", **where)
+            single = np.ones_like(backup_to)
+            invariants.transfer_bounds(backup_to, single, least, most, what="host locations", **where)
         padding = len(slots) - rows.size
         if backups is not None:
             backup_from, backup_to = _padded(backup_from, backups), _padded(backup_to, backups)
@@ -541,15 +520,16 @@ class HiSparse(OfThisProcess):
         operation, n = "map_last_location", len(slots)
         bounded = isinstance(seq_lens, MirroredTensor) and seq_lens.contract is Contract.UPPER_BOUND
         lens = seq_lens.np if isinstance(seq_lens, MirroredTensor) else seq_lens
-        length, counts = (
-            np.broadcast_to(amounts(given, n, f"{operation}: {what}"), n)[: rows.size]
-            for given, what in ((lens, "seq_lens"), (tokens, "tokens"))
-        )
+
+        def per_request(values: object, name: str) -> Ints:
+            return np.broadcast_to(amounts(values, n, f"{operation}: {name}"), n)[: rows.size]
+
+        length, counts = per_request(lens, "seq_lens"), per_request(tokens, "tokens")
         if rows.size and int(counts.min()) < 1:
             raise ArgumentError(f"{operation} of {counts.min()} tokens", int(counts.min()), "map at least one each")
         if confirmed is not None:
-            given = confirmed.np if isinstance(confirmed, MirroredTensor) else confirmed
-            return length, counts, np.broadcast_to(amounts(given, n, f"{operation}: confirmed"), n)[: rows.size]
+            settled = confirmed.np if isinstance(confirmed, MirroredTensor) else confirmed
+            return length, counts, per_request(settled, "confirmed")
         if bounded:
             remedy = "pass how many tokens of each request the results that are known have accepted"
             raise ArgumentError(f"{operation}: seq_lens is a bound, without `confirmed`", seq_lens, remedy)
@@ -576,24 +556,17 @@ class HiSparse(OfThisProcess):
         wrong = (settled < least) | (settled > before) | (before > last)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
-            raise ArgumentError(
-                f"slot {rows[row]} has {length[row]} tokens with {length[row] - before[row]} new ones, of those before "
-                f"{settled[row]} confirmed; it had {least[row]} to {last[row]}",
-                int(length[row]),
-                "go on after tokens that were mapped, each request once a step; `tokens` says how many are new",
-            )
-        invariants.length_order(
-            length - settled, np.full_like(length, self.hot_tokens), self.hot_tokens, explain=_TOO_FAR, **where
-        )
+            new = f"{length[row]} tokens with {length[row] - before[row]} new ones"
+            had = f"of those before {settled[row]} confirmed; it had {least[row]} to {last[row]}"
+            remedy = "go on after tokens that were mapped, each request once a step; `tokens` says how many are new"
+            raise ArgumentError(f"slot {rows[row]} has {new}, {had}", int(length[row]), remedy)
+        room = np.full_like(length, self.hot_tokens)
+        invariants.length_order(length - settled, room, self.hot_tokens, explain=_TOO_FAR, **where)
         if levels.cheap:
             invariants.mirror_equal(requests.held[rows], self.pages.committed(slots), **where)
 
     def _hot_locations(self, rows: Ints, positions: Ints, where: Where) -> Ints:
-        """The device location of one position of each row, int64[n].
-
-        Raises:
-            Violation: SLOT_ZERO_ALLOCATED, at `cheap`: a position that has no page.
-        """
+        """The device location of one position of each row, int64[n]. SLOT_ZERO_ALLOCATED, at `cheap`: it has none."""
         page = self._hot_pages(rows, positions)
         if levels.cheap and page.size and int(page.min()) == 0:
             invariants.slot_zero_allocated(page, **where)
@@ -611,7 +584,7 @@ class HiSparse(OfThisProcess):
 
         Args:
             plan: the last one.
-            uploaded: what `batch.upload(extras=plan.extras)` returned; without it the indices are uploaded here.
+            uploaded: returned by `batch.upload(extras=plan.extras)`; without it the indices are uploaded here.
 
         Raises:
             ArgumentError: it was launched already, or is not the last plan.
@@ -676,8 +649,7 @@ class HiSparse(OfThisProcess):
         self._begin(operation)
         check_fence(after, operation)
         requests = self._requests
-        untyped: object = slots
-        requests.before_free(slots.np if isinstance(untyped, Slots) else np.empty(0, dtype=np.int64))
+        requests.before_free(slots.np)
         rows = self.slots.rows_of(slots, operation, unique=True)
         requests.check_state(rows, allowed, operation)
         staged = rows[requests.states[rows] == TierState.STAGED].tolist()
@@ -692,10 +664,7 @@ class HiSparse(OfThisProcess):
     def verify(self) -> None:
         """Checks every invariant of the tier from scratch: states, ranges, pages, and that backups equal hot KV.
 
-        Reads device memory; does nothing under capture.
-
-        Raises:
-            Violation: MIRROR_EQUAL; see `TierRequests.verify` and `PagePool.verify`.
+        Reads device memory; does nothing under capture. Else MIRROR_EQUAL, or any code of host locations and pages.
         """
         self._begin("verify")
         if self.runtime.capturing:
@@ -712,11 +681,7 @@ class HiSparse(OfThisProcess):
         self._check_backed(ready, backed, where)
 
     def _check_backed(self, rows: Ints, backed: Ints, where: Where) -> None:
-        """Checks that backups equal hot KV, as far as `backed` tokens of each slot. Reads device memory.
-
-        Raises:
-            Violation: MIRROR_EQUAL.
-        """
+        """Checks that backups equal hot KV, as far as `backed` tokens of each slot (MIRROR_EQUAL), on the device."""
         requests, inspect = self._requests, self.runtime.inspect
         first = np.maximum(requests.hot_from[rows], requests.length[rows] - self.hot_tokens)
         counts = np.maximum(backed[rows] - first, 0)

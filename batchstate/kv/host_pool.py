@@ -1,8 +1,8 @@
 """`HostKVPool`: KV memory of the host tier, one buffer per layer, pinned or on the device, handed out in ranges.
 
-Host location 0 (with pages, the locations of page 0) is padding. What a request takes has an owner and a generation,
-and is handed out again only when the fence that it was freed behind is complete: that of a device copy that still
-writes it, or of a writer in another process.
+Host location 0 (with pages, the locations of page 0) is padding. Ranges have an owner and a generation, and are handed
+out again only when the fence that they were freed behind is complete: that of a device copy that still writes them, or
+of a writer in another process.
 """
 
 import itertools
@@ -22,7 +22,6 @@ from batchstate.errors import ArgumentError
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.runtime.memory import MappedMemory
-from batchstate.violations import Where
 
 __all__ = ["HostBuffer", "HostKVPool", "HostRanges", "HostStats", "KVBuffer"]
 
@@ -48,10 +47,6 @@ class FreeRanges:
     Takes the place of a `FreeList` in an `Allocator` where indices that are taken together should be neighbours. Best
     fit: the smallest range that holds all that is asked for, from its low end; where none does, the largest ones.
     Neighbours that are freed become one range. Costs O(ranges): at most one more than there are ranges in use.
-
-    Attributes:
-        count: how many are free.
-        capacity: how many there can be.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -61,21 +56,16 @@ class FreeRanges:
         self.capacity = last - first + 1
         self.count = self.capacity
 
-    def __repr__(self) -> str:
-        return f"FreeRanges({self.count} of {self.capacity} in {self._starts.size} ranges)"
-
     @property
     def largest(self) -> int:
         """Length of the largest range."""
         return int((self._ends - self._starts).max(initial=0))
 
     def top(self, n: int) -> Ints:
-        """The next `n` to be handed out, in that order, as a new array. They stay free."""
         chosen, sizes = self._choose(n)
         return arange_per_row(self._starts[chosen], sizes)
 
     def drop(self, n: int) -> None:
-        """Takes away what `top(n)` shows."""
         chosen, sizes = self._choose(n)
         self._starts[chosen] += sizes
         self.count -= n
@@ -83,7 +73,6 @@ class FreeRanges:
         self._starts, self._ends = self._starts[left], self._ends[left]
 
     def push(self, indices: Ints) -> None:
-        """Makes `indices` free, in any order."""
         if not indices.size:
             return
         more, lengths = ranges_of(np.sort(indices))
@@ -97,7 +86,6 @@ class FreeRanges:
         self.count += indices.size
 
     def entries(self) -> Ints:
-        """All free indices in ascending order, as a new array."""
         return arange_per_row(self._starts, self._ends - self._starts)
 
     def _choose(self, n: int) -> tuple[Ints, Ints]:
@@ -120,7 +108,7 @@ class HostRanges:
 
     Attributes:
         pool_id: id of the pool.
-        owner: what they were taken for: a slot, or any number the caller chose.
+        owner: a slot, or any number the caller chose.
         generation: differs for each that the pool ever returned.
         starts: int64[r], first host location of each range, read-only.
         lengths: int64[r], locations of each range, whole pages, read-only.
@@ -196,9 +184,6 @@ class KVBuffer:
         on_device: whether it is device memory, which kernels read at the device's speed. The pool's locations are its
             rows all the same. The host tier backs up nothing into it: a step's kernel writes the new rows itself. The
             pool waits once, when it is made, until it is zeroed: a writer in another process is on no stream.
-
-    Raises:
-        ArgumentError, DtypeError, ShapeError: a value of another type, or sizes that are not positive integers.
     """
 
     name: str
@@ -275,25 +260,24 @@ class HostKVPool(OfThisProcess):
         self.pool_id = next(_pool_ids)
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
-        if isinstance(layers, bool | str) or not isinstance(layers, int | Sequence):
+        if isinstance(layers, str):
             raise ArgumentError(f"{name}: expected layers, got {layers!r}", layers, "pass names, or how many")
         self.specs = tuple(
-            one if isinstance(one, KVBuffer) else KVBuffer(str(one), item_shape, dtype)  # type: ignore[arg-type]
-            for one in (range(layers) if isinstance(layers, int) else layers)
+            layer if isinstance(layer, KVBuffer) else KVBuffer(str(layer), item_shape, dtype)  # type: ignore[arg-type]
+            for layer in (range(layers) if isinstance(layers, int) else layers)
         )
-        self.layers = tuple(one.name for one in self.specs)
+        self.layers = tuple(spec.name for spec in self.specs)
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise ArgumentError(f"{name}: layers are {list(self.layers)}", layers, "name each buffer, at least one")
         runtime.declare_indices("host_location", self.location_capacity)
-        self._memory: tuple[MappedMemory, ...] = tuple(self._zeros(one) for one in self.specs)
+        self._memory: tuple[MappedMemory, ...] = tuple(self._zeros(spec) for spec in self.specs)
         self.buffers: tuple[torch.Tensor, ...] = tuple(memory.device for memory in self._memory)
-        self.backed = tuple(
-            memory.device for memory, one in zip(self._memory, self.specs, strict=True) if not one.on_device
-        )
-        if any(one.on_device for one in self.specs):
+        on_device = [spec.on_device for spec in self.specs]
+        self.backed = tuple(buffer for buffer, there in zip(self.buffers, on_device, strict=True) if not there)
+        if any(on_device):
             runtime.record().wait()  # a writer in another process is on no stream that could wait for the zeros
-        # What the host can address; where the device has memory of its own, only kernels look at it.
-        self._visible = tuple(one for one in self._memory if one.host.device.type == "cpu")
+        # Memory that the host can address; where the device has memory of its own, only kernels look at it.
+        self._visible = tuple(memory for memory in self._memory if memory.host.device.type == "cpu")
         self._free = FreeRanges(1, self.num_pages)
         pages = f", in pages of {self.page_size}" if self.page_size > 1 else ""
         self._transaction = Transaction(runtime, f"HostKVPool {name!r}")
@@ -344,20 +328,15 @@ class HostKVPool(OfThisProcess):
     def stats(self) -> HostStats:
         """The pool in numbers, after `reap`."""
         self.reap()
-        allocator, size = self._allocator, self.page_size
-        return HostStats(
-            self.num_tokens,
-            allocator.free * size,
-            allocator.pending * size,
-            allocator.live * size,
-            self._free.largest * size,
-        )
+        here = self._allocator
+        pages = self.num_pages, here.free, here.pending, here.live, self._free.largest
+        return HostStats(*(number * self.page_size for number in pages))
 
     def contiguous_buffers(self) -> tuple[HostBuffer, ...]:
         """The buffers as a transfer engine registers them, in the order of the layers."""
         return tuple(
-            HostBuffer(one.name, memory.host.data_ptr(), memory.host.nbytes, one.item_bytes, memory.host)
-            for one, memory in zip(self.specs, self._memory, strict=True)
+            HostBuffer(spec.name, memory.host.data_ptr(), memory.host.nbytes, spec.item_bytes, memory.host)
+            for spec, memory in zip(self.specs, self._memory, strict=True)
         )
 
     # Taking and freeing
@@ -369,14 +348,14 @@ class HostKVPool(OfThisProcess):
             tokens: int[n], at least 1 each.
             owners: int[n], for reports and for `owner_of`: usually slots.
             writer: the end of the writer in another process that they are granted to, `Lease.ended`. `free` keeps them
-                pending until it is complete, whatever else it is told.
+                pending until it is complete, whatever `after` is.
 
         Returns:
             one per owner.
 
         Raises:
             PoolExhaustedError: too few pages are free. Nothing was taken.
-            ArgumentError: less than one token, not one owner each, or `writer` is not a fence.
+            ArgumentError: less than one token, or not one owner each.
             Violation: TRANSFER_LATE_WRITE, at `full`: free memory was written.
         """
         self._transaction.enter(f"{self.name}: take")
@@ -384,11 +363,10 @@ class HostKVPool(OfThisProcess):
         whose = self._integers(owners, "take: owners")
         wanted = np.broadcast_to(amounts(tokens, whose.size, f"{self.name}: take"), whose.shape)
         if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
-            raise ArgumentError(
-                f"{self.name}: take: expected 1 to {MOST_TOKENS} tokens each, got {wanted.min()} to {wanted.max()}",
-                int(wanted.min()),
-                "take at least 1 token for each",
+            problem = (
+                f"{self.name}: take: expected 1 to {MOST_TOKENS} tokens each, got {wanted.min()} to {wanted.max()}"
             )
+            raise ArgumentError(problem, int(wanted.min()), "take at least 1 token for each")
         counts = (-(-wanted // self.page_size)).tolist()
         self._allocator.reap()
         self._allocator.check_available(sum(counts))
@@ -398,28 +376,22 @@ class HostKVPool(OfThisProcess):
         try:
             self._check_poison(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
             granted = [self._granted(pages, owner, writer) for pages, owner in zip(taken, whose.tolist(), strict=True)]
+        except Exception:
+            self._sizes = {generation: n for generation, n in self._sizes.items() if generation <= newest}
+            for pages in taken:
+                self._forget(pages)
+                self._allocator.release(pages, None, "take")
             self._transaction.operation = None
-            return granted
-        except BaseException as error:
-            if self._transaction.operation is None or isinstance(error, Exception):
-                self._undo_take(taken, newest)
             raise
-
-    def _undo_take(self, taken: list[Ints], newest: int) -> None:
-        """Frees pages that no caller has got; `newest` was the last generation before."""
-        self._transaction.operation = "take"
-        self._sizes = {one: size for one, size in self._sizes.items() if one <= newest}
-        for pages in taken:
-            self._forget(pages)
-            self._allocator.release(pages, None, "take")
         self._transaction.operation = None
+        return granted
 
     def _granted(self, pages: Ints, owner: int, writer: Fence | None) -> HostRanges:
         generation = self._newest + 1
         if levels.cheap:
             newer = np.full(pages.size, self._newest + 1, dtype=np.int64)
             mine = np.full(pages.size, generation, dtype=np.int64)
-            invariants.slot_stale_handle(pages, np.maximum(newer, mine), mine, **self._where("take"))
+            invariants.slot_stale_handle(pages, np.maximum(newer, mine), mine, **self._allocator.where("take"))
         self._newest = generation
         self._sizes[generation] = pages.size
         self._generation[pages] = generation
@@ -445,26 +417,26 @@ class HostKVPool(OfThisProcess):
         Raises:
             Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE; SLOT_CONSERVATION: only a part of what `take` returned.
                 Nothing was freed.
-            ArgumentError: ranges of another pool, or of a request of the host tier; or `after` is not a fence.
+            ArgumentError: ranges of another pool, or of a request of the host tier.
         """
         operation = "free"
         self._transaction.enter(f"{self.name}: {operation}")
         check_fence(after, f"{self.name}: {operation}")
         freed = list(ranges) if isinstance(ranges, Iterable) else [ranges]
-        parts = [self._pages_to_free(one, operation) for one in freed]
-        for one in freed:
-            if self._kept.get(one.generation) is not keeper:
-                problem = f"{self.name}: free of {one!r}, which a request of the host tier owns"
-                raise ArgumentError(problem, one, "call `HiSparse.finish` or `abort`, or free the slot of the request")
+        parts = [self._pages_to_free(part, operation) for part in freed]
+        for part in freed:
+            if self._kept.get(part.generation) is not keeper:
+                problem = f"{self.name}: free of {part!r}, which a request of the host tier owns"
+                raise ArgumentError(problem, part, "call `HiSparse.finish` or `abort`, or free the slot of the request")
         pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
         if self._allocator.repeated(pages):
-            invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._where(operation))
+            invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._allocator.where(operation))
         self._transaction.operation = operation
         self._forget(pages)
-        for one, part in zip(freed, parts, strict=True):
-            self._sizes.pop(one.generation, None)
-            self._kept.pop(one.generation, None)
-            self._allocator.release(part, joined(after, one.writer), operation)
+        for part, its_pages in zip(freed, parts, strict=True):
+            self._sizes.pop(part.generation, None)
+            self._kept.pop(part.generation, None)
+            self._allocator.release(its_pages, joined(after, part.writer), operation)
         self._transaction.operation = None
         self._poison_free()
 
@@ -487,22 +459,13 @@ class HostKVPool(OfThisProcess):
         return [(queried, pages.size * self.page_size) for queried, pages in self._allocator.pending_groups()]
 
     def check_held(self, ranges: HostRanges, operation: str) -> None:
-        """Refuses ranges of another pool, and ranges that were freed.
-
-        Raises:
-            Violation: SLOT_STALE_HANDLE.
-            ArgumentError: ranges of another pool.
-        """
+        """Refuses ranges of another pool (ArgumentError), and ranges that were freed (SLOT_STALE_HANDLE)."""
         self._check_generation(ranges, self._pages(ranges, operation), operation)
 
     def owner_of(self, locations: object) -> Ints:
-        """The owner of each host location int[n], int64[n]; 0 where it is free or pending.
-
-        Raises:
-            Violation: SLOT_OUT_OF_RANGE.
-        """
+        """The owner of each host location int[n], int64[n]; 0 where it is free or pending."""
         asked = self._integers(locations, "owner_of")
-        invariants.slot_out_of_range(asked, self.location_capacity, **self._where("owner_of"))
+        invariants.slot_out_of_range(asked, self.location_capacity, **self._allocator.where("owner_of"))
         return self._owner[asked // self.page_size]
 
     def _integers(self, numbers: object, operation: str) -> Ints:
@@ -510,36 +473,30 @@ class HostKVPool(OfThisProcess):
         array = np.atleast_1d(as_array(numbers, f"{self.name}: {operation}"))
         return np.atleast_1d(amounts(array, array.shape[0], f"{self.name}: {operation}"))
 
-    def _pages(self, ranges: object, operation: str) -> Ints:
-        if not isinstance(ranges, HostRanges) or ranges.pool_id != self.pool_id:
+    def _pages(self, ranges: HostRanges, operation: str) -> Ints:
+        if ranges.pool_id != self.pool_id:
             problem = f"{self.name}: {operation} of {ranges!r}, which this pool did not return"
             raise ArgumentError(problem, ranges, "pass what `take` of this pool returned")
         return ranges.locations()[:: self.page_size] // self.page_size
 
     def _pages_to_free(self, ranges: HostRanges, operation: str) -> Ints:
-        """The pages of ranges that are freed: live, of this generation, and all of what was taken."""
+        """The pages of ranges that are freed: live, of this generation, and all that were taken with them."""
         pages, allocator = self._pages(ranges, operation), self._allocator
         live = allocator.live_among(pages)
         if not live.all():
-            invariants.slot_double_free(pages, live, **self._where(operation))
+            invariants.slot_double_free(pages, live, **self._allocator.where(operation))
         self._check_generation(ranges, pages, operation)
         if pages.size != self._sizes.get(ranges.generation):  # the rest could not be named by any handle
             left = np.setdiff1d(np.flatnonzero(self._generation == ranges.generation), pages)
-            invariants.slot_conservation(
-                allocator.free,
-                allocator.pending,
-                allocator.live - left.size,
-                allocator.size,
-                leaked=left,
-                problem=f"{operation} of {pages.size} pages of ranges that have {pages.size + left.size}",
-                remedy="free what `take` returned, as a whole",
-                **self._where(operation),
-            )
+            problem = f"{operation} of {pages.size} pages of ranges that have {pages.size + left.size}"
+            remedy = "free what `take` returned, as a whole"
+            count = allocator.live - left.size
+            allocator.check_live(count, operation, leaked=left, problem=problem, remedy=remedy)
         return pages
 
     def _check_generation(self, ranges: HostRanges, pages: Ints, operation: str) -> None:
         held = np.full(pages.size, ranges.generation, dtype=np.int64)
-        invariants.slot_stale_handle(pages, held, self._generation[pages], **self._where(operation))
+        invariants.slot_stale_handle(pages, held, self._generation[pages], **self._allocator.where(operation))
 
     # Checks
 
@@ -558,34 +515,27 @@ class HostKVPool(OfThisProcess):
         poisoned = pages[self._poisoned[pages]]
         for memory in self._visible:
             changed = (memory.bytes.reshape(self.num_pages + 1, -1)[poisoned] != _POISON).any(axis=1)
-            invariants.transfer_late_write(poisoned * self.page_size, changed, **self._where(operation))
+            invariants.transfer_late_write(poisoned * self.page_size, changed, **self._allocator.where(operation))
 
     def verify(self) -> None:
         """Checks every invariant of the pool from scratch. At `full` it reads all free memory.
 
         Raises:
-            Violation: SLOT_STALE_HANDLE, TRANSFER_LATE_WRITE, PAGE_ZERO_FINITE, and see `Allocator.verify`.
+            Violation: SLOT_STALE_HANDLE, TRANSFER_LATE_WRITE, PAGE_ZERO_FINITE, and any code of slots.
         """
         self._transaction.enter(f"{self.name}: verify")
         self._allocator.verify()
         pages = np.arange(self.num_pages + 1, dtype=np.int64)
         live = self._allocator.live_among(pages)
         expected = np.where(live, self._generation, 0)
-        invariants.slot_stale_handle(pages, self._generation, expected, **self._where("verify"))
+        invariants.slot_stale_handle(pages, self._generation, expected, **self._allocator.where("verify"))
         self._check_poison(pages[1:], "verify")
         for memory in self._visible if levels.full else ():
             rows = memory.bytes.reshape(self.location_capacity, -1)[: self.page_size]
             padding = torch.from_numpy(rows.copy()).view(memory.host.dtype).float()
-            invariants.page_zero_finite(torch.isfinite(padding).all(1).numpy(), **self._where("verify"))
+            invariants.page_zero_finite(torch.isfinite(padding).all(1).numpy(), **self._allocator.where("verify"))
 
     def expect_idle(self) -> None:
-        """Checks that nothing is live. Pending pages are not leaks.
-
-        Raises:
-            Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
-        """
+        """Checks that nothing is live. Pending pages are not leaks. Else SLOT_CONSERVATION, naming up to 8 of them."""
         self.reap()
         self._allocator.expect_idle("expect_idle")
-
-    def _where(self, operation: str) -> Where:
-        return {"object": self._allocator.label, "operation": operation, "step": self.runtime.step}

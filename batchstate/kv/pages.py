@@ -76,16 +76,13 @@ class Extension:
     """t tokens that an operation added to n requests, those of one request together, in order.
 
     The arrays are read-only: they were checked as they are. Once one of the requests has given back tokens or pages,
-    the locations may be those of another: `locations` and `entry` then refuse.
+    the locations may be those of another: `locations` and `entry` then refuse (DERIVED_STALE, at `cheap`).
 
     Attributes:
         slots: int64[t], the slot of each token.
         positions: int64[t], its position in the request.
         counts: int64[n], tokens per request.
         owners: the handles of the n requests, which `entry` checks again: a slot may have another owner by then.
-
-    Raises:
-        Violation: DERIVED_STALE, at `cheap`, by `locations`: some of the tokens were taken back since.
     """
 
     slots: Ints
@@ -137,13 +134,8 @@ class Extension:
         if target is not self._pool.req_to_token:
             width = max(width, int(self.positions.max(initial=0)) + 1)  # longer requests are refused
         one_each = counts.size == len(self) == np.count_nonzero(counts)
-        index, locations = self._pool.whole_pages(
-            self.slots * width + self.positions,
-            self.positions,
-            self._numbers,
-            width,
-            None if one_each else counts,
-        )
+        at, counted = self.slots * width + self.positions, None if one_each else counts
+        index, locations = self._pool.whole_pages(at, self.positions, self._numbers, width, counted)
         return self._pool._token_write(target, width, index, locations, self._writers(), self._origin)
 
     def _writers(self) -> Slots:
@@ -171,13 +163,13 @@ class PagePool(OfThisProcess):
         req_to_token: default table of `Extension.entry`, [slot, position] -> location.
 
     Attributes:
-        epochs: when each slot last gave back tokens or pages. What was derived from them before, such as a plan or an
-            extension, names places that may be another request's by now, and is refused. Growing raises nothing.
+        epochs: when each slot last gave back tokens or pages. Values derived from them before, such as a plan or an
+            extension, name places that may be another request's by now, and are refused. Growing raises nothing.
         shares: when pages of each slot last got further holders: they are no longer its own to write.
 
     Raises:
-        ArgumentError, DtypeError: sizes that are not positive integers, or whose product goes beyond int64; not a
-            runtime or not a slot pool; `req_to_token` is indexed by another pool's slots, or does not hold integers.
+        ArgumentError, DtypeError: sizes that are not positive integers, or whose product goes beyond int64;
+            `req_to_token` is indexed by another pool's slots, or does not hold integers.
         ShapeError: a row of `req_to_token` is too short for a request.
         DtypeError, ValueOverflowError: its dtype is too small for the last location.
         Violation: UNIT_MISMATCH: it holds something else.
@@ -200,12 +192,9 @@ class PagePool(OfThisProcess):
         self.slots = slots
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
-        self.max_tokens_per_request = size_of(
-            max_tokens_per_request, f"{name}: max_tokens_per_request", least=1, most=MOST_TOKENS
-        )
-        shape_of(
-            (-(-self.max_tokens_per_request // self.page_size),), f"{name}: pages per request", rows=slots.capacity
-        )
+        most = size_of(max_tokens_per_request, f"{name}: max_tokens_per_request", least=1, most=MOST_TOKENS)
+        self.max_tokens_per_request = most
+        shape_of((-(-most // self.page_size),), f"{name}: pages per request", rows=slots.capacity)
         if slots.runtime is not runtime:
             raise another_runtime(name, slots)
         self._table = PageTable(slots.capacity, self.page_size, self.max_tokens_per_request)
@@ -226,7 +215,7 @@ class PagePool(OfThisProcess):
         if req_to_token is not None:
             check_req_to_token(self, req_to_token)
         self._req_to_token = req_to_token
-        self._most = np.array(self.max_tokens_per_request, dtype=np.uint64)
+        self._most = np.array(most, dtype=np.uint64)
         self._ones = np.ones(256, dtype=np.int64)
         self._release_checks: list[Callable[[Ints, str], None]] = []
         self._sharing = PageSharing(self)
@@ -309,14 +298,12 @@ class PagePool(OfThisProcess):
             ArgumentError: not one slot, or `stop` before `first`.
         """
         operation = "locations"
-        begin, end = (count(one, f"{self.name}: {operation}") for one in (first, stop))
+        label = f"{self.name}: {operation}"
+        begin, end = count(first, label), count(stop, label)
         rows = self.slots.rows_of(slots, operation)
         if rows.size != 1 or end < begin:
-            raise ArgumentError(
-                f"{self.name}: {operation}: expected positions of one slot, got {begin} to {end} of {rows.size} slots",
-                (begin, end),
-                "name one slot, and positions in ascending order",
-            )
+            problem = f"{label}: expected positions of one slot, got {begin} to {end} of {rows.size} slots"
+            raise ArgumentError(problem, (begin, end), "name one slot, and positions in ascending order")
         lengths = np.array([end], dtype=np.int64)
         self._check_lengths(lengths, self._table.committed[rows], operation, SHORT_PREFIX)
         self._check_written(lengths, self.writes.tokens[rows], operation)
@@ -328,7 +315,7 @@ class PagePool(OfThisProcess):
         """The pages of requests, one after the other, or of a lease, in the order of their tokens. O(pages).
 
         Raises:
-            ArgumentError: a lease that this pool does not hold. Handles as for `SlotPool.check_handles`.
+            ArgumentError: a lease that this pool does not hold.
         """
         if isinstance(owner, PageLease):
             pages = self._sharing.held(owner, "pages_of").pages
@@ -359,7 +346,7 @@ class PagePool(OfThisProcess):
             name: for reports.
             shape: of one row.
             dtype: one that numpy has too.
-            by: what names its rows.
+            by: kind of the handles that name its rows.
             holds: index space of the values, if they are indices.
             of: another page pool over the same slots, where the table maps each location to that of the same token
                 there, as from all of KV memory to that of a sliding window. Locations of other pools are then refused,
@@ -367,8 +354,8 @@ class PagePool(OfThisProcess):
             host: keep the same values on the host too.
 
         Raises:
-            As `SlotPool.table`. ArgumentError: another `by`; `of` is not a page pool of these slots with as many tokens
-                per page, or the table is not by location, of one location each.
+            ArgumentError: another `by`; `of` is not a page pool of these slots with as many tokens per page, or the
+                table is not by location, of one location each.
         """
         self.runtime.check_owner(f"{self.name}: table")
         space = self._space(by, holds, shape_of(shape, name), of)
@@ -390,11 +377,11 @@ class PagePool(OfThisProcess):
         `of` is as for `table`.
         """
         self.runtime.check_owner(f"{self.name}: adopt")
-        space = self._space(by, holds, tuple(getattr(tensor, "shape", ()))[1:], of)
+        space = self._space(by, holds, tuple(tensor.shape)[1:], of)
         return self._added(Table.adopted(space, tensor, name, holds="location" if of else holds, host=host), of)
 
     def _space(self, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None") -> PageSpace:
-        """What indexes a table, which may map to another pool."""
+        """The index space of a table, which may map to another pool."""
         spaces = {space.kind.unit: space for space in (self._space_of_locations, self._space_of_pages)}
         if by not in spaces:
             problem = f"{self.name}: a table: expected by='location' or by='page', got {by!r}"
@@ -419,20 +406,14 @@ class PagePool(OfThisProcess):
             *buffers: of the device, [location_capacity, ...] or [num_pages + 1, ...].
 
         Raises:
-            ShapeError: other rows.
-            DeviceError: on another device.
-            ArgumentError: not tensors.
+            ShapeError, DeviceError: other rows; on another device.
         """
         self.runtime.check_owner(f"{self.name}: register_kv")
         check_buffers(self, buffers)
         self._kv += buffers
 
     def check_kv(self, operation: str = "check_kv") -> None:
-        """Checks, at `full`, that page 0 of the registered KV memory is finite. Reads device memory on this stream.
-
-        Raises:
-            Violation: PAGE_ZERO_FINITE.
-        """
+        """Checks, at `full`, that page 0 of the registered KV memory is finite (PAGE_ZERO_FINITE), on this stream."""
         if levels.full and not self.runtime.checks_suspended():
             check_page_zero(self, self._kv, operation)
 
@@ -442,11 +423,7 @@ class PagePool(OfThisProcess):
         return self._references.query_fences()
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
-        """Refuses a write into pages int64[n] of which one has another holder too.
-
-        Raises:
-            Violation: PAGE_OWNER.
-        """
+        """Refuses (PAGE_OWNER) a write into pages int64[n] if one has another holder too."""
         self._references.check_exclusive(pages, operation)
 
     # Growing
@@ -470,20 +447,20 @@ class PagePool(OfThisProcess):
             ShapeError, DtypeError: `total_lens` are not n integers.
         """
         operation = "take_requests"
-        what = f"{self.name}: {operation}"
         if type(total_lens) is np.ndarray and total_lens.ndim == 1 and total_lens.dtype is ONE.dtype:
             totals: Ints = total_lens.copy()
         else:
-            given = as_array(total_lens, what)
-            if given.ndim != 1:
-                raise ShapeError(f"{what} of {total_lens!r}", total_lens, "pass one length per request")
-            totals = amounts(given, given.size, what)
+            label = f"{self.name}: {operation}"
+            lengths = as_array(total_lens, label)
+            if lengths.ndim != 1:
+                raise ShapeError(f"{label} of {total_lens!r}", total_lens, "pass one length per request")
+            totals = amounts(lengths, lengths.size, label)
         self.transaction.enter(operation)
         self.query_fences()
         return self.take_rows(totals, operation)
 
     def query_fences(self) -> None:
-        """What comes before slots and pages are taken: it may run code of the engine. For the library."""
+        """Queries fences, before slots and pages are taken: it may run code of the engine. For the library."""
         self._references.query_fences()
         self.slots.query_fences()
 
@@ -508,7 +485,7 @@ class PagePool(OfThisProcess):
     def entry(self, slots: Slots, table: Table | None = None) -> TableWrite:
         """The write that records where all tokens of some requests lie in a table [slot, position] -> location.
 
-        Each page that they have goes in to its end. What `Extension.entry` is to the tokens of one operation.
+        Each page that they have goes in to its end. `Extension.entry` does so for the tokens of one operation.
 
         Args:
             slots: live handles, each once.
@@ -526,15 +503,13 @@ class PagePool(OfThisProcess):
         return self._token_write(target, width, index, locations, slots, origin)
 
     def have_tokens(self, rows: Ints) -> npt.NDArray[np.bool_]:
-        """Which of the live slots `rows` int64[n] have committed tokens, bool[n]. For the library."""
+        """Whether each of the live slots `rows` int64[n] has committed tokens, bool[n]. For the library."""
         return self._table.committed[rows] > ZERO
 
     def token_rows(self, rows: Ints, width: int) -> tuple[Ints, Ints]:
         """For all tokens of slots, to the end of each page: elements of a token table, and locations. For the library.
 
-        Args:
-            rows: live slots int64[n].
-            width: elements of a row of the table.
+        `rows` int64[n] are live; the table has rows of `width`.
         """
         return self._table.token_rows(rows, width)
 
@@ -573,8 +548,7 @@ class PagePool(OfThisProcess):
 
         Raises:
             PoolExhaustedError: too few pages are free. Nothing was allocated.
-            Violation: LENGTH_ORDER: longer than a request may be. Handles as for `SlotPool.check_handles`; SLOT_SHARED.
-            ShapeError, DtypeError: `total_lens` does not go with `slots`.
+            Violation: LENGTH_ORDER: longer than a request may be; SLOT_SHARED.
         """
         rows, totals = self._begin_with(slots, total_lens, "grow")
         self._check_lengths(totals, totals, "grow")
@@ -608,7 +582,7 @@ class PagePool(OfThisProcess):
         self._check_writable(rows, start, totals - start, "commit")
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
-        table.committed[rows] = totals
+        self.commit_rows(rows, totals)
         self._done()
 
     def wait_written(self, slots: Slots) -> None:
@@ -636,7 +610,7 @@ class PagePool(OfThisProcess):
         return self._extend(slots, rows, self._table.committed[rows], totals, "extend", explain_total)
 
     def advance(self, slots: Slots, num_new_tokens: "Amount" = 1) -> Extension:
-        """Grows and commits each slot by `num_new_tokens`: what a decode step does, O(requests).
+        """Grows and commits each slot by `num_new_tokens`, as a decode step does, O(requests).
 
         Args:
             slots: live handles, each once.
@@ -672,39 +646,29 @@ class PagePool(OfThisProcess):
         return self._extension(slots, rows, start, locations, self._ones[: rows.size])
 
     def check_totals(self, totals: Ints, operation: str, longest: int | None = None) -> None:
-        """Refuses lengths int64[n] beyond what a request may have; `longest` is the most, if known. For the library.
-
-        Raises:
-            Violation: LENGTH_ORDER.
-        """
+        """Refuses (LENGTH_ORDER) lengths int64[n] that are too long; `longest` of them, if known. For the library."""
         if longest is not None and longest <= self.max_tokens_per_request:
             times_checked[LENGTH_ORDER] += 1
         else:
             self._check_lengths(totals, totals, operation, FURTHER)
 
     def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
-        """Where the KV of `counts` positions of each live slot from `start` on lies, int64[t]. For the library.
+        """Locations int64[t] of the `counts` positions of each of `rows` from `start` on, int64[n]. For the library.
 
-        Args:
-            rows: slots int64[n], to which the positions are allocated.
-            start: int64[n].
-            counts: int64[n].
-            positions: these, int64[t], those of one slot after the other.
+        `positions` are these, int64[t], those of one slot after the other; they are allocated.
         """
         return self._table.locations_of(rows, start, counts, positions)
 
     def next_locations(self, rows: Ints, start: Ints, operation: str) -> Ints:
         """Where the KV of each request's next token goes, int64[n]; takes a page where one begins. For the library.
 
-        Nothing is committed. Leaves the mark of the transaction, which the caller takes away.
+        Nothing is committed. Leaves the mark of the transaction, which the caller takes away. Raises as `grow` and
+        `commit`.
 
         Args:
             rows: live slots int64[n], each once.
-            start: their committed tokens, of which `check_totals` has found that one more may follow.
+            start: their committed tokens; `check_totals` has found that one more may follow.
             operation: for reports.
-
-        Raises:
-            As `grow`, and PAGE_OWNER as `commit`.
         """
         table, references = self._table, self._references
         columns, index, pages = table.next_pages(rows, start)
@@ -735,11 +699,7 @@ class PagePool(OfThisProcess):
         return self._table.whole_pages(index, positions, locations, width, counts)
 
     def check_committed(self, rows: Ints, lens: Ints, operation: str) -> None:
-        """Refuses, at `cheap`, lengths int64[n] of live slots that are not what is committed. For the library.
-
-        Raises:
-            Violation: DERIVED_STALE.
-        """
+        """Refuses (DERIVED_STALE), at `cheap`, lengths int64[n] of live slots other than committed. For the library."""
         if not levels.cheap:
             return
         committed = self._table.committed[rows]
@@ -747,12 +707,11 @@ class PagePool(OfThisProcess):
             times_checked[DERIVED_STALE] += 1
             return
         where: Where = {**self._where(operation), "column": "seq_lens"}
-        invariants.derived_stale(
-            committed != lens,
-            lambda row: ("the lengths are not those of the pages", committed[row], lens[row]),
-            slots=rows,
-            **where,
-        )
+
+        def explain(row: int) -> tuple[str, object, object]:
+            return "the lengths are not those of the pages", committed[row], lens[row]
+
+        invariants.derived_stale(committed != lens, explain, slots=rows, **where)
 
     def commit_rows(self, rows: Ints, totals: Ints) -> None:
         """Notes that `totals` tokens of each row are committed. For the library: both are checked."""
@@ -830,8 +789,6 @@ class PagePool(OfThisProcess):
 
         Raises:
             PoolExhaustedError: fewer are free. Nothing was taken.
-            ArgumentError, DtypeError: `n` is not a count.
-            OwnerThreadError: called from a second thread.
         """
         return self._sharing.take(n)
 
@@ -878,7 +835,7 @@ class PagePool(OfThisProcess):
 
         Args:
             slots: one live handle.
-            source: as for `share`; what it holds has to be the same tokens.
+            source: as for `share`, with the same tokens.
             num_tokens: whole pages; at most what is committed on both sides.
             after: the forward-done fence of the last forward that uses the pages that the request gives back.
 
@@ -903,8 +860,8 @@ class PagePool(OfThisProcess):
     ) -> None:
         """Takes tokens back: behind, those of rejected speculation, and in front, those before a sliding window.
 
-        Whole pages are released. In front the tokens that stay keep their positions, and count as committed still; what
-        was given back cannot be read, shared or held any more, and page 0 stands for it in the page lists of a plan.
+        Whole pages are released. In front the tokens that stay keep their positions, and count as committed still; the
+        pages before cannot be read, shared or held any more, and page 0 stands for them in the page lists of a plan.
 
         Args:
             slots: live handles, each once.
@@ -935,6 +892,7 @@ class PagePool(OfThisProcess):
             new_front = np.maximum(starts // self.page_size, front)
             loses |= new_front > front
             front = new_front
+        self.transaction.operation = operation
         self._listener.cut(rows, totals, keep, after, operation, rows[loses], None if begins is None else front)
         self._done()
 
@@ -943,6 +901,7 @@ class PagePool(OfThisProcess):
         check_fence(after, f"{self.name}: release")
         rows = self._begin(slots, "release")
         self._check_release(rows, "release")
+        self.transaction.operation = "release"
         self._listener.cut_all(rows, after, "release")
         self._done()
 
@@ -967,7 +926,7 @@ class PagePool(OfThisProcess):
         Reads device memory where it has tables, but not under capture.
 
         Raises:
-            Violation: PAGE_OWNER, LENGTH_ORDER, SLOT_CONSERVATION; see `Allocator.verify` and `Table.check`.
+            Violation: PAGE_OWNER, LENGTH_ORDER, SLOT_CONSERVATION, and any code of slots and tables.
         """
         self.transaction.enter(f"{self.name}: verify")
         self._listener.verify()
@@ -981,11 +940,7 @@ class PagePool(OfThisProcess):
                 check_map(self, table, of, operation)
 
     def expect_idle(self) -> None:
-        """Checks that no slot and no lease holds a page; pending pages are not a leak.
-
-        Raises:
-            Violation: SLOT_CONSERVATION, naming up to 8 of the leaked pages.
-        """
+        """No slot and no lease holds a page; pending ones are no leak. Else SLOT_CONSERVATION, naming up to 8."""
         self.transaction.enter(f"{self.name}: expect_idle")
         self._references.allocator.expect_idle("expect_idle")
 
@@ -1010,23 +965,20 @@ class PagePool(OfThisProcess):
         return self.slots.rows_of(slots, operation, unique=True)
 
     def _begin_with(self, slots: Slots, numbers: object, operation: str) -> tuple[Ints, Ints]:
-        """What `_begin` does, and one number per row, int64[n]; those of a mirrored value go by handle.
+        """Rows as `_begin`, and one number for each, int64[n]; those of a mirrored value go by handle.
 
         The numbers are read first, since that may run code of the engine.
         """
-        given = self._numbers(slots, numbers, operation)
+        per_slot = self._numbers(slots, numbers, operation)
         rows = self._begin(slots, operation)
-        return rows, _each(given, rows)
+        return rows, _each(per_slot, rows)
 
     def _numbers(self, slots: Slots, numbers: object, operation: str) -> Ints:
         """One number, or one per slot, int64."""
-        untyped: object = slots
-        if not isinstance(untyped, Slots):
-            self._begin(slots, operation)  # refuses them
-        what = f"{self.name}: {operation}"
+        label = f"{self.name}: {operation}"
         if isinstance(numbers, MirroredTensor):
-            numbers = lined_up(numbers, slots.row_set, what)
-        return amounts(numbers, len(slots), what)
+            numbers = lined_up(numbers, slots.row_set, label)
+        return amounts(numbers, len(slots), label)
 
     def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = explain_total) -> None:
         """0 <= shorter <= longer <= the most a request may have."""

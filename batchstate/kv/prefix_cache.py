@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, FreeIndices, size_of
-from batchstate.errors import ArgumentError, DtypeError
+from batchstate.errors import ArgumentError
 from batchstate.kv.pages import PageLease, PagePool
 from batchstate.mirror import Slots
 from batchstate.runtime.base import OfThisProcess
@@ -24,16 +24,15 @@ Ints = npt.NDArray[np.int64]
 
 @final
 class CachedPages:
-    """The free pages of a pool, of which some are cached: under a key, with what was written on them.
+    """The free pages of a pool, some of them cached: under a key, with the KV written on them.
 
     Those without a key are taken first, the last freed before others. Then come the cached ones, the first freed
-    before others, and lose their keys: they are evicted. Of pages that become free together the last goes first, so
+    before others, and lose their keys: they are evicted. Among pages that become free together the last goes first, so
     that the end of a prefix goes before its beginning. A cached page may have holders too, or wait for a fence; then
     it is not free, and not evicted.
 
     Attributes:
         count: free pages, the cached ones included.
-        capacity: most pages that can be free.
         pages: key -> page.
         cached: bool[num_pages + 1], pages with a key.
         generations: int64[num_pages + 1], of the pages when they were cached.
@@ -52,7 +51,7 @@ class CachedPages:
         self.writers = np.zeros(num, dtype=np.int64)
         self.evicted = 0
         self.notices: list[Hashable] | None = None
-        self._key_of = np.full(num, None, dtype=np.object_)  # of cached pages; what stands there for others is old
+        self._key_of = np.full(num, None, dtype=np.object_)  # of cached pages; entries of others are old
         # A queue with holes: an entry counts if its page names this place. Twice as long as it ever has pages, so that
         # closing the holes costs O(1) for each page that enters.
         self._queue = np.zeros(2 * self.capacity, dtype=np.int64)
@@ -60,9 +59,6 @@ class CachedPages:
         self._place_of = np.full(num, -1, dtype=np.int64)
         self._head = self._tail = 0
         self._shown = self._place_of[:0], 0  # the cached ones that `top` showed last, and where the queue goes on
-
-    def __repr__(self) -> str:
-        return f"CachedPages({len(self.pages)} keys, {self.idle} of {self.count} free pages)"
 
     @property
     def idle(self) -> int:
@@ -72,7 +68,6 @@ class CachedPages:
     # As a free list
 
     def top(self, n: int) -> Ints:
-        """The next `n` to be taken, in that order, as a new array. They stay free."""
         there = self._plain.count
         if n <= there:
             return self._plain.top(n)
@@ -104,7 +99,6 @@ class CachedPages:
         self._plain.push(indices)
 
     def entries(self) -> Ints:
-        """All free pages, as a new array."""
         return np.concatenate([self._plain.entries(), self.oldest(self.idle)])
 
     # The order of eviction
@@ -152,12 +146,12 @@ class CachedPages:
 
     def find(self, keys: Sequence[Hashable]) -> Ints:
         """The pages of `keys` int64[n], up to the first that is not there."""
-        found: Sequence[int]
+        pages: Sequence[int]
         try:  # the fastest way to look many up
-            found = itemgetter(*keys)(self.pages) if len(keys) > 1 else [self.pages[key] for key in keys]
+            pages = itemgetter(*keys)(self.pages) if len(keys) > 1 else [self.pages[key] for key in keys]
         except KeyError:
-            found = list(iter(map(self.pages.get, keys).__next__, None))
-        return np.fromiter(found, dtype=np.int64, count=len(found))
+            pages = list(iter(map(self.pages.get, keys).__next__, None))
+        return np.fromiter(pages, dtype=np.int64, count=len(pages))
 
     def among_idle(self, pages: Ints) -> Ints:
         """Those of `pages` that are cached and free."""
@@ -195,7 +189,6 @@ class CachedPages:
         return int(pages.size)
 
     def clear(self) -> None:
-        """Takes the keys from all."""
         self.remove(self.cached.nonzero()[0])
 
     def remove(self, pages: Ints) -> None:
@@ -241,7 +234,7 @@ class PrefixCacheStats:
 @final
 @attrs.frozen
 class CacheFit:
-    """What admitting a request would do.
+    """Effect of admitting a request.
 
     Attributes:
         hits: pages of its prefix that are cached.
@@ -256,7 +249,7 @@ class CacheFit:
 
 @final
 class PrefixCache(OfThisProcess):
-    """The pages of a pool that can be found by key.
+    """The pages of a pool that can be looked up by key.
 
     A key stands for all tokens up to the end of its page: a hash of them, or a tuple of the key before and the page's
     own tokens. A cached page is not written any more. When its last holder leaves, the page is free, and it
@@ -270,7 +263,7 @@ class PrefixCache(OfThisProcess):
             they are taken.
 
     Raises:
-        ArgumentError: not a page pool, or one that has a cache.
+        ArgumentError: the pool has a cache.
     """
 
     def __init__(self, pages: PagePool, *, notices: bool = False) -> None:
@@ -319,7 +312,7 @@ class PrefixCache(OfThisProcess):
         Raises:
             Violation: PAGE_UNWRITTEN, at `cheap`: no work was launched that writes the pages. LENGTH_ORDER: they are
                 not committed. PAGE_RELEASED: they were given back.
-            ArgumentError: keys that repeat or cannot be hashed; a page that is cached under another key; not one slot.
+            ArgumentError: keys that repeat; a page that is cached under another key; not one slot.
         """
         pool, operation, cached = self.pages, "insert", self._cached
         named, skipped = _checked(keys, f"{pool.name}: insert"), size_of(first, f"{pool.name}: insert: first")
@@ -354,16 +347,13 @@ class PrefixCache(OfThisProcess):
 
         Raises:
             Violation: SLOT_STALE_HANDLE, at `cheap`: a page was given to another since.
-            ArgumentError: keys that repeat or cannot be hashed.
+            ArgumentError: keys that repeat.
         """
         pool, references, cached = self.pages, self._references, self._cached
         pool.transaction.enter(self._match)
         references.query_fences()
         keys = keys if type(keys) is list else _checked(keys, self._match)
-        try:
-            pages = cached.find(keys)
-        except TypeError:
-            pages = cached.find(_checked(keys, self._match))  # which says what is wrong
+        pages = cached.find(keys)
         if references.allocator.repeated(pages):
             _checked(keys, self._match)
         if levels.cheap:
@@ -371,6 +361,7 @@ class PrefixCache(OfThisProcess):
             if held.tobytes() != current.tobytes():
                 invariants.slot_stale_handle(pages, held, current, **pool._where("match"))
         writer = pool.writes.behind(cached.writers[pages])
+        pool.transaction.operation = "match"
         references.revive(pages, "match")
         self._queried += len(keys)
         self._hits += len(pages)
@@ -380,37 +371,35 @@ class PrefixCache(OfThisProcess):
         """Says what would be evicted to admit a request of `num_pages` pages that begins with `keys`. Changes nothing.
 
         Raises:
-            ArgumentError: keys that repeat or cannot be hashed, or more than pages.
+            ArgumentError: keys that repeat, or more than pages.
         """
         pool, cached = self.pages, self._cached
         named, wanted = _checked(keys, f"{pool.name}: fit"), size_of(num_pages, f"{pool.name}: fit: num_pages")
         size_of(len(named), f"{pool.name}: fit: keys, one for a page", most=wanted)
         pool.reap()
-        found = cached.find(named)
-        idle = cached.among_idle(found)
-        missing = wanted - len(found)
+        hits = cached.find(named)
+        idle = cached.among_idle(hits)
+        missing = wanted - hits.size
         short = missing - (cached.count - cached.idle)
         oldest = cached.oldest(min(short + idle.size, cached.idle)) if short > 0 else idle[:0]
         evicted = oldest[~np.isin(oldest, idle)][: max(short, 0)]
         fits = missing <= cached.count - idle.size
-        return CacheFit(len(found), fits, tuple(cached.keys_of(evicted)) if fits else ())
+        return CacheFit(hits.size, fits, tuple(cached.keys_of(evicted)) if fits else ())
 
     def evict(self, num_pages: SupportsIndex) -> int:
         """Takes the keys from the `num_pages` pages that would be evicted first, or all there are; says how many."""
-        if isinstance(num_pages, str) or num_pages is None:
-            problem = f"{self.pages.name}: evict: expected a number of pages, got {num_pages!r}"
-            remedy = "pass a number; for all that can be evicted, `cache.evict(pages.num_pages)`"
-            raise DtypeError(problem, num_pages, remedy)
         number = size_of(num_pages, f"{self.pages.name}: evict: num_pages")
         self.pages.reap()
         self.pages.transaction.operation = "evict"
-        return self._done(self._cached.evict(number))
+        evicted = self._cached.evict(number)
+        self.pages._done()
+        return evicted
 
     def take_evicted(self) -> list[Hashable]:
         """The keys evicted since this was last called, in that order: by taking pages, or by `evict`.
 
-        What `remove`, `clear` or the end of the pool took out is not among them. Call it before you insert again, as in
-        each step: a key may come back.
+        Keys that `remove`, `clear` or the end of the pool took out are not among them. Call it before you insert again,
+        as in each step: a key may come back.
 
         Raises:
             ArgumentError: the cache was made without `notices=True`.
@@ -422,36 +411,25 @@ class PrefixCache(OfThisProcess):
         return keys
 
     def remove(self, keys: Collection[Hashable]) -> int:
-        """Takes these keys out, a chain or a single one; their pages stay with their holders. Says how many were there.
-
-        Raises:
-            ArgumentError: keys that repeat or cannot be hashed.
-        """
-        found = map(self._cached.pages.get, _checked(keys, f"{self.pages.name}: remove"))
-        pages = np.array([page for page in found if page is not None], dtype=np.int64)
+        """Takes these keys out, each named once; their pages stay with their holders. Says how many were there."""
+        cached = map(self._cached.pages.get, _checked(keys, f"{self.pages.name}: remove"))
+        pages = np.array([page for page in cached if page is not None], dtype=np.int64)
         self.pages.transaction.enter(f"{self.pages.name}: remove")
         self.pages.transaction.operation = "remove"
         self._cached.remove(pages)
-        return self._done(int(pages.size))
+        self.pages._done()
+        return int(pages.size)
 
     def clear(self) -> int:
         """Takes all keys out, as after new weights; says how many there were."""
         return self.remove(self._cached.pages)
 
-    def _done(self, number: int) -> int:
-        self.pages._done()
-        return number
 
-
-def _checked(keys: Collection[Hashable], what: str) -> list[Hashable]:
+def _checked(keys: Collection[Hashable], label: str) -> list[Hashable]:
     """The keys as a list."""
-    try:
-        listed = list(keys)
-        if isinstance(keys, (str, bytes)):
-            raise ArgumentError(f"{what}: expected a list of keys, got {keys!r}", keys, f"pass a list: [{keys!r}]")
-        if len(set(listed)) < len(listed):
-            raise ArgumentError(f"{what}: expected distinct keys, got {keys!r}", keys, "name each key once")
-    except TypeError as error:
-        problem = f"{what}: expected keys that can be hashed, got {keys!r}"
-        raise ArgumentError(problem, keys, "pass a list of hashes, or of tuples of tokens") from error
+    if isinstance(keys, (str, bytes)):
+        raise ArgumentError(f"{label}: expected a list of keys, got {keys!r}", keys, f"pass a list: [{keys!r}]")
+    listed = list(keys)
+    if len(set(listed)) < len(listed):
+        raise ArgumentError(f"{label}: expected distinct keys, got {keys!r}", keys, "name each key once")
     return listed
