@@ -208,6 +208,7 @@ class Receiver(Session):
     """
 
     writes = False
+    hears = (Kind.FAILED, Kind.DRAINED)
 
     def __init__(
         self,
@@ -340,17 +341,10 @@ class Receiver(Session):
         self._engine.check_owner("leases")
         return tuple(self._leases.values())
 
-    def on_message(self, message: bytes, from_worker: str) -> None:
-        """Takes a message of a writer. Repeated and late ones change nothing.
+    # Parts
 
-        Raises:
-            ArgumentError: malformed, or not what a writer sends.
-            HandshakeError: of a worker that has not been accepted.
-        """
-        heard = self._heard(message, from_worker, (Kind.FAILED, Kind.DRAINED))
-        if heard is None:
-            return
-        notice = cast(Notice, heard[1])
+    def _take(self, worker: Worker, message: Grant | Notice) -> None:
+        notice = cast(Notice, message)
         lease = self._leases.get(notice.serial)
         writer = None if lease is None else _writer_of(lease, notice.sender)
         if lease is None or writer is None:
@@ -358,9 +352,7 @@ class Receiver(Session):
             return
         writer.drained |= notice.kind is Kind.DRAINED
         if not writer.complete:  # all of it has arrived, whatever its writer knows
-            self._stop(lease, LeaseState.FAILED, notice.reason or f"{from_worker} gave it up")
-
-    # Parts
+            self._stop(lease, LeaseState.FAILED, notice.reason or f"{worker.name} gave it up")
 
     def _arrive(self, delivery: Delivery) -> None:
         tag = Tag.unpacked(delivery.tag)

@@ -140,6 +140,7 @@ class Sender(Session):
     """
 
     writes = True
+    hears = (Kind.GRANT, Kind.ABORT)
 
     def __init__(
         self,
@@ -235,35 +236,24 @@ class Sender(Session):
 
     # Messages
 
-    def on_message(self, message: bytes, from_worker: str) -> None:
-        """Takes a message of a receiver. Repeated and late ones change nothing.
-
-        Raises:
-            ArgumentError: malformed, or not what a receiver sends.
-            HandshakeError: of a worker that has not been accepted.
-
-        A grant of memory that the receiver does not have is answered with FAILED and DRAINED.
-        """
-        heard = self._heard(message, from_worker, (Kind.GRANT, Kind.ABORT))
-        if heard is None:
-            return
-        worker, said = heard
-        key, closed = (worker.instance, said.serial), self._closed.setdefault(worker.instance, Closed())
+    def _take(self, worker: Worker, message: Grant | Notice) -> None:
+        """A grant of memory that the receiver does not have is answered with FAILED and DRAINED."""
+        key, closed = (worker.instance, message.serial), self._closed.setdefault(worker.instance, Closed())
         transfer = self._live.get(key)
-        if isinstance(said, Notice):
+        if isinstance(message, Notice):
             if transfer is None:
-                closed.add(said.serial)
-                self._say(worker, Kind.DRAINED, said.serial)
-            elif transfer.become(TransferState.ABORTED, said.reason):
+                closed.add(message.serial)
+                self._say(worker, Kind.DRAINED, message.serial)
+            elif transfer.become(TransferState.ABORTED, message.reason):
                 self._changed.append(transfer)
-        elif transfer is None and said.serial not in closed:
-            refusal = "the grant came too late" if closed.forgets(said.serial) else _refusal(worker, said)
+        elif transfer is None and message.serial not in closed:
+            refusal = "the grant came too late" if closed.forgets(message.serial) else _refusal(worker, message)
             if refusal:
-                closed.add(said.serial)
-                self._say(worker, Kind.FAILED, said.serial, refusal)
-                self._say(worker, Kind.DRAINED, said.serial)
+                closed.add(message.serial)
+                self._say(worker, Kind.FAILED, message.serial, refusal)
+                self._say(worker, Kind.DRAINED, message.serial)
             else:
-                self._live[key] = transfer = Transfer(worker, said, said.targets)
+                self._live[key] = transfer = Transfer(worker, message, message.targets)
                 self._changed.append(transfer)
 
     # Writes

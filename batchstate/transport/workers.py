@@ -252,6 +252,7 @@ class Session(abc.ABC):
 
     Attributes:
         writes: whether this side writes. It connects to the other then, or where both take part in a write.
+        hears: kinds of messages of the other side.
         outbox: messages to be carried: name of the worker, and bytes.
 
     Raises:
@@ -259,6 +260,7 @@ class Session(abc.ABC):
     """
 
     writes: ClassVar[bool]
+    hears: ClassVar[tuple[Kind, ...]]
 
     def __init__(
         self, engine: Engine, description: Description, regions: Sequence[Region], *, clock: Clock, grace_seconds: float
@@ -293,6 +295,10 @@ class Session(abc.ABC):
     @abc.abstractmethod
     def _fail_worker(self, worker: Worker, reason: str) -> None:
         """Fails all that a worker has to do with: it has ended, or is only suspected to be gone."""
+
+    @abc.abstractmethod
+    def _take(self, worker: Worker, message: Grant | Notice) -> None:
+        """Takes a message of a current instance, of a kind that this side hears."""
 
     def introduce(self) -> bytes:
         """The bytes that each worker of the other side passes to its `accept`."""
@@ -372,6 +378,25 @@ class Session(abc.ABC):
             self._end(ended)
             self._fail_worker(ended, f"{worker} has ended")
 
+    def on_message(self, message: bytes, from_worker: str) -> None:
+        """Takes a message of a worker of the other side. Repeated and late ones change nothing.
+
+        Raises:
+            ArgumentError: malformed, or not for this side.
+            HandshakeError: from an instance that has not been accepted.
+        """
+        self._engine.check_owner("on_message")
+        heard = unpacked(message)
+        if heard.kind not in self.hears:
+            raise ArgumentError(f"{heard!r} is not what the other side says", heard, "give it to the other side")
+        if heard.to != self._engine.instance or heard.sender in self._ended:
+            return
+        worker = self._named(from_worker)
+        if heard.sender != worker.instance:
+            problem = f"expected a message of instance {worker.instance} of {from_worker!r}, got one of instance"
+            raise HandshakeError(f"{problem} {heard.sender}", heard.sender, "accept its introduction first")
+        self._take(worker, heard)
+
     def _named(self, name: str) -> Worker:
         """The current instance of a worker. HandshakeError: it has not been accepted."""
         if name not in self._workers:
@@ -414,25 +439,6 @@ class Session(abc.ABC):
         for worker in self._ending:
             worker.grace_left = (worker.grace_left or 0.0) - passed
         self._ending = [worker for worker in self._ending if not worker.quiet]
-
-    def _heard(self, message: bytes, name: str, kinds: tuple[Kind, ...]) -> tuple[Worker, Grant | Notice] | None:
-        """The sender of a message, and the message; None where it is for or from an instance that has ended.
-
-        Raises:
-            ArgumentError: malformed, or of another kind.
-            HandshakeError: it is from an instance that has not been accepted.
-        """
-        self._engine.check_owner("on_message")
-        heard = unpacked(message)
-        if heard.kind not in kinds:
-            raise ArgumentError(f"{heard!r} is not what the other side says", heard, "give it to the other side")
-        if heard.to != self._engine.instance or heard.sender in self._ended:
-            return None
-        worker = self._named(name)
-        if heard.sender != worker.instance:
-            problem = f"expected a message of instance {worker.instance} of {name!r}, got one of instance"
-            raise HandshakeError(f"{problem} {heard.sender}", heard.sender, "accept its introduction first")
-        return worker, heard
 
     def _say(self, worker: Worker, kind: Kind, serial: int, reason: str = "") -> None:
         notice = Notice(kind, self._engine.instance, worker.instance, serial, reason)
