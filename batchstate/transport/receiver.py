@@ -208,7 +208,7 @@ class Receiver(Session):
     """
 
     writes = False
-    hears = (Kind.FAILED, Kind.DRAINED)
+    _hears = (Kind.FAILED, Kind.DRAINED)
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ class Sender(Session):
     """
 
     writes = True
-    hears = (Kind.GRANT, Kind.ABORT)
+    _hears = (Kind.GRANT, Kind.ABORT)
 
     def __init__(
         self,

@@ -252,7 +252,6 @@ class Session(abc.ABC):
 
     Attributes:
         writes: whether this side writes. It connects to the other then, or where both take part in a write.
-        hears: kinds of messages of the other side.
         outbox: messages to be carried: name of the worker, and bytes.
 
     Raises:
@@ -260,7 +259,7 @@ class Session(abc.ABC):
     """
 
     writes: ClassVar[bool]
-    hears: ClassVar[tuple[Kind, ...]]
+    _hears: ClassVar[tuple[Kind, ...]]
 
     def __init__(
         self, engine: Engine, description: Description, regions: Sequence[Region], *, clock: Clock, grace_seconds: float
@@ -387,7 +386,7 @@ class Session(abc.ABC):
         """
         self._engine.check_owner("on_message")
         heard = unpacked(message)
-        if heard.kind not in self.hears:
+        if heard.kind not in self._hears:
             raise ArgumentError(f"{heard!r} is not what the other side says", heard, "give it to the other side")
         if heard.to != self._engine.instance or heard.sender in self._ended:
             return

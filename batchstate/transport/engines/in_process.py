@@ -126,9 +126,6 @@ class Network:
         self._flights: list[Flight] = []
         self._tags: list[tuple[int, InProcessEngine, Delivery]] = []
 
-    def __repr__(self) -> str:
-        return f"Network(step {self.now}, {len(self._flights)} writes under way)"
-
     def step(self) -> None:
         """Lets some of what is under way happen, in any order."""
         self.now += 1

@@ -326,7 +326,7 @@ class NixlEngine(Engine):
                 remedy = "name an interface that exists and transports that UCX has (`ucx_info -d` lists them)"
                 raise TransferError(problem, interface, remedy) from error
         self._homes: dict[int, _Home] = {}
-        self._native: dict[int, Any] = {}
+        self._native: list[Any] = []
         self._mailbox = None if self._has_port else Mailbox(self.instance, self._secret, "".join(here()[:1]))
 
     # Memory
@@ -340,7 +340,8 @@ class NixlEngine(Engine):
         except self._errors as error:
             remedy = "name transports that reach it (`cuda` for device memory)"
             raise TransferError(f"NIXL does not register {region}: {error}", region.name, remedy) from error
-        self._native[region.index], self._homes[region.index] = native, (kind, device)
+        self._native.append(native)
+        self._homes[region.index] = (kind, device)
 
     # Peers
 
@@ -468,7 +469,7 @@ class NixlEngine(Engine):
             self._disconnect(peer)
         for handle in self._open.values():
             self._release(handle.native)
-        for native in self._native.values():
+        for native in self._native:
             with contextlib.suppress(*self._errors):
                 self._agent.deregisterMem(native, self._backends)
         self._native.clear()
