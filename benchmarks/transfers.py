@@ -1,7 +1,7 @@
 """`python -m benchmarks.transfers`: rows moved into the memory of a second process, against the bare engine.
 
-Ours is the whole way: lists of tokens are expanded, checked against the lease, turned into rows, coalesced, cut into
-writes, checked by the engine, sent and polled. A bare engine gets its addresses precomputed and checks nothing.
+Ours is the whole way: lists of tokens are checked against the lease, turned into rows, coalesced, cut into writes,
+checked by the engine, sent and polled. A bare engine gets its addresses precomputed and checks nothing.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 from batchstate.errors import TransferError
 from batchstate.runtime import Runtime, open_runtime
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Peer, Status
-from batchstate.transport.plan import KVLayout, chunked, coalesced, expand_pages, location_rows, owned_by
+from batchstate.transport.plan import KVLayout, chunked, coalesced, location_rows, owned_by
 from benchmarks.baselines.bare_engines import Bare, Bytes, Move, wait_until
 from benchmarks.comparisons import Asked, Comparison, MismatchError, Row, require_equal, run
 from benchmarks.machine import machine
@@ -92,16 +92,15 @@ class Link:
         self._tags = itertools.count()
         self.sent = 0
 
-    def mover(self, work: Work, pages: tuple[Ints, Ints], ranges: Ints, *, coalesce: bool) -> Move:
+    def mover(self, work: Work, tokens: tuple[Ints, Ints], ranges: Ints, *, coalesce: bool) -> Move:
         """Our way."""
         layout = KVLayout(1, "uint8", ("rows",), work.nbytes)
         here, there = [self._region.index], [next(iter(self._peer.regions))]
         most = self.engine.capabilities.max_rows
 
         def move() -> None:
-            sources, targets = (expand_pages(some, 1, work.num_rows) for some in pages)
-            owned_by(targets, ranges)
-            rows = location_rows(sources, targets, layout, layout, here, there)
+            owned_by(tokens[1], ranges)
+            rows = location_rows(*tokens, layout, layout, here, there)
             self.write(chunked(coalesced(rows) if coalesce else rows, most))
 
         return move

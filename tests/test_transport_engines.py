@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "in-process": {},
     "nixl": {},
     "nixl-tcp": {"interface": "lo", "tls": "tcp", "trusted_network": True},
-    "tcp": {"connect_timeout": 5.0},
+    "tcp": {},
     "mooncake": {"trusted_network": True},
 }
 _network = Network()
@@ -305,8 +305,7 @@ def test_writes_are_checked_before_they_are_sent(here: EngineSide, there: There,
         here.write(name, one_row(region=99), b"tag")
     with pytest.raises(ArgumentError, match="overlaps another row at its destination"):
         here.write(name, Copies([0, 0], [0, 64], [0, 0], [0, 63], [64, 64]), b"tag")
-    wrong: list[Any] = [b"", b"x" * 129, "tag", None]
-    for tag in wrong:
+    for tag in (b"", b"x" * 129):
         with pytest.raises(ArgumentError, match="a tag is 1 to 128 bytes"):
             here.write(name, Copies.empty(), tag)
     with pytest.raises(ArgumentError, match="expected a peer of"):
@@ -318,21 +317,11 @@ def test_writes_are_checked_before_they_are_sent(here: EngineSide, there: There,
     np.testing.assert_array_equal(there.call("read"), sentinels())
 
 
-def test_memory_is_registered_once_and_stays_while_it_is_used(here: EngineSide, name: str) -> None:
-    """No overlaps, gaps, empty or foreign memory; what an open write may read stays registered until it has ended."""
-    memory: list[Any] = [here.memory[0][16:32], np.zeros((4, 4), dtype=np.uint8)[:, :2], np.empty(0, np.uint8), b"x"]
-    for one in memory:
+def test_memory_is_registered_once(here: EngineSide, name: str) -> None:
+    """No overlaps, gaps or empty memory."""
+    for one in (here.memory[0][16:32], np.zeros((4, 4), dtype=np.uint8)[:, :2], np.empty(0, np.uint8)):
         with pytest.raises(ArgumentError):
             here.engine.register(one, "wrong")
-    here.write(name, scattered(1000, 4096, 8 * MIB, 8 * MIB), b"open")
-    with pytest.raises(TransferError, match="1 writes are open"):
-        here.engine.unregister(here.regions[0])
-    assert here.ended(b"open") is Status.DONE
-    here.engine.unregister(here.regions[0])
-    with pytest.raises(ArgumentError, match="not registered here"):
-        here.engine.unregister(here.regions[0])
-    with pytest.raises(ArgumentError, match="source region 0 is not registered"):
-        here.write(name, one_row(), b"later")
 
 
 def test_endpoints_that_lead_nowhere(here: EngineSide, there: There, name: str) -> None:
@@ -469,7 +458,6 @@ def test_killed_receiver(here: EngineSide, there: There, mortal: PeerProcess) ->
     assert here.ended(b"next") is Status.DONE
     there.call("received", b"next")
     np.testing.assert_array_equal(there.call("read"), expected(copies, here.memory[0], sentinels(MIB)))
-    here.engine.unregister(here.regions[0])
 
 
 def test_killed_writer(here: EngineSide, there: There, mortal: PeerProcess) -> None:

@@ -44,8 +44,8 @@ MISSING: dict[str, tuple[str, list[Diff]]] = {
         "ArgumentError",
         [
             (
-                "sender:Sender.on_message",
-                "elif transfer is None and said.serial not in closed:",
+                "sender:Sender._take",
+                "elif transfer is None and message.serial not in closed:",
                 "elif transfer is None:",
             )
         ],
@@ -54,15 +54,15 @@ MISSING: dict[str, tuple[str, list[Diff]]] = {
         "ArgumentError",
         [
             (
-                "workers:Session._heard",
-                "if heard.to != self._engine.instance or heard.sender in self._ended:\n    return None\n"
-                "worker = self._named(name)\nif heard.sender != worker.instance:",
-                "worker = self._named(name)\nif False:",
+                "workers:Session.on_message",
+                "if heard.to != self._engine.instance or heard.sender in self._ended:\n    return\n"
+                "worker = self._named(from_worker)\nif heard.sender != worker.instance:",
+                "worker = self._named(from_worker)\nif False:",
             ),
             (
-                "receiver:Receiver.on_message",
+                "receiver:Receiver._take",
                 "_writer_of(lease, notice.sender)",
-                "next((one for one in lease.writers if one.worker.name == from_worker), None)",
+                "next((one for one in lease.writers if one.worker.name == worker.name), None)",
             ),
         ],
     ),

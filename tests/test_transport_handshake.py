@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import itertools
 import json
 import zlib
 from typing import Any
@@ -14,9 +15,8 @@ from hypothesis import strategies as st
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
 from batchstate.transport.engines.base import ENDPOINT, MOST_REGIONS, Endpoint
-from batchstate.transport.engines.in_process import InProcessEngine, Network
 from batchstate.transport.plan import KVLayout
-from batchstate.transport.wire import MOST_BYTES, MOST_DEPTH, MOST_TEXT, sealed
+from batchstate.transport.wire import MOST_BYTES, MOST_TEXT, sealed
 from batchstate.transport.workers import DESCRIPTION, Description, check_peers
 
 LAYERS = ("0.keys", "0.values")
@@ -27,10 +27,15 @@ NATIVE = base64.b64encode(b"what a loader in C++ parses").decode()
 SECRET = b"32 bytes that only they two know"
 
 
-def endpoint(instance: str, /, **fields: Any) -> bytes:
+def nonce(letter: str) -> str:
+    """The instance of a worker."""
+    return letter * 16
+
+
+def endpoint(letter: str, /, **fields: Any) -> bytes:
     """What `Engine.endpoint` makes, as far as it matters here, or something like it, with a MAC that fits."""
     secret = base64.b64encode(SECRET).decode()
-    made = {"is": ENDPOINT, "engine": "nixl", "instance": instance, "secret": secret, "regions": [], "native": ""}
+    made = {"is": ENDPOINT, "engine": "nixl", "instance": nonce(letter), "secret": secret, "regions": [], "native": ""}
     return sealed(made | fields, SECRET)
 
 
@@ -41,10 +46,10 @@ def resealed(data: bytes, **fields: Any) -> bytes:
     return sealed(whole, SECRET)
 
 
-def described(instance: str = "b", **fields: Any) -> Description:
+def described(letter: str = "b", **fields: Any) -> Description:
     """A worker with pages of 16 tokens, 8 heads of 32 bytes."""
     whole: Json = {"page_size": 16, "dtype": "float16", "layers": LAYERS, "item_bytes": 256, "heads": 8}
-    return Description(f"worker {instance}", instance, KVLayout(**(whole | fields)), endpoint(instance))
+    return Description(f"worker {letter}", nonce(letter), KVLayout(**(whole | fields)), endpoint(letter))
 
 
 def refuses(ours: Description, theirs: Description, *words: str) -> None:
@@ -84,38 +89,31 @@ def test_mismatched_layouts_are_refused(fields: Json, words: list[str]) -> None:
     refuses(described("a"), described("b", **fields), *words)
 
 
-def test_pages_of_one_token_fit_all_pages() -> None:
-    """A host pool without pages takes KV of a prefill worker with pages of any size, if pages can be split."""
-    check_peers(described("a"), described("b", page_size=1))
-    check_peers(described("b", page_size=1), described("a"))
-
-
-def test_stages_fit_the_whole_model() -> None:
-    """A worker that holds some of the layers fits one that holds all, or others; not one of another model."""
+def test_pages_stages_and_degrees_may_differ() -> None:
+    """Host pages of one token take KV of any pages; stages fit the whole and each other, and ranks do."""
     stages = [described("b", stage=LAYERS[:1]), described("c", stage=LAYERS[1:])]
-    for one in stages:
-        check_peers(described("a"), one)
-        check_peers(one, described("a"))
-    check_peers(*stages)
+    group = [described(f"{degree:x}", degree=2**degree, item_bytes=max(1, 8 >> degree) * 32) for degree in range(5)]
+    for some in ([described("a"), described("b", page_size=1)], [described("a"), *stages], group):
+        for ours, theirs in itertools.permutations(some, 2):
+            check_peers(ours, theirs)
     refuses(described("a", layers=(*LAYERS, "1.keys")), stages[0], "layers", "'1.keys'")
 
 
-def kinds(*several: KVLayout, instance: str = "b") -> Description:
+def kinds(*several: KVLayout, letter: str = "b") -> Description:
     """A worker with several kinds of buffers."""
-    return Description("worker b", instance, several, endpoint(instance))
+    return Description("worker b", nonce(letter), several, endpoint(letter))
 
 
 def test_kinds_of_buffers_have_to_agree() -> None:
     """Layouts are as many on both sides and fit one by one; those of one worker have one rank and share no name."""
     layout, index = described().layout, KVLayout(16, "uint8", ("0.index",), 132, replicated=True)
-    check_peers(kinds(layout, index), kinds(layout, index, instance="a"))
+    check_peers(kinds(layout, index), kinds(layout, index, letter="a"))
     assert Description.from_bytes(kinds(layout, index).to_bytes()).layouts == (layout, index)
     refuses(kinds(layout, index), described("a"), "layouts", "1", "2")
-    refuses(kinds(layout, index), kinds(index, layout, instance="a"), "dtype")
-    wrong: list[list[Any]] = [
+    refuses(kinds(layout, index), kinds(index, layout, letter="a"), "dtype")
+    wrong: list[list[KVLayout]] = [
         [],
         [layout, layout],
-        [layout, 3],
         [layout, attrs.evolve(index, rank=1, degree=2)],
         [attrs.evolve(layout, stage=())],
         [index] * 65,
@@ -125,24 +123,14 @@ def test_kinds_of_buffers_have_to_agree() -> None:
             kinds(*several)
 
 
-def test_degrees_may_differ() -> None:
-    """Groups of 1 to 16 ranks fit each other as long as a head has the same bytes."""
-    group = [described(str(degree), degree=degree, item_bytes=max(1, 8 // degree) * 32) for degree in (1, 2, 4, 8, 16)]
-    for ours in group:
-        for theirs in group:
-            if ours is not theirs:
-                check_peers(ours, theirs)
-
-
 def test_instances_and_engines_have_to_agree() -> None:
     """The same instance twice, an endpoint of another instance or engine, and a damaged one are refused."""
     mine, other = described("a"), described("b")
-    refuses(mine, attrs.evolve(mine, worker="another"), "instance is a here", "a there")
-    with pytest.raises(HandshakeError, match="worker b says that its instance is b, its endpoint is of c"):
+    refuses(mine, attrs.evolve(mine, worker="another"), f"instance is {nonce('a')} here", "another")
+    with pytest.raises(HandshakeError, match=f"worker b says that its instance is {nonce('b')}, its endpoint is of c"):
         attrs.evolve(other, endpoint=endpoint("c"))
     refuses(mine, attrs.evolve(other, endpoint=endpoint("b", engine="gloo")), "nixl", "gloo")
-    damaged = (b"", b"\xff", b"[]", b'"is"', b"null", b"[" * 100_000, endpoint("b")[:-1], endpoint("b", **{"is": "x"}))
-    for bad in damaged:
+    for bad in (b"", b"\xff", b"[]", b"null", b"[" * 100_000, endpoint("b")[:-1], endpoint("b", **{"is": "x"})):
         with pytest.raises(HandshakeError, match="expected an endpoint"):
             attrs.evolve(other, endpoint=bad)
 
@@ -158,7 +146,7 @@ layouts = st.builds(
     token_major=st.booleans(),
 )
 peers = st.builds(
-    lambda instance, layout: Description("w", instance, layout, endpoint(instance)), st.sampled_from("abc"), layouts
+    lambda letter, layout: Description("w", nonce(letter), layout, endpoint(letter)), st.sampled_from("abc"), layouts
 )
 
 
@@ -181,10 +169,10 @@ def test_both_sides_refuse_the_same(ours: Description, theirs: Description) -> N
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.text(min_size=1), st.text(min_size=1), layouts, st.binary())
-def test_description_survives_the_wire(worker: str, instance: str, layout: KVLayout, data: bytes) -> None:
+@given(st.text(min_size=1), layouts, st.binary())
+def test_description_survives_the_wire(worker: str, layout: KVLayout, data: bytes) -> None:
     """Every description comes back equal."""
-    one = Description(worker, instance, layout, endpoint(instance, native=base64.b64encode(data).decode()))
+    one = Description(worker, nonce("b"), layout, endpoint("b", native=base64.b64encode(data).decode()))
     assert Description.from_bytes(one.to_bytes()) == one
 
 
@@ -199,7 +187,7 @@ def broken(data: Any, *words: str) -> None:
 def test_foreign_and_truncated_bytes_are_refused() -> None:
     """Neither foreign bytes nor a beginning of a description, nor one with more behind it, are a description."""
     data = described().to_bytes()
-    foreign: list[Any] = [b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"is": 1}', b"1" * 5000, "text", 7]
+    foreign = [b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"is": 1}', b"1" * 5000]
     for one in (*foreign, *(data[:length] for length in range(len(data))), data + b"{}"):
         broken(one, "expected a description of a worker")
 
@@ -221,6 +209,7 @@ def test_oversize_descriptions_are_refused() -> None:
         ({"worker": ""}, ["worker: expected a string"]),
         ({"worker": 3}, ["worker: expected a string", "3"]),
         ({"instance": ["b"]}, ["instance: expected a string"]),
+        ({"instance": "zz"}, ["instance: expected a string like '[0-9a-f]{16}', got 'zz'"]),
         ({"endpoint": None}, ["endpoint: expected a string"]),
         ({"endpoint": "a b"}, ["endpoint", "base64"]),
         ({"endpoint": "é"}, ["endpoint"]),
@@ -232,8 +221,8 @@ def test_oversize_descriptions_are_refused() -> None:
         ({"version": 10**4000}, ["version is 3 here"]),
         ({"version": float("nan")}, ["NaN is not JSON"]),
         ({"version": float("-inf")}, ["-Infinity is not JSON"]),
-        ({"layouts": [None]}, ["'worker b'", "impossible layout", "NoneType"]),
-        ({"layouts": [{}]}, ["'worker b'", "impossible layout"]),
+        ({"layouts": [None]}, ["layouts: expected an object, got None"]),
+        ({"layouts": [{}]}, ["layouts: expected a field 'page_size'"]),
     ],
 )
 def test_malformed_fields_are_refused(change: Json, words: list[str]) -> None:
@@ -241,10 +230,10 @@ def test_malformed_fields_are_refused(change: Json, words: list[str]) -> None:
     broken(resealed(described().to_bytes(), **change), *words)
 
 
-@pytest.mark.parametrize("depth", [MOST_DEPTH + 1, 900, 100_000])
+@pytest.mark.parametrize("depth", [9, 900, 100_000])
 @pytest.mark.parametrize("brackets", ["[]", '{"a":}'])
 def test_nesting_without_end_is_refused(depth: int, brackets: str) -> None:
-    """Lists and objects that lie in each other without end, in a field that is looked at late."""
+    """Lists and objects that lie in each other without end are refused, however deep."""
     opened, closed = ("[", "]") if brackets == "[]" else ('{"a":', "}")
     data = json.dumps(json.loads(described().to_bytes()) | {"layouts": "HERE"})
     broken(data.replace('"HERE"', opened * depth + "1" + closed * depth).encode(), "expected a description")
@@ -273,35 +262,36 @@ def test_missing_fields_are_refused(field: str) -> None:
     ("change", "words"),
     [
         ({"page_size": 0}, ["page_size is 0"]),
-        ({"page_size": 16.0}, ["page_size is 16.0"]),
-        ({"page_size": float("nan")}, ["page_size is nan"]),
+        ({"page_size": 16.0}, ["page_size: expected an integer"]),
+        ({"page_size": float("nan")}, ["NaN is not JSON"]),
         ({"page_size": 2**40}, ["expected <= "]),
         ({"item_bytes": 2**60}, ["expected <= "]),
-        ({"heads": 10**400}, ["heads is 1000"]),
+        ({"heads": 10**400}, ["heads: expected an integer"]),
         ({"degree": 2**17}, ["expected <= "]),
         ({"degree": 3}, ["8 heads", "3 ranks"]),
         ({"rank": 1}, ["rank of 0 to 0, got 1"]),
-        ({"layers": "0.keys"}, ["layers"]),
-        ({"layers": [1]}, ["layers"]),
-        ({"layers": [["a"]]}, ["layers"]),
-        ({"dtype": None}, ["expected a dtype, got None"]),
-        ({"replicated": 0}, ["replicated is 0"]),
-        ({"per_request": 1}, ["per_request is 1"]),
-        ({"stage": 3}, ["expected layers, got 3"]),
+        ({"layers": "0.keys"}, ["layers: expected a list"]),
+        ({"layers": [1]}, ["layers: expected a string"]),
+        ({"layers": [["a"]]}, ["layers: expected a string"]),
+        ({"dtype": None}, ["dtype: expected a string"]),
+        ({"dtype": "flot32"}, ["expected a dtype, got 'flot32'"]),
+        ({"replicated": 0}, ["replicated: expected true or false, got 0"]),
+        ({"per_request": 1}, ["per_request: expected true or false"]),
+        ({"stage": 3}, ["stage: expected a list"]),
         ({"stage": ["2.keys"]}, ["a stage of", "2.keys"]),
-        ({"stage": ["0.values", "0.keys"]}, ["a stage of", "0.values"]),
+        ({"colour": 1}, ["colour"]),
     ],
 )
 def test_impossible_layouts_are_refused(change: Json, words: list[str]) -> None:
-    """A layout that could not be made here is not taken from a peer: the error names the worker and what is wrong."""
+    """A layout that could not be made here is not taken from a peer: the error says what is wrong, and where."""
     layout = json.loads(described().to_bytes())["layouts"][0] | change
-    if change.get("page_size") != change.get("page_size"):
-        words = ["NaN is not JSON"]
-    else:
-        words = ["'worker b'", "impossible layout", *words]
     broken(resealed(described().to_bytes(), layouts=[layout]), *words)
-    with pytest.raises((ArgumentError, DtypeError)):
-        described("b", **change)
+
+
+def test_an_impossible_layout_names_its_worker() -> None:
+    """Each field may be right by itself: the error names the worker whose layout cannot be."""
+    layout = json.loads(described().to_bytes())["layouts"][0] | {"rank": 1}
+    broken(resealed(described().to_bytes(), layouts=[layout]), "'worker b'", "impossible layout")
 
 
 @settings(max_examples=150, deadline=None)
@@ -379,7 +369,7 @@ ROWS: list[list[object]] = [[index, "k", 64 * index, 64] for index in range(MOST
         {"regions": {}},
         {"native": "a b"},
         {"engine": None},
-        {"instance": 7},
+        {"instance": "zz"},
         {"more": 1},
         {"secret": ""},
         {"secret": base64.b64encode(b"short").decode()},
@@ -395,9 +385,3 @@ def test_fields_of_an_endpoint_are_checked(change: Json) -> None:
 def test_an_endpoint_has_many_regions() -> None:
     """As many as are taken come back by their index."""
     assert len(Endpoint.from_bytes(endpoint("b", regions=ROWS[:-1])).regions) == MOST_REGIONS
-
-
-def test_engines_refuse_an_instance_that_cannot_be() -> None:
-    """An instance that cannot be a nonce leads nowhere."""
-    with pytest.raises(HandshakeError, match="instance is 'zz'"):
-        InProcessEngine(Network()).connect(endpoint("zz", engine="in-process"))

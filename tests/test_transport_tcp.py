@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -20,7 +21,6 @@ import pytest
 from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.transport.connection import ANSWER, Connection, connect
 from batchstate.transport.engines import tcp
-from batchstate.transport.engines import tcp as packing
 from batchstate.transport.engines.base import Copies, Endpoint, Status
 from batchstate.transport.engines.tcp import TcpEngine
 from tests.transport_peers import (
@@ -39,15 +39,10 @@ from tests.transport_peers import (
 MIB = 1 << 20
 
 
-def make(connect_timeout: float = 5.0) -> TcpEngine:
-    """An engine with a short time-out."""
-    return TcpEngine(connect_timeout=connect_timeout)
-
-
 @pytest.fixture
 def here() -> Iterator[EngineSide]:
     """An engine in this process."""
-    side = EngineSide(make)
+    side = EngineSide(TcpEngine)
     yield side
     side.close()
     ours = [one.name for one in threading.enumerate() if one.name.startswith("batchstate")]
@@ -62,7 +57,7 @@ def processes() -> Iterator[Callable[[], PeerProcess]]:
 
         def get() -> PeerProcess:
             if not last or not last[-1].process.is_alive():
-                last.append(stack.enter_context(spawn_peer(EngineSide, make)))
+                last.append(stack.enter_context(spawn_peer(EngineSide, TcpEngine)))
             last[-1].call("renew")
             return last[-1]
 
@@ -103,10 +98,10 @@ def close_within(side: EngineSide, seconds: float) -> None:
 
 def test_rows_longer_than_a_piece(here: EngineSide, processes: Callable[[], PeerProcess]) -> None:
     """A row longer than a message is cut, and one write of many messages arrives whole."""
-    nbytes = 3 * packing.PIECE + 12_345
+    nbytes = 3 * tcp.PIECE + 12_345
     peer = processes()
     name = joined(here, peer, nbytes)
-    long = 2 * packing.PIECE + 7
+    long = 2 * tcp.PIECE + 7
     copies = Copies([0, 0], [nbytes - 100, 1], [0, 0], [0, 111], [100, long])
     here.write(name, copies, b"long")
     assert here.ended(b"long") is Status.DONE
@@ -115,7 +110,7 @@ def test_rows_longer_than_a_piece(here: EngineSide, processes: Callable[[], Peer
 
 def test_two_engines_of_one_thread() -> None:
     """Two engines in one thread connect to each other, both ways, and write: connecting needs no call of the other."""
-    with contextlib.closing(EngineSide(make)) as one, contextlib.closing(EngineSide(make)) as other:
+    with contextlib.closing(EngineSide(TcpEngine)) as one, contextlib.closing(EngineSide(TcpEngine)) as other:
         for side in (one, other):
             side.register(MIB, seed=5)
         names = one.connect(other.endpoint()), other.connect(one.endpoint())
@@ -159,7 +154,6 @@ def test_receiver_killed_in_the_middle(here: EngineSide, there: PeerProcess) -> 
     assert here.poll(b"big") is Status.UNKNOWN
     with pytest.raises(TransferError, match="is gone"):
         here.write(name, Copies.empty(), b"later")
-    here.engine.unregister(here.regions[-1])
 
 
 def test_a_receiver_that_closes_drains(here: EngineSide, there: PeerProcess) -> None:
@@ -173,7 +167,13 @@ def test_a_receiver_that_closes_drains(here: EngineSide, there: PeerProcess) -> 
     assert there.call("checksum", 1) == before
 
 
-def test_a_receiver_that_stands_still_is_not_drained(here: EngineSide, there: PeerProcess) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls wait a second for an answer."""
+    monkeypatch.setattr(tcp, "connect", functools.partial(connect, seconds=1.0))
+
+
+def test_a_receiver_that_stands_still_is_not_drained(here: EngineSide, there: PeerProcess, impatient: None) -> None:
     """A write that broke while the receiver's process is stopped is not drained before it goes on, or is gone."""
     big_write(here, there, b"big")
     endpoint = there.call("endpoint")
@@ -188,7 +188,7 @@ def test_a_receiver_that_stands_still_is_not_drained(here: EngineSide, there: Pe
         for _ in range(6):  # the engine looks each 50 ms
             assert not here.drain(b"big")
             time.sleep(0.05)
-        with contextlib.closing(EngineSide(make, 1.0)) as other, pytest.raises(TransferError, match="cannot be"):
+        with contextlib.closing(EngineSide(TcpEngine)) as other, pytest.raises(TransferError, match="cannot be"):
             other.connect(endpoint)
     finally:
         os.kill(there.process.pid, signal.SIGCONT)
@@ -222,7 +222,7 @@ def test_nothing_is_left_over() -> None:
     """Engines that were opened, joined and closed leave no thread and no open file."""
 
     def once() -> None:
-        with contextlib.closing(EngineSide(make)) as one, contextlib.closing(EngineSide(make)) as other:
+        with contextlib.closing(EngineSide(TcpEngine)) as one, contextlib.closing(EngineSide(TcpEngine)) as other:
             other.register(64)
             one.register(64)
             one.write(one.connect(other.endpoint()), Copies([0], [0], [0], [0], [64]), b"x")
@@ -306,7 +306,7 @@ def test_a_write_without_sense(here: EngineSide, message: bytes) -> None:
     with contextlib.closing(writer_of(here.endpoint())) as writer:
         writer.send_bytes(message)
         assert writer.await_end(5.0)
-    with contextlib.closing(EngineSide(make)) as other:
+    with contextlib.closing(EngineSide(TcpEngine)) as other:
         other.register(64, SENTINEL)
         other.write(other.connect(here.endpoint()), Copies([0], [0], [0], [0], [64]), b"fine")
         assert other.ended(b"fine") is Status.DONE
@@ -320,20 +320,20 @@ def test_a_million_pieces_cost_little(here: EngineSide) -> None:
     with contextlib.closing(writer_of(here.endpoint())) as writer:
         rows = 1 << 20
         table = np.zeros((3, rows), dtype="<i8")
-        table[2] = packing.PIECE
+        table[2] = tcp.PIECE
         writer.send_bytes(struct.pack("<IB", rows, 4), b"much", table.data.cast("B"))
         for _ in range(3):
-            writer.send_bytes(bytes(packing.PIECE))
+            writer.send_bytes(bytes(tcp.PIECE))
         writer.send_bytes(b"another length")
         assert writer.await_end(5.0)
     assert here.completions() == []
     assert (here.memory[0] == SENTINEL).all()
 
 
-def test_an_endpoint_that_is_dead() -> None:
+def test_an_endpoint_that_is_dead(impatient: None) -> None:
     """Connecting to an engine that is closed, or to what never answers, is an error within the time-out."""
-    with contextlib.closing(EngineSide(make, 1.0)) as here, socket.create_server(("127.0.0.1", 0)) as silent:
-        with contextlib.closing(EngineSide(make)) as gone:
+    with contextlib.closing(EngineSide(TcpEngine)) as here, socket.create_server(("127.0.0.1", 0)) as silent:
+        with contextlib.closing(EngineSide(TcpEngine)) as gone:
             endpoint = gone.endpoint()
         start = time.monotonic()
         with pytest.raises(TransferError, match="cannot be reached"):
@@ -346,9 +346,9 @@ def test_an_endpoint_that_is_dead() -> None:
 
 def test_another_engine_behind_the_port() -> None:
     """An engine that listens where another one did is not taken for it, and gives no hint of itself."""
-    with contextlib.closing(EngineSide(make)) as here, contextlib.closing(EngineSide(make)) as other:
+    with contextlib.closing(EngineSide(TcpEngine)) as here, contextlib.closing(EngineSide(TcpEngine)) as other:
         mine = Endpoint.from_bytes(other.endpoint())
-        with contextlib.closing(EngineSide(make)) as gone:
+        with contextlib.closing(EngineSide(TcpEngine)) as gone:
             endpoint = gone.endpoint()
         native = base64.b64encode(mine.native).decode()
         with pytest.raises(HandshakeError, match="hangs up: it has another secret"):
@@ -357,8 +357,8 @@ def test_another_engine_behind_the_port() -> None:
 
 def test_who_pretends_to_be_the_peer_is_found_out() -> None:
     """A stranger that listens in the place of a peer proves nothing: it is not connected to, and learns no secret."""
-    with contextlib.closing(EngineSide(make)) as here, socket.create_server(("127.0.0.1", 0)) as server:
-        with contextlib.closing(EngineSide(make)) as gone:
+    with contextlib.closing(EngineSide(TcpEngine)) as here, socket.create_server(("127.0.0.1", 0)) as server:
+        with contextlib.closing(EngineSide(TcpEngine)) as gone:
             endpoint = gone.endpoint()
         heard: list[bytes] = []
 
@@ -393,6 +393,6 @@ def test_arguments(here: EngineSide, there: PeerProcess, monkeypatch: pytest.Mon
         TcpEngine(host="192.0.2.1")
     monkeypatch.setattr(tcp, "MOST_CUT_ROWS", 7)
     with pytest.raises(ArgumentError, match="8 rows once long ones are cut; 7 fit"):
-        here.write(peer_of(here), Copies([0], [0], [0], [0], [8 * packing.PIECE]), b"long")
-    here.write(peer_of(here), Copies([0], [0], [0], [0], [7 * packing.PIECE]), b"long")
+        here.write(peer_of(here), Copies([0], [0], [0], [0], [8 * tcp.PIECE]), b"long")
+    here.write(peer_of(here), Copies([0], [0], [0], [0], [7 * tcp.PIECE]), b"long")
     assert here.ended(b"long") is Status.DONE

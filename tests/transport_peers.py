@@ -16,7 +16,7 @@ import socket
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, final
@@ -49,10 +49,7 @@ def until(true: Callable[[], bool], what: str, seconds: float = ANSWERS_IN) -> N
         time.sleep(0.0002)
 
 
-def _serve(pipe: Pipe, target: Callable[..., object], args: tuple[object, ...], env: Mapping[str, str]) -> None:
-    import os
-
-    os.environ.update(env)
+def _serve(pipe: Pipe, target: Callable[..., object], args: tuple[object, ...]) -> None:
     try:
         served = target(*args)
     except Exception:
@@ -82,9 +79,9 @@ class PeerProcess:
     Its `idle()`, if it has one, is called about each millisecond between calls: for engines that need to be turned.
     """
 
-    def __init__(self, target: Callable[..., object], args: tuple[object, ...], env: Mapping[str, str]) -> None:
+    def __init__(self, target: Callable[..., object], args: tuple[object, ...]) -> None:
         self._pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, target, args, dict(env)), daemon=True)
+        self.process = _context.Process(target=_serve, args=(theirs, target, args), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -117,17 +114,9 @@ class PeerProcess:
 
 
 @contextlib.contextmanager
-def spawn_peer(
-    target: Callable[..., object], *args: object, env: Mapping[str, str] | None = None
-) -> Iterator[PeerProcess]:
-    """Runs `target(*args)` in a second process; its methods can be called while the block lasts.
-
-    Args:
-        target: a class or function at the top of a module; the child imports it.
-        args: what it is called with; they are pickled.
-        env: environment variables set in the child before the target is called.
-    """
-    peer = PeerProcess(target, args, env or {})
+def spawn_peer(target: Callable[..., object], *args: object) -> Iterator[PeerProcess]:
+    """Runs `target(*args)`, of the top of a module, in a second process; its methods can be called in the block."""
+    peer = PeerProcess(target, args)
     try:
         peer.answer(STARTS_IN)
         yield peer
@@ -220,8 +209,9 @@ class EngineSide:
         self.memory[index][:] = value
 
     def lost(self) -> list[str]:
-        """Names of the peers known to be gone."""
-        return [peer.instance for peer in self.engine.lost_peers()]
+        """Names of the peers known to be gone, and not let go by this side."""
+        self.completions()
+        return [name for name, peer in self.peers.items() if peer.lost not in (None, "disconnected")]
 
     def close(self) -> None:
         """The engine's."""
@@ -245,14 +235,14 @@ def joined(here: EngineSide, there: Any, nbytes: int = 8 << 20) -> str:
 def listening(pid: int | None) -> list[tuple[str, int]]:
     """Where a process listens by TCP: addresses as the kernel writes them, and ports."""
     sockets = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
-    found = []
+    listeners = []
     for table in ("tcp", "tcp6"):
         path = Path(f"/proc/{pid}/net/{table}")
         for fields in map(str.split, path.read_text().splitlines()[1:] if path.exists() else []):
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                 address, _, port = fields[1].partition(":")
-                found.append((address, int(port, 16)))
-    return found
+                listeners.append((address, int(port, 16)))
+    return listeners
 
 
 def local_pair() -> tuple[Connection, Connection]:

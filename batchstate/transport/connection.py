@@ -86,7 +86,7 @@ def _proof(secret: bytes, nonces: bytes) -> bytes:
 
 
 def _keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """Of what the caller sends, and of what the listener sends."""
+    """Keys of the caller's messages and of the listener's."""
     return mac_of(secret, b"batchstate 1 from caller", nonces), mac_of(secret, b"batchstate 1 from listener", nonces)
 
 
@@ -94,12 +94,16 @@ def _keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
 class Connection:
     """One connection, both sides proved. Made by `connect` and `Listener`.
 
-    One thread may send while another receives. What fails raises a ConnectionError; `ConnectionEndedError` where the
+    One thread may send while another receives. Each failure is a ConnectionError; a `ConnectionEndedError` where the
     other side is known to take nothing more.
 
     Args:
         wire: connected.
-        keys: of what is sent, and of what is received.
+        keys: of the messages sent, and of those received.
+
+    Attributes:
+        posted: bytes queued so far, their heads included.
+        passed: bytes of these that the system has taken.
     """
 
     def __init__(self, wire: socket.socket, keys: tuple[bytes, bytes]) -> None:
@@ -127,16 +131,12 @@ class Connection:
                     wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
 
     def __del__(self) -> None:
-        if hasattr(self, "_wire"):
-            self._wire.close()
+        self._wire.close()
 
     # Sending
 
     def post(self, *parts: Buffer) -> int:
-        """Queues a message, in parts that stay as they are until it is passed on; returns `posted` behind it.
-
-        Attributes `posted` and `passed` count bytes: a message is with the system once `passed` has come so far.
-        """
+        """Queues a message, in parts that stay as they are until `passed` has reached what this returns: `posted`."""
         nbytes = sum(map(len, parts))
         if nbytes > MOST_BYTES:
             raise ArgumentError(f"a message of {nbytes} bytes", nbytes, f"send {MOST_BYTES} at most")
@@ -149,7 +149,7 @@ class Connection:
         return self.posted
 
     def flush(self) -> bool:
-        """Passes on what the system takes now; whether that was all. Never waits."""
+        """Passes on as much as the system takes now; whether that was all. Never waits."""
         while self._unsent:
             try:
                 taken = self._wire.sendmsg([*self._unsent][:8])
@@ -165,11 +165,7 @@ class Connection:
         return True
 
     def send_bytes(self, *parts: Buffer, seconds: float | None = SENDS_WITHIN) -> None:
-        """Sends a message. Waits until the system has all of it.
-
-        Raises:
-            ConnectionError: the other side is gone, or took nothing for so many seconds.
-        """
+        """Sends a message; waits until the system has all of it, at most `seconds` at a time in which it takes none."""
         self.post(*parts)
         while not self.flush():
             if not _waited(self._takes, None if seconds is None else time.monotonic() + seconds):
@@ -180,8 +176,7 @@ class Connection:
     def poll(self, seconds: float | None = 0.0) -> bool:
         """Whether a whole message is here; waits for one so long, or without end for None.
 
-        Raises:
-            ConnectionError: the other side is gone, or what came is not from it.
+        ConnectionError: the other side is gone, or bytes came that are not from it.
         """
         until = None if seconds is None else time.monotonic() + seconds
         while self._ready is None:
@@ -191,24 +186,24 @@ class Connection:
 
     def recv_bytes(self) -> bytes:
         """The next message; waits for it. ConnectionError: as `poll`."""
-        return bytes(self._received_one())
+        return bytes(self._next())
 
     def recv_bytes_into(self, buffer: Buffer) -> int:
         """Puts the next message where it belongs without a copy; its length. ValueError: the buffer is too small."""
         self._into = memoryview(buffer).cast("B")
         try:
-            message = self._received_one()
+            message = self._next()
         finally:
             into, self._into = self._into, None
         if message.obj is not into.obj:  # it had begun to come before, or is too large
             into[: len(message)] = message
         return len(message)
 
-    def _received_one(self) -> memoryview:
-        self.poll(None)
+    def _next(self) -> memoryview:
+        while self._ready is None:
+            if not self._advance():
+                _waited(self._wakes, None)
         message, self._ready = self._ready, None
-        if message is None:
-            raise ConnectionError("nothing was received")
         return message
 
     def _advance(self) -> bool:
@@ -260,12 +255,12 @@ class Connection:
     # Ends
 
     def finish(self) -> None:
-        """Sends nothing more; the other side hears that, behind what was sent."""
+        """Sends nothing more; the other side hears that, behind the last message."""
         with contextlib.suppress(OSError):
             self._wire.shutdown(socket.SHUT_WR)
 
     def await_end(self, seconds: float) -> bool:
-        """Drops what comes; whether the other side has closed the connection, or its process ended, within so long."""
+        """Drops all that comes; whether the other side closed the connection, or its process ended, within so long."""
         until = time.monotonic() + seconds
         rest = bytearray(65_536)
         try:
@@ -414,9 +409,6 @@ class Listener:
         if start:
             self._thread = threading.Thread(target=self._run, name="batchstate listener", daemon=True)
             self._thread.start()
-
-    def __repr__(self) -> str:
-        return f"Listener({self.address[0]}:{self.address[1]}, {self.waiting} callers unproved)"
 
     @property
     def waiting(self) -> int:

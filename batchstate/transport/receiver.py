@@ -39,7 +39,7 @@ from batchstate.transport.workers import Clock, Description, Session, Worker
 
 
 class LeaseState(enum.Enum):
-    """What a request may count on. DELIVERED: all rows are there. FAILED, ABORTED: they will never count."""
+    """DELIVERED: all rows are there. FAILED, ABORTED: they will never count."""
 
     WAITING = "waiting"
     DELIVERED = "delivered"
@@ -50,11 +50,10 @@ class LeaseState(enum.Enum):
 @final
 @attrs.define(eq=False)
 class WriterProgress:
-    """What has arrived of one writer of a lease.
+    """Chunks of one writer of a lease that have arrived.
 
     Attributes:
-        worker: the instance that was granted it.
-        total: how many chunks there are; 0 until the last has arrived.
+        total: number of its chunks; 0 until the last has arrived.
         chunks: ids of those that have arrived.
         drained: whether the writer has said that nothing of it can land any more.
     """
@@ -92,14 +91,10 @@ class Lease:
     """One attempt to receive the KV of one request. Made by `Receiver.lease`.
 
     Attributes:
-        request: its name.
-        num_tokens: its tokens.
         epoch: nonce of the receiving engine.
         serial: number of the lease; never given twice by one receiver.
-        attempt: which attempt of the request it is, from 1 on.
-        writers: progress of each of its writers.
+        attempt: number of the attempt of the request, from 1 on.
         state: final once it is not WAITING.
-        reason: why it failed or was aborted.
         ranges: int64[r, 2], the host locations granted, or None before the grant.
         state_row: the row granted for states; 0 for none.
         retried: whether there was another attempt after it.
@@ -126,7 +121,7 @@ class Lease:
         self.delivered = Delivered(self)
 
     def become(self, state: LeaseState, reason: str = "") -> bool:
-        """Makes the state final; False, and nothing changes, where it is already."""
+        """Makes the state final; False, and nothing changes, where it was."""
         if self.state is not LeaseState.WAITING:
             return False
         self.state, self.reason = state, reason
@@ -139,14 +134,14 @@ class Lease:
 
     @property
     def tokens(self) -> int:
-        """How many host locations were granted."""
+        """Host locations granted."""
         return 0 if self.ranges is None else int(np.sum(self.ranges[:, 1]))
 
 
 @final
 @attrs.frozen(eq=False)
 class Ended:
-    """A fence in the life of a lease: nothing can write its memory any more. Once true, always true."""
+    """A fence: nothing can write the memory of a lease any more. Once true, always true."""
 
     lease: Lease
 
@@ -157,19 +152,14 @@ class Ended:
         return self.lease.ranges is None or all(writer.ended for writer in self.lease.writers)
 
     def arrived(self) -> int:
-        """How many tokens a request may count on: all of the lease's once it is DELIVERED, and none before or else."""
+        """Tokens that a request may count on: all of the lease's once it is DELIVERED, and none before or else."""
         return self.lease.num_tokens if self.lease.state is LeaseState.DELIVERED else 0
 
     def wait(self) -> None:
-        """Returns if the lease has ended. It never blocks: only messages and other processes can end a lease.
-
-        Raises:
-            TransferError: it has not ended.
-        """
+        """Never blocks, since only messages and other processes end a lease. TransferError: it has not ended."""
         if not self.query():
-            problem = f"{self.lease!r} may still be written by " + ", ".join(
-                writer.worker.name for writer in self.lease.writers if not writer.ended
-            )
+            names = ", ".join(writer.worker.name for writer in self.lease.writers if not writer.ended)
+            problem = f"{self.lease!r} may still be written by {names}"
             remedy = "poll the receiver, pass it its messages, and `peer_ended` when a supervisor saw a writer's end"
             raise TransferError(problem, self.lease.serial, remedy, in_flight=True)
 
@@ -177,7 +167,7 @@ class Ended:
 @final
 @attrs.frozen(eq=False)
 class Delivered:
-    """A fence in the life of a lease: all rows are there. Never, where it fails. For ranks that admit together."""
+    """A fence: all rows of a lease are there. Never, where it fails. For ranks that admit together."""
 
     lease: Lease
 
@@ -189,7 +179,7 @@ class Delivered:
 @final
 @attrs.define
 class Ignored:
-    """What arrived and was not counted.
+    """Numbers of tags and messages that were not counted.
 
     Attributes:
         duplicate: tags that had arrived before.
@@ -209,18 +199,16 @@ class Receiver(Session):
     """One rank of a decode worker. Belongs to the thread of its engine.
 
     Args:
-        engine: its regions registered. Only this receiver asks it for completions.
-        description: of this worker.
-        regions: one for each buffer, in the description's order, named as the layers are.
-        clock: seconds, never going back.
+        engine, description, regions, clock: see `Session`. Only this receiver asks the engine for completions.
         grace_seconds: how long after the end of a process its bytes may still be on their way. Time in which `poll` is
             not called counts little: bytes in the sockets of a process that stands still stay there.
 
     Attributes:
-        ignored: what was not counted.
+        ignored: numbers of tags and messages that were not counted.
     """
 
     writes = False
+    _hears = (Kind.FAILED, Kind.DRAINED)
 
     def __init__(
         self,
@@ -256,19 +244,16 @@ class Receiver(Session):
             HandshakeError: a writer has not been accepted.
             ArgumentError: these writers do not hold all of it, or hold some of it twice; more tokens or attempts than a
                 message can say.
-            DtypeError: numbers that are not integers.
             TransferError: a writer is gone.
         """
         self._engine.check_owner("lease")
-        given: object = writers
-        names = given if isinstance(given, Sequence) and not isinstance(given, str) else ()
-        if not names or not all(isinstance(name, str) for name in names):
+        if not writers:
             problem = f"expected the names of writers, got {writers!r}"
             raise ArgumentError(problem, writers, "pass a list of at least one name")
         total = count(num_tokens, "num_tokens", most=MOST_TOKENS)
         which = count(attempt, "attempt", least=1, most=MOST_ATTEMPTS)
-        count(len(str(request)), "characters of the request's name", most=MOST_TEXT)
-        workers = tuple(map(self._named, names))
+        count(len(request), "characters of the request's name", most=MOST_TEXT)
+        workers = tuple(map(self._named, writers))
         for worker in workers:
             if worker.ended or worker.lost is not None:
                 problem = f"{worker.name} is gone: {worker.lost or 'it has ended'}"
@@ -276,7 +261,7 @@ class Receiver(Session):
         check_sources(self._description.layouts, tuple(worker.description.layouts for worker in workers))
         self._serial += 1
         epoch = self._engine.instance
-        lease = Lease(str(request), total, epoch, self._serial, which, tuple(map(WriterProgress, workers)))
+        lease = Lease(request, total, epoch, self._serial, which, tuple(map(WriterProgress, workers)))
         self._leases[lease.serial] = lease
         return lease
 
@@ -284,11 +269,9 @@ class Receiver(Session):
         """The next attempt of a request: a new lease, for other memory, that nothing of the last one can touch.
 
         Raises:
-            ArgumentError: the last attempt has not failed, had its next one already, or is of another receiver. Else as
-                `lease`.
-            HandshakeError, TransferError: as `lease`.
+            ArgumentError: the last attempt has not failed, or had its next one already; else as `lease`.
         """
-        self._check_own("retry", lease)
+        self._check_own("retry", lease, lease.epoch)
         if lease.state not in (LeaseState.FAILED, LeaseState.ABORTED):
             raise ArgumentError(f"{lease!r} has not failed", lease.serial, "retry it once it fails")
         if lease.retried:
@@ -303,18 +286,18 @@ class Receiver(Session):
 
         Args:
             lease: waiting, not granted before.
-            ranges: what `HiSparse.reserve` or `HostKVPool.take` returned with `writer=lease.ended`, so that they are
-                not free before the writers have stopped. None for a request without tokens.
+            ranges: from `HiSparse.reserve` or `HostKVPool.take` with `writer=lease.ended`, so that they are not free
+                before the writers have stopped. None for a request without tokens.
             states: one row for the request's states, taken in the same way from the pool that has the buffers of the
                 `per_request` layouts. None without such layouts.
 
         Raises:
-            ArgumentError: granted before, a lease of another receiver, ranges that are not kept behind `lease.ended`,
-                do not hold the request, lie outside the regions, or that another lease may still write; states without
-                buffers for them, or none for some.
+            ArgumentError: granted before, ranges that are not kept behind `lease.ended`, do not hold the request, lie
+                outside the regions, or that another lease may still write; states without buffers for them, or none for
+                some.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
         """
-        self._check_own("grant", lease)
+        self._check_own("grant", lease, lease.epoch)
         memory = _kept_behind(lease, ranges)
         if lease.state is not LeaseState.WAITING:
             raise TransferError(f"{lease!r}: {lease.reason}", lease.serial, "free the memory, and retry")
@@ -322,10 +305,11 @@ class Receiver(Session):
             raise ArgumentError(f"{lease!r} is granted already", lease.serial, "grant each once")
         check_ranges(memory, lease.num_tokens)
         state_row = self._state_row(lease, states)
-        if memory.size and int(memory.sum(axis=1).max()) > self._capacity:
-            problem = f"expected ranges below host location {self._capacity}, got one up to {memory.sum(axis=1).max()}"
+        end = int(memory.sum(axis=1).max(initial=0))
+        if end > self._capacity:
+            problem = f"expected ranges below host location {self._capacity}, got one up to {end}"
             remedy = "grant memory of the host pool whose regions the receiver was made with"
-            raise ArgumentError(problem, int(memory.sum(axis=1).max()), remedy)
+            raise ArgumentError(problem, end, remedy)
         _check_unleased(lease, memory, state_row, self._leases.values())
         said = lease.serial, lease.attempt, lease.request
         held = lease.num_tokens, memory, state_row
@@ -337,12 +321,8 @@ class Receiver(Session):
         self.outbox += messages
 
     def abort(self, lease: Lease, reason: str = "aborted") -> None:
-        """Gives a lease up; its writers are told. Nothing happens where its state is final.
-
-        Raises:
-            ArgumentError: a lease of another receiver.
-        """
-        self._check_own("abort", lease)
+        """Gives a lease up; its writers are told. Nothing happens where its state is final."""
+        self._check_own("abort", lease, lease.epoch)
         self._stop(lease, LeaseState.ABORTED, reason)
 
     def poll(self) -> list[Lease]:
@@ -352,7 +332,7 @@ class Receiver(Session):
             self._arrive(delivery)
         self._count_grace()
         changed, self._changed = self._changed, []
-        for lease in [one for one in self._leases.values() if one.ended.query()]:
+        for lease in [lease for lease in self._leases.values() if lease.ended.query()]:
             del self._leases[lease.serial]
         return changed
 
@@ -361,17 +341,10 @@ class Receiver(Session):
         self._engine.check_owner("leases")
         return tuple(self._leases.values())
 
-    def on_message(self, message: bytes, from_worker: str) -> None:
-        """Takes a message of a writer. Repeated and late ones change nothing.
+    # Parts
 
-        Raises:
-            ArgumentError: malformed, or not what a writer sends.
-            HandshakeError: of a worker that has not been accepted.
-        """
-        heard = self._heard(message, from_worker, (Kind.FAILED, Kind.DRAINED))
-        if heard is None:
-            return
-        notice = cast(Notice, heard[1])
+    def _take(self, worker: Worker, message: Grant | Notice) -> None:
+        notice = cast(Notice, message)
         lease = self._leases.get(notice.serial)
         writer = None if lease is None else _writer_of(lease, notice.sender)
         if lease is None or writer is None:
@@ -379,9 +352,7 @@ class Receiver(Session):
             return
         writer.drained |= notice.kind is Kind.DRAINED
         if not writer.complete:  # all of it has arrived, whatever its writer knows
-            self._stop(lease, LeaseState.FAILED, notice.reason or f"{from_worker} gave it up")
-
-    # Parts
+            self._stop(lease, LeaseState.FAILED, notice.reason or f"{worker.name} gave it up")
 
     def _arrive(self, delivery: Delivery) -> None:
         tag = Tag.unpacked(delivery.tag)
@@ -422,7 +393,7 @@ class Receiver(Session):
     def _state_row(self, lease: Lease, states: HostRanges | None) -> int:
         """The row that `states` are, checked; 0 where this worker has no buffers of states."""
         rows = _kept_behind(lease, states)
-        wanted = any(one.per_request for one in self._description.layouts)
+        wanted = any(layout.per_request for layout in self._description.layouts)
         if rows[:, 1].sum() != wanted or (wanted and int(rows[0, 0]) >= self._state_capacity):
             expected = f"one row of {self._state_capacity}" if wanted else "no row"
             problem = f"{lease!r}: expected {expected} for states, got {rows.tolist()}"
@@ -430,40 +401,34 @@ class Receiver(Session):
             raise ArgumentError(problem, rows.tolist(), remedy)
         return int(rows[0, 0]) if wanted else 0
 
-    def _check_own(self, operation: str, lease: object) -> None:
-        self._check_mine(operation, "lease", lease, lease.epoch if isinstance(lease, Lease) else None)
-
 
 def _writer_of(lease: Lease, instance: str) -> WriterProgress | None:
     return next((writer for writer in lease.writers if writer.worker.instance == instance), None)
 
 
-def _kept_behind(lease: Lease, ranges: object) -> Ints:
+def _kept_behind(lease: Lease, ranges: HostRanges | None) -> Ints:
     """Start and length int64[r, 2] of host ranges that are kept until no writer of the lease can write them."""
     if ranges is None:
         return np.empty((0, 2), dtype=np.int64)
-    if not isinstance(ranges, HostRanges) or ranges.writer is not lease.ended:
-        kept = "not known to be kept"
-        if isinstance(ranges, HostRanges):
-            kept = f"kept until {ranges.writer!r}" if ranges.writer is not None else "not kept until a writer has ended"
-        raise ArgumentError(
-            f"{lease!r}: grant of {ranges!r}, {kept}",
-            ranges,
-            "take the memory with `writer=lease.ended` (`HostKVPool.take`, `HiSparse.reserve`): freed before "
-            "its end, it would be another request's while a writer still writes it",
+    if ranges.writer is not lease.ended:
+        kept = f"kept until {ranges.writer!r}" if ranges.writer is not None else "not kept until a writer has ended"
+        remedy = (
+            "take the memory with `writer=lease.ended` (`HostKVPool.take`, `HiSparse.reserve`): freed before its end, "
+            "it would be another request's while a writer still writes it"
         )
+        raise ArgumentError(f"{lease!r}: grant of {ranges!r}, {kept}", ranges, remedy)
     return ranges.table
 
 
 def _check_unleased(lease: Lease, memory: Ints, state_row: int, leases: Iterable[Lease]) -> None:
     """Refuses host locations int64[r, 2] and a row of states that another of `leases` may still write."""
-    others = [one for one in leases if one.ranges is not None and not one.ended.query()]
-    if state_row and state_row in [one.state_row for one in others]:
+    others = [other for other in leases if other.ranges is not None and not other.ended.query()]
+    if state_row and state_row in [other.state_row for other in others]:
         problem = f"{lease!r} is to have row {state_row} for states, which another lease may still write"
         raise ArgumentError(problem, state_row, "take another row; that of a lease is free when `lease.ended` says so")
     if not others or not memory.size:
         return
-    ranges = np.concatenate([one.ranges for one in others if one.ranges is not None])
+    ranges = np.concatenate([other.ranges for other in others if other.ranges is not None])
     starts, ends = ranges[:, 0, None], ranges.sum(axis=1)[:, None]
     shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
     if shared.any():

@@ -18,12 +18,12 @@ import attrs
 import numpy as np
 
 from batchstate import invariants, levels
-from batchstate._arrays import count
-from batchstate.errors import ArgumentError, BatchStateError, DtypeError, TransferError
-from batchstate.mirror import HostLocations, Locations, MirroredTensor
+from batchstate._arrays import converted, count
+from batchstate.errors import ArgumentError, BatchStateError, TransferError
+from batchstate.mirror import HostLocations, Locations
 from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Region, Status
-from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, indices_of, location_rows, owned_by
+from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, location_rows, owned_by
 from batchstate.transport.wire import Grant, Kind, Notice, Tag
 from batchstate.transport.workers import Clock, Description, Session, Worker, capacities, regions_by_layout
 from batchstate.violations import Violation
@@ -31,7 +31,7 @@ from batchstate.violations import Violation
 _CANNOT_SAY = (BatchStateError, OSError, RuntimeError, ValueError)
 
 REMEMBERED = 4096
-"""How many closed leases a writer remembers of each receiver."""
+"""Closed leases of each receiver that a writer remembers."""
 
 
 class TransferState(enum.Enum):
@@ -46,14 +46,12 @@ class TransferState(enum.Enum):
 @final
 @attrs.define(eq=False)
 class Transfer:
-    """What is written for one grant. Made by a `Sender` that is granted something.
+    """The writes for one grant. Made by a `Sender` that is granted memory.
 
     Attributes:
         worker: the instance that is written to.
-        grant: what it has granted.
         targets: int64[num_tokens], its host location of each token.
         state: final once it is not OPEN.
-        reason: why it failed or was aborted.
         sent: tokens for which writes have begun.
         complete: whether the last of them are among these.
         handles: the writes, by chunk id.
@@ -79,7 +77,7 @@ class Transfer:
         return self.grant.request
 
     def become(self, state: TransferState, reason: str = "") -> bool:
-        """Makes the state final; False, and nothing changes, where it is already."""
+        """Makes the state final; False, and nothing changes, where it was."""
         if self.state is not TransferState.OPEN:
             return False
         self.state, self.reason = state, reason
@@ -89,10 +87,7 @@ class Transfer:
 @final
 @attrs.frozen(eq=False)
 class SourcesFree:
-    """A fence in the life of a transfer: its source locations are not read any more. Once true, always true.
-
-    It follows `Sender.poll`, which asks the engine.
-    """
+    """A fence: the source locations of a transfer are not read any more. It follows `Sender.poll`, and stays true."""
 
     transfer: Transfer
 
@@ -103,11 +98,7 @@ class SourcesFree:
         return self.transfer.worker.ended or all(handle.drained for handle in self.transfer.handles)
 
     def wait(self) -> None:
-        """Returns if the sources are free. It never blocks: only `Sender.poll` gets on.
-
-        Raises:
-            TransferError: they are not.
-        """
+        """Never blocks, since only `Sender.poll` gets on. TransferError: the sources are not free."""
         if not self.query():
             problem = f"{self.transfer!r} may still read its source locations"
             remedy = "poll the sender, and call `peer_ended` when a supervisor saw the receiver's end"
@@ -118,13 +109,13 @@ class SourcesFree:
 class Closed(dict[int, None]):
     """The leases of one receiver that are over here, so that a grant of one that arrives late starts nothing.
 
-    It remembers the last `REMEMBERED` one by one; of those before, only that they are not to be told from new ones.
+    It remembers the last `REMEMBERED` one by one; those before cannot be told from new ones.
     """
 
     _floor = 0
 
     def add(self, serial: int) -> None:
-        """Remembers a lease that is over."""
+        """Takes note of a lease that is over."""
         self[serial] = None
         if len(self) > REMEMBERED:
             oldest = next(iter(self))
@@ -132,7 +123,7 @@ class Closed(dict[int, None]):
             del self[oldest]
 
     def forgets(self, serial: int) -> bool:
-        """Whether a lease is so old that it may have been forgotten."""
+        """Whether a lease is so old that it may be over and forgotten."""
         return serial <= self._floor
 
 
@@ -141,18 +132,15 @@ class Sender(Session):
     """One rank of a prefill worker. Belongs to the thread of its engine.
 
     Args:
-        engine: its regions registered.
-        description: of this worker.
-        regions: one for each buffer, in the description's order, named as the layers are.
+        engine, description, regions, clock: see `Session`.
         holds: index space of their rows: `location` for KV on the device, `host_location` for that of a host pool.
-        max_bytes: most bytes of one write, or None.
-        clock: seconds, never going back.
 
     Raises:
-        ArgumentError: another index space.
+        ArgumentError: another index space; else as `Session`.
     """
 
     writes = True
+    _hears = (Kind.GRANT, Kind.ABORT)
 
     def __init__(
         self,
@@ -161,7 +149,6 @@ class Sender(Session):
         regions: Sequence[Region],
         *,
         holds: str = "location",
-        max_bytes: int | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(engine, description, regions, clock=clock, grace_seconds=0.0)
@@ -169,7 +156,6 @@ class Sender(Session):
             problem = f"expected holds={Locations.unit!r} or {HostLocations.unit!r}, got {holds!r}"
             raise ArgumentError(problem, holds, "say which memory the regions of this sender are")
         self._holds = holds
-        self._max_bytes = None if max_bytes is None else count(max_bytes, "max_bytes", least=1)
         self._live: dict[tuple[str, int], Transfer] = {}  # by instance of the receiver, and serial of its lease
         self._closed: dict[str, Closed] = {}
         self._changed: list[Transfer] = []
@@ -194,9 +180,9 @@ class Sender(Session):
 
         Args:
             transfer: OPEN, from `poll`.
-            sources: int64[k], where the tokens at positions first, first + 1, ... lie here: `PagePool.locations`. They
-                stay as they are until `transfer.sources_free`.
-            first: position of the first; what has been sent so far ends there.
+            sources: integer[k], where the tokens at positions first, first + 1, ... lie here: `PagePool.locations`.
+                They stay as they are until `transfer.sources_free`.
+            first: position of the first; the tokens sent so far end there.
             last: whether the request ends with these.
             after: the fence of the forward that wrote them. It is complete: an engine reads memory in the order of no
                 stream.
@@ -209,7 +195,7 @@ class Sender(Session):
                 Nothing was sent, and it is as OPEN as before; where an engine refuses a later write of several, it has
                 failed.
         """
-        self._check_own("send", transfer)
+        self._check_own("send", transfer, transfer.grant.to)
         check_fence(after, "send", needed=True)
         writes = self._planned(transfer, sources, first, last, state_row)
         if not after.query():
@@ -221,7 +207,7 @@ class Sender(Session):
             for copies in writes:
                 self._write(transfer, copies, last and copies is writes[-1])
         except BaseException as error:
-            # Refused before anything was sent, for what the caller has passed: it may pass something else.
+            # Arguments that are refused before anything was sent leave it open: the caller may pass others.
             if len(transfer.handles) > before or not isinstance(error, ArgumentError | Violation):
                 self._fail(transfer, f"a write was refused: {getattr(error, 'problem', error)}")
             raise
@@ -244,57 +230,40 @@ class Sender(Session):
         return tuple(self._live.values())
 
     def fail(self, transfer: Transfer, reason: str) -> None:
-        """Gives a transfer up: its KV will not come. Nothing happens where its state is final.
-
-        Raises:
-            ArgumentError: a transfer of another sender.
-        """
-        self._check_own("fail", transfer)
+        """Gives a transfer up: its KV will not come. Nothing happens where its state is final."""
+        self._check_own("fail", transfer, transfer.grant.to)
         self._fail(transfer, reason)
 
     # Messages
 
-    def on_message(self, message: bytes, from_worker: str) -> None:
-        """Takes a message of a receiver. Repeated and late ones change nothing.
-
-        Raises:
-            ArgumentError: malformed, or not what a receiver sends.
-            HandshakeError: of a worker that has not been accepted.
-
-        A grant of memory that the receiver does not have is answered with FAILED and DRAINED.
-        """
-        heard = self._heard(message, from_worker, (Kind.GRANT, Kind.ABORT))
-        if heard is None:
-            return
-        worker, said = heard
-        key, closed = (worker.instance, said.serial), self._closed.setdefault(worker.instance, Closed())
+    def _take(self, worker: Worker, message: Grant | Notice) -> None:
+        """A grant of memory that the receiver does not have is answered with FAILED and DRAINED."""
+        key, closed = (worker.instance, message.serial), self._closed.setdefault(worker.instance, Closed())
         transfer = self._live.get(key)
-        if isinstance(said, Notice):
+        if isinstance(message, Notice):
             if transfer is None:
-                closed.add(said.serial)
-                self._say(worker, Kind.DRAINED, said.serial)
-            elif transfer.become(TransferState.ABORTED, said.reason):
+                closed.add(message.serial)
+                self._say(worker, Kind.DRAINED, message.serial)
+            elif transfer.become(TransferState.ABORTED, message.reason):
                 self._changed.append(transfer)
-        elif transfer is None and said.serial not in closed:
-            refusal = "the grant came too late" if closed.forgets(said.serial) else _refusal(worker, said)
+        elif transfer is None and message.serial not in closed:
+            refusal = "the grant came too late" if closed.forgets(message.serial) else _refusal(worker, message)
             if refusal:
-                closed.add(said.serial)
-                self._say(worker, Kind.FAILED, said.serial, refusal)
-                self._say(worker, Kind.DRAINED, said.serial)
+                closed.add(message.serial)
+                self._say(worker, Kind.FAILED, message.serial, refusal)
+                self._say(worker, Kind.DRAINED, message.serial)
             else:
-                self._live[key] = transfer = Transfer(worker, said, said.targets)
+                self._live[key] = transfer = Transfer(worker, message, message.targets)
                 self._changed.append(transfer)
 
     # Writes
 
     def _planned(
-        self, transfer: Transfer, locations: object, first: int, last: bool, state_row: SupportsIndex
+        self, transfer: Transfer, locations: Locations | HostLocations, first: int, last: bool, state_row: SupportsIndex
     ) -> list[Copies]:
-        """The writes, once everything that can be checked has been."""
+        """The writes, checked."""
         if transfer.state is not TransferState.OPEN:
             raise TransferError(f"{transfer!r}: {transfer.reason}", transfer.state, "send while it is OPEN")
-        if not isinstance(last, bool | np.bool_):
-            raise DtypeError(f"expected last=True or False, got {last!r}", last, "pass one of them")
         sources = self._sources(locations)
         check_chunk(first, sources.size, transfer.grant.num_tokens, self._description.layouts[0].page_size, last)
         if transfer.complete or first != transfer.sent:
@@ -307,33 +276,30 @@ class Sender(Session):
         theirs = transfer.worker.description
         there = regions_by_layout(theirs, transfer.worker.regions)
         parts = []
-        for ours, other, here, regions in zip(
-            self._description.layouts, theirs.layouts, self._regions, there, strict=True
-        ):
+        by_kind = zip(self._description.layouts, theirs.layouts, self._regions, there, strict=True)
+        for ours, other, here, regions in by_kind:
             target_states = np.full_like(states, transfer.grant.state_row)
             pair = (states, target_states) if ours.per_request else (sources, targets)
             parts.append(location_rows(*pair, ours, other, here, regions))
             if levels.full and transfer.worker.peer is not None:
-                names = self._names, {at: one.name for at, one in transfer.worker.peer.regions.items()}
+                names = self._names, {at: region.name for at, region in transfer.worker.peer.regions.items()}
                 check_places(parts[-1], ours, other, *names, object=self, operation="send")
-        return chunked(coalesced(Copies.cat(parts)), self._engine.capabilities.max_rows, self._max_bytes)
+        return chunked(coalesced(Copies.cat(parts)), self._engine.capabilities.max_rows)
 
     def _states(self, row: SupportsIndex, last: bool) -> Ints:
         """Where the states lie here, int64[1], with the last tokens; int64[0] before, and where this rank has none."""
-        given = count(row, "state_row")
-        wanted = last and any(one.per_request and one.stage for one in self._description.layouts)
-        if bool(given) != wanted:
+        number = count(row, "state_row")
+        wanted = last and any(layout.per_request and layout.stage for layout in self._description.layouts)
+        if bool(number) != wanted:
             remedy = "if this worker has buffers of states, pass their row with the last tokens, and only then"
-            raise ArgumentError(f"send: expected {'a' if wanted else 'no'} state_row, got {given}", given, remedy)
-        return np.array([given] if given else [], dtype=np.int64)
+            raise ArgumentError(f"send: expected {'a' if wanted else 'no'} state_row, got {number}", number, remedy)
+        return np.array([number] if number else [], dtype=np.int64)
 
-    def _sources(self, locations: object) -> Ints:
+    def _sources(self, locations: Locations | HostLocations) -> Ints:
         """Where the tokens lie, int64[k], in the index space of the regions."""
-        if not isinstance(locations, MirroredTensor):
-            remedy = "pass `pages.locations(...)`, or `Locations.from_host` of numbers of your own allocator"
-            raise DtypeError(f"send: expected locations, got {type(locations).__name__}", locations, remedy)
         invariants.unit_mismatch(self._holds, str(locations.unit), object=self, operation="send")
-        return indices_of(locations.exact_host("send: source locations"), "source locations")
+        sources, dtype = locations.exact_host("send: source locations"), np.dtype(np.int64)
+        return sources if sources.dtype == dtype else converted(sources, dtype, "source locations")
 
     def _write(self, transfer: Transfer, copies: Copies, last: bool) -> None:
         peer = transfer.worker.peer
@@ -342,17 +308,15 @@ class Sender(Session):
         chunk = len(transfer.handles)
         grant = transfer.grant
         tag = Tag(grant.sender, grant.serial, grant.attempt, grant.writer, chunk, chunk + 1 if last else 0).packed()
-        begun: Handle | None = None
         try:
-            begun = self._engine.write(peer, copies, tag)
-        finally:  # also what was interrupted, once bytes may be under way
-            if begun is None:
-                begun = self._engine.begun(tag)
-            if begun is not None:
+            transfer.handles.append(self._engine.write(peer, copies, tag))
+        except BaseException:
+            begun = self._engine.begun(tag)
+            if begun is not None:  # bytes may be under way: it is followed until it has drained
                 transfer.handles.append(begun)
+            raise
 
     def _follow(self, transfer: Transfer) -> None:
-        """Follows the writes of one transfer."""
         for handle in transfer.handles:
             if self._status(handle) in (Status.FAILED, Status.UNKNOWN):
                 self._fail(transfer, handle.reason or f"a write ended as {handle.status.value}")
@@ -362,14 +326,13 @@ class Sender(Session):
                 self._changed.append(transfer)
                 self._close(transfer)
             return
-        # Each is asked: engines find out.
-        under_way = [handle for handle in transfer.handles if not self._drain(handle)]
+        under_way = [handle for handle in transfer.handles if not self._drain(handle)]  # asks each, not up to the first
         if not under_way:
             self._say(transfer.worker, Kind.DRAINED, transfer.grant.serial)
             self._close(transfer)
 
     def _status(self, handle: Handle) -> Status:
-        """Where a write is. One that its engine cannot be asked about is UNKNOWN: it holds up no other."""
+        """The status of a write; UNKNOWN where its engine raises, so that it holds up no other."""
         try:
             return self._engine.poll(handle) if handle.status is Status.PENDING else handle.status
         except _CANNOT_SAY as error:
@@ -380,9 +343,6 @@ class Sender(Session):
         with contextlib.suppress(*_CANNOT_SAY):
             return handle.drained or self._engine.drain(handle)
         return False
-
-    def _check_own(self, operation: str, transfer: object) -> None:
-        self._check_mine(operation, "transfer", transfer, transfer.grant.to if isinstance(transfer, Transfer) else None)
 
     def _fail(self, transfer: Transfer, reason: str) -> None:
         if transfer.become(TransferState.FAILED, reason):
@@ -395,7 +355,7 @@ class Sender(Session):
         self._closed.setdefault(transfer.worker.instance, Closed()).add(transfer.grant.serial)
 
     def _fail_worker(self, worker: Worker, reason: str) -> None:
-        """Where the worker has ended its transfers end too; their writes are followed until they have drained."""
+        """Transfers to a worker that has ended end too; their writes are followed until they have drained."""
         for key, transfer in list(self._live.items()):
             if transfer.worker is worker:
                 self._fail(transfer, reason)

@@ -1,10 +1,10 @@
-"""What workers tell each other as bytes: the schemas of all of it, messages about leases, and the tags of writes.
+"""Bytes between workers: the schemas of all of them, messages about leases, and the tags of writes.
 
 Text travels as JSON. A schema says the type, range and length of each field, and is checked before anything uses the
-field. Endpoints, and the descriptions around them, have a MAC under the secret of their engine: what was damaged, or
-put together from several, reaches no engine. Messages are small, and safe to repeat, delay and reorder: each names the
-instance that it is from and the one that it is for, so that none is ever taken for one of an earlier or later instance
-of the same worker.
+field. Endpoints, and the descriptions around them, have a MAC under the secret of their engine: one that was damaged,
+or put together from several, reaches no engine. Messages are small, and safe to repeat, delay and reorder: each names
+the instance that it is from and the one that it is for, so that none is ever taken for one of an earlier or later
+instance of the same worker.
 """
 
 import base64
@@ -33,8 +33,6 @@ MOST_TOKENS = 2**26
 MOST_ATTEMPTS = 2**32 - 1
 MOST_TEXT = 4096
 """Most characters of a string."""
-MOST_DEPTH = 8
-"""How deep lists and objects lie in each other at most."""
 LARGEST = 2**63 - 1
 
 # Schemas
@@ -79,12 +77,19 @@ def binary(value: Any) -> bytes:
     return base64.b64decode(value, validate=True)
 
 
+def flag(value: Any) -> bool:
+    """True or false."""
+    if isinstance(value, bool):
+        return value
+    raise unexpected(value, "true or false")
+
+
 def array(of: Check, most: int = LARGEST) -> Check:
     """A list of at most `most` elements."""
 
     def check(value: Any) -> list[Any]:
         if isinstance(value, list) and len(value) <= most:
-            return [of(one) for one in value]
+            return [of(element) for element in value]
         raise unexpected(value, f"a list of at most {most} elements")
 
     return check
@@ -95,7 +100,7 @@ def row(*columns: Check) -> Check:
 
     def check(value: Any) -> tuple[Any, ...]:
         if isinstance(value, list) and len(value) == len(columns):
-            return tuple([column(one) for column, one in zip(columns, value, strict=True)])
+            return tuple([column(element) for column, element in zip(columns, value, strict=True)])
         raise unexpected(value, f"a list of {len(columns)} elements")
 
     return check
@@ -107,71 +112,56 @@ def record(magic: str | None = None, **fields: Check) -> Check:
     def check(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or (magic is not None and value.get("is") != magic):
             raise unexpected(value, f"an object that says that it is {magic!r}" if magic else "an object")
-        found = {}
+        checked = {}
         for name, field in fields.items():
             if name not in value:
                 raise unexpected(sorted(value), f"a field {name!r}")
             try:
-                found[name] = field(value[name])
+                checked[name] = field(value[name])
             except ValueError as error:
                 if isinstance(error, BatchStateError):
                     raise
                 raise ValueError(f"{name}: {error}") from error
         if len(value) > len(fields) + (magic is not None):
             raise unexpected(sorted(value), f"no fields but {', '.join(fields)}")
-        return found
+        return checked
 
     return check
 
 
-def parsed(data: object, schema: Check, what: str, error: type[ArgumentError | HandshakeError], remedy: str) -> Any:
-    """The value in JSON bytes.
+def parsed(data: bytes, schema: Check, noun: str, error: type[ArgumentError | HandshakeError], remedy: str) -> Any:
+    """The value in JSON bytes from another process.
 
     Args:
-        data: what came from another process.
-        schema: what it has to be.
-        what: what it is called, for the error.
-        error: raised where the data is not bytes, too long, not JSON, or does not have the schema. Errors of
-            this library that the schema raises go through.
+        data: the bytes.
+        schema: checks the value.
+        noun: names it in the error.
+        error: raised where the data is too long, not JSON, or does not have the schema. Errors of this library that
+            the schema raises go through.
         remedy: of that error.
     """
     try:
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise unexpected(data, "bytes")
         if len(data) > MOST_BYTES:
             raise ValueError(f"expected at most {MOST_BYTES} bytes, got {len(data)}")
-        value = json.loads(bytes(data).decode(), object_pairs_hook=_distinct, parse_constant=_no_number)
-        _check_depth(value)
-        return schema(value)
+        return schema(json.loads(data.decode(), object_pairs_hook=_distinct, parse_constant=_no_number))
     except (ValueError, RecursionError) as problem:
         if isinstance(problem, BatchStateError):
             raise
-        start = bytes(data[:60]) if isinstance(data, bytes | bytearray | memoryview) else data
-        raise error(f"expected {what}, got {start!r:.80}: {problem!s:.200}", value=start, remedy=remedy) from problem
+        raise error(f"expected {noun}, got {data[:60]!r:.80}: {problem!s:.200}", data[:60], remedy) from problem
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError(f"a field is there twice: {sorted(name for name, _ in pairs)!r:.60}")
-    return found
+    return fields
 
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [one for some in inside for one in some if isinstance(one, dict | list)]
-        if not level:
-            return
-    raise ValueError(f"lists and objects lie more than {MOST_DEPTH} deep in each other")
-
-
-# What has a MAC
+# Fields with a MAC
 
 
 def sealed(fields: Mapping[str, Any], secret: bytes) -> bytes:
@@ -180,11 +170,7 @@ def sealed(fields: Mapping[str, Any], secret: bytes) -> bytes:
 
 
 def check_mac(fields: Mapping[str, Any], secret: bytes) -> None:
-    """Refuses fields whose MAC is not that of this secret.
-
-    Raises:
-        HandshakeError: they were damaged, or are not of the engine that made the endpoint.
-    """
+    """HandshakeError: the MAC of these fields is not that of this secret."""
     rest = {name: value for name, value in fields.items() if name != "mac"}
     if not invariants.peer_unknown.holds(_mac(rest, secret).encode(), fields["mac"].encode()):
         remedy = "pass what the other side's `introduce()` or `endpoint()` returned, as it is"
@@ -204,12 +190,12 @@ _TAG = b"bs1:"
 @final
 @attrs.frozen
 class Tag:
-    """Names one chunk of what one writer writes for one lease. No two writes ever have the same.
+    """Names one chunk of one writer's rows for one lease. No two writes ever have the same.
 
     Attributes:
         epoch: nonce of the receiving engine, 16 hex digits.
         serial: of the lease; a retry is another lease.
-        attempt: which attempt of its request the lease is, from 1 on.
+        attempt: number of the attempt of its request, from 1 on.
         writer: index of the writer among those of the lease.
         chunk: 0, 1, ... for each writer.
         total: how many chunks the writer writes, on the last of them; 0 on the others.
@@ -243,7 +229,7 @@ MAGIC = "batchstate lease 3"
 
 
 class Kind(enum.StrEnum):
-    """What is said. GRANT and ABORT go from receiver to writer; FAILED and DRAINED from writer to receiver."""
+    """GRANT and ABORT go from receiver to writer; FAILED and DRAINED from writer to receiver."""
 
     GRANT = "grant"
     ABORT = "abort"
@@ -256,12 +242,7 @@ class Kind(enum.StrEnum):
 class Notice:
     """ABORT: write no more. FAILED: not all of it will come. DRAINED: nothing of it can land any more.
 
-    Attributes:
-        kind: any but GRANT.
-        sender: instance that says it.
-        to: instance that it is for.
-        serial: of the lease.
-        reason: in words, or empty.
+    From instance `sender` to instance `to`, about lease `serial`, with a reason in words.
     """
 
     kind: Kind
@@ -276,17 +257,11 @@ class Notice:
 class Grant:
     """Leave to write the KV of one request into the receiver's host memory.
 
+    From the receiver's instance `sender` to the writer's instance `to`; `serial`, `attempt`, `writer` as in a `Tag`.
+
     Attributes:
-        sender: instance of the receiver.
-        to: instance of the writer.
-        serial: of the lease.
-        attempt: which attempt of the request it is.
-        request: name of the request.
-        writer: index of the writer among those of the lease.
-        num_tokens: tokens of the request.
         ranges: int64[r, 2], start and length of the host locations that it takes, in order; the last may be longer.
         state_row: row that its states take in buffers with one row per request; 0 for none.
-        kind: GRANT.
     """
 
     sender: str
@@ -333,11 +308,7 @@ def _message(value: Any) -> Grant | Notice:
 
 
 def packed(message: Grant | Notice) -> bytes:
-    """As it travels.
-
-    Raises:
-        ArgumentError: too long; more ranges than a message holds.
-    """
+    """The bytes of a message. ArgumentError: too long; more ranges than a message holds."""
     fields = {"is": MAGIC} | attrs.asdict(message, recurse=False)
     if isinstance(message, Notice):
         fields["reason"] = message.reason[:MOST_TEXT]
@@ -348,16 +319,11 @@ def packed(message: Grant | Notice) -> bytes:
     return data
 
 
-def unpacked(data: object) -> Grant | Notice:
-    """The message in these bytes.
-
-    Raises:
-        ArgumentError: too long, truncated, not of this library, or a field out of its range.
-    """
-    found: Grant | Notice = parsed(
-        data, _message, "a message about a lease", ArgumentError, "pass what the other side's outbox held"
-    )
-    return found
+def unpacked(data: bytes) -> Grant | Notice:
+    """The message in these bytes. ArgumentError: too long, truncated, foreign, or a field out of its range."""
+    remedy = "pass what the other side's outbox held"
+    message: Grant | Notice = parsed(data, _message, "a message about a lease", ArgumentError, remedy)
+    return message
 
 
 def check_ranges(ranges: Ints, num_tokens: int) -> tuple[Ints, Ints]:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self, final
 import attrs
 
 from batchstate.errors import ArgumentError, DtypeError, HandshakeError
-from batchstate.transport.engines.base import Endpoint, Engine, Peer, Region, RemoteRegion, check_instance
+from batchstate.transport.engines.base import Endpoint, Engine, Peer, Region, RemoteRegion, nonce
 from batchstate.transport.plan import KVLayout, Layouts, buffers_of, check_fit
 from batchstate.transport.wire import (
     MOST_BYTES,
@@ -29,6 +29,8 @@ from batchstate.transport.wire import (
     array,
     binary,
     check_mac,
+    flag,
+    number,
     packed,
     parsed,
     record,
@@ -43,22 +45,22 @@ _log = logging.getLogger("batchstate")
 _LOOKS = 4
 """How often this side looks, at the least, in the grace period of a worker that has ended."""
 
-
 DESCRIPTION = "batchstate worker"
 VERSION = 3
 MOST_LAYOUTS = 64
 
 
-def _layouts(value: object) -> Layouts:
-    layouts = (value,) if isinstance(value, KVLayout) else tuple(value) if isinstance(value, list | tuple) else ()
-    if not 0 < len(layouts) <= MOST_LAYOUTS or not all(isinstance(one, KVLayout) for one in layouts):
-        raise ArgumentError(f"expected layouts, got {value!r:.80}", value, "pass one KVLayout or a list of them")
-    if len({(one.rank, one.degree) for one in layouts}) > 1:
-        problem = f"layouts of ranks {[(one.rank, one.degree) for one in layouts]}"
+def _layouts(value: KVLayout | list[KVLayout] | Layouts) -> Layouts:
+    layouts = (value,) if isinstance(value, KVLayout) else tuple(value)
+    if not 0 < len(layouts) <= MOST_LAYOUTS:
+        remedy = f"pass one KVLayout or a list of 1 to {MOST_LAYOUTS}"
+        raise ArgumentError(f"expected layouts, got {len(layouts)}", len(layouts), remedy)
+    ranks = [(layout.rank, layout.degree) for layout in layouts]
+    if len(set(ranks)) > 1:
         remedy = "give each layout of a worker the rank and the degree of that worker"
-        raise ArgumentError(problem, [one.rank for one in layouts], remedy)
-    names = [layer for one in layouts for layer in one.layers]
-    if len(set(names)) < len(names) or not any(one.stage for one in layouts):
+        raise ArgumentError(f"layouts of ranks {ranks}", ranks, remedy)
+    names = [layer for layout in layouts for layer in layout.layers]
+    if len(set(names)) < len(names) or not any(layout.stage for layout in layouts):
         remedy = "name each buffer once in all layouts together, at least one of them in the worker's stage"
         raise ArgumentError(f"layouts of the layers {names[:12]}", names, remedy)
     return layouts
@@ -70,15 +72,15 @@ class Description:
     """One worker, as it describes itself to a peer.
 
     Attributes:
-        worker: its name, for reports.
+        worker: its name.
         instance: nonce of its engine; another one after each start.
         layouts: of its KV: one, or several for buffers that differ in bytes of a row, dtype, heads or kind of row,
             in the same order on both sides.
-        endpoint: what `Engine.endpoint` returned.
+        endpoint: from `Engine.endpoint`.
         reach: the same, read.
 
     Raises:
-        ArgumentError: layouts that do not go together, or an endpoint that is not bytes.
+        ArgumentError: layouts that do not go together.
         HandshakeError: not an endpoint, or one of another instance.
     """
 
@@ -102,11 +104,7 @@ class Description:
         return self.layouts[0]
 
     def to_bytes(self) -> bytes:
-        """What `from_bytes` reads.
-
-        Raises:
-            HandshakeError: too large to be read.
-        """
+        """For `from_bytes` of a peer. HandshakeError: too large to be read."""
         fields = {
             "is": DESCRIPTION,
             "version": VERSION,
@@ -129,20 +127,20 @@ class Description:
             HandshakeError: too large, truncated, malformed, damaged, of another version, or with an impossible layout.
         """
         remedy = "pass what the other side's `Description.to_bytes()` returned, all of it"
-        found: Self = parsed(data, cls._checked, "a description of a worker", HandshakeError, remedy)
-        return found
+        description: Self = parsed(data, cls._checked, "a description of a worker", HandshakeError, remedy)
+        return description
 
     @classmethod
     def _checked(cls, value: Any) -> Self:
         fields = _SCHEMA(value)
         try:
-            layouts = [KVLayout.from_dict(one) for one in fields["layouts"]]
-            found = cls(fields["worker"], fields["instance"], layouts, fields["endpoint"])
+            layouts = [KVLayout(**layout) for layout in fields["layouts"]]
+            description = cls(fields["worker"], fields["instance"], layouts, fields["endpoint"])
         except (ArgumentError, DtypeError) as error:
             problem = f"worker {fields['worker']!r} describes an impossible layout: {error.problem:.200}"
             raise HandshakeError(problem, error.value, f"on that worker: {error.remedy}") from error
-        check_mac(value, found.reach.secret)
-        return found
+        check_mac(value, description.reach.secret)
+        return description
 
 
 def _version(value: Any) -> Any:
@@ -152,17 +150,25 @@ def _version(value: Any) -> Any:
     return value
 
 
-def _as_it_is(value: Any) -> Any:
-    """Checked where it is used."""
-    return value
-
-
+_LAYOUT = record(
+    page_size=number(),
+    dtype=text(),
+    layers=array(text(".+")),
+    item_bytes=number(),
+    rank=number(),
+    degree=number(),
+    heads=number(),
+    replicated=flag,
+    token_major=flag,
+    stage=array(text(".+")),
+    per_request=flag,
+)
 _SCHEMA = record(
     DESCRIPTION,
     version=_version,
     worker=text(".+"),
-    instance=text(".+"),
-    layouts=array(_as_it_is, MOST_LAYOUTS),
+    instance=nonce,
+    layouts=array(_LAYOUT, MOST_LAYOUTS),
     endpoint=binary,
     mac=text(),
 )
@@ -176,11 +182,9 @@ def check_peers(ours: Description, theirs: Description) -> None:
             (`plan.check_fit`).
     """
     if ours.instance == theirs.instance:
-        raise HandshakeError(
-            f"instance is {ours.instance} here ({ours.worker}), {theirs.instance} there ({theirs.worker}): the same",
-            (ours.instance, theirs.instance),
-            "exchange descriptions between two workers, each with an engine of its own",
-        )
+        problem = f"instance is {ours.instance} here ({ours.worker}) and there ({theirs.worker})"
+        remedy = "exchange descriptions between two workers, each with an engine of its own"
+        raise HandshakeError(problem, ours.instance, remedy)
     engines = ours.reach.engine, theirs.reach.engine
     if engines[0] != engines[1]:
         problem = f"engine is {engines[0]} here, {engines[1]} there"
@@ -199,7 +203,6 @@ class Worker:
     """One instance of a worker on the other side.
 
     Attributes:
-        description: as it introduced itself.
         peer: to write to, or None where this side never connects.
         lost: why it is suspected to be gone, or None.
         grace_left: seconds after which nothing that it sent can land; None while it may live.
@@ -212,7 +215,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """Of the worker; the same for every instance."""
+        """The same for every instance of the worker."""
         return self.description.worker
 
     @property
@@ -253,10 +256,10 @@ class Session(abc.ABC):
 
     Raises:
         ArgumentError: description, regions and engine do not belong together, or an impossible `grace_seconds`.
-        DtypeError: `grace_seconds` is not a number.
     """
 
     writes: ClassVar[bool]
+    _hears: ClassVar[tuple[Kind, ...]]
 
     def __init__(
         self, engine: Engine, description: Description, regions: Sequence[Region], *, clock: Clock, grace_seconds: float
@@ -270,8 +273,6 @@ class Session(abc.ABC):
             problem = f"expected regions {[layer for layer, _ in buffers]}, got {[region.name for region in regions]}"
             remedy = "register one region per layer under the layer's name, and pass them in the layout's order"
             raise ArgumentError(problem, len(regions), remedy)
-        if isinstance(grace_seconds, bool) or not isinstance(grace_seconds, int | float):
-            raise DtypeError(f"grace_seconds: expected a number, got {grace_seconds!r}", grace_seconds, "pass seconds")
         if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
             problem = f"grace_seconds: expected 0 or more, and finite, got {grace_seconds}"
             remedy = "pass the seconds in which bytes of an ended worker may still arrive"
@@ -285,7 +286,7 @@ class Session(abc.ABC):
         self._clock = clock
         self._grace = grace_seconds
         self._connects = self.writes or not engine.capabilities.one_sided
-        self._workers: dict[object, Worker] = {}
+        self._workers: dict[str, Worker] = {}
         self._ended: set[str] = set()
         self._ending: list[Worker] = []
         self._looked = 0.0
@@ -294,8 +295,12 @@ class Session(abc.ABC):
     def _fail_worker(self, worker: Worker, reason: str) -> None:
         """Fails all that a worker has to do with: it has ended, or is only suspected to be gone."""
 
+    @abc.abstractmethod
+    def _take(self, worker: Worker, message: Grant | Notice) -> None:
+        """Takes a message of a current instance, of a kind that this side hears."""
+
     def introduce(self) -> bytes:
-        """What each worker of the other side passes to its `accept`."""
+        """The bytes that each worker of the other side passes to its `accept`."""
         self._engine.check_owner("introduce")
         return self._description.to_bytes()
 
@@ -321,7 +326,6 @@ class Session(abc.ABC):
             problem = f"an introduction of worker {theirs.worker!r} came from {from_worker!r}"
             remedy = "pass an introduction on as it is, with the name of the worker that sent it"
             raise HandshakeError(problem, theirs.worker, remedy)
-        check_instance(theirs.instance)
         check_peers(self._description, theirs)
         before = self._workers.get(theirs.worker)
         earlier = theirs if before is None else before.description
@@ -352,29 +356,20 @@ class Session(abc.ABC):
         return worker.name
 
     def peer_lost(self, worker: str, reason: str = "lost") -> None:
-        """A worker is suspected to be gone: what is under way with it fails. It may still write and be written to.
-
-        So memory that it may write stays taken.
-
-        Raises:
-            HandshakeError: it has not been accepted.
-        """
+        """A worker is suspected to be gone: all transfers with it fail. Memory that it may still write stays taken."""
         self._engine.check_owner("peer_lost")
         suspected = self._named(worker)
         suspected.lost = reason
         self._fail_worker(suspected, f"{worker} is suspected to be gone: {reason}")
 
     def peer_ended(self, worker: str, instance: str | None = None) -> None:
-        """A worker is known to have ended: its process was seen to exit. What is under way with it fails.
+        """A worker is known to have ended: its process was seen to exit. All transfers with it fail.
 
         Memory that it may have written is free of it after its grace period.
 
         Args:
             worker: its name.
-            instance: which of its instances; without it, the current one.
-
-        Raises:
-            HandshakeError: it has not been accepted.
+            instance: the one that ended, if it may not be the current one.
         """
         self._engine.check_owner("peer_ended")
         ended = self._named(worker)
@@ -382,12 +377,30 @@ class Session(abc.ABC):
             self._end(ended)
             self._fail_worker(ended, f"{worker} has ended")
 
-    def _named(self, name: object) -> Worker:
+    def on_message(self, message: bytes, from_worker: str) -> None:
+        """Takes a message of a worker of the other side. Repeated and late ones change nothing.
+
+        Raises:
+            ArgumentError: malformed, or not for this side.
+            HandshakeError: from an instance that has not been accepted.
+        """
+        self._engine.check_owner("on_message")
+        heard = unpacked(message)
+        if heard.kind not in self._hears:
+            raise ArgumentError(f"{heard!r} is not what the other side says", heard, "give it to the other side")
+        if heard.to != self._engine.instance or heard.sender in self._ended:
+            return
+        worker = self._named(from_worker)
+        if heard.sender != worker.instance:
+            problem = f"expected a message of instance {worker.instance} of {from_worker!r}, got one of instance"
+            raise HandshakeError(f"{problem} {heard.sender}", heard.sender, "accept its introduction first")
+        self._take(worker, heard)
+
+    def _named(self, name: str) -> Worker:
         """The current instance of a worker. HandshakeError: it has not been accepted."""
-        worker = self._workers.get(name) if isinstance(name, str) else None
-        if worker is None:
+        if name not in self._workers:
             raise HandshakeError(f"worker {name!r} is unknown", name, "accept its introduction first")
-        return worker
+        return self._workers[name]
 
     def _connected(self, theirs: Description) -> Worker:
         if not self._connects:
@@ -426,38 +439,16 @@ class Session(abc.ABC):
             worker.grace_left = (worker.grace_left or 0.0) - passed
         self._ending = [worker for worker in self._ending if not worker.quiet]
 
-    def _heard(self, message: bytes, name: str, kinds: tuple[Kind, ...]) -> tuple[Worker, Grant | Notice] | None:
-        """Who sent a message, and what it says; None where it is for or from an instance that has ended.
-
-        Raises:
-            ArgumentError: malformed, or of another kind.
-            HandshakeError: it is from an instance that has not been accepted.
-        """
-        self._engine.check_owner("on_message")
-        heard = unpacked(message)
-        if heard.kind not in kinds:
-            raise ArgumentError(f"{heard!r} is not what the other side says", heard, "give it to the other side")
-        if heard.to != self._engine.instance or heard.sender in self._ended:
-            return None
-        worker = self._named(name)
-        if heard.sender != worker.instance:
-            raise HandshakeError(
-                f"expected a message of instance {worker.instance} of {name!r}, got one of instance {heard.sender}",
-                heard.sender,
-                "accept its introduction first",
-            )
-        return worker, heard
-
     def _say(self, worker: Worker, kind: Kind, serial: int, reason: str = "") -> None:
         notice = Notice(kind, self._engine.instance, worker.instance, serial, reason)
         self.outbox.append((worker.name, packed(notice)))
 
-    def _check_mine(self, operation: str, what: str, one: object, instance: object) -> None:
-        """Refuses what another session has made: `instance` is that of its engine."""
+    def _check_own(self, operation: str, made: object, instance: str) -> None:
+        """Refuses a lease or transfer of another session: one whose engine is not this `instance`."""
         self._engine.check_owner(operation)
         if instance != self._engine.instance:
-            problem = f"expected a {what} of {self!r}, got {one!r}"
-            raise ArgumentError(problem, one, f"pass a {what} that this {type(self).__name__.lower()} has returned")
+            noun, remedy = type(made).__name__.lower(), f"pass one that this {type(self).__name__.lower()} has returned"
+            raise ArgumentError(f"expected a {noun} of {self!r}, got {made!r}", made, remedy)
 
 
 def regions_by_layout(
@@ -465,7 +456,7 @@ def regions_by_layout(
 ) -> tuple[tuple[int, ...], ...]:
     """Indices of a worker's regions, which are in the order of its buffers: for each layout those of its stage."""
     indices = iter(region.index for region in regions)
-    return tuple(tuple(next(indices) for _ in one.stage) for one in description.layouts)
+    return tuple(tuple(next(indices) for _ in layout.stage) for layout in description.layouts)
 
 
 def capacities(description: Description, regions: Sequence[Region | RemoteRegion]) -> tuple[int, int]:

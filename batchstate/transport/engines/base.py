@@ -6,9 +6,9 @@
     engine.poll(handle)                        PENDING, then DONE, FAILED or UNKNOWN for good
     engine.completions()                       on the other side: the tags whose data is there
 
-What can be checked before a byte moves is checked here, the same for every engine: regions, bounds, overlaps, tags,
-endpoints. `Copies` says which bytes go where: rows of registered memory on this side, and their places on the other. An
-engine adds the methods marked abstract.
+All checks that are possible before a byte moves are made here, the same for every engine: regions, bounds, overlaps,
+tags, endpoints. `Copies` are rows of registered memory on this side, and their places on the other. An engine adds the
+methods marked abstract.
 """
 
 import abc
@@ -17,8 +17,8 @@ import enum
 import importlib
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any, Self, Unpack, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self, final
 
 import attrs
 import numpy as np
@@ -44,14 +44,14 @@ from batchstate.transport.wire import (
     text,
     unexpected,
 )
-from batchstate.violations import Violation, Where
+from batchstate.violations import Violation
 
 Ints = npt.NDArray[np.int64]
 
 MOST_REGIONS = 65_536
 MOST_TAG_BYTES = 128
 REMEMBERED_TAGS = 65_536
-"""How many of the last tags are remembered, to refuse one that is used twice."""
+"""So many of the last tags are remembered, to refuse one that is used twice."""
 _NOTHING_SENT = (ArgumentError, TransferError, Violation)
 
 
@@ -63,14 +63,14 @@ Memory = torch.Tensor | npt.NDArray[np.uint8]
 @final
 @attrs.frozen(eq=False)
 class Region:
-    """A contiguous piece of memory.
+    """A contiguous piece of memory of this process.
 
     Attributes:
-        index: what `Copies` calls it.
-        name: what it is, the same word on both sides, as "layer 3 keys".
-        address: of its first byte, in this process.
-        nbytes: how long.
-        memory: what keeps it alive.
+        index: its number in `Copies`.
+        name: the same word on both sides, as "layer 3 keys".
+        address: of its first byte.
+        nbytes: its length.
+        memory: kept alive.
         device: torch's type of device that it lies on.
     """
 
@@ -94,11 +94,7 @@ class RemoteRegion:
 
 
 def described(index: int, memory: Memory, name: str, others: Iterable[Region]) -> Region:
-    """The region of a piece of memory, which none of `others` overlaps.
-
-    Raises:
-        ArgumentError: no memory, not contiguous, empty, or it overlaps a registered region.
-    """
+    """The region of a piece of memory. ArgumentError: not contiguous, empty, or one of `others` overlaps it."""
     if isinstance(memory, torch.Tensor):
         contiguous, address, nbytes = memory.is_contiguous(), memory.data_ptr(), memory.numel() * memory.element_size()
         device = memory.device.type
@@ -141,9 +137,9 @@ class Copies:
     lengths: Ints = attrs.field(converter=_ints)
 
     def __attrs_post_init__(self) -> None:
-        shapes = {one.shape for one in self.arrays()}
-        if len(shapes) != 1 or self.lengths.ndim != 1:
-            problem = f"Copies: expected five arrays of one length, got shapes {[one.shape for one in self.arrays()]}"
+        shapes = [array.shape for array in self.arrays()]
+        if len(set(shapes)) != 1 or self.lengths.ndim != 1:
+            problem = f"Copies: expected five arrays of one length, got shapes {shapes}"
             raise ShapeError(problem, shapes, "pass int64[n] for each")
 
     def __repr__(self) -> str:
@@ -163,11 +159,11 @@ class Copies:
         """The rows of all parts, at least one, in order."""
         if len(parts) == 1:
             return parts[0]
-        return cls(*(np.concatenate(column) for column in zip(*(one.arrays() for one in parts), strict=True)))
+        return cls(*(np.concatenate(column) for column in zip(*(part.arrays() for part in parts), strict=True)))
 
     @property
     def nbytes(self) -> int:
-        """How many bytes in all."""
+        """Bytes of all rows."""
         return int(self.lengths.sum())
 
     def arrays(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -176,20 +172,20 @@ class Copies:
 
     def rows(self, keep: npt.NDArray[np.int64] | slice) -> Self:
         """Some of the rows, in the order given."""
-        return type(self)(*(one[keep] for one in self.arrays()))
+        return type(self)(*(array[keep] for array in self.arrays()))
 
     def cut(self, most: int) -> Self:
         """The same bytes, in order, in rows of at most `most` bytes."""
         if self.lengths.max(initial=0) <= most:
             return self
         pieces = -(-self.lengths // most)
-        found = self.rows(np.repeat(np.arange(len(self), dtype=np.int64), pieces))
+        rows = self.rows(np.repeat(np.arange(len(self), dtype=np.int64), pieces))
         skipped = arange_per_row(np.zeros_like(pieces), pieces) * most
         return attrs.evolve(
-            found,
-            source_offsets=found.source_offsets + skipped,
-            target_offsets=found.target_offsets + skipped,
-            lengths=np.minimum(found.lengths - skipped, most),
+            rows,
+            source_offsets=rows.source_offsets + skipped,
+            target_offsets=rows.target_offsets + skipped,
+            lengths=np.minimum(rows.lengths - skipped, most),
         )
 
 
@@ -212,12 +208,7 @@ class Status(enum.Enum):
 @final
 @attrs.frozen
 class Capabilities:
-    """What an engine can do.
-
-    Attributes:
-        one_sided: whether the peer takes no part in a write.
-        max_rows: most rows of one write.
-    """
+    """Whether the peer takes no part in a write, and the most rows of one write."""
 
     one_sided: bool
     max_rows: int
@@ -226,12 +217,7 @@ class Capabilities:
 @final
 @attrs.frozen
 class Delivery:
-    """A tag that has arrived behind its data.
-
-    Attributes:
-        tag: as given to `write`.
-        instance: nonce of the engine that wrote.
-    """
+    """A tag that has arrived behind its data, and the nonce of the engine that wrote both."""
 
     tag: bytes
     instance: str
@@ -245,9 +231,8 @@ class Peer:
     Attributes:
         instance: its nonce; another one after each start.
         regions: its memory by index, as it was when its endpoint was made.
-        secret: that it wants to be proved.
         native: of the engine.
-        lost: why it is gone, or None.
+        lost: why it is gone, or None. An engine may notice only in a write.
     """
 
     instance: str
@@ -257,11 +242,7 @@ class Peer:
     lost: str | None = None
 
     def check_lost(self) -> None:
-        """Refuses to write where the peer is gone.
-
-        Raises:
-            TransferError: it is.
-        """
+        """TransferError: the peer is gone."""
         if self.lost is not None:
             problem = f"peer {self.instance} is gone: {self.lost}"
             raise TransferError(problem, self.instance, "connect to its next instance")
@@ -273,13 +254,9 @@ class Handle:
     """One write under way. Made by `write`.
 
     Attributes:
-        peer: where it goes.
-        tag: its tag.
-        nbytes: its bytes.
         status: the last answer of `poll`; final once it is not PENDING.
         drained: whether no byte of it can still land.
         reason: why it failed.
-        interrupted: whether `write` was, once it may have begun: it is UNKNOWN, and the engine still follows it.
         native: of the engine.
     """
 
@@ -289,7 +266,6 @@ class Handle:
     status: Status = Status.PENDING
     drained: bool = False
     reason: str = ""
-    interrupted: bool = False
     native: Any = attrs.field(default=None, repr=False)
 
 
@@ -297,21 +273,13 @@ class Handle:
 
 ENDPOINT = "batchstate endpoint 2"
 nonce = text("[0-9a-f]{16}")
-"""Of an engine, as `secrets.token_hex(8)` makes it."""
+"""The number of an engine, as `secrets.token_hex(8)` makes it."""
 
 
 @final
 @attrs.frozen
 class Endpoint:
-    """How to reach an engine. Who has it, and with it the secret, may write into the regions.
-
-    Attributes:
-        engine: its name.
-        instance: its nonce.
-        secret: that its callers have to know.
-        regions: by index.
-        native: the engine's own part.
-    """
+    """How to reach an engine: its name and nonce, the secret of its callers, its regions by index, and its own part."""
 
     engine: str
     instance: str
@@ -320,7 +288,7 @@ class Endpoint:
     native: bytes = attrs.field(repr=False)
 
     def to_bytes(self) -> bytes:
-        """What `from_bytes` takes apart."""
+        """For `from_bytes` of a peer."""
         fields = {
             "is": ENDPOINT,
             "engine": self.engine,
@@ -333,13 +301,9 @@ class Endpoint:
 
     @classmethod
     def from_bytes(cls, endpoint: bytes) -> Self:
-        """An endpoint that came from a peer.
-
-        Raises:
-            HandshakeError: not an endpoint of this library, or damaged.
-        """
-        found: Self = parsed_native(endpoint, cls._checked, "an endpoint")
-        return found
+        """An endpoint that came from a peer. HandshakeError: not one of this library, or damaged."""
+        whole: Self = parsed_native(endpoint, cls._checked, "an endpoint")
+        return whole
 
     @classmethod
     def _checked(cls, value: Any) -> Self:
@@ -369,7 +333,7 @@ _REGION = row(number(), text(), number(), number())
 _ENDPOINT = record(
     ENDPOINT,
     engine=text(),
-    instance=text(),
+    instance=nonce,
     secret=_secret,
     regions=array(_remote_region, MOST_REGIONS),
     native=binary,
@@ -377,26 +341,9 @@ _ENDPOINT = record(
 )
 
 
-def parsed_native(endpoint: bytes, schema: Check, what: str) -> Any:
-    """The value in (an engine's own part of) an endpoint.
-
-    Raises:
-        HandshakeError: it does not have the schema.
-    """
-    return parsed(endpoint, schema, what, HandshakeError, "pass what the other side's `endpoint()` returned")
-
-
-def check_instance(instance: str) -> None:
-    """Refuses what cannot be the nonce of an engine.
-
-    Raises:
-        HandshakeError: not 16 hex digits.
-    """
-    try:
-        nonce(instance)
-    except ValueError as error:
-        problem = f"instance is {instance[:40]!r}"
-        raise HandshakeError(problem, instance, "introduce a worker by its engine's `instance`") from error
+def parsed_native(endpoint: bytes, schema: Check, noun: str) -> Any:
+    """The value in (an engine's own part of) an endpoint. HandshakeError: it does not have the schema."""
+    return parsed(endpoint, schema, noun, HandshakeError, "pass what the other side's `endpoint()` returned")
 
 
 class Engine(abc.ABC):
@@ -416,7 +363,6 @@ class Engine(abc.ABC):
         self._secret = new_secret()
         self._thread = threading.get_ident()
         self._regions: dict[int, Region] = {}
-        self._next_region = 0  # an index is never given twice
         self._peers: dict[str, Peer] = {}
         self._open: dict[bytes, Handle] = {}
         self._used: dict[bytes, None] = {}  # tags, the oldest first
@@ -425,19 +371,15 @@ class Engine(abc.ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.instance}, {len(self._regions)} regions, {len(self._open)} writes open)"
 
-    # What an engine implements
+    # The part of each engine
 
     @abc.abstractmethod
     def _register(self, region: Region) -> None:
         """Makes memory readable and writable by the engine."""
 
     @abc.abstractmethod
-    def _unregister(self, region: Region) -> None:
-        """Takes that back."""
-
-    @abc.abstractmethod
     def _endpoint(self) -> bytes:
-        """What a peer needs to reach this engine."""
+        """This engine's own part of its endpoint."""
 
     @abc.abstractmethod
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
@@ -445,7 +387,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
-        """Starts a write; at once, or it may wait in a queue of the engine's. Sets the handle's `native` before.
+        """Starts a write, or queues it. Sets the handle's `native` before.
 
         An ArgumentError, TransferError or Violation says that nothing was sent, and nothing will be. After any other
         error the write is UNKNOWN, unless `native` is not set.
@@ -459,7 +401,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def _poll(self, handle: Handle) -> Status:
-        """Where a pending write is now. Never waits."""
+        """The status of a pending write now. Never waits."""
 
     @abc.abstractmethod
     def _drained(self, handle: Handle) -> bool:
@@ -483,48 +425,29 @@ class Engine(abc.ABC):
         """Makes memory readable and writable by the engine; peers learn of it by the next `endpoint()`.
 
         Args:
-            memory: a contiguous tensor or array. It is kept alive until it is unregistered.
-            name: what it is, for reports and for peers.
+            memory: a contiguous tensor or array. It is kept alive as long as the engine is open.
+            name: for reports and for peers.
 
         Raises:
-            ArgumentError: not memory, not contiguous, empty, or it overlaps a registered region.
+            ArgumentError: not contiguous, empty, or it overlaps a registered region.
         """
         self.check_owner("register")
         name = name or f"region {len(self._regions)}"
         count(len(name), "characters of the region's name", most=MOST_TEXT)
-        region = described(self._next_region, memory, name, self._regions.values())
+        region = described(len(self._regions), memory, name, self._regions.values())
         self._register(region)
         self._regions[region.index] = region
-        self._next_region += 1
         return region
-
-    def unregister(self, region: Region) -> None:
-        """Takes memory back. The caller has shown that nothing of it is still being read or written.
-
-        Raises:
-            ArgumentError: not registered here.
-            TransferError: a write of this engine that has not ended may read it.
-        """
-        self.check_owner("unregister")
-        if self._regions.get(getattr(region, "index", -1)) is not region:
-            raise ArgumentError(f"{region!r} is not registered here", region, "pass what `register` returned, once")
-        if self._open:
-            problem = f"{region.name} is unregistered while {len(self._open)} writes are open"
-            raise TransferError(problem, region.name, "poll, or drain, every handle first", in_flight=True)
-        self._unregister(region)
-        del self._regions[region.index]
 
     # Peers
 
     def endpoint(self) -> bytes:
-        """What a peer passes to `connect`: opaque, and to be made anew when memory was registered since.
+        """Opaque bytes for a peer's `connect`, to be made anew when memory was registered since.
 
-        It holds the secret that callers have to prove. Pass it over a channel that strangers neither read nor write.
+        They hold the secret that callers have to prove: pass them over a channel that strangers neither read nor write.
         """
         self.check_owner("endpoint")
-        regions = {
-            one.index: RemoteRegion(one.index, one.name, one.address, one.nbytes) for one in self._regions.values()
-        }
+        regions = {at: RemoteRegion(at, our.name, our.address, our.nbytes) for at, our in self._regions.items()}
         return Endpoint(self.name, self.instance, self._secret, regions, self._endpoint()).to_bytes()
 
     def connect(self, endpoint: bytes) -> Peer:
@@ -541,14 +464,10 @@ class Engine(abc.ABC):
         if theirs.engine != self.name:
             problem = f"the peer speaks {theirs.engine}, this engine {self.name}"
             raise HandshakeError(problem, theirs.engine, "open the same on both sides")
-        check_instance(instance)
         if instance == self.instance or instance in self._peers:
-            raise HandshakeError(
-                f"the endpoint of instance {instance} is "
-                + ("this engine's own" if instance == self.instance else "connected already"),
-                instance,
-                "connect once to each other engine; after a restart, to its new endpoint",
-            )
+            state = "this engine's own" if instance == self.instance else "connected already"
+            remedy = "connect once to each other engine; after a restart, to its new endpoint"
+            raise HandshakeError(f"the endpoint of instance {instance} is {state}", instance, remedy)
         peer = Peer(instance, theirs.regions, theirs.secret)
         self._connect(peer, theirs.native)
         self._peers[instance] = peer
@@ -561,10 +480,6 @@ class Engine(abc.ABC):
             self._disconnect(peer)
             del self._peers[peer.instance]
             peer.lost = peer.lost or "disconnected"
-
-    def lost_peers(self) -> tuple[Peer, ...]:
-        """Connected peers of which the engine has noticed that they are gone. An engine may notice only in a write."""
-        return tuple(peer for peer in self._peers.values() if peer.lost is not None)
 
     # Transfers
 
@@ -583,31 +498,25 @@ class Engine(abc.ABC):
                 used, a peer of another engine. Nothing was sent.
             TransferError: the peer is gone. Nothing was sent.
 
-        Any other error (an interrupt) may come after the write has begun: see `begun`.
+        After any other error, as an interrupt, the write may have begun: see `begun`.
         """
         self.check_owner("write")
-        known: object = peer
-        if not isinstance(known, Peer) or self._peers.get(peer.instance) is not peer:
+        if self._peers.get(peer.instance) is not peer:
             raise ArgumentError(f"expected a peer of {self!r}, got {peer!r}", peer, "connect to it first")
         peer.check_lost()
-        self._check_tag(tag)
-        sources, targets = _addresses(
-            self._regions,
-            peer.regions,
-            copies,
-            name=self.name,
-            max_rows=self.capabilities.max_rows,
-            object=repr(self),
-        )
+        if not 0 < len(tag) <= MOST_TAG_BYTES:
+            raise ArgumentError(f"a tag is 1 to {MOST_TAG_BYTES} bytes, got {tag!r}", tag, "pass a shorter one")
+        if tag in self._used or tag in self._open:
+            raise ArgumentError(f"tag {tag!r} was used before", tag, "give each write, also a retry, a new tag")
+        sources, targets = self._addresses(peer, copies)
         self._open[tag] = handle = Handle(peer, tag, copies.nbytes)
         try:
             self._write(handle, copies, sources, targets)
         except BaseException as error:
             if handle.native is None or isinstance(error, _NOTHING_SENT):
                 del self._open[tag]
-            else:
+            else:  # bytes may be under way
                 handle.status, handle.reason = Status.UNKNOWN, f"interrupted while it began: {error!r}"
-                handle.interrupted = True
             raise
         self._used[tag] = None
         if len(self._used) > REMEMBERED_TAGS:
@@ -615,12 +524,12 @@ class Engine(abc.ABC):
         return handle
 
     def begun(self, tag: bytes) -> Handle | None:
-        """The write of this tag, if it has not ended: how to find one whose `write` was interrupted."""
+        """The write of this tag, if it has not ended: for one whose `write` was interrupted."""
         self.check_owner("begun")
         return self._open.get(tag)
 
     def poll(self, handle: Handle) -> Status:
-        """Where a write is. Final once it is not PENDING. Never waits."""
+        """The status of a write, final once it is not PENDING. Never waits."""
         self.check_owner("poll")
         if handle.status is Status.PENDING:
             handle.status = self._poll(handle)
@@ -630,10 +539,8 @@ class Engine(abc.ABC):
 
     def drain(self, handle: Handle) -> bool:
         """Whether no byte of the write can still land, nor its source be read. To be asked again until it says so."""
-        if self.poll(handle) is Status.UNKNOWN and not handle.drained:
-            how = self._poll(handle) if handle.interrupted else Status.UNKNOWN
-            if how in (Status.DONE, Status.FAILED) or (how is Status.UNKNOWN and self._drained(handle)):
-                self._end(handle)
+        if self.poll(handle) is Status.UNKNOWN and not handle.drained and self._drained(handle):
+            self._end(handle)
         return handle.drained
 
     def completions(self) -> list[Delivery]:
@@ -651,84 +558,63 @@ class Engine(abc.ABC):
     # Checks
 
     def check_owner(self, operation: str) -> None:
-        """For every operation of the engine, and of what is built on it.
-
-        Raises:
-            OwnerThreadError: called from another thread than the engine's.
-            TransferError: the engine is closed.
-        """
+        """OwnerThreadError: not the engine's thread. TransferError: it is closed. For sessions too."""
         if threading.get_ident() != self._thread:
             problem = f"{operation} of {self!r} was called from thread {threading.current_thread().name!r}"
             raise OwnerThreadError(problem, threading.current_thread().name, "make one engine per thread")
         if self._closed:
             raise TransferError(f"{operation} of {self!r}, which is closed", operation, "open a new one")
 
-    def _check_tag(self, tag: object) -> None:
-        if not isinstance(tag, bytes) or not 0 < len(tag) <= MOST_TAG_BYTES:
-            problem = f"a tag is 1 to {MOST_TAG_BYTES} bytes, got {tag!r}"
-            raise ArgumentError(problem, tag, "pass a shorter one, as bytes")
-        if tag in self._used or tag in self._open:
-            raise ArgumentError(f"tag {tag!r} was used before", tag, "give each write, also a retry, a new tag")
-
     def _end(self, handle: Handle) -> None:
         handle.drained = True
         self._open.pop(handle.tag, None)
 
-
-_ByIndex = dict[int, Region] | dict[int, RemoteRegion]
-
-
-def _addresses(
-    here: _ByIndex, there: _ByIndex, copies: Copies, *, name: str, max_rows: int, **where: Unpack[Where]
-) -> tuple[Ints, Ints]:
-    """Address of each row here and there, int64[n] each; refuses rows outside, too many, and that overlap there."""
-    if len(copies) > max_rows:
-        problem = f"expected at most {max_rows} rows in one write of {name}, got {len(copies)}"
-        raise ArgumentError(problem, len(copies), "cut it with `transport.plan.chunked`")
-    sources = _inside(here, copies.source_regions, copies.source_offsets, copies, "source", where)
-    targets = _inside(there, copies.target_regions, copies.target_offsets, copies, "target", where)
-    ends = targets + copies.lengths
-    if (targets[1:] >= ends[:-1]).all():  # in order, as the plan makes them: nothing to sort
+    def _addresses(self, peer: Peer, copies: Copies) -> tuple[Ints, Ints]:
+        """Address of each row here and there, int64[n]; refuses rows outside, too many, and that overlap there."""
+        if len(copies) > self.capabilities.max_rows:
+            problem = f"expected at most {self.capabilities.max_rows} rows in one write of {self.name}"
+            raise ArgumentError(f"{problem}, got {len(copies)}", len(copies), "cut it with `transport.plan.chunked`")
+        lengths = copies.lengths
+        sources = self._inside(self._regions, copies.source_regions, copies.source_offsets, lengths, "source")
+        targets = self._inside(peer.regions, copies.target_regions, copies.target_offsets, lengths, "target")
+        ends = targets + lengths
+        if (targets[1:] >= ends[:-1]).all():  # in order, as the plan makes them: nothing to sort
+            return sources, targets
+        order = np.argsort(targets, kind="stable")
+        overlaps = targets[order][1:] < ends[order][:-1]
+        if overlaps.any():
+            row = int(order[1:][overlaps][0])
+            problem = f"row {row} of a write overlaps another row at its destination"
+            raise ArgumentError(problem, row, "name each destination once")
         return sources, targets
-    order = np.argsort(targets, kind="stable")
-    overlaps = targets[order][1:] < ends[order][:-1]
-    if overlaps.any():
-        row = int(order[1:][overlaps][0])
-        problem = f"row {row} of a write overlaps another row at its destination"
-        raise ArgumentError(problem, row, "name each destination once")
-    return sources, targets
 
-
-def _inside(regions: _ByIndex, indices: Ints, offsets: Ints, copies: Copies, side: str, where: Where) -> Ints:
-    if not len(copies):
-        return np.empty(0, dtype=np.int64)
-    one_layer = bool((indices == indices[0]).all())
-    present = indices[:1] if one_layer else np.unique(indices)
-    for index in present.tolist():
-        if index not in regions:
-            remedy = "register memory before the endpoint is made, and use the indices of `Region`"
-            raise ArgumentError(f"{side} region {index} is not registered", index, remedy)
-    places = np.array([(regions[index].address, regions[index].nbytes) for index in present.tolist()], dtype=np.int64)
-    begins, sizes = places[0].tolist() if one_layer else places[np.searchsorted(present, indices)].T
-    there: Where = {**where, "operation": f"write ({side})"}
-    invariants.transfer_bounds(offsets, copies.lengths, 0, sizes, **there)
-    addresses: Ints = offsets + begins
-    return addresses
+    def _inside(
+        self, regions: Mapping[int, Region | RemoteRegion], indices: Ints, offsets: Ints, lengths: Ints, side: str
+    ) -> Ints:
+        if not lengths.size:
+            return lengths
+        one_layer = bool((indices == indices[0]).all())
+        present = indices[:1] if one_layer else np.unique(indices)
+        for index in present.tolist():
+            if index not in regions:
+                remedy = "register memory before the endpoint is made, and use the indices of `Region`"
+                raise ArgumentError(f"{side} region {index} is not registered", index, remedy)
+        spans = np.array([(regions[at].address, regions[at].nbytes) for at in present.tolist()], dtype=np.int64)
+        begins, sizes = spans[0].tolist() if one_layer else spans[np.searchsorted(present, indices)].T
+        invariants.transfer_bounds(offsets, lengths, 0, sizes, object=self, operation=f"write ({side})")
+        addresses: Ints = offsets + begins
+        return addresses
 
 
 def check_trusted(why: str, trusted_network: bool) -> None:
-    """Refuses to open a port of which the library behind an engine asks no client for anything.
-
-    Raises:
-        ArgumentError: the caller has not said that no other caller reaches it.
-    """
+    """ArgumentError: an open port that authenticates no client, and nobody has said that strangers cannot reach it."""
     if trusted_network is not True:
-        raise ArgumentError(
-            f"{why}, and lets every caller of its port write into registered memory",
-            trusted_network,
+        problem = f"{why}, and lets every caller of its port write into registered memory"
+        remedy = (
             "keep all but the workers out by a firewall or a network namespace, and pass trusted_network=True; "
-            'or open "tcp", which lets in only who knows a secret',
+            'or open "tcp", which lets in only who knows a secret'
         )
+        raise ArgumentError(problem, trusted_network, remedy)
 
 
 _HOMES = {
@@ -742,7 +628,7 @@ ENGINES = tuple(_HOMES)
 
 
 def open_engine(name: str = "tcp", **options: Any) -> Engine:
-    """The engine of this name; what it needs besides the library is imported now.
+    """The engine of this name; packages that it needs are imported now.
 
     Args:
         name: `tcp`, `nixl` or `mooncake`; with ports of their libraries, the last two want `trusted_network=True`.

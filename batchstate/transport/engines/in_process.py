@@ -49,40 +49,6 @@ class Faults:
     refused: float = 0.0
 
 
-@final
-@attrs.frozen
-class Fate:
-    """What becomes of one write."""
-
-    delay: int  # steps before its first byte
-    split: bool  # whether its pieces land one by one
-    ends: Status  # what its writer is told
-    share: float  # the part of its pieces that lands, 0 to 1
-    stuck: bool  # whether it never drains while both ends live
-    tags: int  # how often its tag arrives, once all of it has landed
-    again: bool  # whether some bytes are written a second time
-
-
-def chosen(faults: Faults, dice: random.Random) -> Fate:
-    """The fate of one write."""
-    throw = dice.random()
-    ends = Status.DONE
-    if throw < faults.failed:
-        ends = Status.FAILED
-    elif throw < faults.failed + faults.unknown:
-        ends = Status.UNKNOWN
-    tags = 0 if dice.random() < faults.lost_tag else dice.randint(2, 3) if dice.random() < faults.duplicate_tag else 1
-    return Fate(
-        delay=dice.randint(0, faults.delay),
-        split=dice.random() < faults.split,
-        ends=ends,
-        share=1.0 if ends is Status.DONE else dice.choice((0.0, dice.random(), 1.0)),
-        stuck=ends is Status.UNKNOWN and dice.random() < faults.stuck,
-        tags=0 if ends is Status.FAILED else tags,
-        again=dice.random() < faults.duplicate_rows,
-    )
-
-
 GRACE_STEPS = 4
 """How many steps after the death of a writer its bytes may still land."""
 
@@ -100,21 +66,22 @@ class Piece:
 @final
 @attrs.define(eq=False)
 class Flight:
-    """A write under way.
-
-    Attributes:
-        writer, reader: the two engines.
-    """
+    """A write under way, and its fate."""
 
     writer: "InProcessEngine"
     reader: "InProcessEngine"
     handle: Handle
-    fate: Fate  # what becomes of it
-    left: list[Piece]  # pieces that have not landed, the next one last
     delay: int  # steps until it begins
-    told: Status = Status.PENDING  # what its writer hears
+    split: bool  # whether its pieces land one by one
+    ends: Status  # its status in the end
+    share: float  # the part of its pieces that lands, 0 to 1
+    stuck: bool  # whether it never drains while both ends live
+    tags: int  # how often its tag arrives, once all of it has landed
+    again: bool  # whether some bytes are written a second time
+    left: list[Piece] = attrs.field(factory=list)  # pieces that have not landed, the next one last
+    told: Status = Status.PENDING  # its status for its writer
     over: bool = False  # whether nothing of it can still land
-    ends_at: int | None = None  # the step at which what a dead writer left behind is gone
+    ends_at: int | None = None  # the step at which the last bytes of a dead writer are gone
     kept: dict[Piece, "ctypes.Array[ctypes.c_char]"] = attrs.field(factory=dict, repr=False)  # of a dead writer
 
 
@@ -125,10 +92,8 @@ Move = Callable[[int, int, int], object]
 def _moved_by_driver() -> Move:
     """Copies between any two addresses of host and device memory; CUDA's driver knows from the address which is which.
 
-    Torch's streams do not wait for it, nor it for them: a row is read when it lands, as by a network card.
-
-    Raises:
-        OSError: there is no CUDA driver.
+    Torch's streams do not wait for it, nor it for them: a row is read when it lands, as by a network card. OSError:
+    there is no CUDA driver.
     """
     driver = ctypes.CDLL("libcuda.so.1")
 
@@ -143,28 +108,23 @@ def _moved_by_driver() -> Move:
 
 @final
 class Network:
-    """What lies between engines of one process.
+    """The network between engines of one process.
 
     Args:
         seed: of every choice; or the generator itself.
 
     Attributes:
         now: steps made.
-        writes: writes begun.
         move: copies bytes within the process. `memmove`, until memory of a GPU is registered.
     """
 
     def __init__(self, seed: int | random.Random = 0) -> None:
         self.dice = seed if isinstance(seed, random.Random) else random.Random(seed)
         self.now = 0
-        self.writes = 0
         self.move: Move = ctypes.memmove
         self.engines: dict[str, InProcessEngine] = {}
         self._flights: list[Flight] = []
         self._tags: list[tuple[int, InProcessEngine, Delivery]] = []
-
-    def __repr__(self) -> str:
-        return f"Network(step {self.now}, {len(self._flights)} writes under way)"
 
     def step(self) -> None:
         """Lets some of what is under way happen, in any order."""
@@ -173,13 +133,15 @@ class Network:
         for flight in self._flights:
             self._advance(flight)
         self._flights = [flight for flight in self._flights if not flight.over and not flight.reader.killed]
-        arrived = [one for one in self._tags if one[0] <= self.now]
-        self._tags = [one for one in self._tags if one[0] > self.now]
-        for _, reader, delivery in arrived:
-            reader.arrived.append(delivery)
+        waiting, self._tags = self._tags, []
+        for due, reader, delivery in waiting:
+            if due <= self.now:
+                reader.arrived.append(delivery)
+            else:
+                self._tags.append((due, reader, delivery))
 
     def kill(self, engine: "InProcessEngine") -> None:
-        """Ends an engine as the end of its process would. What it has sent lands for `GRACE_STEPS` more, or never."""
+        """Ends an engine as the end of its process would. Bytes it has sent land for `GRACE_STEPS` more, or never."""
         engine.killed = True
         for flight in self._flights:
             if flight.reader is engine:
@@ -190,28 +152,27 @@ class Network:
                 flight.kept = {piece: self._copied(piece) for piece in flight.left}
 
     def under_way(self, engine: "InProcessEngine") -> list[Piece]:
-        """What writes from or to an engine may still read there or change."""
-        flights = [one for one in self._flights if engine in (one.reader, one.writer) and not one.over]
+        """Pieces that writes from or to an engine may still read there or change."""
+        flights = [flight for flight in self._flights if engine in (flight.reader, flight.writer) and not flight.over]
         return [piece for flight in flights for piece in flight.left]
 
     def depart(self, flight: Flight) -> None:
         """Takes over a write."""
-        self.writes += 1
         if flight.reader.killed:
             self._lose(flight)
         self._flights.append(flight)
 
-    def pieces(self, fate: Fate, copies: Copies, sources: Ints, targets: Ints) -> list[Piece]:
-        """What of a write lands, in the order in which it does, the last one first."""
+    def pieces(self, flight: Flight, copies: Copies, sources: Ints, targets: Ints) -> list[Piece]:
+        """The pieces of a write that land, in their order, the last one first."""
         pieces = []
         for source, target, nbytes in zip(sources.tolist(), targets.tolist(), copies.lengths.tolist(), strict=True):
-            cut = self.dice.randint(1, nbytes - 1) if fate.split and nbytes > 1 else nbytes
+            cut = self.dice.randint(1, nbytes - 1) if flight.split and nbytes > 1 else nbytes
             pieces.append(Piece(source, target, cut))
             if cut < nbytes:
                 pieces.append(Piece(source + cut, target + cut, nbytes - cut))
         self.dice.shuffle(pieces)
-        pieces = pieces[: round(len(pieces) * fate.share)]
-        if fate.again and pieces:
+        pieces = pieces[: round(len(pieces) * flight.share)]
+        if flight.again and pieces:
             pieces[:0] = self.dice.sample(pieces, self.dice.randint(1, len(pieces)))
         return pieces
 
@@ -229,12 +190,12 @@ class Network:
         if flight.delay:
             flight.delay -= 1
             return
-        if flight.fate.ends is Status.UNKNOWN:
+        if flight.ends is Status.UNKNOWN:
             flight.told = Status.UNKNOWN
-            if self.dice.random() < (0.8 if flight.fate.stuck else 0.5):
+            if self.dice.random() < (0.8 if flight.stuck else 0.5):
                 return
         count = len(flight.left)
-        for _ in range(self.dice.randint(1, count) if flight.fate.split and count else count):
+        for _ in range(self.dice.randint(1, count) if flight.split and count else count):
             self._land(flight, flight.left.pop())
         if not flight.left:
             self._finish(flight)
@@ -251,12 +212,12 @@ class Network:
         return copied
 
     def _finish(self, flight: Flight) -> None:
-        flight.told = flight.fate.ends
-        if flight.fate.stuck and flight.ends_at is None:
+        flight.told = flight.ends
+        if flight.stuck and flight.ends_at is None:
             return
         flight.over = True
-        if flight.fate.share == 1.0 and flight.ends_at is None:
-            for _ in range(flight.fate.tags):
+        if flight.share == 1.0 and flight.ends_at is None:
+            for _ in range(flight.tags):
                 due = self.now + self.dice.randint(0, flight.writer.faults.delay)
                 self._tags.append((due, flight.reader, Delivery(flight.handle.tag, flight.writer.instance)))
 
@@ -266,8 +227,8 @@ class InProcessEngine(Engine):
     """An engine within one process, for memory of the host and of CUDA devices.
 
     Args:
-        network: what it shares with the engines that it can reach.
-        faults: what goes wrong with its writes.
+        network: shared with the engines that it can reach.
+        faults: of its writes; none by default.
         max_rows: most rows of one write.
 
     Attributes:
@@ -303,9 +264,6 @@ class InProcessEngine(Engine):
             problem = f"{region.name} lies on {region.device}, which this engine reaches by CUDA's driver: {error}"
             raise TransferError(problem, region.device, "register memory of the host, or of a CUDA device") from error
 
-    def _unregister(self, region: Region) -> None:
-        pass
-
     def _endpoint(self) -> bytes:
         return b""
 
@@ -321,11 +279,28 @@ class InProcessEngine(Engine):
         dice = self.network.dice
         if dice.random() < self.faults.refused:
             raise TransferError("the write was refused", handle.tag, "write again, with another tag")
-        fate = chosen(self.faults, dice)
-        pieces = self.network.pieces(fate, copies, sources, targets)
-        flight = Flight(self, handle.peer.native, handle, fate, pieces, fate.delay)
-        handle.native = flight
+        handle.native = flight = self._fated(handle, dice)
+        flight.left = self.network.pieces(flight, copies, sources, targets)
         self.network.depart(flight)
+
+    def _fated(self, handle: Handle, dice: random.Random) -> Flight:
+        faults, throw = self.faults, dice.random()
+        ends = Status.DONE
+        if throw < faults.failed + faults.unknown:
+            ends = Status.FAILED if throw < faults.failed else Status.UNKNOWN
+        again = dice.randint(2, 3) if dice.random() < faults.duplicate_tag else 1
+        return Flight(
+            self,
+            handle.peer.native,
+            handle,
+            delay=dice.randint(0, faults.delay),
+            split=dice.random() < faults.split,
+            ends=ends,
+            share=1.0 if ends is Status.DONE else dice.choice((0.0, dice.random(), 1.0)),
+            stuck=ends is Status.UNKNOWN and dice.random() < faults.stuck,
+            tags=0 if ends is Status.FAILED or dice.random() < faults.lost_tag else again,
+            again=dice.random() < faults.duplicate_rows,
+        )
 
     def _poll(self, handle: Handle) -> Status:
         flight: Flight = handle.native

@@ -64,11 +64,7 @@ MOST_AT_ONCE = 4096
 @final
 @attrs.define(eq=False)
 class Progress:
-    """How far one write is.
-
-    Attributes:
-        behind: how far the connection has to be passed on until this tag is, once it is queued.
-    """
+    """The progress of one write."""
 
     rows: list[tuple[int, int, int]]  # address here, address there, bytes
     tag: bytes  # its tag
@@ -76,27 +72,19 @@ class Progress:
     ended: int = 0  # of these, rows that it has given an end to
     refused: bool = False  # it did not take a row
     doubtful: bool = False  # a row failed: bytes of it may still land
-    behind: int | None = None
+    behind: int | None = None  # once the tag is queued: `Connection.passed` by which it has left
 
 
 @final
 @attrs.define(eq=False)
 class Link:
-    """What leads to one peer: its rows under way, oldest first, and the connection for tags.
-
-    A tag is queued once each row of its write is acknowledged. The end of the connection tells at once that the peer
-    has ended.
-
-    Attributes:
-        connection: for tags; its end is the peer's.
-        flying: batch ids that Mooncake has not been seen to end, with their writes.
-    """
+    """The way to one peer. A tag is queued once each row of its write is acknowledged."""
 
     peer: Peer  # to which it leads
     engine: Any  # Mooncake's, which opened the peer; None once closed
     target: str  # Mooncake's name of the peer
-    connection: Connection
-    flying: deque[tuple[int, Progress]] = attrs.field(factory=deque)
+    connection: Connection  # for tags; its end tells at once that the peer has ended
+    flying: deque[tuple[int, Progress]] = attrs.field(factory=deque)  # batch ids under way with their writes, in order
     waiting: deque[Progress] = attrs.field(factory=deque)  # writes of which rows are not handed over
     lost: str | None = None  # why the peer is gone, or None
     ended: bool = False  # whether its engine has ended for sure, and with it everything that could still land
@@ -111,7 +99,7 @@ class Link:
         self.turn()
 
     def turn(self) -> None:
-        """Sees what ended, hands over what fits, passes tags on. Never waits."""
+        """Sees which rows ended, hands over as many as fit, passes tags on. Never waits."""
         self._collect()
         self.watch()
         while self.waiting and len(self.flying) < ROWS_IN_FLIGHT:
@@ -120,7 +108,8 @@ class Link:
 
     def quiet(self, write: Progress) -> bool:
         """Whether no byte of a write can still land, nor be read."""
-        return write.ended == write.sent and (self.ended or not write.doubtful)
+        under_way = write.ended < write.sent or write in self.waiting
+        return not under_way and (self.ended or not write.doubtful)
 
     def watch(self) -> None:
         """Passes tags on, and notices that the peer has gone."""
@@ -154,7 +143,7 @@ class Link:
                 write.behind = self.connection.post(write.tag)
 
     def _submit(self, write: Progress) -> None:
-        """Hands over rows of the first write that waits, as many as fit."""
+        """Hands over as many rows of the first write that waits as fit."""
         until = min(len(write.rows), write.sent + ROWS_IN_FLIGHT - len(self.flying))
         submit, target = self.engine.transfer_submit_write, self.target
         for source, destination, nbytes in write.rows[write.sent : until]:
@@ -180,19 +169,19 @@ class Client:
 
     def tags(self) -> tuple[list[Delivery], bool]:
         """The next `MOST_AT_ONCE` tags that are here, and whether more can come."""
-        found: list[Delivery] = []
+        deliveries: list[Delivery] = []
         try:
-            while len(found) < MOST_AT_ONCE and self.connection.poll():
+            while len(deliveries) < MOST_AT_ONCE and self.connection.poll():
                 message = self.connection.recv_bytes()
                 if self.writer is None:
                     self.writer = nonce(message.decode())
                 elif 0 < len(message) <= MOST_TAG_BYTES:
-                    found.append(Delivery(message, self.writer))
+                    deliveries.append(Delivery(message, self.writer))
                 else:
-                    return found, False
+                    return deliveries, False
         except (OSError, ValueError):
-            return found, False
-        return found, True
+            return deliveries, False
+        return deliveries, True
 
 
 _NATIVE = record(mooncake=text(), host=text(), tags=number(1, 65_535), identity=number())
@@ -257,25 +246,18 @@ class MooncakeEngine(Engine):
             _tie_to_loopback(file for inode, file in _listeners().items() if inode not in before)
         return engine
 
-    def _registered(self, address: int, nbytes: int, what: str) -> None:
+    def _registered(self, address: int, nbytes: int, name: str) -> None:
         status = self._natives[0].register_memory(address, nbytes)
         if status:
-            problem = f"Mooncake did not register {what} ({nbytes} bytes): {status}"
+            problem = f"Mooncake did not register {name} ({nbytes} bytes): {status}"
             raise TransferError(problem, status, "register each piece of memory with one engine of the process, once")
 
     def _register(self, region: Region) -> None:
         if region.device != "cpu" and not getattr(self._module, "SUPPORT_CUDA", False):
-            raise ArgumentError(
-                f"region {region.name!r} lies on {region.device}, and this build of Mooncake knows host memory only",
-                region.device,
-                "register pinned host memory, or install a build for the device",
-            )
+            where = f"region {region.name!r} lies on {region.device}"
+            remedy = "register pinned host memory, or install a build for the device"
+            raise ArgumentError(f"{where}, and this build of Mooncake knows host memory only", region.device, remedy)
         self._registered(region.address, region.nbytes, repr(region.name))
-
-    def _unregister(self, region: Region) -> None:
-        status = self._natives[0].unregister_memory(region.address)
-        if status:
-            raise TransferError(f"Mooncake did not let {region.name!r} go: {status}", status, "close the engine")
 
     def _endpoint(self) -> bytes:
         mooncake = f"{self._host}:{self._natives[0].get_rpc_port()}"
@@ -294,11 +276,11 @@ class MooncakeEngine(Engine):
                 self._natives[1:] = [self._started()]
                 self._opened.clear()
             self._opened[target] = peer.instance
-            engine, found = self._natives[-1], np.zeros(INSTANCE_BYTES, dtype=np.uint8)
-            if engine.transfer_sync_read(target, found.ctypes.data, fields["identity"], found.nbytes):
+            engine, identity = self._natives[-1], np.zeros(INSTANCE_BYTES, dtype=np.uint8)
+            if engine.transfer_sync_read(target, identity.ctypes.data, fields["identity"], identity.nbytes):
                 problem = f"{target} does not tell who it is"
                 raise TransferError(problem, target, "see that the peer runs; take its new endpoint")
-            if found.tobytes() != peer.instance.encode():
+            if identity.tobytes() != peer.instance.encode():
                 problem = f"behind {target} is not instance {peer.instance}"
                 raise HandshakeError(problem, target, "take the peer's new endpoint")
         except BaseException:
@@ -313,7 +295,7 @@ class MooncakeEngine(Engine):
 
     def _sweep(self) -> None:
         """Lets go of links to peers that are gone or let go, once no write of theirs is open."""
-        for link in [one for one in self._links if one.left or one.lost is not None]:
+        for link in [link for link in self._links if link.left or link.lost is not None]:
             needed = any(handle.peer is link.peer for handle in self._open.values())
             unsent = link.lost is None and link.connection.passed < link.connection.posted
             if not (needed or link.flying or link.waiting or unsent):
@@ -344,12 +326,6 @@ class MooncakeEngine(Engine):
         link.turn()
         return link.quiet(handle.native)
 
-    def lost_peers(self) -> tuple[Peer, ...]:
-        """Connected peers that are gone: noticed at once when the process ends, within a minute when a machine does."""
-        for link in self._links:
-            link.watch()
-        return super().lost_peers()
-
     def _completions(self) -> list[Delivery]:
         for link in self._links:
             link.turn()
@@ -358,8 +334,8 @@ class MooncakeEngine(Engine):
             self._clients.append(Client(self._arrived.get()))
         arrived: list[Delivery] = []
         for client in list(self._clients):
-            found, opened = client.tags()
-            arrived += found
+            deliveries, opened = client.tags()
+            arrived += deliveries
             if not opened:
                 client.connection.close()
                 self._clients.remove(client)
@@ -371,7 +347,7 @@ class MooncakeEngine(Engine):
         self._listener.close()
         while not self._arrived.empty():
             self._clients.append(Client(self._arrived.get()))
-        for connection in [one.connection for one in self._links] + [one.connection for one in self._clients]:
+        for connection in [link.connection for link in self._links] + [client.connection for client in self._clients]:
             connection.close()
 
 
@@ -384,7 +360,7 @@ def _is_loopback(host: str) -> bool:
 
 def _listeners() -> dict[str, int]:
     """Sockets of this process that listen by TCP on all interfaces: inode, and file."""
-    found = {}
+    listeners = {}
     for file in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed since
             inode = os.readlink(f"/proc/self/fd/{file}")
@@ -392,8 +368,8 @@ def _listeners() -> dict[str, int]:
                 with socket.socket(fileno=os.dup(file)) as wire:
                     listens = wire.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if listens and wire.family != socket.AF_UNIX and wire.getsockname()[0] in ("0.0.0.0", "::"):
-                        found[inode] = file
-    return found
+                        listeners[inode] = file
+    return listeners
 
 
 def _tie_to_loopback(files: Iterable[int]) -> None:

@@ -13,8 +13,8 @@ Guarantees, each tested between two processes:
 * A write that failed once it was posted is UNKNOWN, never FAILED: NIXL does not say which rows went, it cannot stop
   them, and after a lost connection a live peer still applies what its sockets hold. Such a write is drained only
   when the peer's process is known to have ended. On the same machine (and in the same PID namespace) the engine sees
-  that for itself. Of a peer elsewhere it never knows: keep the memory, or end both engines.
-* Over an interface, a thread of NIXL's moves bytes in and out between calls. It looks each `progress_us`; NIXL's
+  that for itself. The end of a peer elsewhere it never sees: keep the memory, or end both engines.
+* Over an interface, a thread of NIXL's moves bytes in and out between calls. It looks each `PROGRESS_US`; NIXL's
   default, 0, keeps one core busy for each engine, idle or not. Through shared memory nothing moves between calls: both
   sides poll, or ask for completions.
 
@@ -68,6 +68,8 @@ from batchstate.transport.wire import array, binary, number, record, row, text
 
 MAX_ROWS = 8192
 """Rows of one write. NIXL takes more; so long the calling thread would be away, which copies them."""
+PROGRESS_US = 10
+"""Microseconds between two looks of NIXL's thread."""
 
 _VERBS = ("all", "ib", "rc", "ud", "dc", "srd", "gga")
 _WITHOUT_PORT = frozenset(
@@ -75,7 +77,7 @@ _WITHOUT_PORT = frozenset(
 )
 """UCX's transports between processes of one machine. Any other may listen."""
 
-_Place = tuple[str, int]
+_Home = tuple[str, int]
 """Kind of a piece of memory, as NIXL calls it, and number of its device."""
 
 
@@ -93,18 +95,18 @@ class Process:
     """Another process of this machine, whose end is seen without being its parent.
 
     A process that is `ended` has no memory any more: no byte can land in it, and none comes from it. A number that was
-    given to another process since is told apart by the time of its start. Of a process of another machine, or of
-    another PID namespace, nothing is known: it never counts as ended.
+    given to another process since is told apart by the time of its start. A process of another machine, or of another
+    PID namespace, never counts as ended.
 
     Args:
-        whose: what `here` returned there.
+        whose: the answer of `here` there.
 
     Attributes:
-        known: whether its end is seen.
+        seen: whether its end is seen.
     """
 
     def __init__(self, whose: list[str]) -> None:
-        self._ended = self.known = False
+        self._ended = self.seen = False
         self._poll: select.poll | None = None
         if len(whose) != 4 or whose[:2] != here()[:2] or not whose[2].isdecimal():
             return
@@ -112,7 +114,7 @@ class Process:
         try:
             descriptor = os.pidfd_open(number)
         except ProcessLookupError:
-            self._ended = self.known = True
+            self._ended = self.seen = True
             return
         except OSError:  # a system without this call
             return
@@ -121,7 +123,7 @@ class Process:
             self._ended = _start(number) != whose[3]
         except (FileNotFoundError, ProcessLookupError):
             self._ended = True
-        self.known = True
+        self.seen = True
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
 
@@ -149,7 +151,7 @@ class Mailbox:
     A process that is killed leaves its folder behind. The next mailbox of its user on this machine removes it.
 
     Args:
-        instance: of the engine whose mailbox it is.
+        instance: of the engine that takes the tags.
         secret: of that engine.
         machine: names it, as no other machine that may share the folder for temporary files; empty if that is unknown.
 
@@ -157,7 +159,7 @@ class Mailbox:
         TransferError: the folder for temporary files cannot have it.
 
     Attributes:
-        path: where it is.
+        path: of its socket.
         close: lets it go; twice is fine.
     """
 
@@ -183,15 +185,8 @@ class Mailbox:
             problem = f"no socket at {self.path}: {error}"
             raise TransferError(problem, self.path, "set TMPDIR to a folder with a short path") from error
 
-    def __repr__(self) -> str:
-        return f"Mailbox({self.path!r})"
-
     def send(self, path: str, secret: bytes, tag: bytes) -> bool:
-        """Sends a tag to the mailbox at `path`, whose secret that is; False where it is full.
-
-        Raises:
-            OSError: it is gone.
-        """
+        """Sends a tag to the mailbox at `path`, whose secret that is; False where it is full. OSError: it is gone."""
         self._sent += 1  # what is not taken leaves out its number
         message = self._sent.to_bytes(_NUMBER) + tag
         writer = self._instance.encode()
@@ -202,8 +197,8 @@ class Mailbox:
         return True
 
     def received(self) -> list[Delivery]:
-        """The tags among what has come, of which up to `MOST_AT_ONCE` datagrams are taken."""
-        found: list[Delivery] = []
+        """The tags among up to `MOST_AT_ONCE` datagrams that have come."""
+        deliveries: list[Delivery] = []
         with contextlib.suppress(BlockingIOError):
             for _ in range(self.MOST_AT_ONCE):
                 datagram = self._socket.recv(_MOST_BYTES)
@@ -214,43 +209,43 @@ class Mailbox:
                 instance, number = writer.decode("utf-8", "replace"), int.from_bytes(message[:_NUMBER])
                 if number > self._last.get(instance, 0):
                     self._last[instance] = number
-                    found.append(Delivery(message[_NUMBER:], instance))
-        return found
+                    deliveries.append(Delivery(message[_NUMBER:], instance))
+        return deliveries
 
 
 _MOST_BYTES = 64 + 1 + MAC + _NUMBER + MOST_TAG_BYTES
-"""Of a datagram; the rest of one that is longer is dropped, and its MAC does not fit."""
+"""Bytes of a datagram; the rest of a longer one is dropped, and its MAC does not fit."""
 
 
 def _mac_of(secret: bytes, writer: bytes, message: bytes) -> bytes:
     return mac_of(secret, b"batchstate 1 mail", writer, message)
 
 
-def _close(one: socket.socket, folder: str) -> None:
-    one.close()
+def _close(wire: socket.socket, folder: str) -> None:
+    wire.close()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_dead(prefix: str) -> None:
     """Removes the mailboxes of processes that have ended: a socket that is bound no more never is again."""
     with os.scandir(tempfile.gettempdir()) as entries:
-        found = [entry for entry in entries if entry.name.startswith(prefix)]
-    for entry in found:
+        folders = [entry for entry in entries if entry.name.startswith(prefix)]
+    for entry in folders:
         path = os.path.join(entry.path, "tags")
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
             owner = entry.stat(follow_symlinks=False).st_uid
             ours = entry.is_dir(follow_symlinks=False) and owner == os.geteuid()
             if not ours or not stat.S_ISSOCK(os.stat(path).st_mode):
                 continue
             try:
-                one.connect(path)
+                wire.connect(path)
             except ConnectionRefusedError:
                 os.unlink(path)
                 os.rmdir(entry.path)
 
 
 _NO_PORT = {"ucx_error_handling_mode": "none"}
-"""Of NIXL's backend: with "peer", its default, UCX opens only with a transport that has a connection."""
+"""Setting of NIXL's backend: with "peer", its default, UCX opens only with a transport that has a connection."""
 
 _NATIVE = record(
     agent=binary,
@@ -267,7 +262,7 @@ class _Link:
     """A peer: its NIXL name, where its regions lie, its process and mailbox, and whether NIXL was told to let it go."""
 
     name: str
-    places: dict[int, _Place]
+    homes: dict[int, _Home]
     process: Process
     mailbox: str
     cut: bool = False
@@ -292,14 +287,10 @@ class NixlEngine(Engine):
             machine and user, and no port is opened. Both sides say the same.
         tls: UCX transports, with commas. By default shared memory, `tcp` with an interface, and `cuda` where torch
             has a GPU. Any that is not of one machine is taken to open a port; keep `tcp` among these.
-        progress_us: how often NIXL's thread looks, in microseconds. Without a port there is no thread.
         trusted_network: that only workers who may write here reach the interface: a firewall, or a network namespace of
             its own, keeps all others out, processes of this machine among them.
 
     `UCX_NET_DEVICES`, `UCX_TLS` and `NIXL_LOG_LEVEL` of the environment win over these.
-
-    Attributes:
-        has_port: whether other machines are reached, and this process is.
 
     Raises:
         ArgumentError: with a port, but without `trusted_network=True`.
@@ -309,41 +300,34 @@ class NixlEngine(Engine):
     name = "nixl"
     capabilities = Capabilities(one_sided=True, max_rows=MAX_ROWS)
 
-    def __init__(
-        self,
-        interface: str | None = None,
-        tls: str | None = None,
-        progress_us: int = 10,
-        *,
-        trusted_network: bool = False,
-    ) -> None:
+    def __init__(self, interface: str | None = None, tls: str | None = None, *, trusted_network: bool = False) -> None:
         wanted = tls or "cma,posix" + (",tcp" if interface else "") + (",cuda" if torch.cuda.is_available() else "")
         used = os.environ.get("UCX_TLS", wanted)
-        self.has_port = not _WITHOUT_PORT.issuperset(one.strip() for one in used.split(","))
-        if self.has_port:
+        self._has_port = not _WITHOUT_PORT.issuperset(map(str.strip, used.split(",")))
+        if self._has_port:
             check_trusted(f"UCX listens on {interface or 'all interfaces'} with transports {used}", trusted_network)
         super().__init__()
         with _environment(_settings(interface, wanted)):
             self._nixl = _bindings()
             self._errors: tuple[type[Exception], ...] = tuple(
-                one for one in vars(self._nixl).values() if isinstance(one, type) and issubclass(one, Exception)
+                kind for kind in vars(self._nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)
             )
             config = self._nixl.nixlAgentConfig()
             # Without its port UCX notices no end of a peer; NIXL's thread would then spin, and never be joined.
-            config.useProgThread = self.has_port
+            config.useProgThread = self._has_port
             config.useListenThread = False
-            config.pthrDelay = progress_us
+            config.pthrDelay = PROGRESS_US
             config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
             try:
                 self._agent = self._nixl.nixlAgent(self.instance, config)
-                self._backends = [self._agent.createBackend("UCX", {} if self.has_port else _NO_PORT)]
+                self._backends = [self._agent.createBackend("UCX", {} if self._has_port else _NO_PORT)]
             except self._errors as error:
                 problem = f"NIXL does not open UCX on interface {interface!r} with transports {wanted!r}: {error}"
                 remedy = "name an interface that exists and transports that UCX has (`ucx_info -d` lists them)"
                 raise TransferError(problem, interface, remedy) from error
-        self._places: dict[int, _Place] = {}
-        self._native: dict[int, Any] = {}
-        self._mailbox = None if self.has_port else Mailbox(self.instance, self._secret, "".join(here()[:1]))
+        self._homes: dict[int, _Home] = {}
+        self._native: list[Any] = []
+        self._mailbox = None if self._has_port else Mailbox(self.instance, self._secret, "".join(here()[:1]))
 
     # Memory
 
@@ -356,29 +340,25 @@ class NixlEngine(Engine):
         except self._errors as error:
             remedy = "name transports that reach it (`cuda` for device memory)"
             raise TransferError(f"NIXL does not register {region}: {error}", region.name, remedy) from error
-        self._native[region.index], self._places[region.index] = native, (kind, device)
-
-    def _unregister(self, region: Region) -> None:
-        with contextlib.suppress(*self._errors):  # of memory that NIXL has let go by itself
-            self._agent.deregisterMem(self._native.pop(region.index), self._backends)
-        del self._places[region.index]
+        self._native.append(native)
+        self._homes[region.index] = (kind, device)
 
     # Peers
 
     def _endpoint(self) -> bytes:
         agent = base64.b64encode(self._agent.getLocalMD()).decode()
         box = {"mailbox": "" if self._mailbox is None else self._mailbox.path}
-        return json.dumps({"agent": agent, "places": list(self._places.items()), "process": here()} | box).encode()
+        return json.dumps({"agent": agent, "places": list(self._homes.items()), "process": here()} | box).encode()
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
         fields = parsed_native(endpoint, _NATIVE, f"the endpoint of {peer.instance}")
-        places = dict(fields["places"])
-        if not peer.regions.keys() <= places.keys():
+        homes = dict(fields["places"])
+        if not peer.regions.keys() <= homes.keys():
             raise _no_endpoint(peer, "it does not say where its regions lie")
-        peer.native = link = _Link(peer.instance, places, Process(fields["process"]), fields["mailbox"])
+        peer.native = link = _Link(peer.instance, homes, Process(fields["process"]), fields["mailbox"])
         self._look(peer)
         peer.check_lost()
-        if not (self.has_port or link.process.known):
+        if not (self._has_port or link.process.seen):
             problem = f"peer {peer.instance} runs on another machine, or in another PID namespace"
             remedy = "name an interface on both sides, or open tcp; shared memory joins processes of one machine"
             raise HandshakeError(problem, peer.instance, remedy)
@@ -398,14 +378,13 @@ class NixlEngine(Engine):
         link: _Link = peer.native
         if not link.cut:
             link.cut = True
-            with contextlib.suppress(*self._errors):  # of a peer that NIXL has let go by itself
+            with contextlib.suppress(*self._errors):  # NIXL may have let the peer go by itself
                 self._agent.invalidateRemoteMD(link.name)
 
     # Transfers
 
     def _write(self, handle: Handle, copies: Copies, sources: Ints, targets: Ints) -> None:
-        peer, link = handle.peer, handle.peer.native
-        handle.native = request = _Request(None)
+        peer, link, request = handle.peer, handle.peer.native, _Request(None)
         self._look(peer)
         peer.check_lost()
         mailed = self._mailbox is not None
@@ -413,7 +392,7 @@ class NixlEngine(Engine):
         here, there, lengths = copies.source_regions, copies.target_regions, copies.lengths
         if not len(copies):
             if mailed:
-                request.mail = handle.tag
+                handle.native = _Request(None, handle.tag)
                 return
             if self._regions and peer.regions:  # a row of no bytes: its end says that the tag has left
                 ours, theirs = next(iter(self._regions.values())), next(iter(peer.regions.values()))
@@ -422,8 +401,9 @@ class NixlEngine(Engine):
         try:
             if not len(lengths):
                 self._agent.genNotif(link.name, tag)
+                handle.native = request
                 return
-            rows = self._rows(self._places, here, sources, lengths), self._rows(link.places, there, targets, lengths)
+            rows = self._rows(self._homes, here, sources, lengths), self._rows(link.homes, there, targets, lengths)
             request.number = self._agent.createXferReq(self._nixl.NIXL_WRITE, *rows, link.name, tag, self._backends)
         except self._errors as error:
             self._notice_loss(peer, error)
@@ -431,6 +411,7 @@ class NixlEngine(Engine):
             problem = f"NIXL refuses a write of {len(copies)} rows to {peer.instance}: {error}"
             remedy = "connect to an endpoint made after the memory was registered, still registered there"
             raise TransferError(problem, peer.instance, remedy) from error
+        handle.native = request
         try:
             self._agent.postXferReq(request.number, b"")
             request.mail = handle.tag if mailed else None  # not before: without its rows the tag must never go
@@ -447,7 +428,7 @@ class NixlEngine(Engine):
                     state = self._agent.getXferStatus(request.number)
                 if state == self._nixl.NIXL_SUCCESS:
                     self._release(request)
-                    # What is mailed goes behind a write that has landed, and waits while the mailbox is full.
+                    # A tag is mailed behind a write that has landed, and waits while the mailbox is full.
                     box, mail = self._mailbox, request.mail
                     if box is None or mail is None or box.send(peer.native.mailbox, peer.secret, mail):
                         return Status.DONE
@@ -488,7 +469,7 @@ class NixlEngine(Engine):
             self._disconnect(peer)
         for handle in self._open.values():
             self._release(handle.native)
-        for native in self._native.values():
+        for native in self._native:
             with contextlib.suppress(*self._errors):
                 self._agent.deregisterMem(native, self._backends)
         self._native.clear()
@@ -502,18 +483,18 @@ class NixlEngine(Engine):
     def _kind(self, kind: str) -> Any:
         return self._nixl.VRAM_SEG if kind == "VRAM" else self._nixl.DRAM_SEG
 
-    def _rows(self, places: dict[int, _Place], regions: Ints, addresses: Ints, lengths: Ints) -> Any:
+    def _rows(self, homes: dict[int, _Home], regions: Ints, addresses: Ints, lengths: Ints) -> Any:
         """A NIXL list of descriptors."""
         rows = np.empty((len(regions), 3), dtype=np.uint64)
         rows[:, 0] = addresses
         rows[:, 1] = lengths
-        if len(set(places.values())) > 1:  # several devices, or both kinds
+        if len(set(homes.values())) > 1:  # several devices, or both kinds
             present, which = np.unique(regions, return_inverse=True)
-            places = {index: places[index] for index in present.tolist()}
-            rows[:, 2] = np.array([device for _, device in places.values()])[which]
+            homes = {index: homes[index] for index in present.tolist()}
+            rows[:, 2] = np.array([device for _, device in homes.values()])[which]
         else:
-            rows[:, 2] = next(iter(places.values()))[1]
-        kinds = {kind for kind, _ in places.values()}
+            rows[:, 2] = next(iter(homes.values()))[1]
+        kinds = {kind for kind, _ in homes.values()}
         if len(kinds) > 1:
             raise ArgumentError("one write with rows of host memory and of device memory", kinds, "write them apart")
         return self._nixl.nixlXferDList(self._kind(kinds.pop()), rows)
@@ -531,7 +512,7 @@ class NixlEngine(Engine):
     def _release(self, request: _Request) -> None:
         number, request.number = request.number, None
         if number is not None:
-            with contextlib.suppress(*self._errors):  # one that NIXL cannot cancel; it goes with the agent
+            with contextlib.suppress(*self._errors):  # NIXL cannot always cancel it; it goes with the agent
                 self._agent.releaseXferReq(number)
 
 
@@ -551,7 +532,7 @@ def _settings(interface: str | None, tls: str) -> dict[str, str]:
     settings = {"UCX_TLS": tls, "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "FATAL"}
     if interface is not None:
         settings["UCX_NET_DEVICES"] = interface
-    if not any(one.strip().startswith(_VERBS) for one in tls.split(",")):
+    if not any(transport.strip().startswith(_VERBS) for transport in tls.split(",")):
         settings["UCX_MODULES"] = "^ib"  # unused; and its libnl crashes when the process exits (NIXL 1.5.1)
     return settings
 
@@ -569,8 +550,5 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 
 def _no_endpoint(peer: Peer, why: str) -> HandshakeError:
-    return HandshakeError(
-        f"the endpoint of {peer.instance} leads nowhere: {why}",
-        peer.instance,
-        "pass what the other side's `endpoint()` returned",
-    )
+    problem = f"the endpoint of {peer.instance} leads nowhere: {why}"
+    return HandshakeError(problem, peer.instance, "pass what the other side's `endpoint()` returned")

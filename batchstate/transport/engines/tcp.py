@@ -11,10 +11,10 @@ Python loop over them, of any lengths: in grains, the largest size that divides 
 Guarantees: `write`, `poll`, `drain` and `completions` never wait. One port listens, on `host` alone, and takes nothing
 from, and tells nothing to, who does not know the secret; every byte of a row has a MAC. A peer that dies is noticed at
 once, also while nothing is written. DONE follows the receiver's word alone, that the rows are in memory; FAILED that a
-write was never sent, or refused. A row lands only inside a region that is registered at that moment, and none of a
-write that has one elsewhere. The tag is delivered behind all its rows, the answer behind both. What was begun when a
-connection broke is UNKNOWN. The receiver closes a connection only when nothing of it will land any more, and the system
-only after the last thread of a process: so its end says that all has drained. Nothing is encrypted.
+write was never sent, or refused. A row lands only inside a registered region, and none of a write that has one
+elsewhere. The tag is delivered behind all its rows, the answer behind both. A write that was begun when a connection
+broke is UNKNOWN. The receiver closes a connection only when nothing of it will land any more, and the system only after
+the last thread of a process: so its end says that all has drained. Nothing is encrypted.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate._arrays import arange_per_row, count
+from batchstate._arrays import arange_per_row
 from batchstate.errors import ArgumentError
 from batchstate.transport.connection import MOST_BYTES, Connection, ConnectionEndedError, Listener, connect
 from batchstate.transport.engines.base import (
@@ -55,12 +55,12 @@ from batchstate.transport.wire import number, row, text
 PIECE = 1 << 20
 """Bytes of one message, about: a piece is at most twice as long. While one is put into place the next is packed."""
 MOST_ROWS = 1 << 20
-"""Of one write, before long rows are cut into pieces."""
+"""Rows of one write, before long ones are cut into pieces."""
 MOST_CUT_ROWS = (MOST_BYTES - 256) // 24
 """The same, once they are cut: their places fit into a message."""
 
 LANDED, REFUSED = b"+", b"-"
-"""How an answer begins; behind it, why not."""
+"""The first byte of an answer; behind it the reason of a refusal."""
 _HEADER = struct.Struct("<IB")
 """Rows, bytes of the tag. Behind it the tag, and int64[3, n]: region, offset and length of each row."""
 _ADDRESS = row(text(), number(1, 65_535))
@@ -75,11 +75,7 @@ CLOSES_IN = 5.0
 
 
 def as_bytes(memory: Memory, name: str) -> torch.Tensor:
-    """The same memory as uint8[nbytes].
-
-    Raises:
-        ArgumentError: it is read-only.
-    """
+    """The same memory as uint8[nbytes]. ArgumentError: it is read-only."""
     if isinstance(memory, torch.Tensor):
         return memory.detach().reshape(-1).view(torch.uint8)
     if not memory.flags.writeable:
@@ -161,7 +157,7 @@ def _row_groups(regions: Ints, offsets: Ints, lengths: Ints) -> Iterator[tuple[i
 
 
 def _grains(memory: torch.Tensor, grain: int) -> npt.NDArray[np.void]:
-    """Memory as items of `grain` bytes; numpy moves each by one copy. What is left at the end is not in it."""
+    """Memory as items of `grain` bytes, without a rest at the end; numpy moves each by one copy."""
     whole = memory.numel() // grain * grain
     return memory.numpy()[:whole].view(np.dtype((np.void, grain)))
 
@@ -175,31 +171,16 @@ def _matrix(memory: torch.Tensor, grain: int) -> torch.Tensor:
 
 @final
 class Inbox:
-    """What the receiving threads of an engine share with its owner.
-
-    Attributes:
-        deliveries: tags behind their data.
-    """
+    """Memory and deliveries (tags behind their data), shared by the receiving threads of an engine and its owner."""
 
     def __init__(self) -> None:
         self.deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._memories: dict[int, torch.Tensor] = {}
-
-    def __setitem__(self, index: int, memory: torch.Tensor) -> None:
-        """Lists a region's memory, uint8[nbytes]."""
-        with self._lock:
-            self._memories[index] = memory
-
-    def __delitem__(self, index: int) -> None:
-        """Waits until no piece is being put into it, at most about a millisecond, and forgets it."""
-        with self._lock:
-            del self._memories[index]
+        self.memories: dict[int, torch.Tensor] = {}  # uint8[nbytes] by index; never changed, but replaced
 
     def refusal(self, table: Ints) -> str:
-        """Why rows int64[3, n] may not be written into the regions registered now, or an empty string."""
+        """The reason why rows int64[3, n] may not be written into the regions registered now; empty if they may."""
         regions, offsets, lengths = table
-        memories = self.memories()
+        memories = self.memories
         present = np.unique(regions)
         unknown = [index for index in present.tolist() if index not in memories]
         if unknown:
@@ -210,21 +191,8 @@ class Inbox:
         if not outside.size:
             return ""
         row = int(outside[0])
-        return (
-            f"row {row}: {lengths[row]} bytes from {offsets[row]} on leave region {regions[row]} of {size[row]} bytes"
-        )
-
-    def land(self, table: Ints, packed: torch.Tensor) -> str:
-        """Puts rows int64[3, n] into place, all or none; why none, or an empty string."""
-        with self._lock:
-            reason = self.refusal(table)
-            if not reason:
-                scatter(self._memories, table[0], table[1], table[2], packed)
-            return reason
-
-    def memories(self) -> dict[int, torch.Tensor]:
-        """The regions' memory by index, as it is now."""
-        return dict(self._memories)
+        span = f"{lengths[row]} bytes from {offsets[row]} on"
+        return f"row {row}: {span} leave region {regions[row]} of {size[row]} bytes"
 
 
 @final
@@ -260,12 +228,14 @@ class Incoming:
         table = np.frombuffer(places, dtype="<i8").astype(np.int64, copy=False).reshape(3, rows)
         if not 0 < len(tag) <= MOST_TAG_BYTES or ((table[2] <= 0) | (table[2] > PIECE)).any():
             raise ValueError("a write that makes no sense")
-        reason = self._inbox.refusal(table)
+        reason, memories = self._inbox.refusal(table), self._inbox.memories
         for cut in pieces(table[2]):  # refused rows are received too, and dropped
             nbytes = int(table[2, cut].sum())
             if self._connection.recv_bytes_into(staging.numpy().data[:nbytes]) != nbytes:
                 raise ValueError("a piece of another length than announced")
-            reason = reason or self._inbox.land(table[:, cut], staging[:nbytes])
+            if not reason:
+                regions, offsets, lengths = table[:, cut]
+                scatter(memories, regions, offsets, lengths, staging[:nbytes])
         if not reason:
             self._inbox.deliveries.put(Delivery(tag, writer))
         self._connection.send_bytes(REFUSED + reason.encode() if reason else LANDED)
@@ -276,15 +246,15 @@ class Incoming:
 class Job:
     """One write on its way."""
 
-    tag: bytes  # its tag
-    copies: Copies  # its rows, as `in_order` gives them
+    tag: bytes
+    copies: Copies  # as `in_order` gives them
     memories: Mapping[int, torch.Tensor]  # the source regions by index, uint8
-    outgoing: "Outgoing"  # whose it is
-    reason: str = ""  # why it failed; set before the status
+    outgoing: "Outgoing"
+    reason: str = ""
     status: Status = Status.PENDING  # set by a thread of `outgoing`, once
 
     def end(self, status: Status, reason: str = "") -> None:
-        """Sets the two."""
+        """Sets the reason of a failure, and behind it the status."""
         self.reason = reason
         self.status = status
 
@@ -396,13 +366,12 @@ class Outgoing:
 class TcpEngine(Engine):
     """Writes over a connection for each direction.
 
-    What wrote the rows must have finished before `write`, on a device too: they are read by another thread, on another
-    stream. A write needs 24 bytes a row beside them, and each connection 2 MiB of staging on each side.
+    The rows must have been written before `write`, on a device too: they are read by another thread, on another stream.
+    A write needs 24 bytes a row beside them, and each connection 2 MiB of staging on each side.
 
     Args:
         host: address or name to listen on, which peers reach.
         port: to listen on; 0 takes any.
-        connect_timeout: seconds for `connect`.
 
     Raises:
         TransferError: the address cannot be bound.
@@ -411,10 +380,8 @@ class TcpEngine(Engine):
     name = "tcp"
     capabilities = Capabilities(one_sided=False, max_rows=MOST_ROWS)
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, connect_timeout: float = 10.0) -> None:
-        port = count(port, "TcpEngine: port", most=65_535)
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
         super().__init__()
-        self._timeout = connect_timeout
         self._inbox = Inbox()
         self._outgoing: list[Outgoing] = []
         self._incoming: list[Incoming] = []
@@ -423,10 +390,7 @@ class TcpEngine(Engine):
     # Memory
 
     def _register(self, region: Region) -> None:
-        self._inbox[region.index] = as_bytes(region.memory, region.name)
-
-    def _unregister(self, region: Region) -> None:
-        del self._inbox[region.index]
+        self._inbox.memories = {**self._inbox.memories, region.index: as_bytes(region.memory, region.name)}
 
     # Peers
 
@@ -435,13 +399,13 @@ class TcpEngine(Engine):
 
     def _connect(self, peer: Peer, endpoint: bytes) -> None:
         address = parsed_native(endpoint, _ADDRESS, "an address of this engine")
-        connection = connect(address, peer.secret, self._timeout)
+        connection = connect(address, peer.secret)
         connection.send_bytes(self.instance.encode())
 
         def lost(reason: str) -> None:
             peer.lost = peer.lost or reason
 
-        self._outgoing = [one for one in self._outgoing if one.thread.is_alive()]
+        self._outgoing = [other for other in self._outgoing if other.thread.is_alive()]
         peer.native = Outgoing(connection, lost)
         self._outgoing.append(peer.native)
 
@@ -450,7 +414,7 @@ class TcpEngine(Engine):
 
     def _arrived(self, connection: Connection) -> None:
         """Called by the thread of the listener."""
-        self._incoming = [one for one in self._incoming if one.thread.is_alive()]
+        self._incoming = [other for other in self._incoming if other.thread.is_alive()]
         self._incoming.append(Incoming(self._inbox, connection))
 
     # Transfers
@@ -459,8 +423,8 @@ class TcpEngine(Engine):
         rows = in_order(copies)
         if len(rows) > MOST_CUT_ROWS:
             problem = f"{len(rows)} rows once long ones are cut; {MOST_CUT_ROWS} fit into a message"
-            raise ArgumentError(problem, len(rows), "cut the write with `transport.plan.chunked` and fewer `max_bytes`")
-        handle.native = Job(handle.tag, rows, self._inbox.memories(), handle.peer.native)
+            raise ArgumentError(problem, len(rows), "cut the write with `transport.plan.chunked`")
+        handle.native = Job(handle.tag, rows, self._inbox.memories, handle.peer.native)
         handle.peer.native.submit(handle.native)
 
     def _poll(self, handle: Handle) -> Status:

@@ -256,8 +256,7 @@ class TransfersMachine(Machine):
         }
         regions = [engine.register(memory, layer) for layer, memory in memories.items()]
         description = Description(name, engine.instance, layouts, engine.endpoint())
-        most = self.dice.choice((None, None, 30 * self.page_size))
-        sender = Sender(engine, description, regions, clock=self.now, max_bytes=most)
+        sender = Sender(engine, description, regions, clock=self.now)
         self._meet(sender)
         return PrefillInstance(name, layouts, engine, sender, memories, list(range(1, SOURCE_PAGES + 1)))
 
