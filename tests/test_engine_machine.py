@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Fence, Runtime
 from batchstate.testing import LateRuntime
-from batchstate.testing.machine import Machine
+from tests.selfcheck.machine import Machine
 
 pytest.importorskip("transformers")
 

@@ -29,9 +29,9 @@ from batchstate.pools import SlotPool
 from batchstate.races.devices import open_device
 from batchstate.runtime import AcceleratorRuntime, Fence, Runtime, numpy_dtype
 from batchstate.testing import LateRuntime
-from batchstate.testing.machine import Misuse
 from batchstate.violations import Code, Violation
 from tests.doubles import FakeModule, fake_accelerator, in_a_thread, refused
+from tests.selfcheck.machine import Misuse
 from tests.selfcheck.machines.future_map import MISUSES, RelayCase, declared
 from tests.selfcheck.mutants.diffs import changed
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate.errors import ArgumentError
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.pools import SlotPool
 from batchstate.runtime import DoneFence, Fence
 from batchstate.testing import LateRuntime
-from batchstate.testing.fences import LateFence, is_behind
+from batchstate.testing.fences import LateFence
 from tests.doubles import Gate
+from tests.selfcheck.machine import is_behind
 
 
 def test_fences_are_late(late: LateRuntime) -> None:
@@ -81,19 +81,6 @@ def test_complete_takes_the_oldest(late: LateRuntime) -> None:
     assert late.complete(5) == 2
     assert late.complete() == late.pending() == 0
     assert late.counters.fence_waits == 0
-
-
-def test_a_step_is_over_on_all_streams(late: LateRuntime) -> None:
-    """`complete_through` completes what was recorded up to a fence, on every stream, also where that is complete."""
-    a, b = late.stream("a"), late.stream("b")
-    first, mark, last = late.record(a), late.record(b), late.record(a)
-    mark.wait()
-    assert not first.query()
-    late.complete_through(mark)
-    assert first.query()
-    assert not last.query()
-    with pytest.raises(ArgumentError, match="complete_through"):
-        late.complete_through(DoneFence())
 
 
 def test_complete_never_passes_a_wait(late: LateRuntime) -> None:

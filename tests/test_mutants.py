@@ -25,9 +25,9 @@ from batchstate.levels import Level
 from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.tables import Table
-from batchstate.testing import run_machine
 from batchstate.violations import Code
 from batchstate.watch import Watched
+from tests.selfcheck.machine import run_machine
 from tests.selfcheck.machines import MACHINES
 from tests.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, mutants_table, run, run_mutant
 from tests.selfcheck.mutants.diffs import Diff

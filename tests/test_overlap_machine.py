@@ -10,7 +10,8 @@ from batchstate.future_map import FutureMap
 from batchstate.mirror import Slots
 from batchstate.races.devices import is_tool
 from batchstate.tables import Table
-from batchstate.testing import DisagreementError, LateRuntime, no_hidden_sync, run_machine, session
+from batchstate.testing import DisagreementError, LateRuntime, no_hidden_sync, run_machine
+from batchstate.testing.machine import session
 from tests.selfcheck.machines import overlap as overlap_forward
 from tests.selfcheck.machines.overlap import CHOICES, READINGS, Arrival, Choices, OverlapMachine
 from tests.selfcheck.mutants import MUTANTS

@@ -30,11 +30,11 @@ from batchstate.mirror import Locations, Slots
 from batchstate.pools import SlotPool
 from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
-from batchstate.testing.machine import Misuse
-from batchstate.testing.models import snapshot_pages, snapshot_slots
 from batchstate.violations import Code, Violation
 from tests.doubles import Gate, in_a_thread, refused
+from tests.selfcheck.machine import Misuse
 from tests.selfcheck.machines.page_pool import PagePoolMachine
+from tests.selfcheck.models import snapshot_pages, snapshot_slots
 from tests.selfcheck.mutants.diffs import changed
 
 

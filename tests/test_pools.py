@@ -15,11 +15,11 @@ from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
-from batchstate.testing.machine import Misuse
-from batchstate.testing.models import snapshot_slots
 from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
+from tests.selfcheck.machine import Misuse
 from tests.selfcheck.machines.pools import SlotMachine
+from tests.selfcheck.models import snapshot_slots
 
 # Who owns which slot, what is free, pending and in reserve, and which handles are refused: the model of the machine
 # `slot_pool` compares all of it after every call.

@@ -4,8 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from batchstate.testing import run_machine
-from batchstate.testing.runner import stop_at_failure
+from tests.selfcheck.machine import run_machine, stop_at_failure
 from tests.selfcheck.machines import MACHINES
 from tests.selfcheck.mutants.diffs import changed
 

@@ -1,8 +1,8 @@
 """Fences that complete when a test says so: of a `ManualStream`, or of a whole device that lags, `LateRuntime`.
 
-Operations run at once, as on every CPU runtime; what comes late is that the host may know of it. A fence is complete
-when the host has waited for it, or for something after it, or when the test says so. So a library that reads too early
-finds the fence incomplete on any machine, and not one time in a thousand on a busy one.
+Operations run at once, as on every CPU runtime; only the host learns of it late. A fence is complete when the host has
+waited for it, or for something after it, or when the test says so. So a library that reads too early finds the fence
+incomplete on any machine, and not one time in a thousand on a busy one.
 """
 
 from collections import deque
@@ -12,7 +12,6 @@ import attrs
 import torch
 
 from batchstate._arrays import count
-from batchstate.errors import ArgumentError
 from batchstate.races.tracing.clocks import Clocks, StreamClock
 from batchstate.runtime import Fence, Stream
 from batchstate.runtime.base import Array
@@ -124,15 +123,6 @@ class LateFence:
         self._runtime._complete_before(self._seen)
 
 
-def is_behind(after: Fence, before: Fence) -> bool:
-    """Whether a host that waits for `after` has waited for `before`, as streams and waits order them. Never waits."""
-    if before.query() or after is before:
-        return True
-    if not isinstance(after, LateFence):
-        return False
-    return any(before is fence or before in fence._foreign for fence in after._runtime._before(after._seen))
-
-
 @final
 class LateRuntime(CpuRuntime):
     """A CPU runtime whose operations run at once and whose fences complete late.
@@ -163,20 +153,9 @@ class LateRuntime(CpuRuntime):
             done += 1
         return done
 
-    def complete_through(self, fence: Fence) -> None:
-        """Completes `fence` and all that was recorded before it, on whatever stream: a step of the device is over.
-
-        Raises:
-            ArgumentError: the fence is not of a runtime like this.
-        """
-        if not isinstance(fence, LateFence):
-            problem = f"complete_through: expected a fence of this runtime, got {fence!r}"
-            raise ArgumentError(problem, fence, "pass what `record` returned")
-        while self._pending and self._pending[0].number <= fence.number:
-            self._complete_before(self._pending[0]._seen)
-
     def _of(self, stream: Stream | None) -> list[LateFence]:
-        return self._pending if stream is None else [one for one in self._pending if one._stream is self._late(stream)]
+        pending = self._pending
+        return pending if stream is None else [fence for fence in pending if fence._stream is self._late(stream)]
 
     def _late(self, stream: Stream) -> StreamClock:
         late = self._streams.get(stream.key)
@@ -186,8 +165,12 @@ class LateRuntime(CpuRuntime):
 
     def _before(self, seen: list[int]) -> list[LateFence]:
         """The fences before a point that are not complete, oldest first."""
-        known = len(seen)
-        return [one for one in self._pending if one._stream.number < known and one.number <= seen[one._stream.number]]
+        streams = len(seen)
+        return [
+            fence
+            for fence in self._pending
+            if fence._stream.number < streams and fence.number <= seen[fence._stream.number]
+        ]
 
     def _complete_before(self, seen: list[int]) -> None:
         """Completes the fences before a point, each after those of others that its stream had to wait for."""
@@ -206,7 +189,7 @@ class LateRuntime(CpuRuntime):
         self._pending.append(fence)
         return fence
 
-    # What a device implements
+    # The operations that a device implements
 
     def _fence_behind(self, stream: Stream) -> Fence:
         return self._record(stream)
@@ -216,7 +199,7 @@ class LateRuntime(CpuRuntime):
         if isinstance(fence, LateFence) and fence._runtime is self:
             late.join(fence._seen)
         elif not fence.query():
-            self._foreign[late] = [one for one in self._foreign.get(late, ()) if one is not fence] + [fence]
+            self._foreign[late] = [other for other in self._foreign.get(late, ()) if other is not fence] + [fence]
 
     def read_back(self, tensor: torch.Tensor) -> Array:
         """Brings a device tensor to the host, and completes all that is before it on the current stream."""

@@ -1,7 +1,7 @@
 """Fuzzing of an engine's own pools: slots, pages, states, blocks of the host.
 
 The engine says in a `PoolSpec` how to make its pool, and how to take, free and extend. It gets a state machine that
-takes and frees at random, runs the pool dry, makes it fail in the middle of a call, and checks what it hands out::
+takes and frees at random, runs the pool dry, makes it fail in the middle of a call, and checks each index::
 
     spec = PoolSpec(
         name="ReqToTokenPool",
@@ -13,7 +13,7 @@ takes and frees at random, runs the pool dry, makes it fail in the middle of a c
     TestMyPool = pool_machine(spec).TestCase
 
 It finds index 0 handed out, an index with two owners, indices that are lost after an error, and a double free that is
-accepted. Nothing has to be known of the class but its calls.
+accepted. Nothing but the calls of the class has to be described.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from hypothesis.strategies import SearchStrategy
 
 from batchstate import invariants
 from batchstate.errors import ArgumentError, PoolExhaustedError
-from batchstate.testing.machine import Machine, disagree
+from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine, with_replay
 from batchstate.violations import Where
 
@@ -46,7 +46,7 @@ class InjectedError(RuntimeError):
 @final
 @attrs.frozen(eq=False)
 class PoolSpec(Generic[P]):
-    """What the fuzzer has to know of a pool.
+    """A pool for the fuzzer.
 
     Attributes:
         name: of the class, for reports.
@@ -181,7 +181,7 @@ class _EnginePoolMachine(Machine):
     @precondition(lambda self: self.freed and self.spec.refuses_double_free)
     @rule(data=st.data())
     def free_again(self, data: st.DataObject) -> None:
-        """What is free already is freed once more, and refused."""
+        """A free index is freed once more, and refused."""
         free = sorted(self.freed - {index for owner in self.owned for index in owner})
         if free:
             again = [data.draw(st.sampled_from(free), label="index")]
@@ -230,10 +230,10 @@ class _EnginePoolMachine(Machine):
             self._free(0)
         self.drain()
 
-    # What a call hands out
+    # Indices that a call hands out
 
     def _called(self, operation: str, n: int, call: Callable[[], Any]) -> list[int] | None:
-        """What a call took, checked; None if it was refused, as it has to be where there are too few."""
+        """The indices that a call took, checked; None if it was refused, as it has to be if there are too few."""
         left = self.left
         try:
             returned = call()
@@ -242,7 +242,8 @@ class _EnginePoolMachine(Machine):
         if returned is None:
             if n <= left:  # it should have gone through: count what is really there
                 self._conserved(self._really_left(), f"{operation} of {n}")
-                disagree(f"{self.spec.name}: {operation} of {n} was refused, and {left} can be taken one by one")
+                problem = f"{self.spec.name}: {operation} of {n} was refused, and {left} can be taken one by one"
+                raise DisagreementError(problem)
             self.reached("too few refused", n > left)
             return None
         where = self._where(operation)

@@ -19,11 +19,10 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from batchstate._arrays import count
-from batchstate.errors import ArgumentError, shown
 from batchstate.levels import Level
 from batchstate.races import Race, RaceReport
 from batchstate.races.devices import is_tool, open_device
-from batchstate.testing.machine import DisagreementError, Machine, OpenRuntime, current_session, session
+from batchstate.testing.machine import DisagreementError, Machine, OpenRuntime, session
 from batchstate.violations import Violation
 
 __all__ = ["STEPS", "MachineResult", "error_of", "run_machine", "with_replay"]
@@ -42,7 +41,7 @@ class MachineResult:
         device: where it ran.
         examples: examples run, until the first failure if there was one.
         steps: rules run in them.
-        violations: failures found: 0 or 1, since a run stops at the first.
+        violations: failures: 0 or 1, since a run stops at the first.
         seconds: wall time, shrinking included.
         failure: the report and the shrunk program; None without a failure.
         code: the invariant that was broken, `MODEL` where only the model noticed, or the name of another error; None
@@ -50,8 +49,8 @@ class MachineResult:
         race: the report of a race, to be kept and drawn; None for everything else.
         first_failure: examples run until the first failure, that one included; None without a failure.
         reached: coverage target -> times reached.
-        unproved: columns of a class under `fuzz_twins` that held one value in all rows of all examples: what moves them
-            may be wrong, and nothing has shown it. Draw rows in which they differ.
+        unproved: columns of a class under `fuzz_twins` that held one value in all rows of all examples: the code that
+            moves them may be wrong, and nothing has shown it. Draw rows in which they differ.
     """
 
     name: str
@@ -92,7 +91,6 @@ def run_machine(
     runtimes: OpenRuntime | None = None,
     level: str | Level | None = None,
     on_example: Callable[[int], None] | None = None,
-    automatic: bool = False,
 ) -> MachineResult:
     """Runs one machine.
 
@@ -108,18 +106,11 @@ def run_machine(
         runtimes: makes the runtime of each example; by default `open_device(device)`.
         level: of the checks; by default `full`, and `cheap` on the tools, since checks that read device memory
             synchronise streams. Below `full` a machine compares only what its rules read.
-        on_example: called after each example with the number run so far.
-        automatic: count only what the library checks by itself: the machine compares nothing with its model and calls
-            neither `verify` nor `check`. An example that its rules cannot go on with is given up.
+        on_example: called after each example with the number run so far. It may end a failed run with an exception.
 
     Raises:
         ArgumentError: `examples` or `steps` below 1, a negative seed, or an unknown device or level.
     """
-    given: object = machine
-    if not (isinstance(given, type) and issubclass(given, Machine)):
-        remedy = "pass the class that `twin_machine` or `pool_machine` returns, or a subclass of `Machine`"
-        problem = f"run_machine: expected a state machine, got {shown(machine)}"
-        raise ArgumentError(problem, machine, remedy)
     if level is None:
         level = Level.CHEAP if is_tool(device) else Level.FULL
     level = Level(level)  # before anything runs: an unknown level is not a failure of the machine
@@ -143,24 +134,25 @@ def run_machine(
         verbosity=Verbosity.normal,
     )
     start = time.perf_counter()
-    with _same_examples(), session(runtimes, level=level, on_example=on_example, automatic=automatic) as found:
+    with _same_examples(), session(runtimes, level=level, on_example=on_example) as ran:
         error = error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
     seconds = time.perf_counter() - start
     flaky = None
-    if isinstance(error, Flaky | _Stopped) and found.first_error is not None:  # the machine's own failure counts
-        flaky, error = error if isinstance(error, Flaky) else None, found.first_error
+    ended_early = isinstance(error, Flaky) or (error is not None and not isinstance(error, Exception))
+    if ended_early and ran.first_error is not None:  # the machine's own failure counts
+        flaky, error = error if isinstance(error, Flaky) else None, ran.first_error
     return MachineResult(
         name=machine.NAME,
         device=device,
-        examples=found.examples,
-        steps=found.steps,
+        examples=ran.examples,
+        steps=ran.steps,
         violations=0 if error is None else 1,
         seconds=seconds,
         failure=None if error is None else _report(error, flaky),
         code=None if error is None else _code(error),
         race=error.report if isinstance(error, Race) else None,
-        first_failure=None if error is None else found.first_failure,
-        reached={target: found.reached[machine.NAME, target] for target in machine.TARGETS},
+        first_failure=None if error is None else ran.first_failure,
+        reached={target: ran.reached[machine.NAME, target] for target in machine.TARGETS},
     )
 
 
@@ -192,16 +184,6 @@ def _named(machine: type[Machine], number: int, derandomize: bool) -> Any:
     return begin if derandomize else seed(number)(begin)
 
 
-class _Stopped(BaseException):
-    """Ends a run."""
-
-
-def stop_at_failure(number: int) -> None:
-    """As `on_example`, ends a run at its first failure. Hypothesis would run the example once more, to print it."""
-    if current_session().first_failure is not None:
-        raise _Stopped
-
-
 def error_of(body: Callable[[], object]) -> BaseException | None:
     """The exception that `body` raises, of any type but KeyboardInterrupt; None if it returns."""
     try:
@@ -223,13 +205,9 @@ def _report(error: BaseException, flaky: Flaky | None) -> str:
     lines = [f"{type(error).__name__}: {error}" if not isinstance(error, Violation) else str(error)]
     if flaky is not None:
         lines += ["", "It did not fail when it was run again: it depends on how long a device or a thread takes."]
-    program = getattr(error if flaky is None else flaky, "__notes__", [])
+    program = [line for note in getattr(flaky or error, "__notes__", []) for line in note.splitlines()]
     if program:
-        lines += [
-            "",
-            "A short program that shows it:",
-            *(f"    {line}" for note in program for line in note.splitlines()),
-        ]
+        lines += ["", "A short program that shows it:", *(f"    {line}" for line in program)]
     return "\n".join(lines)
 
 

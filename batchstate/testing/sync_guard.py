@@ -1,8 +1,8 @@
 """A window in which nothing may wait for the device but calls named for it.
 
-On accelerators torch's own sync-debug mode raises, and most calls are already named by what is below. On a CPU device
-nothing ever waits, so calls that would wait elsewhere are recognised by what they are and by the memory they use:
-device memory is what the runtime allocated or launched, at any time, and what was computed from it inside a window.
+On accelerators torch's own sync-debug mode raises, and most calls are already named by the tables below. On a CPU
+device nothing ever waits, so calls that would wait elsewhere are recognised by name and by the memory they use: device
+memory is all that the runtime allocated or launched, at any time, and all that was computed from it inside a window.
 """
 
 import contextlib
@@ -41,9 +41,7 @@ _READS = {
     "tolist": ".tolist()",
 }
 """Calls that bring numbers to the host, and how a report names them."""
-_SIZES = frozenset(
-    ("argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"),
-)
+_SIZES = frozenset(("argwhere", "bincount", "masked_select", "nonzero", "unique", "unique_consecutive"))
 """Calls whose result has a shape that only the device knows."""
 
 _NEUTRAL = frozenset(
@@ -56,8 +54,8 @@ _NEUTRAL = frozenset(
 def no_hidden_sync(runtime: Runtime) -> Iterator[None]:
     """A window in which a hidden synchronisation raises. `resolve`, `read_back` and `synchronize` may wait.
 
-    On a CPU device `.to("cpu")` counts as a copy to the host, whatever it is meant for. What torch has computed from
-    device memory before the first window, and between two, is not known there: open the window round the whole loop.
+    On a CPU device `.to("cpu")` counts as a copy to the host, whatever it is meant for. Memory that torch has computed
+    from device memory before the first window, or between two, is not known there: open it round the whole loop.
 
     Args:
         runtime: the device.
@@ -87,14 +85,14 @@ class _Guard(TorchFunctionMode):
         named = kwargs or {}
         if func.__name__ in _NEUTRAL:
             return func(*args, **named)
-        uses_device = any(self._on_device(one) for one in _tensors((args, named)))
-        call = _waits(func, args, named, self._on_device) if uses_device else None
+        uses_device = any(self._on_device(tensor) for tensor in _tensors((args, named)))
+        call = _waits(func.__name__, args, named, self._on_device) if uses_device else None
         if call is not None:
             invariants.hidden_sync(call, False, object=repr(self._runtime), step=self._runtime.step)
         result = func(*args, **named)
         if uses_device and self._seen is not None and func.__name__ != "copy_":
-            for one in _tensors(result):
-                self._seen.add(one)  # computed from device memory, so device memory
+            for tensor in _tensors(result):
+                self._seen.add(tensor)  # computed from device memory, so device memory
         return result
 
     def _on_device(self, tensor: torch.Tensor) -> bool:
@@ -107,13 +105,9 @@ Runtime.remember_memory = True
 
 
 def _waits(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    on_device: Callable[[torch.Tensor], bool],
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], on_device: Callable[[torch.Tensor], bool]
 ) -> str | None:
-    """What a call with a device tensor does that makes the host wait, or None."""
-    name = getattr(func, "__name__", "")
+    """The part of a call with a device tensor that makes the host wait, or None."""
     if name in _READS:
         return _READS[name]
     if name in _SIZES or (name == "where" and len(args) + len(kwargs) == 1):
@@ -140,22 +134,22 @@ def _is_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_mask(index: Any) -> bool:
-    return any(one.dtype in (torch.bool, torch.uint8) for one in _tensors(index))
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(index))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
+        for part in value:
+            yield from _tensors(part)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
 
 
 @contextlib.contextmanager
 def _seam_allowed(runtime: Runtime) -> Iterator[None]:
-    """What a runtime does in its own calls is its own affair; those that wait are named for it, and counted."""
+    """A runtime's own calls are not looked into; those that wait are named for it, and counted."""
     with contextlib.ExitStack() as patches:
         for name in ("_copied_to_device", "_copied_to_host", "_read_back"):
             patches.enter_context(mock.patch.object(runtime, name, _unguarded(getattr(runtime, name))))

@@ -1,8 +1,8 @@
 """Fuzzing of an engine's own batch class, whose twins are kept by hand.
 
 The engine says in a `TwinSpec` how to build, filter, merge and advance its batch, and which attributes are paired. It
-gets a state machine that checks the invariants of `batchstate.invariants` after each operation, and shrinks what it
-finds::
+gets a state machine that checks the invariants of `batchstate.invariants` after each operation, and shrinks each
+failure::
 
     spec = TwinSpec(
         name="MyBatch",
@@ -18,18 +18,17 @@ finds::
     TestMyBatch = twin_machine(spec).TestCase
 
 How rows must move is taken from the batch itself, as it was before an operation: nothing has to be described twice.
-Further operations are a line each, with a model of what becomes of the rows: `ops={name: (call, model)}`.
+Further operations are a line each, with a model of the rows that come out: `ops={name: (call, model)}`.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, TypeVar, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, initialize, multiple, precondition, rule
@@ -40,15 +39,12 @@ from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.mirror import Contract
 from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine, with_replay
-from batchstate.testing.strategies import keep_lists
 from batchstate.violations import Where
 from batchstate.watch.batches import WatchedSpec
-from batchstate.watch.rows import Declaration, Place
+from batchstate.watch.declaration import CallSite, Declaration
 from batchstate.watch.snapshots import Snapshot, address_range
 
 __all__ = ["Twin", "TwinSlots", "TwinSpec", "fuzz_twins", "twin_machine"]
-
-Array = npt.NDArray[Any]
 
 Row = dict[str, Any]
 """One request of a batch: attribute -> its entry. An attribute that is not there may have any value."""
@@ -109,7 +105,7 @@ def _slots_of(slots: "str | TwinSlots | None") -> TwinSlots | None:
 @final
 @attrs.frozen(eq=False)
 class TwinSpec(Generic[B, R]):
-    """What the fuzzer has to know of a batch class.
+    """A batch class for the fuzzer.
 
     `filter`, `merge`, `advance`, `pad` and `ops` return the batch that comes out, or None if they change the (first)
     batch in place. Batches that went in are not used afterwards.
@@ -124,7 +120,7 @@ class TwinSpec(Generic[B, R]):
         twins: the paired attributes.
         rows: further attributes with one entry per request, on either side.
         lazy: those of the attributes that may be None, or whose part may be (`sampling.penalties`): made when they are
-            first needed. What one of two merged batches has is not lost.
+            first needed. Entries of one of two merged batches are not lost.
         pad: adds rows up to so many, for one launch; None if the class has none.
         padding: attribute -> the value of its padded rows, None for any; without those that `pad` leaves alone.
         idle: makes the batch of a step without requests; None if the class has none.
@@ -194,12 +190,9 @@ class TwinSpec(Generic[B, R]):
             remedy = f"use max_rows of {self.most_rows} or more, or a smaller most_rows"
             raise ArgumentError(problem, self.max_rows, remedy)
         if self.merge is None and self.add is None:
-            raise ArgumentError(
-                f"{self.name}: expected `merge` or `add`, got neither",
-                None,
-                f"say how requests join a batch, with a method of the class itself: "
-                f"merge={self.name}.merge, or add=...",
-            )
+            example = f"merge={self.name}.merge, or add=..."
+            remedy = f"say how requests join a batch, with a method of the class itself: {example}"
+            raise ArgumentError(f"{self.name}: expected `merge` or `add`, got neither", None, remedy)
         if self.declared is not None and (self.twins or self.rows or self.lazy):
             problem = f"{self.name}: `twins`, `rows` or `lazy` beside what is declared"
             raise ArgumentError(problem, (self.twins, self.rows, self.lazy), "declare the columns in `watch` alone")
@@ -232,11 +225,7 @@ def twin_machine(spec: TwinSpec[Any, Any] | WatchedSpec) -> type[Machine]:
     targets = (*_TwinMachine.TARGETS, *(target for _, target in hooks), *(_called(name) for name in spec.ops))
     if spec.slots is not None:
         targets = (*targets, _SLOTS_LEFT)
-    out_of_reach = {
-        _ADVANCED: spec.advance is None,
-        _MERGED: spec.merge is None,
-        _REORDERED: spec.ascending,
-    }
+    out_of_reach = {_ADVANCED: spec.advance is None, _MERGED: spec.merge is None, _REORDERED: spec.ascending}
     targets = tuple(target for target in targets if not out_of_reach.get(target, False))
     names = {"spec": spec, "TARGETS": targets, "first_entries": {}, "varied": set(), "__doc__": f"Fuzzes {spec.name}."}
     names |= {name: _rule_of(name, *op) for name, op in spec.ops.items()}
@@ -289,13 +278,7 @@ class _TwinMachine(Machine):
     """Builds, filters, merges and advances; subclasses name the class in `spec`."""
 
     NAME = "twins"
-    TARGETS = (
-        "rows left",
-        _REORDERED,
-        _MERGED,
-        _ADVANCED,
-        "an empty batch",
-    )
+    TARGETS = ("rows left", _REORDERED, _MERGED, _ADVANCED, "an empty batch")
 
     spec: ClassVar[TwinSpec[Any, Any]]
     first_entries: ClassVar[dict[str, Any]]
@@ -316,8 +299,8 @@ class _TwinMachine(Machine):
     def check(self) -> None:
         """The twins of every batch agree, and no operation on one batch changed another."""
         for tracked in self.alive:
-            found = self._check_pairs(tracked, "check")
-            self._agrees(tracked, tracked.rows, found, tracked.dtypes, "an operation on another batch changed it")
+            columns = self._check_pairs(tracked, "check")
+            self._agrees(tracked, tracked.rows, columns, tracked.dtypes, "an operation on another batch changed it")
         self._check_slots("check")
 
     # Rules
@@ -334,7 +317,7 @@ class _TwinMachine(Machine):
     def filter(self, tracked: _Tracked, data: st.DataObject) -> _Tracked:
         """Some requests stay, perhaps in another order."""
         n = self.spec.num_rows(tracked.batch)
-        drawn = keep_lists(n).map(_as_rows).map(lambda rows: sorted(rows) if self.spec.ascending else rows)
+        drawn = _kept_rows(n).map(lambda rows: sorted(rows) if self.spec.ascending else rows)
         keep = data.draw(drawn.filter(lambda rows: len(rows) >= self.spec.least_rows), label="keep")
         self.reached("rows left", len(keep) < n)
         if not self.spec.ascending:
@@ -390,15 +373,15 @@ class _TwinMachine(Machine):
         where: Where = {"object": tracked.name, "operation": operation}
         invariants.row_count(len(rows), {"num_rows": self.spec.num_rows(batch)}, **where)
         rows = self._in_their_order(rows, tracked)
-        found = {name: one.copied() for name, one in self._check_pairs(tracked, operation).items()}
+        columns = {name: column.copied() for name, column in self._check_pairs(tracked, operation).items()}
         problem = f"{operation} moved other rows than it was told to"
-        self._agrees(tracked, rows, found, _dtypes_of(made_of), problem)
-        tracked.rows = [{name: one.values[at] for name, one in found.items()} for at in range(len(rows))]
-        self._note_variety(found)
+        self._agrees(tracked, rows, columns, _dtypes_of(made_of), problem)
+        tracked.rows = [{name: column.values[at] for name, column in columns.items()} for at in range(len(rows))]
+        self._note_variety(columns)
         if self.spec.declared is not None:
             for row, key in zip(tracked.rows, self.spec.declared.key_list(batch), strict=False):
                 row[KEY] = key
-        tracked.dtypes = {name: one.dtype for name, one in found.items()}
+        tracked.dtypes = {name: column.dtype for name, column in columns.items()}
         self.reached("an empty batch", not rows)
         tracked.kept = operation == "copy" and self.spec.slots is not None
         self.alive.append(tracked)
@@ -444,11 +427,11 @@ class _TwinMachine(Machine):
             problem = f"{lost.size} slots have an owner in the pool, and no row of a batch has them"
             invariants.slot_conservation(0, 0, len(live) - lost.size, len(live), leaked=lost, problem=problem, **where)
 
-    def _note_variety(self, found: dict[str, Snapshot]) -> None:
-        for name, one in found.items():
-            if name not in self.varied and len(one.values):
-                first = self.first_entries.setdefault(name, one.values[0])
-                if not all(_same(first, entry) for entry in one.values):
+    def _note_variety(self, columns: dict[str, Snapshot]) -> None:
+        for name, column in columns.items():
+            if name not in self.varied and len(column.values):
+                first = self.first_entries.setdefault(name, column.values[0])
+                if not all(_same(first, entry) for entry in column.values):
                     self.varied.add(name)
 
     def _in_their_order(self, rows: Sequence[Row], tracked: _Tracked) -> Sequence[Row]:
@@ -463,43 +446,43 @@ class _TwinMachine(Machine):
         return [by_key.get(key, {}) for key in keys[: len(rows)]]
 
     def run_op(self, name: str, inputs: Sequence[_Tracked], returned: Any, modelled: Any) -> Any:
-        """Notes what came out of one of `TwinSpec.ops`, by the class and by the model."""
+        """Notes the batches that came out of one of `TwinSpec.ops`, by the class and by the model."""
         if not isinstance(modelled, tuple):
             returned, modelled = (_result(returned, inputs[0]),), (modelled,)
         elif not isinstance(returned, tuple | list) or len(returned) != len(modelled):
             raise DisagreementError(f"{self.spec.name}.{name}: expected {len(modelled)} batches, got {returned!r}")
-        self.reached(_called(name), all(one.rows for one in inputs))
-        for one in inputs:
-            self.alive.remove(one)
-        tracked = [self._track(*pair, name, *inputs) for pair in zip(returned, modelled, strict=True)]
-        for one in tracked:
-            self.alive.remove(one)
-            if len(one.rows) >= max(self.spec.least_rows, 1 if self._has_empty() else 0):
-                self.alive.append(one)
-        return multiple(*(one for one in tracked if one in self.alive))
+        self.reached(_called(name), all(tracked.rows for tracked in inputs))
+        for tracked in inputs:
+            self.alive.remove(tracked)
+        outputs = [self._track(*pair, name, *inputs) for pair in zip(returned, modelled, strict=True)]
+        for tracked in outputs:
+            self.alive.remove(tracked)
+            if len(tracked.rows) >= max(self.spec.least_rows, 1 if self._has_empty() else 0):
+                self.alive.append(tracked)
+        return multiple(*(tracked for tracked in outputs if tracked in self.alive))
 
     def _has_empty(self) -> bool:
-        """Whether a batch without requests is there: one is enough, which every operation may get."""
-        return any(not one.rows for one in self.alive)
+        """Whether there is a batch without requests. A single one is enough: every operation may get it."""
+        return any(not tracked.rows for tracked in self.alive)
 
     def _check_pairs(
         self, tracked: _Tracked, operation: str, rows: dict[str, int] | None = None
     ) -> dict[str, Snapshot]:
         """Checks the twins of a batch, of as many rows as it says or as `rows` says; the attributes that are made."""
         if self.spec.declared is not None:
-            self.spec.declared.check(tracked.batch, Place(self.spec.name, operation, None, _raised), full=True)
+            self.spec.declared.check(tracked.batch, CallSite(self.spec.name, operation, None, _raised), full=True)
             return self.spec.declared.columns_of(tracked.batch, self.spec.num_rows(tracked.batch))
         values = {name: self._value(tracked.batch, name) for name in self.spec.attribute_names}
-        found = {name: Snapshot.of(value) for name, value in values.items() if value is not None}
-        wanted = dict.fromkeys(found, self.spec.num_rows(tracked.batch)) if rows is None else rows
-        for name, one in found.items():
-            invariants.row_count(wanted[name], {name: len(one.values)}, object=tracked.name, operation=operation)
+        columns = {name: Snapshot.of(value) for name, value in values.items() if value is not None}
+        wanted = dict.fromkeys(columns, self.spec.num_rows(tracked.batch)) if rows is None else rows
+        for name, column in columns.items():
+            invariants.row_count(wanted[name], {name: len(column.values)}, object=tracked.name, operation=operation)
         for twin in self.spec.twins:
             host, device = values[twin.host], values[twin.device]
             if host is None or device is None:
                 continue
-            self._check_pair(twin, host, device, found[twin.host], found[twin.device], tracked.name, operation)
-        return found
+            self._check_pair(twin, host, device, columns[twin.host], columns[twin.device], tracked.name, operation)
+        return columns
 
     def _check_pair(
         self, twin: Twin, host: Any, device: Any, of_host: Snapshot, of_device: Snapshot, name: str, operation: str
@@ -512,10 +495,8 @@ class _TwinMachine(Machine):
             of_host = Snapshot(of_device.dtype, np.array(host, dtype=of_device.values.dtype))
         # Where the arrays differ in dtype, the invariant below reports it.
         if of_host.dtype != of_device.dtype and of_host.values.dtype == of_device.values.dtype:
-            raise DisagreementError(
-                f"{name}: the twins differ in dtype: {twin.host!r} is {of_host.dtype}, "
-                f"{twin.device!r} is {of_device.dtype}"
-            )
+            both = f"{twin.host!r} is {of_host.dtype}, {twin.device!r} is {of_device.dtype}"
+            raise DisagreementError(f"{name}: the twins differ in dtype: {both}")
         invariant = invariants.mirror_bound if twin.contract is Contract.UPPER_BOUND else invariants.mirror_equal
         invariant(of_host.values, of_device.values, **where)
 
@@ -523,7 +504,7 @@ class _TwinMachine(Machine):
         self,
         tracked: _Tracked,
         rows: Sequence[Row],
-        found: dict[str, Snapshot],
+        columns: dict[str, Snapshot],
         dtypes: Mapping[str, str],
         problem: str,
     ) -> None:
@@ -534,26 +515,22 @@ class _TwinMachine(Machine):
         """
         for name in dict.fromkeys(name for row in rows for name in row):
             expected = {at: row[name] for at, row in enumerate(rows) if name in row}
-            if name == KEY or (self.spec.declared is not None and name not in found):
+            if name == KEY or (self.spec.declared is not None and name not in columns):
                 continue
             if name not in self.spec.attribute_names:
                 problem = f"{tracked.name}: the model has {name!r}, which is neither in `twins` nor in `rows`"
                 raise ArgumentError(problem, name, f"use one of: {', '.join(self.spec.attribute_names)}")
-            if name not in found:
+            if name not in columns:
                 raise DisagreementError(f"{tracked.name}: {name!r} was lost\n  expected {_listed(expected.values())}")
-            now = found[name]
-            if now.dtype != dtypes.get(name, now.dtype):
-                raise DisagreementError(
-                    f"{tracked.name}: the dtype of {name!r} changed from {dtypes[name]} to {now.dtype}"
-                )
+            now, before = columns[name], dtypes.get(name, columns[name].dtype)
+            if now.dtype != before:
+                raise DisagreementError(f"{tracked.name}: the dtype of {name!r} changed from {before} to {now.dtype}")
             for at, entry in expected.items():
                 if not _same(entry, now.values[at]):
-                    raise DisagreementError(
-                        f"{tracked.name}: {problem}: {name!r}, row {at}: expected {_shown(entry)}, "
-                        f"found {_shown(now.values[at])}\n"
-                        f"  expected {_listed(expected.values())}\n"
-                        f"  found    {_listed(now.values[at] for at in expected)}"
-                    )
+                    both = f"expected {_shown(entry)}, found {_shown(now.values[at])}"
+                    lists = _listed(expected.values()), _listed(now.values[at] for at in expected)
+                    report = f"{tracked.name}: {problem}: {name!r}, row {at}: {both}"
+                    raise DisagreementError(f"{report}\n  expected {lists[0]}\n  found    {lists[1]}")
 
 
 class _Padding(_TwinMachine):
@@ -571,12 +548,12 @@ class _Padding(_TwinMachine):
         returned = _result(self.spec.pad(tracked.batch, n + more), tracked)
         padded = _Tracked(returned, f"{self.spec.name} after pad")
         rows = {name: n + more * (name in self.spec.padding) for name in self.spec.attribute_names}
-        found = self._check_pairs(padded, "pad", rows)
-        self._agrees(padded, tracked.rows, found, tracked.dtypes, "pad moved rows")
+        columns = self._check_pairs(padded, "pad", rows)
+        self._agrees(padded, tracked.rows, columns, tracked.dtypes, "pad moved rows")
         on_slot_zero = {*self._slot_names()}.intersection(self.spec.padding)
         for name, value in {**self.spec.padding, **dict.fromkeys(on_slot_zero, 0)}.items():
-            if value is not None and name in found:
-                tail = found[name].values[n:]
+            if value is not None and name in columns:
+                tail = columns[name].values[n:]
                 invariants.tail_stale(tail, value, n, object=padded.name, operation="pad", column=name)
         self.reached("a padded batch", more > 0)
         if returned is tracked.batch:  # in place: it was for that launch
@@ -656,26 +633,21 @@ def _num_batches(model: Any, arguments: int) -> int:
     return len(inspect.signature(model).parameters) - arguments
 
 
-def _check_op(of: str, name: str, op: object) -> None:
+def _check_op(of: str, name: str, op: tuple[Any, ...]) -> None:
     """Refuses an operation that cannot be called.
 
     Raises:
         ArgumentError: not a call and a model of one batch or more, or a name that means something else.
     """
-    what = f"{of}: ops[{name!r}]"
+    argument = f"{of}: ops[{name!r}]"
     remedy = "pass name -> (call, model), or (call, model, strategy): both take the batches, then what was drawn"
-    if not isinstance(op, tuple) or not 2 <= len(op) <= 3 or not all(callable(one) for one in op[:2]):
-        raise ArgumentError(f"{what} is {op!r}", op, remedy)
-    if len(op) == 3 and not isinstance(op[2], SearchStrategy):
-        raise ArgumentError(f"{what}: expected a strategy, got {op[2]!r}", op[2], remedy)
+    if not 2 <= len(op) <= 3:
+        raise ArgumentError(f"{argument} is {op!r}", op, remedy)
     if not name.isidentifier() or hasattr(_TwinMachine, name) or name in _HOOKS:
-        raise ArgumentError(f"{what}: the name is taken", name, "choose another identifier")
-    try:
-        number = _num_batches(op[1], len(op) - 2)
-    except (TypeError, ValueError):
-        number = 0
+        raise ArgumentError(f"{argument}: the name is taken", name, "choose another identifier")
+    number = _num_batches(op[1], len(op) - 2)
     if number < 1:
-        raise ArgumentError(f"{what}: a model of {max(number, 0)} batches", op[1], remedy)
+        raise ArgumentError(f"{argument}: a model of {max(number, 0)} batches", op[1], remedy)
 
 
 def _rule_of(name: str, call: Any, model: Any, *arguments: SearchStrategy[Any]) -> Any:
@@ -683,17 +655,16 @@ def _rule_of(name: str, call: Any, model: Any, *arguments: SearchStrategy[Any]) 
     names = [f"batch_{at + 1}" for at in range(_num_batches(model, len(arguments)))]
 
     def run(self: _TwinMachine, **drawn: Any) -> Any:
-        inputs = [drawn.pop(one) for one in names]
+        inputs = [drawn.pop(batch) for batch in names]
         if len(set(map(id, inputs))) < len(inputs):
-            return multiple(*{id(one): one for one in inputs}.values())
+            return multiple(*{id(tracked): tracked for tracked in inputs}.values())
         further = tuple(drawn.values())
-        returned = call(*(one.batch for one in inputs), *further)
-        return self.run_op(
-            name, inputs, returned, model(*([dict(row) for row in one.rows] for one in inputs), *further)
-        )
+        returned = call(*(tracked.batch for tracked in inputs), *further)
+        rows = [[dict(row) for row in tracked.rows] for tracked in inputs]
+        return self.run_op(name, inputs, returned, model(*rows, *further))
 
     run.__name__ = name
-    drawn: dict[str, SearchStrategy[Any]] = {one: consumes(_TwinMachine.batches) for one in names}
+    drawn: dict[str, SearchStrategy[Any]] = {batch: consumes(_TwinMachine.batches) for batch in names}
     if arguments:
         drawn["argument"] = arguments[0]
     untyped: Any = rule  # its overloads do not know a mapping of strategies
@@ -703,27 +674,27 @@ def _rule_of(name: str, call: Any, model: Any, *arguments: SearchStrategy[Any]) 
 def _dtypes_of(batches: Sequence[_Tracked]) -> dict[str, str]:
     """The dtype that each attribute has in the batches; a side without rows has no say, nor have two that differ."""
     said: dict[str, set[str]] = {}
-    for one in batches:
-        if one.rows:
-            for name, dtype in one.dtypes.items():
+    for tracked in batches:
+        if tracked.rows:
+            for name, dtype in tracked.dtypes.items():
                 said.setdefault(name, set()).add(dtype)
     return {name: dtypes.pop() for name, dtypes in said.items() if len(dtypes) == 1}
 
 
-def _same(expected: Any, found: Any) -> bool:
+def _same(expected: Any, actual: Any) -> bool:
     """Whether two entries are equal, bit by bit if they are numbers; a model may say them in another dtype."""
-    if not isinstance(found, np.generic | np.ndarray):
-        return bool(expected == found)
-    given = np.asarray(expected)
-    if given.dtype != found.dtype:
-        if given.dtype.kind not in "biuf" or (given.dtype.kind == "f" and found.dtype.kind != "f"):
+    if not isinstance(actual, np.generic | np.ndarray):
+        return bool(expected == actual)
+    entry = np.asarray(expected)
+    if entry.dtype != actual.dtype:
+        if entry.dtype.kind not in "biuf" or (entry.dtype.kind == "f" and actual.dtype.kind != "f"):
             return False
-        given = given.astype(found.dtype)
-    return given.shape == found.shape and given.tobytes() == found.tobytes()
+        entry = entry.astype(actual.dtype)
+    return entry.shape == actual.shape and entry.tobytes() == actual.tobytes()
 
 
 def _listed(entries: Any) -> list[Any]:
-    return [_shown(one) for one in entries]
+    return [_shown(entry) for entry in entries]
 
 
 def _shown(entry: Any) -> Any:
@@ -735,14 +706,15 @@ def _raised(error: BatchStateError) -> None:
 
 
 def _result(returned: Any, before: _Tracked) -> Any:
-    """What came out: a batch, or the one that was changed in place. An empty batch may be false."""
+    """The batch that came out, or the one that was changed in place. An empty batch may be false."""
     return before.batch if returned is None else returned
 
 
-def _as_rows(keep: Any) -> list[int]:
-    array = np.asarray(keep)
-    rows: list[int] = (np.flatnonzero(array) if array.dtype.kind == "b" else array.astype(np.int64)).tolist()
-    return rows
+def _kept_rows(n: int) -> SearchStrategy[list[int]]:
+    """Rows that a filter keeps: as many in their order as in another one."""
+    masks = st.lists(st.booleans(), min_size=n, max_size=n).map(lambda mask: list(compress(range(n), mask)))
+    picks = st.permutations(range(n)).flatmap(lambda rows: st.integers(0, n).map(lambda most: rows[:most]))
+    return st.one_of(masks, picks)
 
 
 def _check_spec(spec: TwinSpec[Any, Any]) -> None:
@@ -767,24 +739,19 @@ def _check_spec(spec: TwinSpec[Any, Any]) -> None:
 
     if error_of(build) is not None or not batches:
         return
-    batch = batches[0]
-    if spec.declared is not None:
-        _found(spec, "what is declared", partial(spec.declared.snapshot, batch, names=spec.declared.columns))
+    batch, declared = batches[0], spec.declared
+    if declared is not None:
+        _look(spec, "what is declared", lambda: declared.snapshot(batch, names=declared.columns))
         return
-    _found(spec, "num_rows", lambda: spec.num_rows(batch))
+    _look(spec, "num_rows", lambda: spec.num_rows(batch))
     for name in spec.attribute_names:
-        if name in spec.lazy:
-            continue
-        _found(spec, f"attribute {name!r}", partial(_length, batch, name))
+        if name not in spec.lazy:
+            _look(spec, f"attribute {name!r}", lambda: len(Snapshot.of(attrgetter(name)(batch)).values))  # noqa: B023
 
 
-def _length(batch: object, name: str) -> int:
-    return len(Snapshot.of(attrgetter(name)(batch)).values)
-
-
-def _found(spec: TwinSpec[Any, Any], what: str, look: Callable[[], object]) -> None:
+def _look(spec: TwinSpec[Any, Any], named: str, look: Callable[[], object]) -> None:
     error = error_of(look)
     if error is not None:
-        problem = f"{spec.name}: {what} of a batch just built: {type(error).__name__}: {error}"
+        problem = f"{spec.name}: {named} of a batch just built: {type(error).__name__}: {error}"
         remedy = "correct the spec: each attribute named has one entry per request (a list, an array or a tensor)"
-        raise ArgumentError(problem, what, remedy) from error
+        raise ArgumentError(problem, named, remedy) from error

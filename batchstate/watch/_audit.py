@@ -1,4 +1,4 @@
-"""Comparison of two sides without a wait: the device side travels to the host by itself, and is compared a step later.
+"""Comparison of two sides without a wait: device sides travel to the host by themselves, and are compared a step later.
 
 The device sides are packed on the stream that the engine uses, so that what it writes next comes behind, and copied on
 a private stream behind an event of its own. One launch and one copy for a sample, whatever the number of columns.
@@ -14,8 +14,8 @@ import torch
 
 from batchstate.runtime import Runtime, Stream, open_runtime
 from batchstate.runtime.base import Download
+from batchstate.watch.declaration import CallSite, Declaration, Pair
 from batchstate.watch.hooks import Hooked
-from batchstate.watch.rows import Declaration, Pair, Place
 from batchstate.watch.snapshots import Array, array_from, bytes_of, copy_of, entries_of, without_tails
 
 _BYTE = np.dtype(np.uint8)
@@ -27,13 +27,13 @@ MOST_UNDER_WAY = 8
 @final
 @attrs.define(eq=False)
 class _Sample:
-    """Host sides as they were, with what counts of each row, and the device sides of the same moment on their way."""
+    """Host sides as they were, with how many entries of each row count, and the device sides of the same moment."""
 
     call: int
-    place: Place
+    site: CallSite
     requests: list[Any]
     hosts: list[tuple[Pair, Array | list[Any], Any]]
-    kinds: list[tuple[torch.dtype, torch.Size]]
+    device_types: list[tuple[torch.dtype, torch.Size]]
     download: Download
 
 
@@ -49,7 +49,7 @@ class _Lane:
 
 @final
 class Audit:
-    """Samples on their way, of what is hooked: its `pending` says how many."""
+    """The samples of a watched class that are on their way."""
 
     def __init__(self, declared: Declaration, hooked: Hooked, lag: int, runtime: Runtime | None) -> None:
         self._declared = declared
@@ -74,11 +74,11 @@ class Audit:
             replaced = getattr(self._thread, "lane", None)
             lane = self._thread.lane = _Lane(runtime, runtime.stream("watch"))
             with self._of_ended:
-                kept = (one for one in self._lanes if one.samples or (one is not replaced and one.runtime.owner.ident))
+                kept = [old for old in self._lanes if old.samples or (old is not replaced and old.runtime.owner.ident)]
                 self._lanes = [*kept, lane]
         return lane
 
-    def sample(self, batch: Any, place: Place, call: int) -> None:
+    def sample(self, batch: Any, site: CallSite, call: int) -> None:
         """Takes a sample. Never waits."""
         n = self._declared.count(batch)
         if not n:
@@ -110,9 +110,10 @@ class Audit:
         packed = runtime.launch(torch.cat, flat, reads=flat, name="watch: pack")
         with runtime.use(lane.stream):
             runtime.use_on_current_stream(packed, made_on)
-            download = runtime.land(packed, [(_BYTE, one.shape, one.shape[0]) for one in flat], "watch", lane.stream)
-        kinds = [(part.dtype, part.shape) for part in parts]
-        lane.samples.append(_Sample(call, place, declared.requests(batch, on_host=True), hosts, kinds, download))
+            runs = [(_BYTE, run.shape, run.shape[0]) for run in flat]
+            download = runtime.land(packed, runs, "watch", lane.stream)
+        types = [(part.dtype, part.shape) for part in parts]
+        lane.samples.append(_Sample(call, site, declared.requests(batch, on_host=True), hosts, types, download))
         self._hooked.count("samples")
         self._hooked.pending.append(None)
 
@@ -126,9 +127,9 @@ class Audit:
             self._compare_lane(lane, call)
         if len(self._lanes) > (lane is not None):
             with self._of_ended:
-                for one in self._lanes:
-                    if not one.runtime.owner.ident:
-                        self._compare_lane(one, call)
+                for other in self._lanes:
+                    if not other.runtime.owner.ident:
+                        self._compare_lane(other, call)
 
     def _compare_lane(self, lane: _Lane, call: int | None) -> None:
         while lane.samples and (call is None or not lane.runtime.capturing):
@@ -141,11 +142,11 @@ class Audit:
             self._compare(sample)
 
     def _compare(self, sample: _Sample) -> None:
-        landed = zip(sample.download.resolve(), sample.kinds, strict=True)
+        landed = zip(sample.download.resolve(), sample.device_types, strict=True)
         arrays = (array_from(packed, dtype, shape) for packed, (dtype, shape) in landed)
         for pair, host, counts in sample.hosts:
             device = next(arrays)
             if counts is not None:
                 counts = next(arrays) if isinstance(counts, torch.Tensor) else counts
                 host, device = without_tails(host, counts), without_tails(device, counts)
-            self._declared.compare(pair, host, device, sample.place, sample.requests)
+            self._declared.compare(pair, host, device, sample.site, sample.requests)

@@ -22,7 +22,7 @@ MOST_KEPT = 1_000
 @final
 @attrs.frozen(eq=False)
 class OverRequests:
-    """`any`, `all`, `max` or `min` of what a function says of each request. Made by `over_requests`."""
+    """`any`, `all`, `max` or `min` of a function's answer for each request. Made by `over_requests`."""
 
     combine: Callable[[Iterable[Any]], Any]
     function: Callable[[Any], Any]
@@ -33,7 +33,7 @@ class OverRequests:
 
 
 def over_requests(combine: Callable[[Iterable[Any]], Any], function: Callable[[Any], Any]) -> OverRequests:
-    """What a batch has because its requests have it, for `derived` and `implied` of `watch`.
+    """A value that a batch has because its requests have it, for `derived` and `implied` of `watch`.
 
     Each request, as it stands in the column `key`, is asked once, when it is first seen: of 256 requests the next call
     then costs microseconds. So `function` is for what does not change while a request lives; write another function
@@ -56,63 +56,63 @@ def over_requests(combine: Callable[[Iterable[Any]], Any], function: Callable[[A
 
 @final
 @attrs.define(eq=False)
-class Kind:
-    """Requests of which all functions say the same."""
+class AnswerGroup:
+    """Requests with equal answers."""
 
     answers: tuple[Any, ...]
 
 
 @final
 class RequestAnswers:
-    """What several functions say of requests. Keeps no request alive."""
+    """The answers of several functions for each request. Keeps no request alive."""
 
     def __init__(self, wants: Sequence[OverRequests]) -> None:
         self._wants = wants
-        self._kind_of: dict[int, Kind] = {}  # by the identity of a request that is alive
+        self._group_of: dict[int, AnswerGroup] = {}  # by the identity of a request that is alive
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._kinds: weakref.WeakValueDictionary[tuple[Any, ...], Kind] = weakref.WeakValueDictionary()
+        self._groups: weakref.WeakValueDictionary[tuple[Any, ...], AnswerGroup] = weakref.WeakValueDictionary()
         self._right: set[tuple[Any, ...]] = set()
 
-    def kinds_of(self, requests: Sequence[Any]) -> list[Kind]:
-        """The kind of each request, without rows that have none."""
-        known = self._kind_of
+    def groups_of(self, requests: Sequence[Any]) -> list[AnswerGroup]:
+        """The group of each request, without rows that have no request."""
+        group_of = self._group_of
         try:
-            return [known[id(one)] for one in requests]
+            return [group_of[id(request)] for request in requests]
         except KeyError:
-            return [known.get(id(one)) or self._ask(one) for one in requests if one is not None]
+            return [group_of.get(id(request)) or self._ask(request) for request in requests if request is not None]
 
-    def _ask(self, request: Any) -> Kind:
+    def _ask(self, request: Any) -> AnswerGroup:
         answers = tuple(
             bool(want.function(request)) if want.combine in (any, all) else want.function(request)
             for want in self._wants
         )
-        kind = self._kinds.setdefault(answers, Kind(answers))
-        number, known, alive = id(request), self._kind_of, self._alive
+        group = self._groups.setdefault(answers, AnswerGroup(answers))
+        number, group_of, alive = id(request), self._group_of, self._alive
 
         def forget(_: object) -> None:
-            known.pop(number, None)
+            group_of.pop(number, None)
             alive.pop(number, None)
 
-        with contextlib.suppress(TypeError):  # of a text, which is asked each time
+        with contextlib.suppress(TypeError):  # a text has no weak reference and is asked each time
             alive[number] = weakref.ref(request, forget)
-            known[number] = kind
-        return kind
+            group_of[number] = group
+        return group
 
-    def combined(self, want: OverRequests, kinds: frozenset[Kind]) -> Any:
-        """What one of the functions says of all requests together."""
+    def combined(self, want: OverRequests, groups: frozenset[AnswerGroup]) -> Any:
+        """The value that one of the functions gives for all requests together."""
         at = self._wants.index(want)
-        return want.combine(kind.answers[at] for kind in kinds)
+        return want.combine(group.answers[at] for group in groups)
 
-    def were_right(self, found: tuple[Any, ...], kinds: frozenset[Kind]) -> bool:
-        """Whether these values were found before where there were requests of these kinds, and were right."""
+    def were_right(self, values: tuple[Any, ...], groups: frozenset[AnswerGroup]) -> bool:
+        """Whether these values were right before for requests of these groups."""
         try:
-            return (found, kinds) in self._right
+            return (values, groups) in self._right
         except TypeError:  # a value without a hash
             return False
 
-    def note_right(self, found: tuple[Any, ...], kinds: frozenset[Kind]) -> None:
-        """Notes that these values are right for these kinds, if they cannot change in place."""
-        if all(type(one) in NEVER_CHANGE or isinstance(one, Enum) for one in found):
+    def note_right(self, values: tuple[Any, ...], groups: frozenset[AnswerGroup]) -> None:
+        """Notes that these values are right for these groups, if they cannot change in place."""
+        if all(type(value) in NEVER_CHANGE or isinstance(value, Enum) for value in values):
             if len(self._right) >= MOST_KEPT:
                 self._right.clear()
-            self._right.add((found, kinds))
+            self._right.add((values, groups))

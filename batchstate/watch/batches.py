@@ -1,38 +1,24 @@
-"""Watching a batch class that others wrote.
+"""Watching a batch class that others wrote: `docs/how-to/watch-an-engine.md` begins with ten lines.
 
-Ten lines over the class of an engine, which is not changed::
-
-    watched = watch(
-        ScheduleBatch,
-        after=["filter_batch", "merge_batch", "prepare_for_decode"],
-        num_rows="batch_size",
-        pairs=[("seq_lens_cpu", "seq_lens")],
-        rows=["reqs", "sampling_info.temperatures"],
-        derived={"seq_lens_sum": lambda batch: int(batch.seq_lens_cpu.sum())},
-    )
-
-From here on each of these calls is checked: at `cheap` by lengths, dtypes and what the host holds, at `full` by values.
+Each call of the declared methods is checked: at `cheap` lengths, dtypes and values of the host, at `full` all values.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import attrs
 
 from batchstate import levels
-from batchstate.batch import Batch
-from batchstate.columns import MirroredColumn
 from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime
 from batchstate.watch._audit import Audit
+from batchstate.watch.declaration import CallSite, Declaration
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
-from batchstate.watch.rows import Declaration, Get, Name, Place
+from batchstate.watch.paths import Get, Name
 from batchstate.watch.snapshots import Rows
 
 __all__ = ["Watched", "WatchedSpec", "audit", "watch"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 OPERATIONS = ("filter", "merge", "next_batch", "split", "advance", "update", "replace")
 """Operations of a `Batch` that leave it behind for another one."""
@@ -40,10 +26,10 @@ OPERATIONS = ("filter", "merge", "next_batch", "split", "advance", "update", "re
 
 @final
 class Watched(Hooked):
-    """A class that is watched, until `stop` or the end of a `with` block.
+    """A watched class, until `stop` or the end of a `with` block.
 
     Attributes:
-        declared: the columns, and the questions.
+        declared: the columns and their checks.
     """
 
     def __init__(
@@ -67,9 +53,9 @@ class Watched(Hooked):
         """The same declaration for the fuzzer: `batchstate.testing.fuzz_twins(watched.spec(row=..., build=..., ...))`.
 
         Args:
-            **calls: what else the fuzzer has to know, as in `batchstate.testing.TwinSpec`: `row`, `build`, `filter`,
-                and `merge` or `add`; perhaps `advance`, `ops`, `pad`, `copy`, `ascending`, `least_rows`, `max_rows`.
-                `advance` may be the name of a method. What it adds follows from that name, or the function's own.
+            **calls: fields of `batchstate.testing.TwinSpec`: `row`, `build`, `filter`, and `merge` or `add`; perhaps
+                `advance`, `ops`, `pad`, `copy`, `ascending`, `least_rows`, `max_rows`. `advance` may be the name of a
+                method; its `adds` are found by that name, or by the function's own.
 
         Raises:
             ArgumentError: `advance` has no name, so that it cannot be told which of `adds` it is.
@@ -80,9 +66,8 @@ class Watched(Hooked):
         elif advance is not None and self.declared.adds and getattr(advance, "__name__", "<lambda>") == "<lambda>":
             problem = f"spec of {self.name}: `advance` has no name, and `adds` is of {', '.join(self.declared.adds)}"
             raise ArgumentError(problem, advance, f"name the method: advance={next(iter(self.declared.adds))!r}")
-        return WatchedSpec(
-            self.declared, {"num_rows": self.declared.count, "name": self.name, "least_rows": 1, **calls}
-        )
+        defaults = {"num_rows": self.declared.count, "name": self.name, "least_rows": 1}
+        return WatchedSpec(self.declared, {**defaults, **calls})
 
     def stop(self) -> None:
         """Takes the hooks away, and lets go of the requests that were checked last."""
@@ -94,21 +79,21 @@ class Watched(Hooked):
         if self._audit is not None:
             self.ask("flush", self._audit.compare, None)
 
-    def check(self, batch: object, operation: str = "check", *, full: bool | None = None) -> None:
-        """Asks everything of one object now; `full` by default as the level of checks says.
+    def check(self, batch: object, operation: str = "check") -> None:
+        """Checks everything of one object now.
 
         Raises:
             Violation: with `on_violation="raise"`.
             DeclarationError: the object lacks what is declared.
         """
-        place = Place(self.name, operation, None, self.report)
+        site = CallSite(self.name, operation, None, self.report)
         try:
-            self.ask(operation, self.declared.check, batch, place, full=levels.full if full is None else full)
+            self.ask(operation, self.declared.check, batch, site, full=levels.full)
         finally:
-            self.count("compared", place.compared)
+            self.count("compared", site.compared)
 
     def around(self, name: str, before: bool, after: bool) -> Around:
-        """What runs in the place of a method, made once for each."""
+        """The function that runs instead of a method, made once for each."""
         cls, declared, audit, report = self.cls, self.declared, self._audit, self.report
         began, ended = f"before {name}", f"after {name}"
         added = declared.adds.get(name)
@@ -127,11 +112,11 @@ class Watched(Hooked):
             if not self.enter(subject):
                 return function(*args, **kwargs)
             full, since = levels.full and audit is None, self.every > 1
-            place = Place(self.name, ended, step, report, since)
+            site = CallSite(self.name, ended, step, report, since)
             compared, checked = False, subject is not None
             try:
                 if before and checked:
-                    first = Place(self.name, began, step, report, since)
+                    first = CallSite(self.name, began, step, report, since)
                     self.ask(began, declared.check, subject, first, full=full)
                     compared = first.compared
                     if audit is not None:
@@ -146,33 +131,33 @@ class Watched(Hooked):
                     checked, now = True, None
                     if after:
                         names = (added if moving else ()) if full else ()
-                        now = self.ask(ended, declared.check, out, place, full=full, names=names, before=kept or ())
+                        now = self.ask(ended, declared.check, out, site, full=full, names=names, before=kept or ())
                         if audit is not None:
-                            self.ask(ended, audit.sample, out, place, step)
+                            self.ask(ended, audit.sample, out, site, step)
                     if kept:
-                        self.ask(ended, declared.check_kept, kept, out, added, place, whole=after, now=now)
+                        self.ask(ended, declared.check_kept, kept, out, added, site, whole=after, now=now)
                 return result
             finally:
-                self.leave(subject, checked=checked, compared=full and (compared or place.compared))
+                self.leave(subject, checked=checked, compared=full and (compared or site.compared))
 
         return run
 
 
 def _objects(cls: type, values: Iterable[Any]) -> list[Any]:
-    """Those of a class among some values, and in lists and tuples of them."""
-    found = []
+    """The objects of a class among some values, and in lists and tuples of them."""
+    objects = []
     for value in values:
         if isinstance(value, cls):
-            found.append(value)
+            objects.append(value)
         elif isinstance(value, list | tuple) and value and isinstance(value[0], cls):
-            found += value
-    return found
+            objects += value
+    return objects
 
 
 @final
 @attrs.frozen(eq=False)
 class WatchedSpec:
-    """What is declared of a class, and the calls that a fuzzer makes. `fuzz_twins` and `twin_machine` take it."""
+    """The declaration of a class, and the calls of a fuzzer. `fuzz_twins` and `twin_machine` take it."""
 
     declared: Declaration
     calls: Mapping[str, Any]
@@ -227,18 +212,18 @@ def watch(
         pairs: `(host, device)` columns that are one value, or `(host, device, "upper_bound")`. Their dtypes may differ,
             and a column may be in several pairs.
         rows: further columns with one entry per request: tensors, arrays, lists, or dictionaries from row to entry.
-        key: the column that says whose each row is: request ids, or request objects; None is a row without a request.
+        key: the column with the request of each row: ids, or request objects; None is a row without a request.
         moves: methods that move rows and change no entry. At `full` each request has to have what it had; of methods
             that are not in `after`, the device sides of pairs may come later.
-        adds: method -> column -> what the method adds to each entry of it, compared at `full`. A function of the batch
-            that is not in `rows` is called before and after this method alone.
+        adds: method -> column -> the number that the method adds to each entry of it, compared at `full`. A function of
+            the batch that is not in `rows` is called before and after this method alone.
         when: column -> condition under which it is valid; without it the column and its pairs are left alone.
-        upto: column -> how many entries of each row count, on both sides of a pair; what stands behind is garbage.
+        upto: column -> how many entries of each row count, on both sides of a pair; entries behind are garbage.
         buffers: tensors and arrays are longer than the batch, and their first `num_rows` rows count.
         indices: column of row numbers of this batch -> a column of flags that says which rows they are, or None if only
             their range is known.
         derived: column -> the function that computes it from the rows. None is never wrong.
-        implied: column -> what it has to be at least: a flag may be set without need, a maximum too large.
+        implied: column -> its least value: a flag may be set without need, a maximum too large.
         on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
         every: check every n-th call of each method, beginning with the first.
         lag: for production. Pairs are compared at every level but `off`, without a wait: the device sides are packed
@@ -248,11 +233,9 @@ def watch(
             first sample is taken.
 
     Raises:
-        ArgumentError: `cls` is not a class, a method does not exist, or the declaration contradicts itself.
+        ArgumentError: a method does not exist, or the declaration contradicts itself.
         DeclarationError: a method is watched already.
     """
-    if not isinstance(cls, type):
-        raise ArgumentError(f"watch: expected a class, got {cls!r}", cls, "pass the class itself")
     name = cls.__name__
     ends, begins = hooks_of(name, cls, after, "after"), hooks_of(name, cls, before, "before")
     movers = hooks_of(name, cls, moves, "moves")
@@ -275,7 +258,7 @@ def watch(
         moves=moving,
         adds=adds,
     )
-    if lag is not None and (type(lag) is not int or lag < 1):
+    if lag is not None and lag < 1:
         raise ArgumentError(f"watch of {name}: expected lag=1 or more, got {lag!r}", lag, "1 compares at the next call")
     watched = Watched(cls, declared, on_violation, every, lag, runtime)
     hooks = [*begins, *ends, *movers]
@@ -284,46 +267,44 @@ def watch(
 
 
 def audit(
-    cls: type[Batch],
+    cls: type,
     *,
     before: Collection[Hook] = OPERATIONS,
     every: int = 100,
     lag: int = 1,
     on_violation: OnViolation = "log",
 ) -> Watched:
-    """Compares both sides of a `Batch` in production: what `watch(..., lag=1)` does, with the columns as declared.
+    """Compares both sides of a `Batch` in production, as `watch(..., lag=1)` does, with the columns as declared.
 
-    Before an operation takes the place of a batch whose columns have crossed, their device sides are sampled: one
-    launch, one copy, no wait. What a kernel wrote is named by column and row some calls later. Columns whose sides
-    may differ (under a bound, or in a stale window) and those with one side are left out.
+    Before an operation replaces a batch whose columns have crossed, their device sides are sampled: one launch, one
+    copy, no wait. A kernel's wrong write is named by column and row some calls later. Columns whose sides may differ
+    (under a bound, or in a stale window) and those with one side are left out.
 
     Args:
-        cls: a batch class.
+        cls: a subclass of `batchstate.Batch`.
         before: operations before which it is sampled.
         every: sample before every n-th call of each.
-        lag: calls until a sample is compared, at least.
-        on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
+        lag: as for `watch`.
+        on_violation: as for `watch`.
 
     Raises:
-        ArgumentError: `cls` is not a batch class, or has no such operation.
+        ArgumentError: it has no such operation.
         DeclarationError: it is audited already.
     """
-    given: object = cls
-    if not (isinstance(given, type) and issubclass(given, Batch)):
-        raise ArgumentError(f"audit: expected a subclass of Batch, got {cls!r}", cls, "for other classes use `watch`")
-    names = [name for name, column in cls.columns().items() if isinstance(column, MirroredColumn)]
+    batches: Any = cls  # by its public names: without the import, watching loads nothing of the state
+    contracts = {name: getattr(column, "contract", None) for name, column in batches.columns().items()}
+    names = [name for name, contract in contracts.items() if contract and contract.value != "device_only"]
     pairs = [((name, partial(_host_side, name)), (f"{name}.device", partial(_device_side, name))) for name in names]
     return watch(cls, num_rows="num_rows", before=before, pairs=pairs, every=every, lag=lag, on_violation=on_violation)
 
 
-def _both_hold(name: str, batch: Batch) -> bool:
-    side = batch.device_side
-    return side.uploaded and side.rows(name) is None and not batch[name].open_windows
+def _sides_agree(value: Any) -> bool:
+    return value.contract.value == "exact" and not value.open_windows
 
 
-def _host_side(name: str, batch: Batch) -> Any:
-    return batch[name].np if _both_hold(name, batch) else None
+def _host_side(name: str, batch: Any) -> Any:
+    return batch[name].np if batch.device_side.uploaded and _sides_agree(batch[name]) else None
 
 
-def _device_side(name: str, batch: Batch) -> Any:
-    return batch.device_side.column(name).on_current_stream(batch.runtime) if _both_hold(name, batch) else None
+def _device_side(name: str, batch: Any) -> Any:
+    return batch[name].device if batch.device_side.uploaded and _sides_agree(batch[name]) else None

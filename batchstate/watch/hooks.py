@@ -1,4 +1,4 @@
-"""Hooks round methods of classes that others wrote: put there once, taken away without a trace."""
+"""Hooks round methods of other people's classes: put there once, taken away without a trace."""
 
 import functools
 import inspect
@@ -7,7 +7,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from types import ModuleType, TracebackType
 from typing import Any, Literal, Self, TypeAlias, final
 
 import attrs
@@ -20,13 +19,13 @@ Hook: TypeAlias = str | Callable[..., Any] | tuple[Any, str]
 OnViolation: TypeAlias = Literal["raise", "log"] | Callable[[BatchStateError], object]
 
 _log = logging.getLogger("batchstate.watch")
-_installing = threading.Lock()
+_installing = threading.RLock()
 _WATCHER = "_batchstate_watcher"
 
 
 @final
-class _Found(BaseException):
-    """Carries what `on_violation` raises out of a check; it does not count as a failing declaration."""
+class _Stop(BaseException):
+    """Carries the error that `on_violation` raises out of a check: it is no failure of the declaration."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -34,7 +33,7 @@ class _Found(BaseException):
 
 @attrs.frozen
 class WatchCounters:
-    """What a watch has done up to now, for a log line or an exporter of metrics.
+    """Figures of a watch up to now, for a log line or an exporter of metrics.
 
     Attributes:
         calls: calls of hooked methods.
@@ -63,18 +62,18 @@ class Hooked:
     """Methods with hooks round them, until `stop` or the end of a `with` block.
 
     Attributes:
-        name: of what is watched, for reports.
+        name: of the class, for reports.
         active: whether the hooks do anything.
         every: every n-th call of each method is checked, the first among them.
         numbers: gives each call its number. Threads share it, as they do `pending`, without a lock.
-        pending: an entry for each answer on its way, which each call looks for.
+        pending: an entry for each sample on its way, which each call looks for.
     """
 
     def __init__(self, name: str, on_violation: OnViolation, every: int) -> None:
         if isinstance(on_violation, str) and on_violation not in ("raise", "log"):
             problem = f"watch of {name}: expected on_violation 'raise', 'log' or a function, got {on_violation!r}"
             raise ArgumentError(problem, on_violation, "a function gets the violation; 'log' logs once for each place")
-        if type(every) is not int or every < 1:
+        if every < 1:
             problem = f"watch of {name}: expected every=1 or more, got {every!r}"
             raise ArgumentError(problem, every, "1 checks each call")
         self.name = name
@@ -93,9 +92,7 @@ class Hooked:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __reduce__(self) -> str:
@@ -108,10 +105,7 @@ class Hooked:
             while self._undo:
                 owner, name, hook, before = self._undo.pop()
                 if vars(owner).get(name) is hook:
-                    if before is None:  # inherited: what the base has comes to light again
-                        delattr(owner, name)
-                    else:
-                        setattr(owner, name, before)
+                    delattr(owner, name) if before is None else setattr(owner, name, before)  # None if inherited
 
     def install(self, owner: type, hooks: Mapping[tuple[Any, str], "Around"]) -> None:
         """Puts hooks round methods, all or none.
@@ -121,24 +115,22 @@ class Hooked:
             DeclarationError: a method is watched already.
         """
         with _installing:
-            found = [(where, name, _method(self.name, where, name), around) for (where, name), around in hooks.items()]
+            methods = [(where, name, _method(self.name, where, name), hooks[where, name]) for where, name in hooks]
             try:
-                for where, name, method, around in found:
+                for where, name, method, around in methods:
                     hook = _wrapped(self, method, around)
                     before = vars(where).get(name)
                     setattr(where, name, hook)
                     self._undo.append((where, name, hook, before))
             except TypeError as error:
-                for where, name, _, before in reversed(self._undo):
-                    delattr(where, name) if before is None else setattr(where, name, before)
-                self._undo.clear()
+                self.stop()
                 problem = f"watch of {self.name}: {error}"
                 raise ArgumentError(problem, owner, "watch a class that is written in Python") from error
             self.active = True
 
     @property
     def counters(self) -> WatchCounters:
-        """What happened up to now."""
+        """The figures up to now."""
         with self._lock:
             calls = int(repr(self.numbers)[len("count(") : -1]) - 1
             return WatchCounters(calls, **self._figures, violations=self._violations.copy())
@@ -149,19 +141,17 @@ class Hooked:
             self._figures[figure] += number
 
     def report(self, error: BatchStateError) -> None:
-        """Raises what was found, logs it, or calls what was given for it. Only for questions of `ask`."""
+        """Raises the error, logs it, or hands it to the function in `on_violation`. For questions of `ask` alone."""
         if isinstance(error, Violation):
-            code = error.code.value
-            place: tuple[Any, ...] = (code, error.operation, error.column)
+            identity: tuple[Any, ...] = (error.code.value, error.operation, error.column)
         else:
-            code = type(error).__name__
-            place = (code, str(error.value))
+            identity = (type(error).__name__, str(error.value))
         with self._lock:
-            self._violations[code] += 1
-            new = place not in self._logged
-            self._logged.add(place)
+            self._violations[identity[0]] += 1
+            new = identity not in self._logged
+            self._logged.add(identity)
         if self._on_violation == "raise":
-            raise _Found(error)
+            raise _Stop(error)
         if self._on_violation == "log":
             if new:
                 _log.error("%s", error)
@@ -169,10 +159,10 @@ class Hooked:
         try:
             self._on_violation(error)
         except Exception as own:
-            raise _Found(own) from None
+            raise _Stop(own) from None
 
     def ask(self, operation: str, question: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Asks a question, and returns what it returns; None if a name or a function of the declaration failed.
+        """The answer of a question; None if a name or a function of the declaration failed.
 
         Raises:
             Violation, DeclarationError: with `on_violation="raise"`.
@@ -182,8 +172,8 @@ class Hooked:
                 return question(*args, **options)
             except Exception as error:
                 self.report(_misdeclared(self.name, operation, error))
-        except _Found as found:
-            stop = found.error
+        except _Stop as carrier:
+            stop = carrier.error
         else:
             return None
         try:
@@ -210,37 +200,30 @@ class Hooked:
 
 
 def _misdeclared(name: str, operation: str, error: Exception) -> DeclarationError:
-    """The error of a declaration whose name or function failed; `Declaration` knows which argument it was."""
+    """The error of a name or function of a declaration that failed; `Declaration` knows which argument it was."""
     problem, value = f"{type(error).__name__}: {error}", str(error)
     if isinstance(error, DeclarationError):
         problem, value = error.problem, str(error.value)
-    found = DeclarationError(
-        f"watch of {name}, {operation}: {problem}",
-        value,
-        "correct the declaration, or the batch lacks what it has to have here",
-    )
-    found.__cause__ = error.__cause__ or error
-    return found
+    remedy = "correct the declaration, or the batch lacks what it has to have here"
+    misdeclared = DeclarationError(f"watch of {name}, {operation}: {problem}", value, remedy)
+    misdeclared.__cause__ = error.__cause__ or error
+    return misdeclared
 
 
 Around: TypeAlias = Callable[[int, bool, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a method with its arguments, and checks before and after: number of the call, whether it is to be checked, the
-method as a plain function, arguments."""
+"""Runs a method and checks before and after: number of the call, whether a check is due, the function, arguments."""
 
 
 def _method(watched: str, owner: Any, name: str) -> Any:
-    if not isinstance(owner, type | ModuleType):
-        problem = f"watch of {watched}: expected a class or a module that has {name!r}, got {owner!r}"
-        raise ArgumentError(problem, owner, "name a method, or pass (class, 'method')")
     try:
         method = inspect.getattr_static(owner, name)
     except AttributeError:
-        near = [one for one in dir(owner) if one.startswith(name[:4]) and callable(getattr(owner, one, None))]
+        near = [other for other in dir(owner) if other.startswith(name[:4]) and callable(getattr(owner, other, None))]
         remedy = f"it has {', '.join(near[:5])}" if near else "name one of its methods"
         raise ArgumentError(f"watch of {watched}: {owner.__name__} has no method {name!r}", name, remedy) from None
     function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
     if getattr(function, _WATCHER, None) is not None:
-        if name not in vars(owner):  # the base is watched: of the subclass's objects, its own declaration is asked
+        if name not in vars(owner):  # the base is watched: objects of the subclass are checked by its own declaration
             whole: Any = vars(function)["__wrapped__"]
             return type(method)(whole) if isinstance(method, classmethod | staticmethod) else whole
         remedy = "one watch is enough: declare everything in it, or `stop()` the other first"
@@ -271,27 +254,21 @@ def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
     return type(method)(watched) if isinstance(method, classmethod | staticmethod) else watched
 
 
-def hooks_of(name: str, owner: type, hooks: object, what: str) -> list[tuple[Any, str]]:
+def hooks_of(name: str, owner: type, hooks: Collection[Hook], argument: str) -> list[tuple[Any, str]]:
     """Hooks as (class, method).
 
     Raises:
-        ArgumentError: something else than a collection of names, functions of the class, and pairs.
+        ArgumentError: a function that is no method of the class.
     """
-    if isinstance(hooks, str) or not isinstance(hooks, Collection):
-        raise ArgumentError(
-            f"watch of {name}: `{what}` is {'the text ' if isinstance(hooks, str) else ''}{hooks!r}, expected a list",
-            hooks,
-            f"leave `{what}` out" if hooks is None else f"pass a list: {what}=[{hooks!r}]",
-        )
-    found: list[tuple[Any, str]] = []
+    methods: list[tuple[Any, str]] = []
     for hook in hooks:
         if isinstance(hook, str):
-            found.append((owner, hook))
-        elif isinstance(hook, tuple) and len(hook) == 2 and isinstance(hook[1], str):
-            found.append(hook)
-        elif callable(hook) and getattr(owner, getattr(hook, "__name__", ""), None) == hook:
-            found.append((owner, hook.__name__))
+            methods.append((owner, hook))
+        elif isinstance(hook, tuple):
+            methods.append(hook)
+        elif getattr(owner, hook.__name__, None) == hook:
+            methods.append((owner, hook.__name__))
         else:
-            problem = f"watch of {name}: expected in `{what}` the name of a method, got {hook!r}"
+            problem = f"watch of {name}: expected in `{argument}` the name of a method, got {hook!r}"
             raise ArgumentError(problem, hook, "name a method of the class, or pass (class or module, 'name')")
-    return found
+    return methods

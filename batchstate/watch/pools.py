@@ -8,53 +8,55 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError
+from batchstate.watch.declaration import CallSite
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
-from batchstate.watch.rows import Name, Place, getter, suspects
+from batchstate.watch.paths import Get, Name, getter
 from batchstate.watch.snapshots import Snapshot, rows_of
 
 __all__ = ["WatchedPool", "watch_copy", "watch_pages", "watch_slots"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-Question: TypeAlias = Callable[[Any, Place], None]
+Question: TypeAlias = Callable[[Any, CallSite, Sequence[Any]], None]
+"""Checks an object, with the arguments of the call."""
+
+_LOST = "an exit of a request (finish, abort, retraction, error) did not give its {} back"
 
 
 @final
 class WatchedPool(Hooked):
-    """A pool, or what manages it, that is watched, until `stop` or the end of a `with` block.
+    """A watched pool, or its manager, until `stop` or the end of a `with` block.
 
     Attributes:
-        counters: what happened up to now.
+        counters: the figures up to now.
     """
 
-    def __init__(
-        self, cls: type, question: Callable[..., None], what: str, on_violation: OnViolation, every: int
-    ) -> None:
+    def __init__(self, cls: type, question: Question, watch: str, on_violation: OnViolation, every: int) -> None:
         super().__init__(cls.__name__, on_violation, every)
         self.cls = cls
         self._question = question
-        self._what = what
+        self._watch = watch
 
     def __repr__(self) -> str:
-        return f"WatchedPool({self._what} of {self.name}, {self.counters.calls} calls)"
+        return f"WatchedPool({self._watch} of {self.name}, {self.counters.calls} calls)"
 
     def check(self, pool: object, operation: str = "check") -> None:
-        """Asks everything of one object now."""
-        self.ask(operation, self._question, pool, Place(self.name, operation, None, self.report))
+        """Checks everything of one object now."""
+        self.ask(operation, self._question, pool, CallSite(self.name, operation, None, self.report), ())
 
-    def around(self, name: str, pass_on: bool) -> Around:
-        """What runs in the place of a method."""
+    def around(self, name: str) -> Around:
+        """The function that runs instead of a method."""
         ended = f"after {name}"
 
         def run(
             step: int, due: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            subject = next((one for one in (*args, *kwargs.values()) if isinstance(one, self.cls)), None)
+            subject = next((value for value in (*args, *kwargs.values()) if isinstance(value, self.cls)), None)
             if subject is None or not self.enter(subject):
                 return function(*args, **kwargs)
             try:
                 result = function(*args, **kwargs)
-                place = Place(self.name, ended, step, self.report, self.every > 1)
-                self.ask(ended, self._question, subject, place, *((args[1:],) if pass_on else ()))
+                site = CallSite(self.name, ended, step, self.report, self.every > 1)
+                self.ask(ended, self._question, subject, site, args[1:])
                 return result
             finally:
                 self.leave(subject)
@@ -63,30 +65,23 @@ class WatchedPool(Hooked):
 
 
 def _ints(values: Any) -> Ints:
-    if values is None:
-        return np.empty(0, np.int64)
     if not hasattr(values, "shape"):
-        values = list(values)
+        values = list(() if values is None else values)
     return np.asarray(Snapshot.of(values).values).astype(np.int64).reshape(-1)
 
 
+def _size_of(size: Name | int | None) -> Get | None:
+    return (lambda _: size) if isinstance(size, int) else None if size is None else getter(size)
+
+
 def _install(
-    cls: type,
-    after: Collection[Hook],
-    question: Callable[..., None],
-    what: str,
-    on_violation: OnViolation,
-    every: int,
-    *,
-    pass_on: bool = False,
+    cls: type, after: Collection[Hook], question: Question, watch: str, on_violation: OnViolation, every: int
 ) -> WatchedPool:
-    if not isinstance(cls, type):
-        raise ArgumentError(f"{what}: expected a class, got {cls!r}", cls, "pass the class itself")
     hooks = hooks_of(cls.__name__, cls, after, "after")
     if not hooks:
-        raise ArgumentError(f"{what} of {cls.__name__}: no method is named", None, "name them in `after`")
-    watched = WatchedPool(cls, question, what, on_violation, every)
-    watched.install(cls, {hook: watched.around(hook[1], pass_on) for hook in hooks})
+        raise ArgumentError(f"{watch} of {cls.__name__}: no method is named", None, "name them in `after`")
+    watched = WatchedPool(cls, question, watch, on_violation, every)
+    watched.install(cls, {hook: watched.around(hook[1]) for hook in hooks})
     return watched
 
 
@@ -105,7 +100,7 @@ def watch_pages(
     """Checks who holds which page, against the free list and the reference counts, round methods of a class.
 
     Args:
-        cls: what has the pages: a cache, an allocator, a block manager.
+        cls: the owner of the pages: a cache, an allocator, a block manager.
         after: methods after which they are counted.
         holders: the pages of each holder: of each request, and of each other part that keeps pages, as a radix tree.
         free: the pages that can be handed out.
@@ -113,17 +108,17 @@ def watch_pages(
             have any number of holders.
         cached: pages that nobody holds and that are kept for their content.
         num_pages: how many pages there are in all. With it, a page that is nowhere is a leak.
-        on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
-        every: check every n-th call of each method, beginning with the first.
+        on_violation: as for `watch`.
+        every: as for `watch`.
 
     Raises:
-        ArgumentError: `cls` is not a class, or a method does not exist.
+        ArgumentError: a method does not exist.
         DeclarationError: a method is watched already.
     """
     read_free, read_cached = getter(free), None if cached is None else getter(cached)
-    size = num_pages if num_pages is None or isinstance(num_pages, int) else getter(num_pages)
+    size = _size_of(num_pages)
 
-    def question(pool: Any, place: Place) -> None:
+    def question(pool: Any, site: CallSite, _: Sequence[Any]) -> None:
         lists = [_ints(pages) for pages in holders(pool)]
         used = np.concatenate(lists) if lists else np.empty(0, np.int64)
         freed = _ints(read_free(pool))
@@ -139,34 +134,22 @@ def watch_pages(
             recorded = np.where(holding > 0, expected, 0)
         recorded[listed > 0] = -1
         recorded[at_kept] = 0
-        place.ask(
-            invariants.page_owner,
-            holding - listed,
-            recorded,
-            pages=pages,
-            column="pages",
-            remedy=f"look at what {suspects(place)} frees, shares or takes: a page goes to the free list when its "
-            "last holder has let go, once",
-        )
+        remedy = f"look at what {site.suspects} frees, shares or takes: a page goes to the free list when its "
+        remedy += "last holder has let go, once"
+        site.ask(invariants.page_owner, holding - listed, recorded, pages=pages, column="pages", remedy=remedy)
         if size is not None:
-            total = size if isinstance(size, int) else int(size(pool))
+            total = int(size(pool))
             lost, problem = total - len(pages), None
-            if lost:
+            if lost < 0:
                 problem = f"there are {-lost} more pages than `num_pages`, {total}"
             if lost > 0:
                 gone = np.setdiff1d(np.arange(total), pages)
                 named = f": {gone[:8].tolist()}" if len(gone) == lost else ""  # unless they begin at 1
                 problem = f"{lost} of {total} pages are neither free nor cached nor held{named}"
-            place.ask(
-                invariants.slot_conservation,
-                int((listed > 0).sum()),
-                len(np.unique(kept)),
-                int(((holding > 0) & (listed == 0)).sum()),
-                total,
-                problem=problem,
-                column="pages",
-                remedy="an exit of a request (finish, abort, retraction, error) did not give its pages back",
-            )
+            num_free, num_held = int((listed > 0).sum()), int(((holding > 0) & (listed == 0)).sum())
+            counted = num_free, len(np.unique(kept)), num_held, total
+            remedy = _LOST.format("pages")
+            site.ask(invariants.slot_conservation, *counted, problem=problem, column="pages", remedy=remedy)
 
     return _install(cls, after, question, "watch_pages", on_violation, every)
 
@@ -185,65 +168,39 @@ def watch_slots(
     """Checks that each slot is free or has one request, round methods of a class.
 
     Args:
-        cls: what has the slots, or what knows the requests.
+        cls: the owner of the slots, or of the requests.
         after: methods after which they are counted.
         live: the slots of all requests.
         free: the slots that can be handed out.
         size: how many there are in all. With it, a slot that is nowhere is a leak.
         zero: whether slot 0 may have a request; in most engines it is padding.
-        on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
-        every: check every n-th call of each method, beginning with the first.
+        on_violation: as for `watch`.
+        every: as for `watch`.
 
     Raises:
-        ArgumentError: `cls` is not a class, or a method does not exist.
+        ArgumentError: a method does not exist.
         DeclarationError: a method is watched already.
     """
-    read_live, read_free = getter(live), getter(free)
-    read_size = size if size is None or isinstance(size, int) else getter(size)
+    read_live, read_free, read_size = getter(live), getter(free), _size_of(size)
 
-    def question(pool: Any, place: Place) -> None:
+    def question(pool: Any, site: CallSite, _: Sequence[Any]) -> None:
         used, freed = _ints(read_live(pool)), _ints(read_free(pool))
-        method = suspects(place)
         if not zero:
-            place.ask(
-                invariants.slot_zero_allocated,
-                np.concatenate([used, freed]),
-                column="slots",
-                remedy="slot 0 is padding: padded rows write it; say `zero=True` if it is not so here",
-            )
-        place.ask(
-            invariants.slot_shared, used + 1, column="slots", remedy=f"two requests write one row: look in {method}"
-        )
-        place.ask(
-            invariants.slot_double_free,
-            freed,
-            ~np.isin(freed, used),
-            column="slots",
-            remedy=f"a slot in the free list still has a request, or stands there twice: look in {method}",
-        )
+            remedy = "slot 0 is padding: padded rows write it; say `zero=True` if it is not so here"
+            site.ask(invariants.slot_zero_allocated, np.concatenate([used, freed]), column="slots", remedy=remedy)
+        remedy = f"two requests write one row: look in {site.suspects}"
+        site.ask(invariants.slot_shared, used + 1, column="slots", remedy=remedy)
+        remedy = f"a slot in the free list still has a request, or stands there twice: look in {site.suspects}"
+        site.ask(invariants.slot_double_free, freed, ~np.isin(freed, used), column="slots", remedy=remedy)
         if read_size is not None:
-            total = read_size if isinstance(read_size, int) else int(read_size(pool))
-            place.ask(
-                invariants.slot_conservation,
-                len(freed),
-                0,
-                len(used),
-                total,
-                column="slots",
-                remedy="an exit of a request (finish, abort, retraction, error) did not give its slot back",
-            )
+            counted = len(freed), 0, len(used), int(read_size(pool))
+            site.ask(invariants.slot_conservation, *counted, column="slots", remedy=_LOST.format("slot"))
 
     return _install(cls, after, question, "watch_slots", on_violation, every)
 
 
 def watch_copy(
-    cls: type,
-    method: str,
-    *,
-    host: Name,
-    device: Name,
-    on_violation: OnViolation = "raise",
-    every: int = 1,
+    cls: type, method: str, *, host: Name, device: Name, on_violation: OnViolation = "raise", every: int = 1
 ) -> WatchedPool:
     """Checks at `full` that a staging buffer's copy to the device brought what the host side holds.
 
@@ -252,26 +209,22 @@ def watch_copy(
         method: copies; its first argument, if it is a number, says how many rows.
         host: the side that is copied.
         device: where it goes.
-        on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
-        every: check every n-th call of each method, beginning with the first.
+        on_violation: as for `watch`.
+        every: as for `watch`.
 
     Raises:
-        ArgumentError: `cls` is not a class, or the method does not exist.
+        ArgumentError: the method does not exist.
         DeclarationError: the method is watched already.
     """
     read_host, read_device = getter(host), getter(device)
 
-    def question(buffer: Any, place: Place, args: Sequence[Any] = ()) -> None:
+    def question(buffer: Any, site: CallSite, args: Sequence[Any]) -> None:
         if not levels.full:
             return
         source, target = read_host(buffer), read_device(buffer)
         n = args[0] if args and isinstance(args[0], int) else rows_of(source)
-        place.ask(
-            invariants.mirror_equal,
-            Snapshot.of(source, n).values,
-            Snapshot.of(target, n).values,
-            column=f"{host} / {device}",
-            remedy="the host side was written while its copy was under way, or fewer rows were copied than are used",
-        )
+        sides = Snapshot.of(source, n).values, Snapshot.of(target, n).values
+        remedy = "the host side was written while its copy was under way, or fewer rows were copied than are used"
+        site.ask(invariants.mirror_equal, *sides, column=f"{host} / {device}", remedy=remedy)
 
-    return _install(cls, [method], question, "watch_copy", on_violation, every, pass_on=True)
+    return _install(cls, [method], question, "watch_copy", on_violation, every)

@@ -33,21 +33,22 @@ def sections(
     Args:
         item: the test.
         error: what it failed with.
-        opened: the runtimes that it was given.
+        opened: its runtimes.
         shown: races of the same test that are in a section already; those that are added here come to them.
 
     Returns:
         one for each violation behind the error and each race that was caught; one for a simulated device, which is
-        worth repeating; none for all else.
+        worth repeating; none for other tests.
     """
     texts = []
     for violation in violations_in(error):
         race = _race_of(violation)
         texts.append(_fields(violation) if race is None else _race(item, race, shown))
-    caught = [race for one in opened for race in one.races if all(race is not other for other in shown)]
-    note = "" if any(one.accepted is not None for one in opened) else "this race was caught, and the test went on:\n\n"
+    caught = [race for runtime in opened for race in runtime.races if all(race is not other for other in shown)]
+    in_cuda = any(runtime.accepted is not None for runtime in opened)
+    note = "" if in_cuda else "this race was caught, and the test went on:\n\n"
     texts += [f"{note}{_race(item, race, shown)}" for race in caught]
-    if not texts and any(one.scheduler for one in opened):
+    if not texts and any(runtime.scheduler for runtime in opened):
         texts.append("")
     ends = _lines(_how_it_ran(item, opened))
     titles = [_TITLE, *(f"{_TITLE} {number}" for number in range(2, len(texts) + 1))]
@@ -55,19 +56,19 @@ def sections(
 
 
 def violations_in(error: BaseException) -> Iterator[Violation]:
-    """The violations in an error, in groups of errors and in what led to them; none twice."""
+    """The violations in an error, in groups of errors and in their causes; none twice."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:
-        one = waiting.pop(0)
-        if id(one) in seen:
+        error = waiting.pop(0)
+        if id(error) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, Violation):
-            yield one
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
-        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        seen.add(id(error))
+        if isinstance(error, Violation):
+            yield error
+        if isinstance(error, BaseExceptionGroup):
+            waiting += error.exceptions
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if before is not None:
             waiting.append(before)
 
@@ -105,9 +106,9 @@ def _race(item: pytest.Item, race: "RaceReport", shown: "list[RaceReport]") -> s
 def _how_it_ran(item: pytest.Item, opened: Sequence[Opened]) -> dict[str, str]:
     ran: dict[str, str] = {}
     if opened:
-        ran["device"] = ", ".join(dict.fromkeys(one.device for one in opened))
+        ran["device"] = ", ".join(dict.fromkeys(runtime.device for runtime in opened))
     ran["checks"] = levels.current_checks().value
-    orders = dict.fromkeys(f"{one.scheduler}, seed {one.seed}" for one in opened if one.scheduler)
+    orders = dict.fromkeys(f"{runtime.scheduler}, seed {runtime.seed}" for runtime in opened if runtime.scheduler)
     if orders:
         ran["scheduler"] = "; ".join(orders)
     within = item.nodeid.partition("::")[2]
@@ -127,8 +128,9 @@ def _options(item: pytest.Item, opened: Sequence[Opened]) -> str:
         options += ["--batchstate-device", settings.device]
     if "checks" not in settings.marked and (level := os.environ.get(levels.ENVIRONMENT_VARIABLE)):
         options += ["--batchstate-checks", level]
-    options += ["--cuda-on-cpu"] * any(one.accepted is not None for one in opened)
-    if "seed" not in settings.marked and any(one.scheduler and one.seed == settings.seed for one in opened):
+    options += ["--cuda-on-cpu"] * any(runtime.accepted is not None for runtime in opened)
+    scheduled = [runtime.seed for runtime in opened if runtime.scheduler]
+    if "seed" not in settings.marked and settings.seed in scheduled:
         options += ["--batchstate-seed", str(settings.seed)]
     return "".join(f" {shlex.quote(option)}" for option in options)
 

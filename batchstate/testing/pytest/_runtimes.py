@@ -1,4 +1,4 @@
-"""The runtimes that tests get from the pytest plugin, by their settings, and what is asked of them at the end.
+"""The runtimes that tests get from the pytest plugin, by their settings, and the checks at the end of a test.
 
 Settings are those of marks, the command line, the environment and the project's ini file, nearest first.
 """
@@ -6,7 +6,7 @@ Settings are those of marks, the command line, the environment and the project's
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import attrs
 import pytest
@@ -34,7 +34,7 @@ class Settings:
         seed: of the simulator's scheduler.
         min_depth: steps that have to be in flight at once, or None.
         marked: the settings that come from marks.
-        own: those of them that come from a mark of the test function itself.
+        own: the settings that come from a mark of the test function itself.
     """
 
     device: str = "cpu"
@@ -50,7 +50,7 @@ def settings_of(item: pytest.Item) -> Settings:
     """The settings of a test.
 
     Raises:
-        ArgumentError: a mark has an argument that is none, or a value that cannot be meant.
+        ArgumentError: a mark has an unknown argument, or a value that cannot be meant.
     """
     marked: dict[str, Any] = {}
     for mark in item.iter_markers(MARK):
@@ -58,11 +58,11 @@ def settings_of(item: pytest.Item) -> Settings:
         marked = {**mark.kwargs, **marked}
     config = item.config
     chosen = {"device": chosen_device(config), "seed": config.getoption("batchstate_seed")}
-    given = {name: value for name, value in chosen.items() if value is not None} | marked
+    settings = {name: value for name, value in chosen.items() if value is not None} | marked
     own = {name for mark in item.own_markers if mark.name == MARK for name in mark.kwargs}
-    if "checks" in given:
-        given["checks"] = Level(given["checks"])
-    return Settings(**given, marked=frozenset(marked), own=frozenset(own))
+    if "checks" in settings:
+        settings["checks"] = Level(settings["checks"])
+    return Settings(**settings, marked=frozenset(marked), own=frozenset(own))
 
 
 def chosen_device(config: pytest.Config) -> str | None:
@@ -132,7 +132,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "seed": _whole("seed", 0),
     "min_depth": _whole("min_depth", 1),
 }
-"""Argument of the mark -> what refuses a value that cannot be meant."""
+"""Argument of the mark -> function that refuses a value that cannot be meant."""
 
 
 _LATEST = "lazy"
@@ -142,7 +142,7 @@ _LATEST = "lazy"
 @final
 @attrs.define(eq=False)
 class Opened:
-    """A runtime that a test was given."""
+    """A runtime of a test."""
 
     device: str  # as `open_device` takes it
     seed: int  # of the scheduler
@@ -176,7 +176,7 @@ class Opened:
         self._before = len(self._races)
 
     def close(self) -> None:
-        """Lets go of the runtime, and keeps what is asked for later."""
+        """Lets go of the runtime, and keeps its races and depths."""
         self._look()
         self.runtime = None
 
@@ -197,7 +197,7 @@ class Openings:
     """Opens runtimes for tests.
 
     Attributes:
-        of_test: those that the test under way was given, or found open.
+        of_test: the runtimes of the test under way, those that it found open among them.
     """
 
     _settings: Callable[[], Settings]
@@ -205,7 +205,7 @@ class Openings:
     _now: list[Opened] = attrs.field(factory=list)
 
     def begin_test(self) -> None:
-        """A test begins. It may use what a fixture of a module or a session has opened."""
+        """A test begins. It may use runtimes that a fixture of a module or a session has opened."""
         self.of_test = list(self._now)
         for opened in self.of_test:
             opened.begin_test()
@@ -244,7 +244,7 @@ class Openings:
     def open(
         self, *, device: str | None = None, steps_in_flight: int | None = None, seed: int | None = None
     ) -> "Iterator[Runtime]":
-        """A runtime in its window. What is not given is as the test's settings say."""
+        """A runtime in its window; by default with the test's settings."""
         from batchstate.races.devices import open_device, window_of
 
         settings = self._settings()
@@ -264,7 +264,7 @@ class Openings:
 
 
 def is_there(device: str) -> bool:
-    """Whether a device exists on this machine. One that torch does not know counts: opening it says what is wrong."""
+    """Whether a device exists on this machine. An unknown name counts: opening it says what is wrong."""
     import torch
 
     from batchstate.races.devices import torch_device_of
@@ -283,37 +283,36 @@ def check_passed(settings: Settings, opened: list[Opened]) -> None:
     Raises:
         Failed: it caught a race, was not as deep as its mark demands, or has a mark without an effect.
     """
-    of_cuda = [race.problem for one in opened if one.accepted is not None for race in one.races]
-    if found := of_cuda or [race.problem for one in opened for race in one.races]:
-        several = len(found) > 1
-        what, remedy = (
-            f"something caught {'races that were' if several else 'a race that was'} raised in this test",
-            "repair what races; a test that is meant to race opens a `RaceRuntime` itself",
-        )
-        if of_cuda:
-            what = f"{len(found)} race{'s' * several} in code that says cuda"
-            remedy = "repair what races, or accept it with --batchstate-baseline"
-        pytest.fail("\n  ".join([what, *found, f"remedy: {remedy}"]), pytrace=False)
+    of_cuda = [race.problem for runtime in opened if runtime.accepted is not None for race in runtime.races]
+    races = of_cuda or [race.problem for runtime in opened for race in runtime.races]
+    several = len(races) > 1
+    if of_cuda:
+        problem = f"{len(races)} race{'s' * several} in code that says cuda"
+        _fail(problem, *races, "remedy: repair what races, or accept it with --batchstate-baseline")
+    if races:
+        problem = f"something caught {'races that were' if several else 'a race that was'} raised in this test"
+        _fail(problem, *races, "remedy: repair what races; a test that is meant to race opens a `RaceRuntime` itself")
     idle = sorted(settings.own - {"checks"})
     if idle and not opened:
-        pytest.fail(
-            f"the mark's {', '.join(idle)} had no effect: the test opened no runtime\n"
-            "  remedy: let the test or its fixtures take `batchstate_runtime` or `batchstate_open`",
-            pytrace=False,
-        )
-    known = [one.depths for one in opened if one.depths is not None and one.scheduler in (None, _LATEST)]
-    if settings.min_depth is None or not known:
+        problem = f"the mark's {', '.join(idle)} had no effect: the test opened no runtime"
+        _fail(problem, "remedy: let the test or its fixtures take `batchstate_runtime` or `batchstate_open`")
+    counted = [runtime.depths for runtime in opened if runtime.scheduler in (None, _LATEST)]
+    depths_of = [depths for depths in counted if depths is not None]
+    if settings.min_depth is None or not depths_of:
         return
     wanted = settings.min_depth
-    steady = [depth for depths in known for depth in depths[wanted - 1 :]]
+    steady = [depth for depths in depths_of for depth in depths[wanted - 1 :]]
     deep = sum(depth >= wanted for depth in steady)
     if not steady or deep < len(steady):
-        most = max((depth for depths in known for depth in depths), default=0)
-        pytest.fail(
+        most = max((depth for depths in depths_of for depth in depths), default=0)
+        _fail(
             f"{wanted} steps were in flight at once in {deep} of {len(steady)} steady steps, never more than {most}, "
-            f"and the mark demands {wanted}\n"
-            "  Something waits for the device in a step, or `next_step` is not called once per step. Behind a host\n"
-            "  that waits, everything is in order, and no race can be found.\n"
-            "  remedy: run ahead as in production; `no_hidden_sync` finds what waits",
-            pytrace=False,
+            f"and the mark demands {wanted}",
+            "Something waits for the device in a step, or `next_step` is not called once per step. Behind a host",
+            "that waits, everything is in order, and no race can be found.",
+            "remedy: run ahead as in production; `no_hidden_sync` finds what waits",
         )
+
+
+def _fail(problem: str, *lines: str) -> NoReturn:
+    pytest.fail("\n  ".join([problem, *lines]), pytrace=False)

@@ -92,7 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the mark, and sets the level of checks if one was asked for."""
+    """Registers the mark, and sets the level of checks if an option names it."""
     config.addinivalue_line("markers", _MARK_HELP)
     config.stash[_under_way] = _UnderWay()
     if config.getoption("cuda_on_cpu") and str(_asked(config, "device")).partition(":")[0] not in ("race", "sim"):
@@ -115,13 +115,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Says what was asked for; nothing where nothing was."""
-    given = [
-        f"{name} {value}"
-        for name in ("device", "checks", "seed", "reports")
-        if (value := _asked(config, name)) is not None
-    ]
-    return f"batchstate: {', '.join(given)}" if given else None
+    """Says which options are set, if any."""
+    names = ("device", "checks", "seed", "reports")
+    options = [f"{name} {value}" for name in names if (value := _asked(config, name)) is not None]
+    return f"batchstate: {', '.join(options)}" if options else None
 
 
 def _asked(config: pytest.Config, name: str) -> object:
@@ -138,7 +135,7 @@ def _asked(config: pytest.Config, name: str) -> object:
 def batchstate_open(pytestconfig: pytest.Config) -> "Callable[..., contextlib.AbstractContextManager[Runtime]]":
     """Opens runtimes with settings of their own, for a `with`: takes device, steps_in_flight and seed.
 
-    What is not given is as mark and options say. For fixtures of any scope, for a test that needs several runtimes, and
+    The defaults are those of mark and options. For fixtures of any scope, for a test that needs several runtimes, and
     for Hypothesis, where each example needs its own.
     """
     return _openings(pytestconfig.stash[_under_way]).open
@@ -242,7 +239,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds what is known of a violation to the report of the test that it failed."""
+    """Adds the sections of a violation to the report of the test that it failed."""
     report = yield
     under_way = item.config.stash[_under_way]
     opened = [] if under_way.openings is None else under_way.openings.of_test
@@ -253,7 +250,9 @@ def pytest_runtest_makereport(
 
             report.sections += sections(item, call.excinfo.value, opened, under_way.shown)
     if opened and report.when == "teardown":
-        vars(report)[_RAN] = {one.device: one.depth or 0 for one in opened}  # xdist carries it to the summary too
+        vars(report)[_RAN] = {
+            runtime.device: runtime.depth or 0 for runtime in opened
+        }  # xdist carries it to the summary too
     return report
 
 

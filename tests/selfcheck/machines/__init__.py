@@ -1,6 +1,6 @@
 """The state machines, one a file, each over a model simple enough to be seen to be right."""
 
-from batchstate.testing.machine import Machine
+from tests.selfcheck.machine import Machine
 from tests.selfcheck.machines.batch import BatchMachine
 from tests.selfcheck.machines.engine import EngineMachine
 from tests.selfcheck.machines.failures import FailureMachine

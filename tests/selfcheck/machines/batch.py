@@ -30,10 +30,10 @@ from batchstate.runtime import Runtime
 from batchstate.runtime.memory import ALIGNMENT
 from batchstate.static import StaticBuffers
 from batchstate.tables import TableWrite
-from batchstate.testing.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
-from batchstate.testing.strategies import amounts, fits, keep_lists, plus, split_sizes
 from batchstate.violations import Code
+from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
 from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
+from tests.selfcheck.strategies import amounts, fits, keep_lists, plus, split_sizes
 
 Array = npt.NDArray[Any]
 

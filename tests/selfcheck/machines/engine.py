@@ -20,9 +20,9 @@ from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.testing.machine import Machine, agree, agree_on, ask
 from batchstate.testing.sync_guard import no_hidden_sync
 from examples.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan
+from tests.selfcheck.machine import Machine, agree, agree_on, ask
 
 BUDGET = 6
 """Tokens per step."""

@@ -22,8 +22,8 @@ from batchstate.kv.pages import PageLease, PagePool
 from batchstate.mirror import Slots
 from batchstate.pools import Ints, SlotListener
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import Machine, agree, ask
 from batchstate.violations import Violation
+from tests.selfcheck.machine import Machine, agree, ask
 
 PACKAGE = batchstate.__path__[0]
 

@@ -25,10 +25,10 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor, Pages, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime, Stream, open_runtime
-from batchstate.testing.fences import LateRuntime, is_behind
-from batchstate.testing.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
-from batchstate.testing.models import snapshot_pages, snapshot_slots
+from batchstate.testing.fences import LateRuntime
 from batchstate.violations import Code
+from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, is_behind, misuses
+from tests.selfcheck.models import snapshot_pages, snapshot_slots
 
 Array = npt.NDArray[Any]
 

@@ -31,8 +31,8 @@ from batchstate.runtime import Fence, Runtime
 from batchstate.runtime.base import Download
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualStream
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on, ask, disagree, misuses
 from batchstate.violations import Code
+from tests.selfcheck.machine import Machine, Misuse, agree, agree_on, ask, disagree, misuses
 
 Ints = npt.NDArray[np.int64]
 

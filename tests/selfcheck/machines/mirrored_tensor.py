@@ -27,9 +27,11 @@ from batchstate.errors import (
 )
 from batchstate.mirror import Contract, Handles, HostLocations, Locations, MirroredTensor, Pages, Slots, weaker_contract
 from batchstate.runtime import numpy_dtype
-from batchstate.testing.machine import Machine, Misuse, agree, ask, disagree, misuses
-from batchstate.testing.models import Modelled, value_of
-from batchstate.testing.strategies import (
+from batchstate.testing.sync_guard import no_hidden_sync
+from batchstate.violations import Code, Violation
+from tests.selfcheck.machine import Machine, Misuse, agree, ask, disagree, misuses
+from tests.selfcheck.models import Modelled, value_of
+from tests.selfcheck.strategies import (
     MOST_ROWS,
     amounts,
     column_values,
@@ -43,8 +45,6 @@ from batchstate.testing.strategies import (
     row_shapes,
     split_sizes,
 )
-from batchstate.testing.sync_guard import no_hidden_sync
-from batchstate.violations import Code, Violation
 
 Array = npt.NDArray[Any]
 
@@ -225,7 +225,7 @@ class MirroredTensorMachine(Machine):
     def teardown(self) -> None:
         """Every value ever made is as it was."""
         try:
-            if sys.exc_info()[0] is None and not self.session.automatic:
+            if sys.exc_info()[0] is None and not self.automatic:
                 for one in self.alive:
                     one.check()
         finally:

@@ -36,8 +36,8 @@ from batchstate.runtime import Fence, PackedUpload, Runtime, Stream
 from batchstate.runtime.base import Download
 from batchstate.tables import TableWrite
 from batchstate.testing.fences import LateRuntime
-from batchstate.testing.machine import Machine, ShownByRepr, agree, agree_on, disagree
 from examples.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan, pages_for
+from tests.selfcheck.machine import Machine, ShownByRepr, agree, agree_on, disagree
 
 __all__ = ["OverlapMachine"]
 

@@ -14,8 +14,8 @@ from batchstate.kv.pages import Extension, PagePool
 from batchstate.mirror import Handles, Locations, Pages, Slots
 from batchstate.pools import SlotPool
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import agree, agree_on, misuses
 from batchstate.violations import Code
+from tests.selfcheck.machine import agree, agree_on, misuses
 from tests.selfcheck.machines.pools import KVOwner, PagesMachine, TableModel
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from batchstate.races import runtime as race
 from batchstate.races.cuda import CudaRuntime, WatchedCuda, _streams, _window, cuda_on_cpu, watch_cuda, watching
 from batchstate.races.cuda._torch import replace
 from batchstate.races.sim import PORTFOLIO
-from batchstate.testing.machine import Machine, ask
 from batchstate.watch import watch
+from tests.selfcheck.machine import Machine, ask
 
 cuda: Any = torch.cuda  # its streams and events have no types
 

@@ -22,9 +22,9 @@ from batchstate.pools import SlotPool, SlotStats
 from batchstate.runtime import numpy_dtype
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.testing.machine import Machine, Misuse, agree, agree_on, disagree, misuses
-from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
 from batchstate.violations import Code
+from tests.selfcheck.machine import Machine, Misuse, agree, agree_on, disagree, misuses
+from tests.selfcheck.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
 
 Ints = npt.NDArray[np.int64]
 

@@ -11,8 +11,8 @@ from batchstate.kv.pages import PageLease
 from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.mirror import Slots
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import agree, misuses
 from batchstate.violations import Code
+from tests.selfcheck.machine import agree, misuses
 from tests.selfcheck.machines.pools import KVOwner, PagesMachine
 
 Key = tuple[int, ...]

@@ -17,8 +17,8 @@ from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime.agreement import Agreement, QueriedFence
 from batchstate.testing.fences import LateRuntime, ManualFence, ManualStream
-from batchstate.testing.machine import Machine, agree, ask
 from batchstate.violations import Code
+from tests.selfcheck.machine import Machine, agree, ask
 
 T = TypeVar("T")
 HOT = 4

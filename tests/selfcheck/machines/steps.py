@@ -29,8 +29,8 @@ from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
 from batchstate.step import PlannedStep, StepPlanner
-from batchstate.testing.machine import Machine, agree, ask
 from batchstate.violations import Code
+from tests.selfcheck.machine import Machine, agree, ask
 from tests.selfcheck.machines.failures import PlantedError, failing
 from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
 

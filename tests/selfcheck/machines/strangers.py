@@ -18,7 +18,6 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import invariants
 from batchstate.errors import HandshakeError
-from batchstate.testing.machine import Machine, ask
 from batchstate.transport.connection import (
     ANSWER,
     MAC,
@@ -33,6 +32,7 @@ from batchstate.transport.connection import (
 )
 from batchstate.transport.engines.base import Endpoint, RemoteRegion
 from batchstate.transport.engines.nixl import Mailbox
+from tests.selfcheck.machine import Machine, ask
 from tests.selfcheck.machines.transfers import LAYERS
 
 HEAD = MAC + 4

@@ -25,12 +25,12 @@ from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
 from batchstate.mirror import Locations
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.testing.machine import Machine, agree, ask
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.plan import KVLayout, Layouts
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.sender import Sender, Transfer, TransferState
 from batchstate.transport.workers import Description
+from tests.selfcheck.machine import Machine, agree, ask
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -281,7 +281,7 @@ class TransfersMachine(Machine):
 
     def _look(self) -> None:
         """Compares each byte. Those of leases that have not ended may change; free ones may be poisoned."""
-        if self.session.automatic:
+        if self.automatic:
             return
         leased = [*self.attempts, *self.freed]
         for name, shadow in self.shadow.items():

@@ -12,9 +12,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from batchstate.testing.machine import Machine, agree, ask
-from batchstate.testing.strategies import keep_lists
 from batchstate.watch import watch, watch_copy, watch_pages, watch_slots
+from tests.selfcheck.machine import Machine, agree, ask
+from tests.selfcheck.strategies import keep_lists
 
 DTYPE = torch.int64
 NUM_PAGES, NUM_SLOTS, NUM_STAGED = 12, 4, 8

@@ -9,7 +9,8 @@ import attrs
 
 from batchstate.errors import ArgumentError
 from batchstate.levels import Level
-from batchstate.testing.runner import MachineResult, run_machine, stop_at_failure
+from batchstate.testing import MachineResult
+from tests.selfcheck.machine import run_machine, stop_at_failure
 from tests.selfcheck.machines import MACHINES
 from tests.selfcheck.mutants.registry import MUTANTS, Mutant
 

@@ -16,7 +16,7 @@ from batchstate.pools import SlotPool
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
-from batchstate.testing.machine import ShownByRepr, agree, agree_on, ask, disagree
+from tests.selfcheck.machine import ShownByRepr, agree, agree_on, ask, disagree
 
 
 @final

@@ -1,0 +1,110 @@
+"""Reading declared names from objects that others wrote.
+
+A name is a path: each part between dots is an attribute, the key of a dictionary or the number of an entry
+(`sampling_info.temperatures`, `block_table.0.num_blocks_per_row`); `not ` before a path inverts it. If any part is
+None, so is the value. A function of the batch does as well.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, TypeAlias, final
+
+from batchstate.errors import DeclarationError
+from batchstate.watch.snapshots import BulkColumns
+
+Get: TypeAlias = Callable[[Any], Any]
+Name: TypeAlias = str | Get
+
+
+@final
+class Path:
+    """Reads a path step by step: through dictionaries, by number, and past a part that is None."""
+
+    def __init__(self, path: str) -> None:
+        self._parts = path.split(".")
+        self._steps: list[Get] = [attrgetter(path)] if _is_plain(path) else []
+
+    def __call__(self, batch: Any) -> Any:
+        """The value, by the steps of the last call while they lead to it."""
+        if self._steps:
+            try:
+                value = batch
+                for step in self._steps:
+                    value = step(value)
+                return value
+            except (AttributeError, LookupError, TypeError):  # a part is None, or of another type than before
+                pass
+        steps: list[Get] = []
+        for part in self._parts:
+            if batch is None:
+                return None
+            if isinstance(batch, Mapping):
+                steps.append(itemgetter(int(part) if part.isdigit() and part not in batch else part))
+            else:
+                steps.append(itemgetter(int(part)) if part.isdigit() else attrgetter(part))
+            batch = steps[-1](batch)
+        self._steps = steps
+        return batch
+
+
+def _is_plain(path: str) -> bool:
+    return all(part.isidentifier() for part in path.split("."))
+
+
+def _reads(get: Get, path: str) -> bool:
+    """Whether it reads the attributes of this path; a caller's `attrgetter` may read others."""
+    return isinstance(get, Path) or (isinstance(get, attrgetter) and repr(get) == repr(attrgetter(path)))
+
+
+def all_of(names: list[str]) -> Get | None:
+    """Reads several attributes by one call; None if they are fewer than two, or one is more than an attribute."""
+    return attrgetter(*names) if len(names) > 1 and all(map(_is_plain, names)) else None
+
+
+def getter(name: Name) -> Get:
+    """Reads a declared name from a batch. None where a part of its path is None."""
+    if not isinstance(name, str):
+        return name
+    if name.startswith("not "):
+        inner = getter(name.removeprefix("not "))
+        return lambda batch: not inner(batch)
+    return attrgetter(name) if name.isidentifier() else Path(name)
+
+
+@final
+class Reader:
+    """Reads columns: attributes by one call, as long as no part of a path is None, the others one by one."""
+
+    def __init__(self, columns: Mapping[str, Get]) -> None:
+        plain = [name for name, get in columns.items() if _is_plain(name) and _reads(get, name)]
+        self._at_once = all_of(plain)
+        if self._at_once is None:
+            plain = []
+        self._others = [(name, get) for name, get in columns.items() if name not in plain]
+        self._plain = [(name, columns[name]) for name in plain]
+        self.names = [*plain, *(name for name, _ in self._others)]
+        self.bulk: dict[tuple[type, ...], BulkColumns] = {}
+
+    def read(self, batch: Any) -> Sequence[Any]:
+        """The value of each of `names`."""
+        others, name = self._others, ""
+        rest: list[Any] = []
+        values: Sequence[Any] | None = None
+        if self._at_once is not None:
+            try:
+                values = self._at_once(batch)
+            except AttributeError:  # a part is None
+                others = self._plain + others
+            if not others:
+                return values or ()
+        try:
+            for name, get in others:  # noqa: B007 - names the column that fails
+                rest.append(get(batch))
+        except Exception as error:
+            raise failed(f"column {name!r}", error) from error
+        return rest if values is None else [*values, *rest]
+
+
+def failed(argument: str, error: Exception) -> DeclarationError:
+    """The error of an argument of the declaration whose name or function failed."""
+    return DeclarationError(f"{argument}: {type(error).__name__}: {error}", argument)
