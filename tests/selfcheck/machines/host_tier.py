@@ -391,11 +391,12 @@ class HostTierMachine(Machine):
         self.reached("requests outside beside some inside", len(outside) == 2)
 
     def _check_owners(self) -> None:
-        stats = self.tier.stats.host
-        counts = tuple(len(self.of(state)) for state in (STAGED, DIRECT, READY))
-        agree(counts, (self.tier.stats.staged, self.tier.stats.direct, self.tier.stats.ready), "requests by state")
-        pending = sum(one.tokens for one in self.tier.in_flight() if one.what == "pending")
+        tier = self.tier.stats  # once: each reading reaps, and a device that is asked may get on
+        stats = tier.host
+        pending = sum(entry.tokens for entry in self.tier.in_flight() if entry.what == "pending")
         agree(stats.pending, pending, "host locations that wait for something")
+        counts = tuple(len(self.of(state)) for state in (STAGED, DIRECT, READY))
+        agree(counts, (tier.staged, tier.direct, tier.ready), "requests by state")
         everything: list[int] = []
         for request in self.requests:
             if request.ranges is not None:
