@@ -238,7 +238,6 @@ def _decode(lens: Callable[[It], Any], drafts: int = 1, confirmed: Callable[[It]
 MISUSES = misuses(
     ("reserve what is in the tier", _TIER, lambda it: it[0].reserve(it[1], 1, 1), _inside),
     ("reserve what is on the device", ArgumentError, lambda it: it[0].reserve(it[1], 1, 1), _hot),
-    ("reserve behind a number", ArgumentError, lambda it: it[0].reserve(it[1], 1, 1, writer=3), _cold),
     ("reserve less than comes", Code.LENGTH_ORDER, lambda it: it[0].reserve(it[1], 2, 1), _cold),
     ("reserve nothing", ArgumentError, lambda it: it[0].reserve(it[1], 0, 1), _cold),
     ("reserve -1", ArgumentError, lambda it: it[0].reserve(it[1], -1, 1), _cold),
@@ -255,7 +254,6 @@ MISUSES = misuses(
     ("decode what is not ready", _TIER, lambda it: it[0].map_last_location(it[1], 9), _not_ready),
     ("finish what is not ready", _TIER, lambda it: it[0].finish(it[1]), _not_ready),
     ("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
-    ("abort behind a number", ArgumentError, lambda it: it[0].abort(it[1], after=3), _inside),
     ("abort one twice", Code.SLOT_SHARED, lambda it: it[0].abort(it[1].take([0, 0])), _inside),
     ("decode no new token", _LENGTHS, _decode(_backed), _ready),
     ("decode two tokens", _LENGTHS, _decode(lambda it: _next(it) + 1), _ready),
