@@ -1,11 +1,14 @@
 """Every state machine under the race detector: the library as it is gets no report, and runs steps at once."""
 
+from typing import final
+
 import pytest
 
 from batchstate.races import RaceRuntime
 from batchstate.races.devices import open_device
 from batchstate.testing import run_machine
 from tests.selfcheck.machines import MACHINES
+from tests.selfcheck.machines.host_tier import HostTierMachine
 
 OVERLAPPED = {"engine", "future_map", "steps", "overlap", "host_tier"}
 """Machines that run forwards."""
@@ -38,3 +41,29 @@ def test_machines_have_no_race(name: str, fences: str, device: str) -> None:
     assert waits <= WAITS.get(name, set()), "a machine waits inside torch"
     if fences == "race" and name in OVERLAPPED:
         assert max(one.in_flight_depth_max for one in opened) >= 2
+
+
+@final
+class Later:
+    """A fence that is complete when it has been asked so many times, as of a device that gets on meanwhile."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def query(self) -> bool:
+        self.times -= 1
+        return self.times < 0
+
+    def wait(self) -> None:
+        self.times = 0
+
+
+def test_host_tier_machine_reads_numbers_once() -> None:
+    """Host locations become free whenever the device is asked: the machine compares numbers of one reading."""
+    machine = HostTierMachine()
+    machine.begin(2, 1, 1, 2, 8, 8, apart=False, fragmented=False)
+    for times in range(8):
+        (ranges,) = machine.host.take([1], [0])
+        machine.host.free(ranges, after=Later(times))
+        machine.check()
+    machine.teardown()

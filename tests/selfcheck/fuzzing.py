@@ -19,17 +19,11 @@ EXAMPLES_FOLDER = ".hypothesis/examples"
 @final
 @attrs.frozen
 class FuzzReport:
-    """The outcome of a run of several machines.
-
-    Attributes:
-        device: where it ran.
-        seed: the seed that repeats it.
-        machines: one result per machine and device.
-    """
+    """The outcome of a run of several machines; `seed` repeats it."""
 
     device: str
     seed: int
-    machines: tuple[MachineResult, ...]
+    machines: tuple[MachineResult, ...]  # one per machine and device
 
     @property
     def violations(self) -> int:
@@ -38,12 +32,8 @@ class FuzzReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        return {
-            "device": self.device,
-            "seed": self.seed,
-            "machines": [result.as_dict() for result in self.machines],
-            "violations": self.violations,
-        }
+        machines = [result.as_dict() for result in self.machines]
+        return {"device": self.device, "seed": self.seed, "machines": machines, "violations": self.violations}
 
 
 def fuzz(
@@ -59,8 +49,8 @@ def fuzz(
     """Runs several of the library's machines one after the other.
 
     Args:
-        device: where they run; on `sim`, each scheduler takes its part of the examples.
-        examples: examples of each.
+        device: on `sim`, each scheduler takes its part of the examples.
+        examples: of each machine.
         seed: the same seed tries the same examples.
         machines: names out of `MACHINES`; all by default.
         steps: rules of one example.
@@ -73,22 +63,24 @@ def fuzz(
     names = list(MACHINES) if machines is None else list(machines)
     for name in names:
         if name not in MACHINES:
-            raise ArgumentError(f"unknown machine {name!r}", value=name, remedy=one_of(MACHINES, name))
+            raise ArgumentError(f"unknown machine {name!r}", name, one_of(MACHINES, name))
     kept = DirectoryBasedExampleDatabase(EXAMPLES_FOLDER) if database is None else database
     results: list[MachineResult] = []
     done = 0
     for name in names:
-        for one, part in devices_of(device, examples).items():
+        for where, part in devices_of(device, examples).items():
             result = run_machine(
                 MACHINES[name],
-                device=one,
+                device=where,
                 examples=part,
                 seed=seed,
                 steps=steps,
                 database=kept,
                 on_example=None if progress is None else partial(_tell, progress, name, done),
             )
-            command = f"python -m tests.selfcheck fuzz --machine {name} --seed {seed} --examples {part} --device {one}"
+            command = (
+                f"python -m tests.selfcheck fuzz --machine {name} --seed {seed} --examples {part} --device {where}"
+            )
             results.append(with_replay(result, command))
             done += part
     return FuzzReport(device, seed, tuple(results))

@@ -237,7 +237,6 @@ MISUSES = misuses(
     ("a merge of two pools", ArgumentError, lambda one: one.merge(_alone(one, _slots(one, [9], 8))), _has_rows),
     ("split into too much", ArgumentError, lambda one: one.split([len(one), 1])),
     ("pad to fewer rows", ArgumentError, lambda one: one.pad(len(one) - 1)),
-    ("pad to True", DtypeError, lambda one: one.pad(True)),
     ("advance a float column", DtypeError, lambda one: one.advance("temperature", 1)),
     ("advance slots", DtypeError, lambda one: one.advance("slots", 1)),
     ("advance the requests", DeclarationError, lambda one: one.advance("requests", 1)),

@@ -24,14 +24,9 @@ from batchstate.testing.sync_guard import no_hidden_sync
 from examples.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan
 from tests.selfcheck.machine import Machine, agree, agree_on, ask
 
-BUDGET = 6
-"""Tokens per step."""
-
-DEPTH = 3
-"""Steps in flight, at most."""
-
-WINDOW = 4
-"""Tokens of a request whose KV the layers with a window keep."""
+BUDGET = 6  # tokens per step
+DEPTH = 3  # steps in flight at most
+WINDOW = 4  # tokens of a request whose KV the layers with a window keep
 
 
 class EngineBatch(ScheduledBatch):
@@ -46,28 +41,16 @@ class EngineBatch(ScheduledBatch):
 @final
 @attrs.define(eq=False)
 class EngineRequest:
-    """One request.
-
-    Attributes:
-        number: its name.
-        prompt, answer: tokens.
-        shares: begins with the prefix that the cache holds, if that is shorter than its prompt.
-        num_generated: tokens generated when it last left the batch.
-        state: waiting, running, finished or aborted.
-        forwards: in which it has taken part since it joined.
-        last, bound: what the device has in `last_token` and `bound_lens`; `most` is the host's bound.
-    """
-
     number: int
-    prompt: int
+    prompt: int  # tokens, as of the answer
     answer: int
-    shares: bool = False
-    num_generated: int = 0
-    state: str = "waiting"
-    forwards: int = 0
-    last: int = 0
-    bound: int = 0
-    most: int = 0
+    shares: bool = False  # begins with the prefix that the cache holds, if that is shorter than its prompt
+    num_generated: int = 0  # tokens generated when it last left the batch
+    state: str = "waiting"  # or running, finished, aborted
+    forwards: int = 0  # that it has taken part in since it joined
+    last: int = 0  # `last_token` on the device
+    bound: int = 0  # `bound_lens` on the device
+    most: int = 0  # `bound_lens` on the host
 
     @property
     def adapter(self) -> int:
@@ -81,23 +64,15 @@ class EngineRequest:
 
 @final
 class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
-    """A scheduler with a prefix cache, whose forward only counts. Its machine is told of what joins and is written.
-
-    Attributes:
-        slots: the slot pool.
-        steps: steps in flight.
-        cache: the prefix that a finished request left behind, or None.
-        launched: the batch that the last step uploaded.
-        waited: how often a step in flight was awaited because its slots or pages were needed.
-    """
+    """A scheduler with a prefix cache, whose forward only counts. It tells its machine which rows join and grow."""
 
     def __init__(self, pages: PagePool, machine: "EngineMachine") -> None:
         super().__init__(pages, EngineBatch.empty(pages.runtime), max_tokens_per_step=BUDGET)
         self.slots = pages.slots
-        self.steps = ManualStream()
-        self.cache: PageLease | None = None
-        self.launched: EngineBatch | None = None
-        self.waited = 0
+        self.steps = ManualStream()  # in flight
+        self.cache: PageLease | None = None  # the prefix that a finished request left behind
+        self.launched: EngineBatch | None = None  # uploaded by the last step
+        self.waited = 0  # times that slots or pages of a step in flight were needed
         self.adapters = pages.slots.adopt(
             pages.runtime.device_zeros((pages.slots.capacity,), torch.int32), "adapter_ids", host=True
         )
@@ -122,7 +97,7 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         return len(self.batch)
 
     def _next_step(self) -> None:
-        """A step begins before it is planned: what planning uploads is of this step, and awaited with it."""
+        """A step begins before it is planned: uploads of the plan are of this step, and awaited with it."""
         self._real.append(self.runtime.record())
         while len(self._real) >= self.runtime.steps_in_flight:
             self._real.popleft().wait()
@@ -259,7 +234,6 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
             request.most += 2
 
     def resolve_bounds(self) -> None:
-        """Waits for the device once, and knows the lengths exactly."""
         self.batch = self.batch.replace(bound_lens=self.batch.bound_lens.resolve())
         for request in self.batch.requests:
             request.most = request.bound
@@ -290,12 +264,7 @@ class EngineMachine(Machine):
         "a request that sat a step out",
     )
 
-    @initialize(
-        size=st.integers(1, 4),
-        num_pages=st.integers(6, 12),
-        page_size=st.integers(1, 3),
-        hybrid=st.booleans(),
-    )
+    @initialize(size=st.integers(1, 4), num_pages=st.integers(6, 12), page_size=st.integers(1, 3), hybrid=st.booleans())
     def begin(self, size: int, num_pages: int, page_size: int, hybrid: bool) -> None:
         """Opens an engine in which any one request fits, and hardly two long ones."""
         self.open()
@@ -321,10 +290,10 @@ class EngineMachine(Machine):
         self.requests: list[EngineRequest] = []
         self.adapted: set[int] = set()  # slots that have had an adapter
 
-    # What the engine tells
+    # Told by the engine
 
     def on_join(self, request: EngineRequest, shared: Extension | None) -> None:
-        """The request finds what the shared prefix holds."""
+        """The request finds the tokens of the shared prefix."""
         self.stamps[request.number] = [] if shared is None else [self.memory[token] for token in shared.locations.np]
         self.reached("a shared prefix", shared is not None and len(shared) > 0)
 
@@ -348,7 +317,8 @@ class EngineMachine(Machine):
         self.pages.verify()
         batch = self.engine.batch
         batch.check("check")
-        agree([r for r in self.requests if r.state == "running"], sorted(batch.requests, key=_number), "running")
+        by_number = sorted(batch.requests, key=lambda request: request.number)
+        agree([r for r in self.requests if r.state == "running"], by_number, "running")
         agree_on(self.pages.committed(batch.slots), np.array(batch.seq_lens.np), "committed tokens")
         stats, size = self.slots.stats, self.slots.size
         invariants.slot_conservation(stats.free, stats.pending, len(batch), size, object="slots of running requests")
@@ -362,7 +332,7 @@ class EngineMachine(Machine):
         self.reached("slots free behind step N while N+1 is in flight", stats.pending > 0 and self.steps.depth >= 2)
 
     def _check_tables(self, batch: EngineBatch) -> None:
-        """What the device finds in each row is where the page table says, and what this request wrote there."""
+        """Each row on the device names the locations of the page table, and they hold the tokens of this request."""
         table, size = self.rt.inspect(self.table.memory), self.pages.page_size
         adapters = self.rt.inspect(self.engine.adapters.memory)
         lengths = batch.seq_lens.np.tolist()
@@ -373,18 +343,18 @@ class EngineMachine(Machine):
             agree(request.adapter, adapters[slot].item(), f"adapter of request {request.number}")
             self.reached("no adapter in a slot that had one", not request.adapter and slot in self.adapted)
             self.adapted |= {slot} if request.adapter else set()
-            found = [self.memory[token] for token in tokens]
-            agree(self.stamps[request.number], found, f"tokens of request {request.number}")
+            stamps = [self.memory[token] for token in tokens]
+            agree(self.stamps[request.number], stamps, f"tokens of request {request.number}")
 
     def _check_states(self, batch: EngineBatch) -> None:
         """The newest state of each request has counted its own forwards."""
         if isinstance(self.slots, HybridSlotPool) and self.engine.states is not None:
-            found = self.rt.inspect(self.engine.states)[self.slots.state_turns(batch.slots).reads]
-            agree([request.forwards for request in batch.requests], found.tolist(), "forwards counted in states")
+            counts = self.rt.inspect(self.engine.states)[self.slots.state_turns(batch.slots).reads]
+            agree([request.forwards for request in batch.requests], counts.tolist(), "forwards counted in states")
             self.reached("a request that sat a step out", len({r.forwards % 2 for r in batch.requests}) > 1)
 
     def _check_sides(self, batch: EngineBatch) -> None:
-        """The two sides of what was launched, and what the forward left on the device, request by request."""
+        """The two sides of the launched batch, and the columns that the forward left on the device."""
         agree([r.most for r in batch.requests], batch.bound_lens.np.tolist(), "host bounds of lengths")
         launched = self.engine.launched
         if launched is not None:
@@ -441,7 +411,7 @@ class EngineMachine(Machine):
     @precondition(lambda self: bool(self.engine.waiting) or len(self.engine.batch) > 0)
     @rule(at=st.integers(0, 5))
     def abort(self, at: int) -> None:
-        """A client hangs up, whatever its request is doing, and the engine goes on."""
+        """A client hangs up, and the engine goes on."""
         here = [*self.engine.batch.requests, *self.engine.waiting]
         request = here[at % len(here)]
         if request.state == "waiting":
@@ -489,7 +459,3 @@ class EngineMachine(Machine):
         self.pages.expect_idle()
         stats = self.pages.stats
         agree((self.slots.size, stats.num_pages), (self.slots.stats.free, stats.free), "free slots and pages when idle")
-
-
-def _number(request: EngineRequest) -> int:
-    return request.number

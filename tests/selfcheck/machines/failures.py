@@ -1,10 +1,7 @@
-"""Uploads, launches and fences that fail, fences that call their pool, and interrupts, in the middle of a call."""
+"""Uploads, launches and fences that fail or are interrupted in the middle of a call, or that call their pool."""
 
 import contextlib
-import gc
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, final
 
 import attrs
@@ -13,7 +10,6 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-import batchstate
 from batchstate import invariants
 from batchstate.errors import ArgumentError, PoolBrokenError, PoolExhaustedError
 from batchstate.future_map import FutureMap, relay_field
@@ -21,61 +17,21 @@ from batchstate.hybrid import HybridSlotPool
 from batchstate.kv.pages import PageLease, PagePool
 from batchstate.mirror import Slots
 from batchstate.pools import Ints, SlotListener
+from batchstate.runtime import Fence
 from batchstate.testing.fences import ManualFence
 from batchstate.violations import Violation
 from tests.selfcheck.machine import Machine, agree, ask
 
-PACKAGE = batchstate.__path__[0]
-
 
 class PlantedError(RuntimeError):
-    """What fails here."""
-
-
-@final
-class Interrupt:
-    """Interrupts the package at its n-th call, line or return; with 0 it counts them.
-
-    Attributes:
-        events: calls, lines and returns so far.
-    """
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-        self.events = 0
-
-    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "call" and not (frame.f_code.co_filename.startswith(PACKAGE) and _raises(frame)):
-            return None
-        if event != "exception":
-            self.events += 1
-            if self.events == self.at:
-                raise KeyboardInterrupt
-        return self._trace
-
-    @contextlib.contextmanager
-    def armed(self) -> Iterator[None]:
-        """A window in which the interrupt comes."""
-        before, collects = sys.gettrace(), gc.isenabled()
-        gc.disable()  # Python drops what is raised in a finalizer
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-            if collects:
-                gc.enable()
-
-
-def _raises(frame: FrameType) -> bool:
-    """Whether what is raised there comes through. Python drops it in a finalizer, or where it closes a generator."""
-    caller = frame.f_back
-    return frame.f_code.co_name != "<genexpr>" and not (caller and caller.f_code.co_filename.endswith("weakref.py"))
+    """The error of everything that fails here."""
 
 
 @contextlib.contextmanager
-def failing(owner: object, method: str, nth: int, *, late: bool = False) -> Iterator[None]:
-    """A window in which the n-th call of a method raises `PlantedError`, before it does anything or after it has."""
+def failing(
+    owner: object, method: str, nth: int, *, late: bool = False, error: type[BaseException] = PlantedError
+) -> Iterator[None]:
+    """A window in which the n-th call of a method raises an error, before it does anything or, `late`, after it has."""
     before, calls = getattr(owner, method), 0
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +39,7 @@ def failing(owner: object, method: str, nth: int, *, late: bool = False) -> Iter
         calls += 1
         result = before(*args, **kwargs) if late or calls != nth else None
         if calls == nth:
-            raise PlantedError(f"{method} is made to fail")
+            raise error(f"{method} is made to fail")
         return result
 
     setattr(owner, method, fails)
@@ -94,14 +50,17 @@ def failing(owner: object, method: str, nth: int, *, late: bool = False) -> Iter
 
 
 @final
-class _Breaking(SlotListener):
-    """Fails when it is told to."""
-
-    broken = False
+class _Listener(SlotListener):
+    """The pool calls only what is overridden."""
 
     def on_take(self, rows: Ints) -> None:
-        if self.broken:
-            raise PlantedError("a listener is made to fail")
+        pass
+
+    def on_free(self, rows: Ints, after: Fence | None) -> None:
+        pass
+
+    def on_clear(self) -> None:
+        pass
 
 
 @final
@@ -122,7 +81,17 @@ class _Calling:
         """Not called."""
 
 
-_FAILURES = st.sampled_from([None, "upload", "launch", "_copied_to_device", "listener"])
+_FAILURES = st.sampled_from(["on_take", None, "on_take", "upload", "launch", "_copied_to_device"])
+_INTERRUPTS = (
+    ("take", "on_take"),
+    ("take", "_copied_to_device"),
+    ("hold", "_check_after"),
+    ("leave", "on_free"),
+    ("publish", "launch"),
+    ("clear", "on_free"),
+    ("clear", "on_clear"),
+)
+"""A call, and the method that is interrupted in it."""
 
 
 class FailureMachine(Machine):
@@ -145,8 +114,8 @@ class FailureMachine(Machine):
 
     def make(self) -> None:
         self.slots = HybridSlotPool(self.rt, 5, states=10, states_per_slot=2)
-        self.breaking = _Breaking()
-        self.slots.add_listener(self.breaking)
+        self.listener = _Listener()
+        self.slots.add_listener(self.listener)
         self.pages = PagePool(self.rt, self.slots, 9, 2, max_tokens_per_request=6)
         field = relay_field(torch.int64, must_read=False)
         self.relay = FutureMap(self.slots, {"a": field, "b": field})
@@ -154,6 +123,7 @@ class FailureMachine(Machine):
         self.leases: list[PageLease] = []
         self.values: dict[int, int] = {}  # slot -> what `a` holds
         self.published = 0
+        self.give(self.slots.take(2))
 
     def check(self) -> None:
         agree(sorted(int(one.np[0]) for one in self.live), self.slots.live_slots().tolist(), "live slots")
@@ -177,18 +147,14 @@ class FailureMachine(Machine):
         """A take that fails leaves nothing taken."""
         with contextlib.ExitStack() as window:
             window.enter_context(contextlib.suppress(PoolExhaustedError))
-            if failure == "listener":
-                self.breaking.broken = True
-            elif failure is not None:
-                window.enter_context(failing(self.rt, failure, 1, late=failure == "_copied_to_device"))
+            if failure is not None:
+                owner = self.listener if failure == "on_take" else self.rt
+                window.enter_context(failing(owner, failure, 1, late=failure == "_copied_to_device"))
             try:
                 self.give(self.slots.take(n))
             except PlantedError:
                 self.reached("a take failed")
-                if failure == "listener":
-                    self.shut_down()
-            finally:
-                self.breaking.broken = False
+                self.shut_down()
 
     @rule(at=st.integers(0, 4), total=st.integers(0, 6))
     def extend(self, at: int, total: int) -> None:
@@ -277,26 +243,22 @@ class FailureMachine(Machine):
         with contextlib.suppress(PoolExhaustedError, Violation, ArgumentError):
             self.pages.extend(slots, total)
 
-    @rule(
-        what=st.sampled_from(["take", "extend", "advance", "hold", "leave", "publish", "clear"]),
-        at=st.integers(0, 4),
-        event=st.integers(1, 400),
-    )
-    def interrupt(self, what: str, at: int, event: int) -> None:
-        """An interrupt comes; the pool is whole, or says that it is not, and is made anew."""
-        slots = self.some(at)
-        device = self.on_device(np.full(len(slots), 0))
+    @rule(point=st.sampled_from(_INTERRUPTS), at=st.integers(0, 4))
+    def interrupt(self, point: tuple[str, str], at: int) -> None:
+        """An interrupt comes in the middle; the pool is whole, or says that it is not, and is made anew."""
+        (call, method), slots = point, self.some(at)
+        values = self.on_device(np.full(len(slots), 0))
         calls: dict[str, Callable[[], object]] = {
-            "take": lambda: self.slots.take(1),
-            "extend": lambda: self.pages.extend(slots, 6),
-            "advance": lambda: self.pages.advance(slots),
-            "hold": lambda: self.pages.take(1),
+            "take": lambda: self.give(self.slots.take(1)),
+            "hold": lambda: self.leases.append(self.pages.take(1)),
             "leave": lambda: self.pages.release_requests(slots),
-            "publish": lambda: self.relay.publish(slots, a=device, b=device) if len(slots) else None,
+            "publish": lambda: self.relay.publish(slots, a=values, b=values) if len(slots) else None,
             "clear": self.slots.clear,
         }
-        with contextlib.suppress(PoolExhaustedError, Violation, KeyboardInterrupt), Interrupt(event).armed():
-            calls[what]()
+        owner = self.pages if method == "_check_after" else self.listener if method.startswith("on_") else self.rt
+        refusals = contextlib.suppress(PoolExhaustedError, Violation, KeyboardInterrupt)
+        with refusals, failing(owner, method, 1, error=KeyboardInterrupt):
+            calls[call]()
         self.values.clear()
         try:
             self.slots.take(0)
@@ -304,17 +266,11 @@ class FailureMachine(Machine):
             self.reached("interrupted, and broken")
             self.make()
             return
-        self.reached("interrupted, and whole")
-        if what == "take":  # it may have been over
+        self.reached("interrupted, and whole")  # then the call was over, or has changed nothing
+        if call == "take" and owner is self.rt:  # the slots are taken, and no one has got them
             self.live = [self.slots._generations.handles(rows) for rows in self.slots.live_slots()[:, None]]
-        elif what == "hold":
-            self.leases = list(self.pages._sharing.leases.values())
-        elif what == "clear":
-            self.live = [one for one in self.live if self.slots.is_live(one.np)[0]]
-            self.leases = list(self.pages._sharing.leases.values())
-            agree(bool(self.live), self.slots.stats.live > 0, "requests after a clear that was interrupted")
-        else:
-            self.live = [one for one in self.live if self.slots.is_live(one.np)[0]]
+        self.live = [request for request in self.live if self.slots.is_live(request.np)[0]]
+        self.leases = list(self.pages._sharing.leases.values())
 
     @rule()
     def shut_down(self) -> None:

@@ -37,43 +37,31 @@ from tests.selfcheck.machine import Machine, Misuse, agree, agree_on, ask, disag
 Ints = npt.NDArray[np.int64]
 
 LAYERS = 2
-ITEM = 2
-"""Numbers that one position has in each layer."""
-
-MOST_TOKENS = 14
-"""Of one request on the device."""
-
+ITEM = 2  # numbers of a position in each layer
+MOST_TOKENS = 14  # of a request on the device
 IN_FLIGHT = 2
-
-SCRIBBLE = -77
-"""What a writer writes into memory that is not its request's any more."""
+SCRIBBLE = -77  # written by a writer into memory that is not its request's any more
 
 OUTSIDE, STAGED, DIRECT, READY = TierState.OUTSIDE, TierState.STAGED, TierState.DIRECT, TierState.READY
 
 
 @final
 class PrefillWorker:
-    """Another process, which writes into the host locations of one request by address, unseen by the library.
+    """Another process, which writes `content` int64[LAYERS, n, ITEM] into the host locations of one request.
 
-    Also the fence of its own end, which knows what has arrived, as `Lease.ended` does.
-
-    Args:
-        host: the pool of the locations.
-        content: int64[LAYERS, n, ITEM], what it writes.
-
-    Attributes:
-        ranges: the host ranges that it may write.
-        tokens: positions that have arrived.
+    It writes by address, unseen by the library. Also the fence of its own end, as `Lease.ended` is.
     """
 
-    ranges: HostRanges
+    ranges: HostRanges  # that it may write
 
     def __init__(self, host: HostKVPool, content: Ints) -> None:
-        self._memory = [bytes_of(one.memory).view(np.int64).reshape(-1, ITEM) for one in host.contiguous_buffers()]
+        self._memory = [
+            bytes_of(buffer.memory).view(np.int64).reshape(-1, ITEM) for buffer in host.contiguous_buffers()
+        ]
         self._content = content
         self._stream = ManualStream("writer")
         self._ended = self._stream.record()
-        self.tokens = 0
+        self.tokens = 0  # positions that have arrived
 
     def query(self) -> bool:
         return self._ended.query()
@@ -101,35 +89,20 @@ class PrefillWorker:
 @final
 @attrs.define(eq=False, repr=False)
 class TieredRequest:
-    """The model of a request.
-
-    Attributes:
-        slot: its handle.
-        content: int64[LAYERS, n, ITEM], what each position holds.
-        max_tokens: tokens that it has host locations for; 0 outside of the tier.
-        state: the expected one.
-        ranges: its host ranges.
-        writer: the process that brings its KV, or None.
-        delivered: positions that have arrived.
-        hot_from: first position that the device has.
-        bound: tokens that it has at the most, as far as the scheduler knows.
-        backed: tokens of which the scheduler knew in the last step that they were accepted.
-        held: tokens that its hot buffer has room for.
-        spoiled: whether a late writer may change what its last forwards still read.
-    """
+    """The model of a request."""
 
     slot: Slots
-    content: Ints
-    max_tokens: int = 0
+    content: Ints  # of each position, int64[LAYERS, n, ITEM]
+    max_tokens: int = 0  # tokens with host locations; 0 outside of the tier
     state: TierState = OUTSIDE
     ranges: HostRanges | None = None
-    writer: PrefillWorker | None = None
-    delivered: int = 0
-    hot_from: int = 0
-    bound: int = 0
-    backed: int = 0
-    held: int = 0
-    spoiled: bool = False
+    writer: PrefillWorker | None = None  # the process that brings its KV
+    delivered: int = 0  # positions that have arrived
+    hot_from: int = 0  # first position that the device has
+    bound: int = 0  # tokens at the most, as far as the scheduler knows
+    backed: int = 0  # tokens that the scheduler knew to be accepted in the last step
+    held: int = 0  # tokens that its hot buffer has room for
+    spoiled: bool = False  # a late writer may change memory that its last forwards still read
 
     def __repr__(self) -> str:
         return f"<request on slot {self.number}: {self.length} tokens, {self.state.name}>"
@@ -156,17 +129,29 @@ class TieredRequest:
 @final
 @attrs.frozen(eq=False)
 class Reading:
-    """What a forward has read, on its way to the host.
+    """KV that a forward has read, on its way to the host."""
 
-    Attributes:
-        download: int64[k, ITEM] for each layer.
-        requests: whose KV it is, one after the other.
-        expected: int64[LAYERS, n, ITEM] of each.
-    """
+    download: Download  # int64[k, ITEM] for each layer
+    requests: tuple[TieredRequest, ...]  # whose KV it is, one after the other
+    expected: tuple[Ints, ...]  # int64[LAYERS, n, ITEM] of each
 
-    download: Download
-    requests: tuple[TieredRequest, ...]
-    expected: tuple[Ints, ...]
+
+@final
+@attrs.frozen
+class Decode:
+    """How a step decodes."""
+
+    packed: bool = True  # indices go with the step's copy
+    mirrored: bool = False
+    drafts: int = 1
+    accepted: int = 1
+    late: bool = False  # planned before the results of the step before are known
+    padded: bool = False
+
+
+_DECODES = st.builds(
+    Decode, st.booleans(), st.booleans(), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans()
+)
 
 
 def _in_order(of_host: list[int], on_device: list[int]) -> Ints:
@@ -238,7 +223,6 @@ def _decode(lens: Callable[[It], Any], drafts: int = 1, confirmed: Callable[[It]
 MISUSES = misuses(
     ("reserve what is in the tier", _TIER, lambda it: it[0].reserve(it[1], 1, 1), _inside),
     ("reserve what is on the device", ArgumentError, lambda it: it[0].reserve(it[1], 1, 1), _hot),
-    ("reserve behind a number", ArgumentError, lambda it: it[0].reserve(it[1], 1, 1, writer=3), _cold),
     ("reserve less than comes", Code.LENGTH_ORDER, lambda it: it[0].reserve(it[1], 2, 1), _cold),
     ("reserve nothing", ArgumentError, lambda it: it[0].reserve(it[1], 0, 1), _cold),
     ("reserve -1", ArgumentError, lambda it: it[0].reserve(it[1], -1, 1), _cold),
@@ -255,7 +239,6 @@ MISUSES = misuses(
     ("decode what is not ready", _TIER, lambda it: it[0].map_last_location(it[1], 9), _not_ready),
     ("finish what is not ready", _TIER, lambda it: it[0].finish(it[1]), _not_ready),
     ("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
-    ("abort behind a number", ArgumentError, lambda it: it[0].abort(it[1], after=3), _inside),
     ("abort one twice", Code.SLOT_SHARED, lambda it: it[0].abort(it[1].take([0, 0])), _inside),
     ("decode no new token", _LENGTHS, _decode(_backed), _ready),
     ("decode two tokens", _LENGTHS, _decode(lambda it: _next(it) + 1), _ready),
@@ -364,7 +347,7 @@ class HostTierMachine(Machine):
         self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
         strangers = self.host.take([1] * host_pages, [0] * host_pages) if fragmented else []
         self.strangers = strangers[::4]
-        self.host.free([one for at, one in enumerate(strangers) if at % 4])
+        self.host.free([ranges for at, ranges in enumerate(strangers) if at % 4])
         self.requests: list[TieredRequest] = []
         self.gone: list[TieredRequest] = []
         self.late_writers: list[PrefillWorker] = []
@@ -386,16 +369,17 @@ class HostTierMachine(Machine):
             self._check_owners()
             for request in self.requests:
                 self._check_request(request)
-        self.reached("two steps in flight", sum(not one.download.ready() for one in self.readings) >= IN_FLIGHT)
+        self.reached("two steps in flight", sum(not reading.download.ready() for reading in self.readings) >= IN_FLIGHT)
         outside = {request.state is OUTSIDE for request in self.requests}
         self.reached("requests outside beside some inside", len(outside) == 2)
 
     def _check_owners(self) -> None:
-        stats = self.tier.stats.host
-        counts = tuple(len(self.of(state)) for state in (STAGED, DIRECT, READY))
-        agree(counts, (self.tier.stats.staged, self.tier.stats.direct, self.tier.stats.ready), "requests by state")
-        pending = sum(one.tokens for one in self.tier.in_flight() if one.what == "pending")
+        tier = self.tier.stats  # once: each reading reaps, and a device that is asked may get on
+        stats = tier.host
+        pending = sum(entry.tokens for entry in self.tier.in_flight() if entry.what == "pending")
         agree(stats.pending, pending, "host locations that wait for something")
+        counts = tuple(len(self.of(state)) for state in (STAGED, DIRECT, READY))
+        agree(counts, (tier.staged, tier.direct, tier.ready), "requests by state")
         everything: list[int] = []
         for request in self.requests:
             if request.ranges is not None:
@@ -405,7 +389,7 @@ class HostTierMachine(Machine):
                 agree([request.number] * len(locations), owners, "owner", request)
                 self.reached("a request in several ranges", request.ranges.starts.size > 1)
         agree(len(set(everything)), len(everything), "host locations that two requests have")
-        agree(len(everything) + sum(len(one) for one in self.strangers), stats.live, "live host locations")
+        agree(len(everything) + sum(len(ranges) for ranges in self.strangers), stats.live, "live host locations")
         for writer in self.late_writers:
             both = set(everything) & set(writer.ranges.locations().tolist())
             agree(set(), both, "locations that a late writer may write")
@@ -422,16 +406,16 @@ class HostTierMachine(Machine):
             kv = request.content[:, request.hot_from :], f"hot KV of {request!r}"
             self._compare(self.kv, self._device_locations(request), *kv)
 
-    def _compare(self, buffers: Sequence[torch.Tensor], locations: Ints, expected: Ints, what: str) -> None:
+    def _compare(self, buffers: Sequence[torch.Tensor], locations: Ints, expected: Ints, label: str) -> None:
         for buffer, layer in zip(buffers, expected, strict=True):
-            agree_on(np.ascontiguousarray(layer), self.rt.inspect(buffer)[locations], what)
+            agree_on(np.ascontiguousarray(layer), self.rt.inspect(buffer)[locations], label)
 
     def _device_locations(self, request: TieredRequest) -> Ints:
         row = self.pages.page_table[request.number]
         return request.device_locations(row, self.pages.page_size, self.tier.hot_tokens)
 
     def snapshot(self) -> object:
-        """What each request has and how far it is. What is free or pending changes by itself."""
+        """Requests and their states. Locations that are free or pending change by themselves."""
         tier = self.tier._requests
         return (
             self.slots.live_slots().tolist(),
@@ -466,24 +450,24 @@ class HostTierMachine(Machine):
             writer.scribble()
 
     def _take(self, n: int) -> list[TieredRequest]:
-        """Up to `n` new requests, without anything."""
+        """Up to `n` new requests, without pages or host locations."""
         taken = self.slots.take(min(n, self.slots.stats.free))
         empty = np.empty((LAYERS, 0, ITEM), dtype=np.int64)
         new = [TieredRequest(taken.take([row]), empty) for row in range(len(taken))]
         self.requests += new
         return new
 
-    def _tried(self, call: Callable[[], object], what: str) -> bool:
-        """Whether a call got what it needs from a pool; if not, the pool has too little and nothing has changed."""
+    def _tried(self, call: Callable[[], object], resource: str) -> bool:
+        """Whether a pool had enough for a call; if not, nothing has changed."""
         self._write_late()
         before = self.snapshot()
         try:
             call()
         except PoolExhaustedError as error:
             if error.requested <= error.free:
-                disagree(f"{what} refused although enough are free: {error}")
+                disagree(f"{resource} refused although enough are free: {error}")
             agree(before, self.snapshot(), "a refused call changed something")
-            self.reached(f"{what} exhausted")
+            self.reached(f"{resource} exhausted")
             return False
         return True
 
@@ -510,8 +494,7 @@ class HostTierMachine(Machine):
                 stop = start + expected.shape[1]
                 for layer, numbers in zip(layers, expected, strict=True):
                     if not request.spoiled:
-                        what = f"what a forward read of {request!r}"
-                        agree_on(np.ascontiguousarray(numbers), layer[start:stop], what)
+                        agree_on(np.ascontiguousarray(numbers), layer[start:stop], "KV that a forward read of", request)
                 start = stop
 
     def _begin_step(self) -> None:
@@ -533,17 +516,14 @@ class HostTierMachine(Machine):
         packed: bool,
         whole: ForwardPlan | None = None,
     ) -> None:
-        """One forward: backs up, writes the KV of new positions, reads all of all requests, and tells the host.
-
-        `whole` plans all that it takes, and has the locations.
-        """
+        """One forward: backs up, writes the KV of new positions, reads all of all requests, and tells the host."""
         self._begin_step()
         for request, content in zip(requests, added, strict=True):
             request.content = np.concatenate([request.content, content], axis=1)
         of_host = [request.host_locations(request.hot_from) for request in requests]
         on_device = [self._device_locations(request) for request in requests]
         new = np.concatenate(added, axis=1)
-        order = _in_order([one.size for one in of_host], [one.size for one in on_device])
+        order = _in_order([rows.size for rows in of_host], [rows.size for rows in on_device])
         arrays: list[Ints] = [locations, new, np.concatenate(of_host), np.concatenate(on_device), order]
         with self.on(self.apart):
             extras = {} if plan is None or not packed else plan.extras
@@ -651,7 +631,7 @@ class HostTierMachine(Machine):
             if leave:
                 self._finish(requests, False)
 
-    @precondition(lambda self: any(one.writer is not None for one in self.requests) or self.late_writers)
+    @precondition(lambda self: any(req.writer is not None for req in self.requests) or self.late_writers)
     @rule(data=st.data(), again=st.booleans())
     def writer_ends(self, data: st.DataObject, again: bool) -> None:
         """A writer ends, perhaps with a last write: the same bytes once more, others if its request has left."""
@@ -704,7 +684,7 @@ class HostTierMachine(Machine):
     @rule(data=st.data())
     def decode_outside(self, data: st.DataObject) -> None:
         """Requests outside of the tier decode as if there were none."""
-        growing = [one for one in self.of(OUTSIDE) if 0 < one.length < MOST_TOKENS]
+        growing = [req for req in self.of(OUTSIDE) if 0 < req.length < MOST_TOKENS]
         if growing:
             requests = self._some(data, growing)
             if self._tried(lambda: self.pages.advance(self.handles(requests)), "device pages"):
@@ -714,12 +694,12 @@ class HostTierMachine(Machine):
     @rule(data=st.data(), more=st.integers(0, 6), fence=st.booleans())
     def stage(self, data: st.DataObject, more: int, fence: bool) -> None:
         """Requests outside are copied out to the host."""
-        if hot := [one for one in self.of(OUTSIDE) if one.length]:
+        if hot := [req for req in self.of(OUTSIDE) if req.length]:
             self._stage(self._some(data, hot), more, fence)
 
     def _stage(self, requests: list[TieredRequest], more: int, fence: bool) -> bool:
-        most = np.array([min(one.length + more, self.host.num_tokens) for one in requests], dtype=np.int64)
-        if any(one.length > n for one, n in zip(requests, most.tolist(), strict=True)):
+        most = np.array([min(req.length + more, self.host.num_tokens) for req in requests], dtype=np.int64)
+        if any(req.length > n for req, n in zip(requests, most.tolist(), strict=True)):
             return False
         slots, after = self.handles(requests), self.last if fence else None
         with self.on(self.apart):
@@ -733,9 +713,9 @@ class HostTierMachine(Machine):
 
     @rule()
     def poll_staged(self) -> None:
-        """What is copied may decode."""
+        """Requests whose copy is over may decode."""
         copied = self.tier.poll_staged()
-        ready = [one for one in self.of(STAGED) if self.tier.ready(one.slot)[0]]
+        ready = [req for req in self.of(STAGED) if self.tier.ready(req.slot)[0]]
         with self.on(self.apart):
             ask(self.tier.verify)
         agree(len(ready), copied, "requests that became ready")
@@ -776,39 +756,17 @@ class HostTierMachine(Machine):
 
     # Decoding
 
-    @rule(
-        data=st.data(),
-        times=st.integers(1, 5),
-        packed=st.booleans(),
-        mirrored=st.booleans(),
-        drafts=st.integers(1, 3),
-        accepted=st.integers(1, 3),
-        late=st.booleans(),
-        padded=st.booleans(),
-    )
-    def decode(
-        self,
-        data: st.DataObject,
-        times: int,
-        packed: bool,
-        mirrored: bool,
-        drafts: int,
-        accepted: int,
-        late: bool,
-        padded: bool,
-    ) -> None:
-        """Decode steps of some requests; each byte they read is compared.
-
-        `packed`: indices go with the step's copy. `late`: planned before the results of the step before are known.
-        """
+    @rule(data=st.data(), times=st.integers(1, 5), step=_DECODES)
+    def decode(self, data: st.DataObject, times: int, step: Decode) -> None:
+        """Decode steps of some requests; each byte they read is compared."""
         if not self.of(READY):
             arriving = self._reserve(1, times, 9, times)
             if not arriving or not self._admit(arriving, True):
                 return
-        roomy = [one for one in self.of(READY) if one.max_tokens - one.length > self.tier.hot_tokens + drafts]
-        requests = self._some(data, roomy if late and roomy else self.of(READY))
+        roomy = [req for req in self.of(READY) if req.max_tokens - req.length > self.tier.hot_tokens + step.drafts]
+        requests = self._some(data, roomy if step.late and roomy else self.of(READY))
         for _ in range(times):
-            if not self._decode(requests, packed, mirrored, drafts, accepted, late, padded):
+            if not self._decode(requests, step):
                 return
 
     @precondition(lambda self: len(self.of(READY)) > 1)
@@ -821,10 +779,9 @@ class HostTierMachine(Machine):
         """Every other step has one token; some are of padded size, or planned before results are known."""
         for number in range(times):
             several = 1 if number % 2 else drafts
-            requests = [one for one in requests if one.length + several <= one.max_tokens]
-            if not requests or not self._decode(
-                requests, True, False, several, accepted, late=number % 4 == 2, padded=number % 3 == 1
-            ):
+            requests = [req for req in requests if req.length + several <= req.max_tokens]
+            step = Decode(True, False, several, accepted, late=number % 4 == 2, padded=number % 3 == 1)
+            if not requests or not self._decode(requests, step):
                 return
 
     @rule(data=st.data(), times=st.integers(1, 6), length=st.integers(1, 6))
@@ -834,59 +791,54 @@ class HostTierMachine(Machine):
             arriving = self._reserve(1, length, times, length)
             if not arriving or not self._admit(arriving, True):
                 return
-        if not any(one.length for one in self.of(OUTSIDE)):
+        if not any(req.length for req in self.of(OUTSIDE)):
             self._prefill(1, length)
         inside = self.of(READY)
         for _ in range(times):
-            inside = [one for one in inside if one.length < one.max_tokens]
-            beside = [one for one in self.of(OUTSIDE) if 0 < one.length < MOST_TOKENS]
+            inside = [req for req in inside if req.length < req.max_tokens]
+            beside = [req for req in self.of(OUTSIDE) if 0 < req.length < MOST_TOKENS]
             order = data.draw(st.permutations(range(len(inside) + len(beside))), label="order")
-            if not inside or not self._decode(inside, True, False, beside=beside, order=order):
+            if not inside or not self._decode(inside, Decode(), beside, order):
                 return
 
     def _decode(
         self,
         requests: list[TieredRequest],
-        packed: bool,
-        mirrored: bool,
-        drafts: int = 1,
-        accepted: int = 1,
-        late: bool = False,
-        padded: bool = False,
+        step: Decode,
         beside: list[TieredRequest] | None = None,
         order: Sequence[int] = (),
     ) -> bool:
         """A step of requests of the tier, and of others `beside` them: then one plan has all, in `order`."""
         slots, hot, size = self.handles(requests), self.tier.hot_tokens, self.pages.page_size
-        drafts = min(drafts, hot)
-        before = np.array([one.bound if late else one.length for one in requests], dtype=np.int64)
-        confirmed = np.array([one.backed if late else one.length for one in requests], dtype=np.int64)
+        drafts, late, padded = min(step.drafts, hot), step.late, step.padded
+        before = np.array([req.bound if late else req.length for req in requests], dtype=np.int64)
+        confirmed = np.array([req.backed if late else req.length for req in requests], dtype=np.int64)
         lengths = before + drafts
         counts: object = drafts if drafts == 1 else np.full(lengths.size, drafts)
         bounded = bool((before != confirmed).any())
 
         def plan_it() -> LastLocation:
-            lens, known = (np.concatenate([one, [0, 0]]) if padded else one for one in (lengths, confirmed))
+            lens, backed = (np.concatenate([counts, [0, 0]]) if padded else counts for counts in (lengths, confirmed))
             seq_lens: object = lens
-            if mirrored:
+            if step.mirrored:
                 seq_lens = _bound(self.rt, lens) if bounded else MirroredTensor.from_host(self.rt, lens)
             return self.tier.map_last_location(
                 slots.pad(lens.size) if padded else slots,
                 seq_lens,
                 drafts if padded else counts,
-                confirmed=known if bounded or late else None,
+                confirmed=backed if bounded or late else None,
                 backups=lens.size * 3 * hot if padded else None,
             )
 
-        outgrown = any(n > len(one.ranges or ()) for one, n in zip(requests, lengths.tolist(), strict=True))
+        outgrown = any(n > len(req.ranges or ()) for req, n in zip(requests, lengths.tolist(), strict=True))
         if outgrown or (lengths - confirmed > hot).any():
-            what = "a request beyond its reservation" if outgrown else "too much that is not confirmed"
-            self.reached(f"{what} refused")
+            problem = "a request beyond its reservation" if outgrown else "too much that is not confirmed"
+            self.reached(f"{problem} refused")
             with self.refused(Code.LENGTH_ORDER):
                 plan_it()
             return False
-        held = np.maximum([one.held for one in requests], np.minimum(lengths, hot))
-        grown = any(-(-n // size) > -(-one.held // size) for one, n in zip(requests, held.tolist(), strict=True))
+        held = np.maximum([req.held for req in requests], np.minimum(lengths, hot))
+        grown = any(-(-n // size) > -(-req.held // size) for req, n in zip(requests, held.tolist(), strict=True))
         plans: list[LastLocation] = []
         if not self._tried(lambda: plans.append(plan_it()), "device pages"):
             return False
@@ -894,7 +846,7 @@ class HostTierMachine(Machine):
         for early in (plan_it, lambda: self.tier.abort(slots), lambda: self.pages.release_requests(slots)):
             with self.refused(ArgumentError):
                 early()
-        owed = int((before - [one.backed for one in requests]).sum())
+        owed = int((before - [req.backed for req in requests]).sum())
         added = [self._new(drafts) for _ in requests]
         for row, request in enumerate(requests):
             request.bound, request.backed, request.held = int(lengths[row]), int(confirmed[row]), int(held[row])
@@ -902,27 +854,27 @@ class HostTierMachine(Machine):
             self.reached("the ring went round", request.length >= 2 * hot)
             self.reached("grown by a page", grown)
             self.reached("read from the host", request.hot_from > 0)
-        positions = np.concatenate([np.arange(one.length, one.length + drafts) for one in requests])
-        places = np.concatenate([self._places_of_new(one, drafts) for one in requests])
+        positions = np.concatenate([np.arange(req.length, req.length + drafts) for req in requests])
+        places = np.concatenate([self._places_of_new(req, drafts) for req in requests])
         if beside is None:
-            self._forward(requests, added, places, plan, packed)
+            self._forward(requests, added, places, plan, step.packed)
         else:
             self._together(requests, added, plan, beside, order)
         if not bounded:
             agree(positions.tolist(), plan.positions[: positions.size].tolist(), "positions of the new tokens")
             agree(places.tolist(), plan.locations.np[: positions.size].tolist(), "places of the new tokens")
         for request in requests:
-            request.content = request.content[:, : request.length - drafts + min(accepted, drafts)]
+            request.content = request.content[:, : request.length - drafts + min(step.accepted, drafts)]
         if levels.full:  # before what the forward read is compared
             with self.on(self.apart):
                 ask(self.tier.verify)
-        hot_from = [one.hot_from for one in requests] + [0, 0] * padded
+        hot_from = [req.hot_from for req in requests] + [0, 0] * padded
         agree(hot_from, plan.hot_from.tolist(), "first positions on the device")
         owed = lengths.size * 3 * hot + 6 * hot if padded else owed
         agree((owed, owed), (len(plan.backup_from), len(plan.backup_to)), "tokens to back up")
         with self.refused(ArgumentError):
             self.tier.back_up(plan)
-        self.reached("drafts rejected", accepted < drafts)
+        self.reached("drafts rejected", step.accepted < drafts)
         self.reached("planned by a bound", bounded)
         self.reached("a step of padded size", padded)
         return True
@@ -945,23 +897,23 @@ class HostTierMachine(Machine):
         everyone = [(requests + others)[row] for row in rows]
         size, table = self.pages.page_size, self.pages.page_table
         locations = []
-        for one in everyone:
-            at = one.length % self.tier.hot_tokens if one.state is READY else one.length
-            locations.append(int(table[one.number, at // size]) * size + at % size)
+        for req in everyone:
+            at = req.length % self.tier.hot_tokens if req.state is READY else req.length
+            locations.append(int(table[req.number, at // size]) * size + at % size)
         whole = ForwardPlan.of(
             self.handles(everyone),
-            np.array([one.length + 1 for one in everyone], dtype=np.int64),
+            np.array([req.length + 1 for req in everyone], dtype=np.int64),
             prompt_ids=[[7]] * len(everyone),
             pages=self.pages,
             tier=plan,
         )
-        hot_from = [one.hot_from for one in everyone]
+        hot_from = [req.hot_from for req in everyone]
         agree(hot_from, whole.extras["hot_from"].tolist(), "first positions on the device, of all")
         places = np.array(locations, dtype=np.int64)
         self._forward(everyone, [added[row] for row in rows], places, plan, True, whole)
 
     def _places_of_new(self, request: TieredRequest, drafts: int) -> Ints:
-        """Where the device has room for the next positions of a request, int64[drafts]."""
+        """Locations of the next positions of a request on the device, int64[drafts]."""
         pages, size, hot = self.pages.page_table[request.number], self.pages.page_size, self.tier.hot_tokens
         rows = [position % hot for position in range(request.length, request.length + drafts)]
         return np.array([int(pages[row // size]) * size + row % size for row in rows], dtype=np.int64)
@@ -987,11 +939,11 @@ class HostTierMachine(Machine):
     @_INSIDE
     @rule(data=st.data(), ended=st.booleans())
     def abort(self, data: st.DataObject, ended: bool) -> None:
-        """Requests leave in whatever state they are."""
+        """Requests leave in any state."""
         self._abort(self._some(data, self.of(STAGED, DIRECT, READY)), ended)
 
     def _abort(self, requests: list[TieredRequest], ended: bool) -> None:
-        staged = any(one.state is STAGED for one in requests)
+        staged = any(req.state is STAGED for req in requests)
         before = self.host.stats.pending
         self.tier.abort(self.handles(requests), after=self.last)
         for request in requests:
@@ -1003,7 +955,7 @@ class HostTierMachine(Machine):
     @_STAGED
     @rule()
     def abort_staged(self) -> None:
-        """What is being copied leaves, behind the copy."""
+        """Staged requests leave, behind the copy."""
         self._abort(self.of(STAGED), False)
 
     @_DIRECT
@@ -1027,7 +979,7 @@ class HostTierMachine(Machine):
 
     @rule()
     def all_leave(self) -> None:
-        """All leave, the device ends: what is pending then is what writers may still write, and no more."""
+        """All leave, the device ends: then locations that writers may still write are pending, and no others."""
         self._abort(self.of(STAGED, DIRECT, READY), False)
         for request in self.of(OUTSIDE):
             self._leave_outside(request)
@@ -1047,14 +999,14 @@ class HostTierMachine(Machine):
 
     @rule(among=st.integers(0, 3))
     def clear(self, among: int) -> None:
-        """The host waits for the device and begins anew, now and then; what a writer may write stays pending."""
+        """The host waits and begins anew, now and then; locations that a writer may write stay pending."""
         if among:
             return
         if not self.of(DIRECT):
             self._reserve(1, 2, 1, 1)
         self._resolve(0)
         self.rt.synchronize()
-        self.reached("cleared beside a writer that has not ended", any(one.state is DIRECT for one in self.requests))
+        self.reached("cleared beside a writer that has not ended", any(req.state is DIRECT for req in self.requests))
         self.slots.clear()
         self._left(list(self.requests))
         agree(self.pages.num_pages, self.pages.stats.free, "device pages free, all gone")
@@ -1063,7 +1015,7 @@ class HostTierMachine(Machine):
 
     @rule(read=st.integers(0, 2), all_of_it=st.booleans())
     def time_passes(self, read: int, all_of_it: bool) -> None:
-        """The host reads what forwards brought, or waits for everything."""
+        """The host reads the results of forwards, or waits for everything."""
         self._resolve(read)
         if all_of_it:
             self.rt.synchronize()
@@ -1095,5 +1047,5 @@ class HostTierMachine(Machine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), misuse=st.sampled_from(MISUSES))
     def misuse(self, data: st.DataObject, misuse: Misuse[It]) -> None:
-        """A call that cannot be meant is refused, and changes nothing."""
+        """A misuse is refused, and changes nothing."""
         self.refuses(misuse, (self.tier, self._some(data, self.requests)[0].slot))

@@ -47,25 +47,17 @@ Ints = npt.NDArray[np.int64]
 Reached = Callable[[str, bool], None]
 """Counts a coverage target, if it is reached."""
 
-MAX_TOKENS = 12
-"""Tokens per request, a speculative one included."""
-
-MARKS = 2
-"""Numbers in a request's row of the table of marks."""
-
-MAX_UNREAD = 4
-"""Steps whose results may be left unread. How many may run is decided by fences, and is less."""
+MAX_TOKENS = 12  # per request, a speculative one included
+MARKS = 2  # numbers in a request's row of the table of marks
+MAX_UNREAD = 4  # steps whose results may be left unread; fences decide how many may run, which is less
 
 
 class Arrival(Enum):
-    """How a request arrives."""
+    """How a request arrives; the last two are prebuilt, with KV."""
 
-    PROMPT = "prompt"
-    """The forward computes the KV of its prompt."""
-    WRITTEN = "written"
-    """Prebuilt: its KV is written into its pages on the stream on which it arrives."""
-    HANDED = "handed"
-    """Prebuilt: its KV arrives on one stream and is passed to the forward's stream, which writes it."""
+    PROMPT = "prompt"  # the forward computes the KV of its prompt
+    WRITTEN = "written"  # its KV is written into its pages on the stream on which it arrives
+    HANDED = "handed"  # its KV arrives on one stream and is passed to the forward's stream, which writes it
 
 
 class OverlapBatch(ScheduledBatch):
@@ -106,7 +98,7 @@ class OverlapRequest(ShownByRepr):
     fill: Sequence[int] = ()  # ids that are prefilled, or were when it arrived, before it decodes
     num_generated: int = 0  # tokens sampled, those in flight included
     in_flight: int = 0  # steps that sampled for it and are unread
-    output: dict[int, int] = attrs.field(factory=dict)  # place in the answer -> token that the host has read
+    output: dict[int, int] = attrs.field(factory=dict)  # index in the answer -> token that the host has read
     aborted: bool = False
     held: DeviceState = attrs.field(factory=lambda: DeviceState(0))  # while it runs
 
@@ -126,7 +118,7 @@ class OverlapRequest(ShownByRepr):
     @property
     def known(self) -> Sequence[int]:
         """All ids that the host knows: what is prefilled when the request has no KV."""
-        return [*self.prompt, *(self.output[place] for place in range(self.num_generated))]
+        return [*self.prompt, *(self.output[index] for index in range(self.num_generated))]
 
     @property
     def tokens_to_prefill(self) -> int:
@@ -140,12 +132,11 @@ class OverlapRequest(ShownByRepr):
 
 def handles_of(requests: Sequence[OverlapRequest]) -> Slots:
     """The handles of running requests, in order, as a value whose device side does not exist yet."""
-    return Slots.cat([one.handle for one in requests if one.handle is not None])
+    return Slots.cat([req.handle for req in requests if req.handle is not None])
 
 
-# The model of a forward: a checksum of everything that it reads. All numbers are integers below `PRIME`, so host and
-# device agree to the last bit. A value read too early, too late, or from another request's memory changes the next
-# token, and all that come after it.
+# The model of a forward: a checksum of everything that it reads, of integers below `PRIME`, so that host and device
+# agree to the last bit. A value read too early, too late, or from another request's memory changes all later tokens.
 
 PRIME = 999_983
 
@@ -159,7 +150,7 @@ _WEIGHT_ROWS = WEIGHTS.tolist()
 
 
 class Outcome(NamedTuple):
-    """What a forward produces for one request: its token, and a log for the host."""
+    """The results of a forward for one request: its token, and a log for the host."""
 
     token: int
     log: tuple[int, int]
@@ -170,12 +161,12 @@ def kv_row(token: int, position: int) -> tuple[int, int]:
 
 
 def forward(request: OverlapRequest, query: int, salt: int, nudge: int) -> Outcome:
-    """Runs one request: changes what the device holds for it, and returns what the forward produces."""
+    """Runs one request: changes its device state, and returns the results."""
     held = request.held
     ids = request.ids(query) or (held.token,)
     held.kv += [kv_row(token, len(held.kv) + at) for at, token in enumerate(ids)]
     held.age += 1
-    attended = sum(one * k + two * v for (k, v), (one, two) in zip(held.kv, _WEIGHT_ROWS, strict=False)) % PRIME
+    attended = sum(a * k + b * v for (k, v), (a, b) in zip(held.kv, _WEIGHT_ROWS, strict=False)) % PRIME
     mix = (
         SALT * salt
         + LENGTH * len(held.kv)
@@ -196,8 +187,8 @@ def forward(request: OverlapRequest, query: int, salt: int, nudge: int) -> Outco
 
 
 def column(requests: Sequence[OverlapRequest], name: str) -> Array:
-    """One number of what the device holds for each request, int64[n]."""
-    return np.array([getattr(one.held, name) for one in requests], np.int64)
+    """One number of the device state of each request, int64[n]."""
+    return np.array([getattr(req.held, name) for req in requests], np.int64)
 
 
 def _write_kv(kv: torch.Tensor, locs: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor) -> None:
@@ -208,8 +199,8 @@ def _write_kv(kv: torch.Tensor, locs: torch.Tensor, ids: torch.Tensor, positions
 
 def _attend(kv: torch.Tensor, locs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """int64[n]: the KV at `locs` [n, MAX_TOKENS], weighted by position."""
-    found = kv.index_select(0, locs.view(-1)).view(-1, MAX_TOKENS, 2)
-    return (found * weights).sum((1, 2)) % PRIME
+    rows = kv.index_select(0, locs.view(-1)).view(-1, MAX_TOKENS, 2)
+    return (rows * weights).sum((1, 2)) % PRIME
 
 
 def _next_state(state: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
@@ -217,7 +208,7 @@ def _next_state(state: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
 
 
 READINGS = ("salts", "columns", "ages", "tokens", "marks")
-"""What a forward reads at its entry, each synchronised with the schedule's stream in a way of its own."""
+"""Inputs that a forward reads at its entry, each synchronised with the schedule's stream in a way of its own."""
 
 
 @final
@@ -235,7 +226,7 @@ class Choices(ShownByRepr):
     clears_aside: bool = False  # rows of requests that leave are cleared on another stream
 
     def __repr__(self) -> str:
-        changed = [one.name for one in attrs.fields(Choices) if getattr(self, one.name) != one.default]
+        changed = [field.name for field in attrs.fields(Choices) if getattr(self, field.name) != field.default]
         return f"Choices({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     @property
@@ -272,15 +263,11 @@ CHOICES = st.integers(0, math.prod(_OPTIONS.values()) - 1).map(Choices.numbered)
 class Streams(NamedTuple):
     """The streams of the engine; the relay has one more, to the host."""
 
-    schedule: Stream
-    """Plans are uploaded, table rows written, slots begun."""
+    schedule: Stream  # plans are uploaded, table rows written, slots begun
     forward: Stream
-    arrivals: Stream
-    """What comes from outside: prebuilt requests, nudges."""
-    audit: Stream
-    """Looks at what the others hold and tells the host; it waits for all, and nothing waits for it."""
-    origin: Stream
-    """Was current before. The relay is made on it, and nothing else happens there."""
+    arrivals: Stream  # prebuilt requests and nudges come from outside
+    audit: Stream  # reads the memory of the others and tells the host; it waits for all, and nothing waits for it
+    origin: Stream  # was current before; the relay is made on it, and nothing else happens there
 
 
 @final
@@ -290,29 +277,28 @@ class Step:
 
     number: int  # from 1
     requests: Sequence[OverlapRequest]  # those that sampled
-    places: Sequence[int]  # in the answer of each
-    outcomes: Sequence[Outcome]  # what the model says of each
-    results: Prefetched | None  # what the device says; None where no request samples
+    indices: Sequence[int]  # of the token in the answer of each
+    outcomes: Sequence[Outcome]  # of each, by the model
+    results: Prefetched | None  # by the device; None where no request samples
     done: Fence  # after the forward
 
 
 @final
 @attrs.frozen(eq=False)
 class Look:
-    """What the audit stream found, on its way to the host, and what the model expects."""
+    """Values that the audit stream read, on their way to the host, and those of the model."""
 
     download: Download
     expected: Sequence[Array]
 
     def check(self) -> None:
-        """Reads it and compares."""
-        for place, (expected, found) in enumerate(zip(self.expected, self.download.resolve(), strict=True)):
-            agree_on(expected, found, f"{self.download.name}, array {place}")
+        for number, (expected, actual) in enumerate(zip(self.expected, self.download.resolve(), strict=True)):
+            agree_on(expected, actual, f"{self.download.name}, array {number}")
 
 
-def _present(value: T | None, what: str) -> T:
+def _present(value: T | None, noun: str) -> T:
     if value is None:
-        disagree(f"expected {what}, got None")
+        disagree(f"expected {noun}, got None")
     return value
 
 
@@ -320,9 +306,9 @@ def _present(value: T | None, what: str) -> T:
 class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
     """Serves requests, one step ahead of the device.
 
-    One step: rows leave and join, all grow, one upload, one forward, and the results of an older step are read. What
-    leaves is freed with the fence of the last launched forward. The host waits for a running step only where it needs
-    what that step holds. Each piece of memory is made on another stream than those that use it.
+    One step: rows leave and join, all grow, one upload, one forward, and the results of an older step are read. Rows
+    that leave are freed with the fence of the last launched forward. The host waits for a running step only where it
+    needs the memory that the step holds. Each piece of memory is made on another stream than those that use it.
     """
 
     def __init__(
@@ -365,15 +351,15 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         )  # in steps, moved as the batch
         self._marks_due: dict[OverlapRequest, tuple[int, ...]] = {}  # written with the next upload
         self._writes: list[TableWrite] = []  # the same, of prebuilt requests
-        self._arrived: list[Fence] = []  # what the next forward waits for
+        self._arrived: list[Fence] = []  # the next forward waits for these
         self._pages_used: set[int] = set()
         self._drawn = 0
         self.unread: list[Step] = []  # launched, and the host has not read the results; oldest first
         self.launched = 0  # steps so far
-        self._running: deque[Step] = deque()  # that may not be over
+        self.running: deque[Step] = deque()  # that may not be over
         self._ahead: list[Step] = []  # that the host has not waited for
         self._closed: deque[tuple[Sequence[Fence], int]] = deque()  # fences of each stream, and steps launched by then
-        self.looks: list[Look] = []  # what the audit stream found and the host has not read, oldest first
+        self.looks: list[Look] = []  # that the host has not read, oldest first
 
     @property
     def kv(self) -> torch.Tensor:
@@ -402,48 +388,40 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
 
     @property
     def depth(self) -> int:
-        """Launched steps that the host does not know to be over.
-
-        A device that is asked may be quick, which says nothing, and a host that asked knows more than it should: so
-        fences are asked only on a device whose lag is decided by the machine.
-        """
+        """Launched steps that the host does not know to be over."""
+        # A quick device proves nothing, and a host that asks knows too much: fences are asked only where they lag.
         asks = isinstance(self.runtime, LateRuntime)
-        return sum(not (asks and one.done.query()) for one in self._ahead)
-
-    @property
-    def running(self) -> bool:
-        """Whether there is a forward that the host could wait for."""
-        return bool(self._running)
+        return sum(not (asks and step.done.query()) for step in self._ahead)
 
     def _begin_step(self) -> None:
         """Begins the runtime's next step, after those that would make it deeper than the runtime declares."""
         if self.launched:
-            self._closed.append(([self.runtime.record(one) for one in self.streams], self.launched))
+            self._closed.append(([self.runtime.record(stream) for stream in self.streams], self.launched))
         while len(self._closed) >= self.runtime.steps_in_flight:
             fences, launched = self._closed.popleft()
             for fence in fences:
                 if not fence.query():
                     fence.wait()
             self._over(launched)
-            while self._running and self._running[0].number <= launched:
-                self._running.popleft()
+            while self.running and self.running[0].number <= launched:
+                self.running.popleft()
         self.runtime.next_step()
 
     def _over(self, number: int) -> None:
-        self._ahead = [one for one in self._ahead if one.number > number]
+        self._ahead = [step for step in self._ahead if step.number > number]
 
     @property
     def last_step(self) -> Fence | None:
-        return self._running[-1].done if self._running else None
+        return self.running[-1].done if self.running else None
 
     def wait(self) -> None:
-        step = self._running.popleft()
+        step = self.running.popleft()
         if not step.done.query():
             step.done.wait()
         self._over(step.number)
 
     def wait_for_step(self) -> bool:
-        if not self._running:
+        if not self.running:
             return False
         self._reached("waited for a step that held what was needed", True)
         self.wait()
@@ -460,61 +438,61 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         self._reached("results read out of order", at > 0)
         if step.results is not None:
             tokens, logs = (np.array(step.results[name].np) for name in ("token", "log"))
-            for name, found in (("token", tokens), ("log", logs)):
-                expected = np.array([getattr(one, name) for one in step.outcomes], np.int64)
-                agree_on(expected, found, f"{name}s of step {step.number}")
+            for name, actual in (("token", tokens), ("log", logs)):
+                expected = np.array([getattr(outcome, name) for outcome in step.outcomes], np.int64)
+                agree_on(expected, actual, f"{name}s of step {step.number}")
             self._over(step.number)
             self._line_up(step.results, tokens, step.requests)
-            for one, place, token in zip(step.requests, step.places, tokens.tolist(), strict=True):
-                one.output[place] = token
-                one.in_flight -= 1
+            for req, index, token in zip(step.requests, step.indices, tokens.tolist(), strict=True):
+                req.output[index] = token
+                req.in_flight -= 1
         return step
 
     def _line_up(self, results: Prefetched, tokens: Array, requests: Sequence[OverlapRequest]) -> None:
         """Requests that kept their slots find their results by handle, in the order that the batch has by now."""
         handles = {*zip(results.slots.np.tolist(), results.slots.generations.tolist(), strict=True)}
-        rows = {one: row for row, one in enumerate(requests)}
+        rows = {req: row for row, req in enumerate(requests)}
         here = [
-            one
-            for one in self.batch.requests
-            if one.handle is not None and (int(one.handle.np[0]), int(one.handle.generations[0])) in handles
+            req
+            for req in self.batch.requests
+            if req.handle is not None and (int(req.handle.np[0]), int(req.handle.generations[0])) in handles
         ]
         if here:
-            self._reached("results of a batch in another order", [rows[one] for one in here] != list(range(len(here))))
-            found = results["token"].aligned(handles_of(here))
-            agree_on(tokens[[rows[one] for one in here]], found, "tokens by handle")
+            self._reached("results of a batch in another order", [rows[req] for req in here] != list(range(len(here))))
+            aligned = results["token"].aligned(handles_of(here))
+            agree_on(tokens[[rows[req] for req in here]], aligned, "tokens by handle")
 
     def forget(self) -> None:
         """Drops the results of steps all of whose requests hung up: their memory goes back by itself."""
-        for step in [one for one in self.unread if all(request.aborted for request in one.requests)]:
+        for step in [step for step in self.unread if all(request.aborted for request in step.requests)]:
             self.unread.remove(step)
-            for one in step.requests:
-                one.in_flight -= 1
+            for req in step.requests:
+                req.in_flight -= 1
             self._reached("results dropped unread", step.results is not None)
 
     # Leaving
 
     def leave(self) -> None:
-        leaves = np.array([one.over for one in self.batch.requests], np.bool_)
+        leaves = np.array([req.over for req in self.batch.requests], np.bool_)
         if leaves.any():
             self._reached("left while a step uses the row", self.depth > 0)
             self.give_back(leaves)
 
     def give_back(self, leaves: npt.NDArray[np.bool_]) -> Sequence[OverlapRequest]:
         leaving = self.batch.filter(leaves)
-        marked = [row for row, one in enumerate(leaving.requests) if any(one.held.marks)]
+        marked = [row for row, req in enumerate(leaving.requests) if any(req.held.marks)]
         if marked:
             with self.runtime.use(self.streams.arrivals if self._clears_aside else self.streams.schedule):
                 self.marks.clear(leaving.slots.filter(marked))
             self._reached("a row cleared on another stream", self._clears_aside)
         self.ages = self.ages.filter(~leaves)
         requests = super().give_back(leaves)
-        for one in requests:
-            self._marks_due.pop(one, None)
-            one.handle = None
+        for req in requests:
+            self._marks_due.pop(req, None)
+            req.handle = None
         return requests
 
-    def reorder(self) -> None:
+    def reverse(self) -> None:
         """Reverses the rows; columns that only the device has are gathered at their first read."""
         backwards = np.arange(len(self.batch))[::-1]
         self.batch, self.ages = self.batch.filter(backwards), self.ages.filter(backwards)
@@ -524,27 +502,27 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
     @property
     def slots_available(self) -> int:
         """Free slots, for the first waiting requests all results of which are read; a retracted one waits for them."""
-        known = itertools.takewhile(lambda one: not one.in_flight, self.waiting)
-        return min(self.slots.stats.free, sum(1 for _ in known))
+        complete = itertools.takewhile(lambda req: not req.in_flight, self.waiting)
+        return min(self.slots.stats.free, sum(1 for _ in complete))
 
     def join(self, requests: Sequence[OverlapRequest]) -> StepPlan:
         """Begins requests before the step, in slots of their own, prebuilt ones with their KV."""
         in_flight = self.depth > 0
         self._reached("joined while a step is in flight", in_flight and len(self.batch) > 0)
-        self._reached("a retracted request came back", any(one.num_generated for one in requests))
+        self._reached("a retracted request came back", any(req.num_generated for req in requests))
         taken = self.slots.take(len(requests))
-        for one, slot in zip(requests, taken.split([1] * len(requests)), strict=True):
-            one.handle = slot
-        used = [one for one in requests if in_flight and one.handle is not None and one.handle.generations[0] > 1]
-        prebuilt = [one for one in requests if one.arrival is not Arrival.PROMPT]
-        prompts = [one for one in requests if one.arrival is Arrival.PROMPT]
+        for req, slot in zip(requests, taken.split([1] * len(requests)), strict=True):
+            req.handle = slot
+        used = [req for req in requests if in_flight and req.handle is not None and req.handle.generations[0] > 1]
+        prebuilt = [req for req in requests if req.arrival is not Arrival.PROMPT]
+        prompts = [req for req in requests if req.arrival is Arrival.PROMPT]
         self._reached("a slot used again while a step is in flight", bool(used))
-        self._reached("a prebuilt request in a used slot", any(one in prebuilt for one in used))
-        self._reached("prebuilt KV handed to the forward", any(one.arrival is Arrival.HANDED for one in requests))
+        self._reached("a prebuilt request in a used slot", any(req in prebuilt for req in used))
+        self._reached("prebuilt KV handed to the forward", any(req.arrival is Arrival.HANDED for req in requests))
         joined = self._begin_prompts(prompts)
-        for one in prebuilt:
-            joined = joined.merge(self._begin_prebuilt(one))
-        self._marks_due.update({one: one.marks for one in prompts})
+        for req in prebuilt:
+            joined = joined.merge(self._begin_prebuilt(req))
+        self._marks_due.update({req: req.marks for req in prompts})
         self.ages = self.ages.merge(MirroredTensor.from_host(self.runtime, np.zeros(len(requests), np.int64)))
         written = self._pages_of(prebuilt)
         self._reached("a prebuilt request on used pages", in_flight and not self._pages_used.isdisjoint(written))
@@ -556,15 +534,15 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
     # or a page that is taken too early is written here while a forward still uses it.
 
     def _begin_prompts(self, requests: Sequence[OverlapRequest]) -> OverlapBatch:
-        for one in requests:
-            one.held = DeviceState(_first_state(one))
-            one.fill = one.known
+        for req in requests:
+            req.held = DeviceState(_first_state(req))
+            req.fill = req.known
         return self._begun(requests)[0] if requests else OverlapBatch.empty(self.runtime)
 
     def _begin_prebuilt(self, request: OverlapRequest) -> OverlapBatch:
         slot, token = handles_of([request]), (request.number * 7919 + 11) % PRIME
         held = request.held = DeviceState(_first_state(request), token=token, last=token, marks=request.marks)
-        held.kv = [kv_row(one, at) for at, one in enumerate(request.prompt)]
+        held.kv = [kv_row(token, at) for at, token in enumerate(request.prompt)]
         request.output[0], request.num_generated, request.fill = token, 1, request.prompt
         with self.runtime.use(self.streams.arrivals):
             batch, uploaded = self._begun([request], np.array(held.kv, np.int64))
@@ -594,10 +572,10 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         batch = OverlapBatch.build(
             self.runtime,
             slots=handles,
-            seq_lens=[one.length for one in requests],
-            prefill_lens=[len(one.fill) for one in requests],
-            num_generated=[one.num_generated for one in requests],
-            temperature=[float(one.held.temperature) for one in requests],
+            seq_lens=[req.length for req in requests],
+            prefill_lens=[len(req.fill) for req in requests],
+            num_generated=[req.num_generated for req in requests],
+            temperature=[float(req.held.temperature) for req in requests],
             odd=[0] * len(requests),
             last=uploaded.view(2),
             requests=list(requests),
@@ -610,23 +588,22 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         pages: list[int] = self.pages.page_table[handles_of(requests).np].reshape(-1).tolist()
         return [page for page in pages if page]
 
-    def mark(self, one: OverlapRequest, marks: tuple[int, ...], stream: Stream | None) -> None:
+    def mark(self, req: OverlapRequest, marks: tuple[int, ...], stream: Stream | None) -> None:
         """Sets another row of marks for a running request, at once on `stream`, or with the next upload if None."""
-        one.marks = marks
+        req.marks = marks
         if stream is None:
-            self._marks_due[one] = marks
+            self._marks_due[req] = marks
             return
-        self._marks_due.pop(one, None)
-        one.held.marks = marks
+        self._marks_due.pop(req, None)
+        req.held.marks = marks
         with self.runtime.use(stream):
-            self.marks.write(handles_of([one]), None, [marks])
+            self.marks.write(handles_of([req]), None, [marks])
 
     def _table_writes(self) -> list[TableWrite]:
-        """Table writes of the next upload besides the locations of the step."""
         writes, self._writes = self._writes, []
         if self._marks_due:
-            for one, marks in self._marks_due.items():
-                one.held.marks = marks
+            for req, marks in self._marks_due.items():
+                req.held.marks = marks
             due = list(self._marks_due)
             writes.append(self.marks.entry(handles_of(due), None, list(self._marks_due.values())))
             self._marks_due.clear()
@@ -637,7 +614,7 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
     def _launch(self, choices: Choices, step: StepPlan) -> None:
         """All requests grow; one upload; the forward; and speculative locations are given back."""
         pages, queries, requests = self.pages, step.chunks, self.batch.requests
-        ids = [one.ids(query) for one, query in zip(requests, queries.tolist(), strict=True)]
+        ids = [req.ids(query) for req, query in zip(requests, queries.tolist(), strict=True)]
         ends = step.samples
         sampling = np.flatnonzero(ends).tolist()
         batch = self.batch.advance({"seq_lens": queries, "num_generated": step.samples.astype(int), "odd": 1})
@@ -648,7 +625,7 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
             choices = attrs.evolve(choices, tries=False)
         extension = self.when_free(lambda: pages.extend(batch.slots, lens))
         plan = None
-        if not choices.by_hand or any(one is not None for one in ids):
+        if not choices.by_hand or any(prompt is not None for prompt in ids):
             plan = ForwardPlan.of(batch.slots, batch.seq_lens, queries, prompt_ids=ids, samples=ends, pages=pages)
         tried = self.when_free(lambda: pages.extend(batch.slots, lens + int(choices.tries)))
         self._pages_used.update(self._pages_of(requests))
@@ -671,14 +648,14 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
             with self.runtime.use(self.streams.audit):
                 self._look("salts", [uploaded["salts"] * 2], [np.array(salts) * 2])
         outcomes = [
-            forward(one, query, salt, nudge)
-            for one, query, salt, nudge in zip(requests, queries.tolist(), salts, nudges, strict=True)
+            forward(req, query, salt, nudge)
+            for req, query, salt, nudge in zip(requests, queries.tolist(), salts, nudges, strict=True)
         ]
         self.batch = batch
         self._launched([requests[row] for row in sampling], [outcomes[row] for row in sampling], results, done)
         if choices.tries:
             pages.truncate(batch.slots, lens, after=done)
-        prompts = [one is not None for one in ids]
+        prompts = [prompt is not None for prompt in ids]
         self._reached("a forward of prompts and decodes", any(prompts) and not all(prompts))
         self._reached("inputs gathered by hand", plan is None)
         self._reached("tokens taken back while a step writes them", choices.tries)
@@ -688,14 +665,14 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         self, sampled: Sequence[OverlapRequest], outcomes: Sequence[Outcome], results: Prefetched | None, done: Fence
     ) -> None:
         self.launched += 1
-        step = Step(self.launched, sampled, [one.num_generated for one in sampled], outcomes, results, done)
-        for steps in (self._running, self._ahead, self.unread):
+        step = Step(self.launched, sampled, [req.num_generated for req in sampled], outcomes, results, done)
+        for steps in (self.running, self._ahead, self.unread):
             steps.append(step)
         self._reached("two steps in flight", self.depth >= 2)
-        for one, outcome in zip(sampled, outcomes, strict=True):
-            one.held.token = outcome.token
-            one.num_generated += 1
-            one.in_flight += 1
+        for req, outcome in zip(sampled, outcomes, strict=True):
+            req.held.token = outcome.token
+            req.num_generated += 1
+            req.in_flight += 1
 
     def _draw(self, n: int) -> list[int]:
         """Numbers that differ from step to step and from row to row: a constant would hide that it is read late."""
@@ -707,10 +684,9 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
     def _forward(
         self, choices: Choices, batch: OverlapBatch, uploaded: Extras, plan: ForwardPlan | None, sampling: Sequence[int]
     ) -> tuple[OverlapBatch, Prefetched | None, Fence]:
-        """One forward. Reads what the schedule made first, and what is the forward's own last.
+        """One forward: the batch after it, its results if any request samples, and forward-done.
 
-        Returns:
-            the batch after it; tokens and logs on their way to the host, None where no request samples; forward-done.
+        Reads first the memory that the schedule made, and last that of the forward.
         """
         rt, relay = self.runtime, self.relay
         arrived, self._arrived = self._arrived, []
@@ -739,9 +715,9 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
                 tried = uploaded["tried"]
                 kv.index_copy_(0, tried, torch.stack((tried, tried + 1), dim=1))
             there = uploaded["columns"] < batch.seq_lens.device[:, None]
-            known = (rows * there).to(torch.int64)  # beyond its tokens a request reads location 0, which is zero
+            held = (rows * there).to(torch.int64)  # beyond its tokens a request reads location 0, which is zero
             weights = uploaded["weights"]
-            attended = rt.launch(_attend, kv, known, weights, reads=(kv, known, weights), name="attend", operations=3)
+            attended = rt.launch(_attend, kv, held, weights, reads=(kv, held, weights), name="attend", operations=3)
             slots = batch.slots.device
             states = self.states.memory
             state = states.index_select(0, slots)
@@ -811,7 +787,7 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
             read_done = self.runtime.record()
             for table in (self.marks, self.tokens):
                 table.read_until(read_done)
-            marks = np.array([one.held.marks for one in batch.requests], np.int64)
+            marks = np.array([req.held.marks for req in batch.requests], np.int64)
             self._look("tables", rows, [marks, self.tokens.host_for(batch.slots)])
 
     def look_at_results(self, step: Step) -> None:
@@ -823,14 +799,14 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
                 self._look("results", [total], [tokens.np[:, None] + 2 * logs.np])
 
     def look_at_leftovers(self) -> None:
-        """When all requests have left: marks are cleared, and slot, page and location 0 were never written."""
+        """All requests have left: marks are cleared, and slot, page and location 0 were never written."""
         with self.runtime.use(self.streams.audit):
             padding = torch.stack((self.kv[0].sum(), self.states.memory[0]))
             marks = self.marks.memory.sum(0)
             self._look("what is left", [padding, marks], [np.zeros(2, np.int64), np.zeros(MARKS, np.int64)])
 
-    def _look(self, name: str, found: Sequence[torch.Tensor], expected: Sequence[Array]) -> None:
-        self.looks.append(Look(self.runtime.download(found, name=name), expected))
+    def _look(self, name: str, values: Sequence[torch.Tensor], expected: Sequence[Array]) -> None:
+        self.looks.append(Look(self.runtime.download(values, name=name), expected))
 
 
 def _first_state(request: OverlapRequest) -> int:
@@ -886,7 +862,7 @@ class OverlapMachine(Machine):
         """Compares the host side at every level; at `full` checks every invariant. Never waits for the device."""
         engine = self.engine
         batch, ages = engine.batch, engine.ages
-        lens = np.array([one.length for one in batch.requests], np.int64)
+        lens = np.array([req.length for req in batch.requests], np.int64)
         agree_on(lens, np.array(batch.seq_lens.np), "lengths")
         agree_on(engine.pages.committed(batch.slots), np.array(batch.seq_lens.np), "committed tokens")
         agree_on(column(batch.requests, "age"), np.array(ages.np), "ages")
@@ -900,7 +876,7 @@ class OverlapMachine(Machine):
             batch.check("check")
 
     def teardown(self) -> None:
-        """Reads everything that is still in flight, unless the example has failed, and closes the example."""
+        """Reads everything that is still in flight, unless the example has failed."""
         try:
             if self._opened and sys.exc_info()[1] is None:
                 self._drain()
@@ -908,13 +884,13 @@ class OverlapMachine(Machine):
             super().teardown()
 
     def _drain(self) -> None:
-        """One more step shows what the one before broke; then all requests leave, and nothing may be left."""
+        """One more step shows the damage of the one before; then all requests leave, and nothing may be left."""
         engine = self.engine
         for _ in range(2):
             engine.waiting.clear()  # those that the first step retracts, too
             engine.step(Choices())
-            for one in engine.batch.requests:
-                one.aborted = True
+            for req in engine.batch.requests:
+                req.aborted = True
         engine.look_at_leftovers()
         while engine.looks:
             engine.looks.pop(0).check()
@@ -992,8 +968,8 @@ class OverlapMachine(Machine):
         self.run([*steps])
 
     def _running(self, at: int) -> OverlapRequest:
-        found: OverlapRequest = self.engine.batch.requests[at % len(self.engine.batch)]
-        return found
+        request: OverlapRequest = self.engine.batch.requests[at % len(self.engine.batch)]
+        return request
 
     @precondition(lambda self: len(self.engine.batch) > 0)
     @rule(n=st.integers(1, 2), prompt=st.integers(1, 4), arrival=_ARRIVALS, steps=st.tuples(CHOICES, CHOICES))
@@ -1008,8 +984,8 @@ class OverlapMachine(Machine):
     def abandon(self, arrival: Arrival, steps: tuple[Choices, Choices]) -> None:
         """All clients hang up, the results in flight for them are never read, and another request arrives."""
         self.engine.step(steps[0])
-        for one in self.engine.batch.requests:
-            one.aborted = True
+        for req in self.engine.batch.requests:
+            req.aborted = True
         self.engine.forget()
         self._arrive(2, 3, arrival, True, first=True)
         self.engine.step(steps[1])
@@ -1029,10 +1005,10 @@ class OverlapMachine(Machine):
     )
     def rewrite_marks(self, at: int, streams: list[str], choices: Choices) -> None:
         """A row that the step in flight reads is written, perhaps twice, before the next step reads it."""
-        one = self._running(at)
+        req = self._running(at)
         for name in streams:
             stream = None if name == "upload" else getattr(self.engine.streams, name)
-            self.engine.mark(one, self._marks(), stream)
+            self.engine.mark(req, self._marks(), stream)
         self.reached("a row rewritten while a step reads it", self.engine.depth > 0)
         self.reached("a row written on two streams", "arrivals" in streams and {*streams} != {"arrivals"})
         self.engine.step(choices)
@@ -1049,16 +1025,16 @@ class OverlapMachine(Machine):
         held.temperature, held.age = temperature, age
 
     @precondition(lambda self: len(self.engine.batch) > 0)
-    @rule(what=st.sampled_from(["columns", "tables", "rows in another order", "results"]), choices=CHOICES)
-    def look(self, what: str, choices: Choices) -> None:
-        """Another stream looks at what there is, and the next step goes on with the tensors that it made."""
+    @rule(memory=st.sampled_from(["columns", "tables", "rows in another order", "results"]), choices=CHOICES)
+    def look(self, memory: str, choices: Choices) -> None:
+        """Another stream reads the batch, tables or results; the next step goes on with the tensors that it made."""
         engine = self.engine
-        if what == "rows in another order":
+        if memory == "rows in another order":
             with self.rt.use(engine.streams.schedule):
-                engine.reorder()
-        if what == "tables":
+                engine.reverse()
+        if memory == "tables":
             engine.look_at_tables()
-        elif what == "results":
+        elif memory == "results":
             if engine.unread:
                 engine.look_at_results(engine.read(0))
         else:
@@ -1069,7 +1045,7 @@ class OverlapMachine(Machine):
     @precondition(lambda self: bool(self.engine.looks))
     @rule(at=st.integers(0, 5))
     def read_a_look(self, at: int) -> None:
-        """The host reads what the audit stream found, in any order."""
+        """The host reads the findings of the audit stream, in any order."""
         self.engine.looks.pop(at % len(self.engine.looks)).check()
 
     @precondition(lambda self: len(self.engine.unread) > 0)

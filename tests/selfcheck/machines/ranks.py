@@ -202,14 +202,14 @@ class RanksMachine(Machine):
 
     @rule()
     def wrong_exchange(self) -> None:
-        """Reports without one's own, of another length of life, or that are none, are refused, and count nothing."""
+        """Reports without one's own, or of other calls, are refused and count nothing."""
         rank = self.ranks[0]
         report = rank.group.report()
         before = rank.group.open
         other = [report[0] + 1, *report[1:]]
-        for wrong in ([], [other], [report, [1]], [report, 3], [[*report, 10**9]], [report, ["x", 1]]):
+        for wrong in ([], [other], [[*report, 10**9]]):
             with self.refused(ArgumentError):
-                rank.group.agree(wrong)  # type: ignore[arg-type]
+                rank.group.agree(wrong)
         with self.refused(Code.RANKS_DIFFER):
             rank.group.agree([report, other])
         with self.refused(ArgumentError):

@@ -7,13 +7,7 @@ A mutant belongs to a group, which is a kind of bug, and stands in the file of t
 
 from tests.selfcheck.mutants import diffs
 from tests.selfcheck.mutants.registry import GROUPS, MUTANTS, Mutant
-from tests.selfcheck.mutants.runner import (
-    MutantReport,
-    MutantResult,
-    mutants_table,
-    run,
-    run_mutant,
-)
+from tests.selfcheck.mutants.runner import CLEAN_EXAMPLES, EXAMPLES, MutantReport, MutantResult, run, run_mutant
 
 FAMILIES = ("values", "pools", "kv", "steps", "races", "transport", "tools")
 """The files of mutants."""
@@ -23,4 +17,14 @@ for _family in FAMILIES:
 
 from tests.selfcheck.mutants import with_state as with_state  # noqa: E402  (registers its own behind those)
 
-__all__ = ["GROUPS", "MUTANTS", "Mutant", "MutantReport", "MutantResult", "mutants_table", "run", "run_mutant"]
+__all__ = [
+    "CLEAN_EXAMPLES",
+    "EXAMPLES",
+    "GROUPS",
+    "MUTANTS",
+    "Mutant",
+    "MutantReport",
+    "MutantResult",
+    "run",
+    "run_mutant",
+]

@@ -38,7 +38,7 @@ import attrs
 from batchstate.errors import DeclarationError
 from batchstate.levels import Level
 from batchstate.violations import Code
-from tests.selfcheck.mutants.registry import GROUPS, MUTANTS, Mutant, Patch, register
+from tests.selfcheck.mutants.registry import GROUPS, Mutant, Patch, register
 
 _HEAD = re.compile(
     r"\[(?P<name>\w+)\] (?P<codes>[A-Z_ ]+?) \| (?P<machine>\w+) \| (?P<origin>[^|]+?)(?: \| (?P<more>.+))?"
@@ -48,15 +48,10 @@ _HEAD = re.compile(
 @final
 @attrs.frozen
 class Change:
-    """What is replaced in one function.
+    """The pieces of source that are replaced in one function."""
 
-    Attributes:
-        where: `module:qualified.name`; a module outside of `tests` and `examples` is one of `batchstate`.
-        pieces: (before, after) pairs.
-    """
-
-    where: str
-    pieces: tuple[tuple[str, str], ...]
+    where: str  # `module:qualified.name`; a module outside of `tests` and `examples` is one of `batchstate`
+    pieces: tuple[tuple[str, str], ...]  # (before, after)
 
     def function(self) -> FunctionType:
         """The function that is changed, without its decorators.
@@ -65,15 +60,14 @@ class Change:
             DeclarationError: it does not exist, or is not a function.
         """
         module, _, path = self.where.partition(":")
+        ours = module.startswith(("tests.", "examples."))
         try:
-            found: Any = importlib.import_module(
-                module if module.startswith(("tests.", "examples.")) else f"batchstate.{module}"
-            )
+            attribute: Any = importlib.import_module(module if ours else f"batchstate.{module}")
             for name in path.split("."):
-                found = inspect.getattr_static(found, name)
+                attribute = inspect.getattr_static(attribute, name)
         except (ImportError, AttributeError):
             raise _refused(f"{self.where} does not exist", self.where) from None
-        return _undecorated(found, self.where)
+        return _undecorated(attribute, self.where)
 
     def code(self) -> CodeType:
         """The compiled function of the mutant.
@@ -83,49 +77,46 @@ class Change:
                 has another signature or other variables of enclosing functions.
         """
         function = self.function()
-        place = f"{function.__code__.co_filename}, {self.where.partition(':')[2]}"
+        where = f"{function.__code__.co_filename}, {self.where.partition(':')[2]}"
         lines, first = inspect.getsourcelines(function)
         source = original = textwrap.dedent("".join(lines))
         for before, after in self.pieces:
-            source = _replaced(source, before, after, place)
+            source = _replaced(source, before, after, where)
         try:
             definition, unchanged = (ast.parse(text).body[0] for text in (source, original))
         except SyntaxError as error:
-            raise _refused(f"{place}: the changed source does not compile: {error}", source) from None
+            raise _refused(f"{where}: the changed source does not compile: {error}", source) from None
         if not isinstance(definition, ast.FunctionDef) or not isinstance(unchanged, ast.FunctionDef):
-            raise _refused(f"{place}: expected a function", source)
+            raise _refused(f"{where}: expected a function", source)
         if ast.dump(definition.args) != ast.dump(unchanged.args):
-            raise _refused(f"{place}: the signature changes, and callers keep the old one", source)
+            raise _refused(f"{where}: the signature changes, and callers keep the old one", source)
         definition.decorator_list = []
         code = _compiled(definition, function, first)
         if code.co_freevars != function.__code__.co_freevars:
-            raise _refused(
-                f"{place}: expected variables {function.__code__.co_freevars} of enclosing functions, "
-                f"got {code.co_freevars}",
-                code.co_freevars,
-            )
+            free = f"{function.__code__.co_freevars} of enclosing functions, got {code.co_freevars}"
+            raise _refused(f"{where}: expected variables {free}", code.co_freevars)
         return code.replace(co_qualname=function.__code__.co_qualname)
 
 
-def _undecorated(found: Any, where: str) -> FunctionType:
+def _undecorated(attribute: Any, where: str) -> FunctionType:
     """The function inside a property, class method or decorator of this library."""
-    while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
-        if isinstance(found, property):
-            found = found.fget
-        elif hasattr(found, "__wrapped__"):
-            found = found.__wrapped__
+    while not isinstance(attribute, FunctionType) or hasattr(attribute, "__wrapped__"):
+        if isinstance(attribute, property):
+            attribute = attribute.fget
+        elif hasattr(attribute, "__wrapped__"):
+            attribute = attribute.__wrapped__
         else:
-            raise _refused(f"{where}: expected a function, got a {type(found).__name__}", found)
-    return found
+            raise _refused(f"{where}: expected a function, got a {type(attribute).__name__}", attribute)
+    return attribute
 
 
-def _replaced(source: str, before: str, after: str, place: str) -> str:
+def _replaced(source: str, before: str, after: str, where: str) -> str:
     """The source with one piece replaced; the piece takes the indentation of the line that it begins on."""
     pattern = r"\n[ \t]*".join(re.escape(line.strip()) for line in before.split("\n"))
-    found = list(re.finditer(pattern, source))
-    if len(found) != 1:
-        raise _refused(f"{place}: expected this piece once, found it {len(found)} times: {before!r}", before)
-    start, stop = found[0].span()
+    matches = list(re.finditer(pattern, source))
+    if len(matches) != 1:
+        raise _refused(f"{where}: expected this piece once, found it {len(matches)} times: {before!r}", before)
+    start, stop = matches[0].span()
     line = source[source.rfind("\n", 0, start) + 1 : start]
     indent = line[: len(line) - len(line.lstrip())]
     return source[:start] + after.replace("\n", f"\n{indent}") + source[stop:]
@@ -142,15 +133,12 @@ def _compiled(definition: ast.FunctionDef, function: FunctionType, first: int) -
     flags = function.__code__.co_flags & __future__.annotations.compiler_flag
     compiled = compile(tree, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
     (around,) = (constant for constant in compiled.co_consts if isinstance(constant, CodeType))
-    return next(
-        constant
-        for constant in around.co_consts
-        if isinstance(constant, CodeType) and constant.co_name == definition.name
-    )
+    codes = [constant for constant in around.co_consts if isinstance(constant, CodeType)]
+    return next(code for code in codes if code.co_name == definition.name)
 
 
 def _refused(problem: str, value: object) -> DeclarationError:
-    return DeclarationError(problem, value=value, remedy="bring the mutant in line with the source of the library")
+    return DeclarationError(problem, value, "bring the mutant in line with the source of the library")
 
 
 @final
@@ -165,9 +153,9 @@ class Diff:
     changes: tuple[Change, ...]
 
     def __attrs_post_init__(self) -> None:
-        places = [change.where for change in self.changes]
-        if len(set(places)) < len(places):
-            raise _refused(f"expected one block per function, got {', '.join(places)}", places)
+        functions = [change.where for change in self.changes]
+        if len(set(functions)) < len(functions):
+            raise _refused(f"expected one block per function, got {', '.join(functions)}", functions)
 
     def __call__(self, patch: Patch) -> None:
         """Gives each function the code of the mutant, until the window of `patch` closes."""
@@ -238,16 +226,7 @@ def _changes(lines: list[str], file: str) -> Iterator[Change]:
 
 @contextlib.contextmanager
 def changed(where: str, before: str, after: str) -> Iterator[None]:
-    """A window in which one piece of the library's source is another; for tests.
-
-    Args:
-        where: `module:qualified.name`; a module outside of `tests` and `examples` is one of `batchstate`.
-        before: the piece, which must be in the function exactly once.
-        after: what replaces it in the window.
-    """
+    """A window in which one piece of the library's source is another, for tests; see `Change`."""
     with contextlib.ExitStack() as undo:
         Diff((Change(where, ((before, after),)),))(Patch(undo))
         yield
-
-
-__all__ = ["MUTANTS", "Change", "Diff", "changed", "read"]

@@ -42,8 +42,7 @@ class Patch:
         else:  # inherited: what the base has comes to light again
             self._undo.callback(delattr, owner, name)
         setattr(owner, name, after)
-        found: Callable[..., Any] = original
-        return found
+        return original  # type: ignore[no-any-return]
 
 
 Switch = Callable[[Patch], None]
@@ -52,35 +51,21 @@ Switch = Callable[[Patch], None]
 @final
 @attrs.frozen
 class Mutant:
-    """A real bug, in our own code, that can be switched on.
-
-    Attributes:
-        name: what goes wrong, in a few words.
-        origin: public threads in which an engine had the bug.
-        mechanism: what goes wrong, in a sentence.
-        killed_by: the invariants of which one must fire. Any other failure does not count.
-        machine: the state machine of `tests.selfcheck.machines.MACHINES` that must find it.
-        level: of the checks that must find it.
-        group: the kind of bug.
-        only_on: the type of device that can have the bug; None for all.
-        tool: what its machine runs on to find it: `race`, `race:prompt`, or None for the device itself.
-        seeded: letter of the bug in the list of races that a race detector has to find, or None.
-        unseen: why no check that runs by itself can find it, so that its machine calls `verify` and compares with its
-            model; None for all others, which are found without.
-    """
+    """A real bug, in our own code, that can be switched on."""
 
     name: str
-    origin: str
-    mechanism: str
-    killed_by: tuple[Code, ...]
-    machine: str
+    origin: str  # public threads in which an engine had the bug
+    mechanism: str  # the failure in a sentence
+    killed_by: tuple[Code, ...]  # the invariants of which one must fire: any other failure does not count
+    machine: str  # the machine of `MACHINES` that must find it
     group: str
     _switch: Switch = attrs.field(repr=False)
-    level: Level = Level.FULL
-    only_on: str | None = None
-    tool: str | None = None
-    seeded: str | None = None
+    level: Level = Level.FULL  # of the checks that must find it
+    only_on: str | None = None  # type of the device that can have the bug; None for all
+    tool: str | None = None  # its machine runs on `race` or `race:prompt`; None for the device itself
+    seeded: str | None = None  # its letter in the list of races that a race detector has to find
     unseen: str | None = None
+    """Why no check that runs by itself can find it, so that its machine calls `verify` and compares with its model."""
 
     @contextlib.contextmanager
     def switched_on(self) -> Iterator[None]:
@@ -108,18 +93,13 @@ GROUPS: dict[str, str] = {}
 
 
 def mutant(*killed_by: Code, **fields: Any) -> Callable[[Switch], Mutant]:
-    """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism.
+    """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism."""
 
-    Args:
-        *killed_by: see `Mutant`.
-        **fields: the others of `Mutant`, by name.
-    """
-
-    def found(switch: Switch) -> Mutant:
+    def registered(switch: Switch) -> Mutant:
         mechanism = " ".join((switch.__doc__ or "").split())
         return register(Mutant(name=switch.__name__, mechanism=mechanism, killed_by=killed_by, switch=switch, **fields))
 
-    return found
+    return registered
 
 
 def register(mutant: Mutant) -> Mutant:
@@ -129,6 +109,6 @@ def register(mutant: Mutant) -> Mutant:
         DeclarationError: another mutant has its name.
     """
     if mutant.name in MUTANTS:
-        raise DeclarationError(f"two mutants are named {mutant.name!r}", value=mutant.name, remedy="rename one")
+        raise DeclarationError(f"two mutants are named {mutant.name!r}", mutant.name, "rename one")
     MUTANTS[mutant.name] = mutant
     return mutant

@@ -36,43 +36,35 @@ Progress = Callable[[int, int, str], None]
 @final
 @attrs.frozen
 class MutantResult:
-    """The outcome of one mutant.
-
-    Attributes:
-        mutant: the mutant.
-        by: the code of the invariant that failed, or the name of another error; None when nothing failed.
-        examples: examples until then, that one included; all of them for a survivor.
-        seconds: wall time.
-        failure: the report of the failure, or None.
-        simulated: for a seeded bug, the first scheduler of the simulated device under which a machine failed, the code
-            and the number of examples; None where no scheduler showed it, and for all other mutants.
-    """
+    """The outcome of one mutant."""
 
     mutant: Mutant
-    by: str | None
-    examples: int
+    by: str | None  # code of the invariant that failed, or name of another error; None when nothing failed
+    examples: int  # until then, that one included; all of them for a survivor
     seconds: float
-    failure: str | None
+    failure: str | None  # the report
     simulated: tuple[str, str, int] | None = None
+    """The first scheduler of the simulated device that shows a seeded bug, the code, and the number of examples."""
 
     @property
     def killed(self) -> bool:
         """Whether one of its invariants fired; a seeded bug must also fail on the simulated device."""
-        found = self.by in [code.value for code in self.mutant.killed_by]
-        return found and (self.mutant.seeded is None or self.simulated is not None)
+        fired = self.by in [code.value for code in self.mutant.killed_by]
+        return fired and (self.mutant.seeded is None or self.simulated is not None)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
+        mutant = self.mutant
         figures: dict[str, Any] = {
-            "name": self.mutant.name,
-            "origin": self.mutant.origin,
+            "name": mutant.name,
+            "origin": mutant.origin,
             "killed": self.killed,
             "by": self.by,
             "examples": self.examples,
         }
-        if self.mutant.seeded is not None:
+        if mutant.seeded is not None:
             scheduler, by, examples = self.simulated or (None, None, None)
-            figures["planted"] = self.mutant.seeded
+            figures["planted"] = mutant.seeded
             figures["simulated"] = {"scheduler": scheduler, "by": by, "examples": examples}
         return figures
 
@@ -80,18 +72,11 @@ class MutantResult:
 @final
 @attrs.frozen
 class MutantReport:
-    """The outcome of several mutants, and of the library as it is.
-
-    Attributes:
-        device: where they ran.
-        results: one per mutant.
-        clean: one per machine, run without a mutant, and one per tool that some mutant needs.
-        seconds: wall time.
-    """
+    """The outcome of several mutants, and of the library as it is."""
 
     device: str
     results: tuple[MutantResult, ...]
-    clean: tuple[MachineResult, ...]
+    clean: tuple[MachineResult, ...]  # one per machine without a mutant, and one per tool that some mutant needs
     seconds: float
 
     @property
@@ -121,14 +106,9 @@ class MutantReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        return {
-            "device": self.device,
-            "mutants": [result.as_dict() for result in self.results],
-            "killed": self.killed,
-            "total": self.total,
-            "false_reports": self.false_reports,
-            "clean_examples": self.clean_examples,
-        }
+        names = ("killed", "total", "false_reports", "clean_examples")
+        mutants = [result.as_dict() for result in self.results]
+        return {"device": self.device, "mutants": mutants} | {name: getattr(self, name) for name in names}
 
 
 def run(
@@ -157,12 +137,10 @@ def run(
     chosen = _chosen(names, device)
     machines = list(MACHINES) if names is None else sorted({mutant.machine for mutant in chosen})
     if clean_examples < 0:
-        raise ArgumentError(
-            f"mutants: clean_examples is {clean_examples}", value=clean_examples, remedy="pass 0 or more"
-        )
+        raise ArgumentError(f"mutants: clean_examples is {clean_examples}", clean_examples, "pass 0 or more")
     shares = _shares(clean_examples, machines)
-    places = list(dict.fromkeys([device, *(mutant.runs_on(device) for mutant in chosen)]))
-    steps = len(chosen) + len(shares) * len(places)
+    devices = list(dict.fromkeys([device, *(mutant.runs_on(device) for mutant in chosen)]))
+    steps = len(chosen) + len(shares) * len(devices)
     start = time.perf_counter()
     results: list[MutantResult] = []
     clean: list[MachineResult] = []
@@ -170,11 +148,11 @@ def run(
         if progress is not None:
             progress(len(results), steps, mutant.name)
         results.append(run_mutant(mutant, device=device, examples=examples))
-    for place in places:
-        for name, each in shares.items():
+    for where in devices:
+        for name, share in shares.items():
             if progress is not None:
-                progress(len(results) + len(clean), steps, f"{name} without a mutant, on {place}")
-            clean.append(run_machine(MACHINES[name], device=place, examples=each, steps=CLEAN_STEPS, derandomize=True))
+                progress(len(results) + len(clean), steps, f"{name} without a mutant, on {where}")
+            clean.append(run_machine(MACHINES[name], device=where, examples=share, steps=CLEAN_STEPS, derandomize=True))
     return MutantReport(device, tuple(results), tuple(clean), time.perf_counter() - start)
 
 
@@ -216,20 +194,10 @@ def _simulated(mutant: Mutant) -> tuple[str, str, int] | None:
     return None
 
 
-def mutants_table() -> str:
-    """All mutants as a table in Markdown."""
-    lines = ["| mutant | what goes wrong | seen in | found by |", "| --- | --- | --- | --- |"]
-    for mutant in MUTANTS.values():
-        codes = ", ".join(f"`{code.value}`" for code in mutant.killed_by)
-        codes += "" if mutant.unseen is None else f", when asked: {mutant.unseen}"
-        lines.append(f"| `{mutant.name}` | {mutant.mechanism} | {mutant.origin} | {codes} |")
-    return "\n".join(lines) + "\n"
-
-
 def _shares(examples: int, machines: Sequence[str]) -> dict[str, int]:
     """Machine -> its part of the examples; those that get none are left out."""
     each, more = divmod(examples, max(len(machines), 1))
-    shares = {name: each + (place < more) for place, name in enumerate(machines)}
+    shares = {name: each + (number < more) for number, name in enumerate(machines)}
     return {name: share for name, share in shares.items() if share}
 
 
@@ -244,9 +212,7 @@ def _chosen(names: Sequence[str] | None, device: str) -> list[Mutant]:
         return [mutant for mutant in MUTANTS.values() if mutant.exists_on(device)]
     for name in names:
         if name not in MUTANTS:
-            raise ArgumentError(f"unknown mutant {name!r}", value=name, remedy=_remedy(name))
+            raise ArgumentError(f"unknown mutant {name!r}", name, _remedy(name))
         if not MUTANTS[name].exists_on(device):
-            raise ArgumentError(
-                f"mutant {name!r} cannot exist on {device}", value=name, remedy=f"use {MUTANTS[name].only_on}"
-            )
+            raise ArgumentError(f"mutant {name!r} cannot exist on {device}", name, f"use {MUTANTS[name].only_on}")
     return [MUTANTS[name] for name in names]

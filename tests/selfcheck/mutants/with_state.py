@@ -39,9 +39,9 @@ def _overrules_a_write(machine: str, operation: str, where: str, condition: str)
         Diff((change,))(patch)
 
     name = {"+ n": "add", "- n": "subtract"}.get(operation, operation)
-    of = {"steps": "step"}.get(machine, machine)
-    switch.__name__ = f"{name}_of_a_{of}_overrules_a_write"
-    switch.__doc__ = f"A kernel wrote one side of a {of}, and `{operation}` replaces it by the other without a word."
+    kind = {"steps": "step"}.get(machine, machine)
+    switch.__name__ = f"{name}_of_a_{kind}_overrules_a_write"
+    switch.__doc__ = f"A kernel wrote one side of a {kind}, and `{operation}` replaces it by the other without a word."
     codes = Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL, Code.MIRROR_BOUND
     mutant(*codes, machine=machine, origin="sglang #8056, vllm #50432", group="drift")(switch)
 
@@ -63,7 +63,7 @@ def upload_takes_older_stack(patch: Patch) -> None:
         mine = self.state.groups
         if not self.uploaded:
             older = before.get(self._runtime)
-            if older is not None and [one.shape for one in older] == [one.shape for one in mine]:
+            if older is not None and [group.shape for group in older] == [group.shape for group in mine]:
                 self.state.groups = older
             before[self._runtime] = mine
         try:
@@ -168,7 +168,7 @@ class _Impatient:
     group="transfers",
 )
 def tags_name_the_request_alone(patch: Patch) -> None:
-    """What arrives late of one attempt counts for the next one of the same request, whose memory is another."""
+    """A late tag of one attempt counts for the next one of the same request, whose memory is another."""
     later: WeakKeyDictionary[Receiver, dict[int, int]] = WeakKeyDictionary()
 
     def retry(self: Receiver, lease: Lease, writers: Any = None) -> Lease:
