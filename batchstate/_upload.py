@@ -14,7 +14,7 @@ from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.errors import ArgumentError, another_runtime, one_of
 from batchstate.mirror import DeviceSide, MirroredTensor, rows_of, write_count
-from batchstate.runtime.base import Runtime
+from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import PackedUpload
 from batchstate.runtime.ordered_memory import ReadyTensor
 from batchstate.tables import TableWrite
@@ -23,7 +23,7 @@ from batchstate.violations import Where
 
 @final
 @attrs.define(eq=False, repr=False)
-class Extras(Mapping[str, torch.Tensor]):
+class Extras(OfThisProcess, Mapping[str, torch.Tensor]):
     """Extra arrays that were packed with a batch: name -> device tensor, safe on the current stream.
 
     Attributes:

@@ -15,7 +15,7 @@ invariants, with the level at which the library checks them, the remedy, and rea
 import functools
 import hmac
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Unpack, final
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,10 @@ Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.integer[Any]]
 Mask = npt.NDArray[np.bool_]
 Writer = Callable[[int], str]
-"""Says of a row which publish wrote its entry; called only for a report."""
+"""Names the publish that wrote the entry of a row; called only for a report."""
 
 P = ParamSpec("P")
+Q = TypeVar("Q")
 
 times_checked: dict[Code, int] = dict.fromkeys(Code, 0)
 """How often each invariant was checked in this process. A plain dict: a `Counter` takes three times as long."""
@@ -46,14 +47,14 @@ class Invariant(Generic[P]):
         origins: public threads of real bugs that it would have caught.
     """
 
-    def __init__(self, question: Callable[P, Breach | None], level: str, remedy: str, origins: tuple[str, ...]) -> None:
+    def __init__(self, question: Callable[P, Breach | None], level: str, remedy: str) -> None:
         functools.update_wrapper(self, question)
         self.code = Code(question.__name__.upper())
         INVARIANTS[self.code] = self
         self.question = question
         self.level = level
         self.remedy = remedy
-        self.origins = origins
+        self.origins = _origins[question.__name__]
 
     def __repr__(self) -> str:
         return f"<invariant {self.code}>"
@@ -91,13 +92,37 @@ class Invariant(Generic[P]):
 
 
 INVARIANTS: dict[Code, Invariant[...]] = {}
+_origins: dict[str, tuple[str, ...]] = {}
 
 
-def invariant(
-    level: str, remedy: str, origins: tuple[str, ...]
-) -> Callable[[Callable[P, Breach | None]], Invariant[P]]:
-    """Lists a question as the invariant whose code is its name; see `Invariant` for the arguments."""
-    return lambda question: Invariant(question, level, remedy, origins)
+def origins(*threads: str) -> Callable[[Q], Q]:
+    """Names public threads of real bugs that an invariant would have caught."""
+
+    def note(question: Any) -> Any:
+        _origins[question.__name__] = threads
+        return question
+
+    return note
+
+
+def always(remedy: str) -> Callable[[Callable[P, Breach | None]], Invariant[P]]:
+    """Lists the invariant of a question about the arguments of a call, which is checked at every level."""
+    return lambda question: Invariant(question, "always", remedy)
+
+
+def cheap(remedy: str) -> Callable[[Callable[P, Breach | None]], Invariant[P]]:
+    """Lists the invariant of a question that is checked at `cheap` and `full`."""
+    return lambda question: Invariant(question, "cheap", remedy)
+
+
+def full(remedy: str) -> Callable[[Callable[P, Breach | None]], Invariant[P]]:
+    """Lists the invariant of a question that is checked at `full`."""
+    return lambda question: Invariant(question, "full", remedy)
+
+
+def test(remedy: str) -> Callable[[Callable[P, Breach | None]], Invariant[P]]:
+    """Lists the invariant of a question that test tools alone check."""
+    return lambda question: Invariant(question, "test", remedy)
 
 
 def bits(values: Array) -> Array:
@@ -140,11 +165,8 @@ def _rows(hits: Mask) -> Mask:
 # Mirrored values and the columns of a batch.
 
 
-@invariant(
-    "full",
-    "one side was written alone: change the value through an operation that acts on both sides",
-    ("sglang #25944", "sglang #26020", "sglang #18647", "vllm #48419"),
-)
+@full("one side was written alone: change the value through an operation that acts on both sides")
+@origins("sglang #25944", "sglang #26020", "sglang #18647", "vllm #48419")
 def mirror_equal(host: Array, device: Array, **where: Unpack[Where]) -> Breach | None:
     """Host and device side hold the same dtype, shape and bits.
 
@@ -160,11 +182,8 @@ def mirror_equal(host: Array, device: Array, **where: Unpack[Where]) -> Breach |
     return Breach(problem, expected=host[row], actual=device[row], row=row)
 
 
-@invariant(
-    "full",
-    "raise the host bound before the forward that may exceed it is launched, or resolve the exact value",
-    ("sglang #26128", "sglang #28480"),
-)
+@full("raise the host bound before the forward that may exceed it is launched, or resolve the exact value")
+@origins("sglang #26128", "sglang #28480")
 def mirror_bound(host: Array, device: Array, **where: Unpack[Where]) -> Breach | None:
     """Under contract `upper_bound` every host element is at least its device element.
 
@@ -185,9 +204,8 @@ def _unlike(host: Array, device: Array) -> Breach:
     return Breach(problem, expected=expected, actual=f"{device.dtype}{list(device.shape)} (device)")
 
 
-@invariant(
-    "always", "read the other side, or read after the stale window has closed", ("sglang #25944", "sglang #30435")
-)
+@always("read the other side, or read after the stale window has closed")
+@origins("sglang #25944", "sglang #30435")
 def mirror_stale_read(side: str, reasons: tuple[str, ...], **where: Unpack[Where]) -> Breach | None:
     """No side is read while a window declares it stale. `reasons` are those of the open windows of that side.
 
@@ -199,11 +217,8 @@ def mirror_stale_read(side: str, reasons: tuple[str, ...], **where: Unpack[Where
     return Breach(problem, expected=f"no read of the {side} side", actual=f"a read, although {'; '.join(reasons)}")
 
 
-@invariant(
-    "cheap",
-    "values are immutable: replace the write in place by `update`, `+ n` or `replace`, which return a new value",
-    ("sglang #8056", "sglang free_group view", "vllm #50432"),
-)
+@cheap("values are immutable: replace the write in place by `update`, `+ n` or `replace`, which return a new value")
+@origins("sglang #8056", "sglang free_group view", "vllm #50432")
 def mirror_foreign_write(
     side: str, expected: int | Array, actual: int | Array, **where: Unpack[Where]
 ) -> Breach | None:
@@ -233,11 +248,8 @@ def mirror_foreign_write(
     )
 
 
-@invariant(
-    "full",
-    "give each side memory of its own: copy before pairing (`.to('cpu')` and `from_numpy` alias on CPU)",
-    ("sglang #34076", "vllm #43894"),
-)
+@full("give each side memory of its own: copy before pairing (`.to('cpu')` and `from_numpy` alias on CPU)")
+@origins("sglang #34076", "vllm #43894")
 def mirror_aliased(host: tuple[int, int], device: tuple[int, int], **where: Unpack[Where]) -> Breach | None:
     """The two sides share no byte; each is given as (first address, address after the last), empty when equal.
 
@@ -251,11 +263,8 @@ def mirror_aliased(host: tuple[int, int], device: tuple[int, int], **where: Unpa
     return Breach(problem, expected="disjoint memory", actual=f"{start:#x} to {stop:#x} on both sides")
 
 
-@invariant(
-    "cheap",
-    "every column takes part in every operation: declare the column, do not carry it beside the batch",
-    ("sglang #18647", "sglang #7585", "sglang #40629", "vllm #48419"),
-)
+@cheap("every column takes part in every operation: declare the column, do not carry it beside the batch")
+@origins("sglang #18647", "sglang #7585", "sglang #40629", "vllm #48419")
 def row_count(expected: int, actual: Mapping[str, int], **where: Unpack[Where]) -> Breach | None:
     """Every column of a batch has exactly as many rows as the batch has requests. `actual` maps column -> rows.
 
@@ -268,11 +277,8 @@ def row_count(expected: int, actual: Mapping[str, int], **where: Unpack[Where]) 
     return None
 
 
-@invariant(
-    "full",
-    "let the operation treat this column as it treats the others; values are changed by other operations",
-    ("sglang #18647", "vllm #48419", "sglang #40629", "vllm #43894"),
-)
+@full("let the operation treat this column as it treats the others; values are changed by other operations")
+@origins("sglang #18647", "vllm #48419", "sglang #40629", "vllm #43894")
 def row_kept(
     expected: Array, actual: Array, *, rows: Ints | None = None, what: str = "entry", **where: Unpack[Where]
 ) -> Breach | None:
@@ -301,11 +307,8 @@ def row_kept(
     return Breach(problem, expected=expected[row], actual=actual[row], row=row if rows is None else int(rows[row]))
 
 
-@invariant(
-    "cheap",
-    "padding writes the declared pad value into every padded row of every column, each step anew",
-    ("lmdeploy#4569", "sglang #15132", "sglang #18647", "vllm #42494"),
-)
+@cheap("padding writes the declared pad value into every padded row of every column, each step anew")
+@origins("lmdeploy#4569", "sglang #15132", "sglang #18647", "vllm #42494")
 def tail_stale(tail: Array, pad: object, start: int, **where: Unpack[Where]) -> Breach | None:
     """Rows beyond the last request hold the column's pad value. `tail` is those rows, `start` the first of them.
 
@@ -319,11 +322,8 @@ def tail_stale(tail: Array, pad: object, start: int, **where: Unpack[Where]) -> 
     return Breach(problem, expected=pad, actual=tail[row], row=start + row)
 
 
-@invariant(
-    "cheap",
-    "resolve or mask placeholders before they are used as an index; -1 is the last row in Python",
-    ("sglang #36880", "sglang #25944", "vllm #40768", "vllm #48245", "vllm #43810"),
-)
+@cheap("resolve or mask placeholders before they are used as an index; -1 is the last row in Python")
+@origins("sglang #36880", "sglang #25944", "vllm #40768", "vllm #48245", "vllm #43810")
 def sentinel_escaped(indices: Ints, **where: Unpack[Where]) -> Breach | None:
     """No negative number is used as an index.
 
@@ -334,11 +334,8 @@ def sentinel_escaped(indices: Ints, **where: Unpack[Where]) -> Breach | None:
     return Breach("a negative placeholder is used as an index", expected="0 or more", actual=indices[row], row=row)
 
 
-@invariant(
-    "always",
-    "pass indices of the expected unit; between units convert with the page size and the token count",
-    ("sglang #31482", "sglang #24039", "sglang #22453", "sglang #26427"),
-)
+@always("pass indices of the expected unit; between units convert with the page size and the token count")
+@origins("sglang #31482", "sglang #24039", "sglang #22453", "sglang #26427")
 def unit_mismatch(expected: str, actual: str, **where: Unpack[Where]) -> Breach | None:
     """An index is used in the index space it belongs to (slot, page, location, host location).
 
@@ -351,11 +348,8 @@ def unit_mismatch(expected: str, actual: str, **where: Unpack[Where]) -> Breach 
     return Breach(problem, expected=expected, actual=actual)
 
 
-@invariant(
-    "cheap",
-    "derive it again from the rows, pages or table as they are now, and use it before they change",
-    ("sglang #15132", "sglang #15227", "sglang #31687", "vllm #50432"),
-)
+@cheap("derive it again from the rows, pages or table as they are now, and use it before they change")
+@origins("sglang #15132", "sglang #15227", "sglang #31687", "vllm #50432")
 def derived_stale(
     stale: Mask,
     explain: Callable[[int], tuple[str, object, object]],
@@ -380,11 +374,8 @@ def derived_stale(
 # Slots: who owns which row, since when, and until when.
 
 
-@invariant(
-    "always",
-    "0 is padding: hand out, free, share and write indices from 1 upwards only",
-    ("sglang #23635", "sglang #24243", "vllm #39064"),
-)
+@always("0 is padding: hand out, free, share and write indices from 1 upwards only")
+@origins("sglang #23635", "sglang #24243", "vllm #39064")
 def slot_zero_allocated(slots: Ints, **where: Unpack[Where]) -> Breach | None:
     """Slot 0 (page 0, location 0) is padding: it is never handed out, freed or written for a request.
 
@@ -395,11 +386,8 @@ def slot_zero_allocated(slots: Ints, **where: Unpack[Where]) -> Breach | None:
     return Breach("index 0, which is padding, is used for a request", expected="1 or more", actual=0, row=row, slot=0)
 
 
-@invariant(
-    "full",
-    "find the kernel whose padded rows store into the table; padded rows may read row 0, not change it",
-    ("sglang #23635", "vllm #57156"),
-)
+@full("find the kernel whose padded rows store into the table; padded rows may read row 0, not change it")
+@origins("sglang #23635", "vllm #57156")
 def slot_zero_dirty(row_zero: Array, **where: Unpack[Where]) -> Breach | None:
     """Row 0 of a slot-indexed table is all zeros, so that a padded row reads something harmless.
 
@@ -413,11 +401,8 @@ def slot_zero_dirty(row_zero: Array, **where: Unpack[Where]) -> Breach | None:
     return Breach(problem, expected=0, actual=flat[position], row=0, slot=0)
 
 
-@invariant(
-    "always",
-    "index a table only with entries of its pool; `size` of them are handed out, `capacity` rows are in memory",
-    ("sglang #24439", "sglang #36880", "sglang #34399", "vllm #43810"),
-)
+@always("index a table only with entries of its pool; `size` of them are handed out, `capacity` rows are in memory")
+@origins("sglang #24439", "sglang #36880", "sglang #34399", "vllm #43810")
 def slot_out_of_range(slots: Ints, capacity: int, **where: Unpack[Where]) -> Breach | None:
     """Every index lies in [0, capacity).
 
@@ -429,11 +414,8 @@ def slot_out_of_range(slots: Ints, capacity: int, **where: Unpack[Where]) -> Bre
     return Breach(problem, expected=f"0 to {capacity - 1}", actual=slots[row], row=row, slot=int(slots[row]))
 
 
-@invariant(
-    "always",
-    "one owner frees, once: look for two exits of one request (finish and abort, result and retraction)",
-    ("sglang #12224", "sglang #6888", "sglang #27779", "sglang #35501", "FreeToken#204"),
-)
+@always("one owner frees, once: look for two exits of one request (finish and abort, result and retraction)")
+@origins("sglang #12224", "sglang #6888", "sglang #27779", "sglang #35501", "FreeToken#204")
 def slot_double_free(slots: Ints, live: Mask, **where: Unpack[Where]) -> Breach | None:
     """Each freed index is live, and named once in the call. `live` bool[n] says so for each of `slots`.
 
@@ -448,11 +430,8 @@ def slot_double_free(slots: Ints, live: Mask, **where: Unpack[Where]) -> Breach 
     return Breach(f"index {slots[row]} {problem}", expected=expected, actual=actual, row=row, slot=int(slots[row]))
 
 
-@invariant(
-    "always",
-    "drop handles when their slot is freed; take the handle from the batch, do not keep it beside it",
-    ("sglang #26941", "sglang #34876", "sglang #25945", "sglang #11970"),
-)
+@always("drop handles when their slot is freed; take the handle from the batch, do not keep it beside it")
+@origins("sglang #26941", "sglang #34876", "sglang #25945", "sglang #11970")
 def slot_stale_handle(slots: Ints, held: Ints, current: Ints, **where: Unpack[Where]) -> Breach | None:
     """The generation a handle holds is the slot's present one. `held` and `current` are integer[n], row by row.
 
@@ -469,11 +448,8 @@ def slot_stale_handle(slots: Ints, held: Ints, current: Ints, **where: Unpack[Wh
     return Breach(problem, expected=expected, actual=actual, row=row, slot=int(slots[row]), generation=int(held[row]))
 
 
-@invariant(
-    "cheap",
-    "a slot has one request: look for a merge of a batch with rows it already holds",
-    ("FreeToken#204", "sglang #35501", "sglang #18744"),
-)
+@cheap("a slot has one request: look for a merge of a batch with rows it already holds")
+@origins("FreeToken#204", "sglang #35501", "sglang #18744")
 def slot_shared(slots: Ints, **where: Unpack[Where]) -> Breach | None:
     """No two rows name the same slot; padded rows (slot 0) are left out.
 
@@ -517,11 +493,8 @@ def live_slots_hold(slots: Ints, most: int) -> bool:
     return True
 
 
-@invariant(
-    "cheap",
-    "every exit of a request (finish, abort, retract, error) frees what it took, exactly once",
-    ("sglang #10871", "sglang #11970", "sglang #13741", "sglang #23496", "sglang #21652"),
-)
+@cheap("every exit of a request (finish, abort, retract, error) frees what it took, exactly once")
+@origins("sglang #10871", "sglang #11970", "sglang #13741", "sglang #23496", "sglang #21652")
 def slot_conservation(
     free: int,
     pending: int,
@@ -557,11 +530,8 @@ def slot_conservation(
     )
 
 
-@invariant(
-    "cheap",
-    "free with `after=` the fence of the last forward that reads the slot; take only what `stats.free` counts",
-    ("sglang #18744", "sglang #26376", "sglang #31687", "sglang #29352", "sglang #24527"),
-)
+@cheap("free with `after=` the fence of the last forward that reads the slot; take only what `stats.free` counts")
+@origins("sglang #18744", "sglang #26376", "sglang #31687", "sglang #29352", "sglang #24527")
 def slot_in_flight(slots: Ints, in_flight: Mask, *, behind: str | None = None, **where: Unpack[Where]) -> Breach | None:
     """Nothing changes owner while a forward in flight still uses it. `in_flight` bool[n] says so for each of `slots`.
 
@@ -575,12 +545,11 @@ def slot_in_flight(slots: Ints, in_flight: Mask, *, behind: str | None = None, *
     return Breach(problem, expected="its fence complete", actual=actual, row=row, slot=int(slots[row]))
 
 
-@invariant(
-    "always",
+@always(
     "make the table with `pool.table(...)` of the pool whose entries index it: it then has"
-    " capacity = size + reserve + 1 rows",
-    ("sglang #24439", "sglang #24244", "sglang #32184"),
+    " capacity = size + reserve + 1 rows"
 )
+@origins("sglang #24439", "sglang #24244", "sglang #32184")
 def table_capacity(rows: int, needed: int, **where: Unpack[Where]) -> Breach | None:
     """A table has a row for every index that can reach it: `needed` = the indexing pool's capacity.
 
@@ -592,11 +561,8 @@ def table_capacity(rows: int, needed: int, **where: Unpack[Where]) -> Breach | N
     return Breach(problem, expected=f"at least {needed} rows", actual=rows)
 
 
-@invariant(
-    "cheap",
-    "write the row when its owner begins, a default too: with `Table.write`, or with the upload of the step",
-    ("sglang #25805", "sglang #25385", "sglang #37837", "vllm #47724"),
-)
+@cheap("write the row when its owner begins, a default too: with `Table.write`, or with the upload of the step")
+@origins("sglang #25805", "sglang #25385", "sglang #37837", "vllm #47724")
 def row_unwritten(rows: Ints, written: Ints, current: Ints, **where: Unpack[Where]) -> Breach | None:
     """A row of a table is read only after its present owner has written it. All integer[n], row by row.
 
@@ -613,12 +579,11 @@ def row_unwritten(rows: Ints, written: Ints, current: Ints, **where: Unpack[Wher
     return Breach(problem, expected=expected, actual=actual, row=row, slot=int(rows[row]), generation=int(current[row]))
 
 
-@invariant(
-    "full",
+@full(
     "write the map when the pages are allocated, with the upload of the step, and clear it (`table.clear`) when what "
-    "it names is given back",
-    ("sglang #27586", "sglang #25385", "sglang #25834", "sglang #35501"),
+    "it names is given back"
 )
+@origins("sglang #27586", "sglang #25385", "sglang #25834", "sglang #35501")
 def table_link(rows: Ints, expected: Ints, actual: Ints, **where: Unpack[Where]) -> Breach | None:
     """A map from one pool to another names where the other has the same token, and 0 where that was given back.
 
@@ -637,11 +602,8 @@ def table_link(rows: Ints, expected: Ints, actual: Ints, **where: Unpack[Where])
     )
 
 
-@invariant(
-    "cheap",
-    "plan each forward with `state_turns`, and declare it with `launched` once: a request counts its own turns",
-    ("sglang #22542", "sglang #37837", "sglang #23496"),
-)
+@cheap("plan each forward with `state_turns`, and declare it with `launched` once: a request counts its own turns")
+@origins("sglang #22542", "sglang #37837", "sglang #23496")
 def state_turn(slots: Ints, newest: Ints, reads: Ints, **where: Unpack[Where]) -> Breach | None:
     """A forward reads the state that the request's own last forward has written. All integer[n], row by row.
 
@@ -653,11 +615,8 @@ def state_turn(slots: Ints, newest: Ints, reads: Ints, **where: Unpack[Where]) -
     return Breach(problem, expected=f"state {newest[row]}", actual=f"state {reads[row]}", row=row, slot=int(slots[row]))
 
 
-@invariant(
-    "always",
-    "make the same calls on every rank, in the same order; decide by what is agreed, as `Agreement.watch` says it",
-    ("sglang #36928", "sglang #28039"),
-)
+@always("make the same calls on every rank, in the same order; decide by what is agreed, as `Agreement.watch` says it")
+@origins("sglang #36928", "sglang #28039")
 def ranks_differ(fences: Ints, digests: Ints, **where: Unpack[Where]) -> Breach | None:
     """The ranks of a group have freed behind as many fences, and their pools have handed out the same indices.
 
@@ -674,11 +633,8 @@ def ranks_differ(fences: Ints, digests: Ints, **where: Unpack[Where]) -> Breach 
 # Pages and token lengths.
 
 
-@invariant(
-    "full",
-    "take, share and release pages through the pool only; to keep a page, hold a reference to it",
-    ("sglang #28754", "sglang #35501", "sglang #24527", "FreeToken#204", "sglang #36457"),
-)
+@full("take, share and release pages through the pool only; to keep a page, hold a reference to it")
+@origins("sglang #28754", "sglang #35501", "sglang #24527", "FreeToken#204", "sglang #36457")
 def page_owner(held: Ints, recorded: Ints, *, pages: Ints | None = None, **where: Unpack[Where]) -> Breach | None:
     """Each page has as many references recorded as holders. Both are integer[n], of `pages` int[n] or of page 0 to n-1.
 
@@ -697,11 +653,8 @@ def page_owner(held: Ints, recorded: Ints, *, pages: Ints | None = None, **where
     return Breach(problem, expected=expected, actual=f"{held[row]} (counted)", slot=page)
 
 
-@invariant(
-    "always",
-    "share, hold and truncate at whole pages: round the token count down to a multiple of the page size",
-    ("sglang #4913", "sglang #27789", "sglang #14439", "sglang #27779"),
-)
+@always("share, hold and truncate at whole pages: round the token count down to a multiple of the page size")
+@origins("sglang #4913", "sglang #27789", "sglang #14439", "sglang #27779")
 def page_alignment(tokens: Ints, page_size: int, **where: Unpack[Where]) -> Breach | None:
     """Token counts at which ownership of pages changes are multiples of the page size.
 
@@ -713,12 +666,11 @@ def page_alignment(tokens: Ints, page_size: int, **where: Unpack[Where]) -> Brea
     return Breach(problem, expected=f"a multiple of {page_size}", actual=tokens[row], row=row)
 
 
-@invariant(
-    "cheap",
+@cheap(
     "publish after the forward that writes the tokens is launched: `resolve_forward_inputs` notes it, or call "
-    "`pages.commit(slots, total_lens)` after the launch",
-    ("sglang #22453", "sglang #27258", "vllm #36013"),
+    "`pages.commit(slots, total_lens)` after the launch"
 )
+@origins("sglang #22453", "sglang #27258", "vllm #36013")
 def page_unwritten(tokens: Ints, written: Ints, **where: Unpack[Where]) -> Breach | None:
     """Tokens are shared, held, sent or copied out only after the work that writes their KV was launched.
 
@@ -732,12 +684,11 @@ def page_unwritten(tokens: Ints, written: Ints, **where: Unpack[Where]) -> Breac
     return Breach(problem, expected=f"at most {written[row]}, whose writes are launched", actual=tokens[row], row=row)
 
 
-@invariant(
-    "always",
+@always(
     "read from the first position that the request still has: name the window (`window=`) of what is planned, and give "
-    "back (`truncate(first=)`) no more than every reader is beyond",
-    ("sglang #29350", "sglang #31687", "vllm #17398"),
+    "back (`truncate(first=)`) no more than every reader is beyond"
 )
+@origins("sglang #29350", "sglang #31687", "vllm #17398")
 def page_released(reads: Ints, first: Ints, *, slots: Ints | None = None, **where: Unpack[Where]) -> Breach | None:
     """Nothing reads positions whose pages were given back in front, as those before a sliding window are.
 
@@ -752,11 +703,8 @@ def page_released(reads: Ints, first: Ints, *, slots: Ints | None = None, **wher
     return Breach(problem, expected=f"{first[row]} or later", actual=reads[row], row=row, slot=slot)
 
 
-@invariant(
-    "full",
-    "make KV memory of zeros, and find the kernel that stores into padding what is not finite",
-    ("vllm #57156", "sglang #35351", "vllm #42494"),
-)
+@full("make KV memory of zeros, and find the kernel that stores into padding what is not finite")
+@origins("vllm #57156", "sglang #35351", "vllm #42494")
 def page_zero_finite(finite: Mask, **where: Unpack[Where]) -> Breach | None:
     """The KV of page 0, which padded rows and masked positions read, is finite. `finite` bool[n] says so of each token.
 
@@ -770,11 +718,8 @@ def page_zero_finite(finite: Mask, **where: Unpack[Where]) -> Breach | None:
     return Breach(problem, expected="finite numbers", actual="NaN or infinity", row=row, slot=0)
 
 
-@invariant(
-    "always",
-    "grow before committing; never commit more tokens than are allocated, nor ask for more than a row holds",
-    ("sglang #28754", "sglang #13741", "sglang #27731", "sglang #12224"),
-)
+@always("grow before committing; never commit more tokens than are allocated, nor ask for more than a row holds")
+@origins("sglang #28754", "sglang #13741", "sglang #27731", "sglang #12224")
 def length_order(
     committed: Ints,
     allocated: Ints,
@@ -803,12 +748,11 @@ def length_order(
 # The relay: every entry is written once and read once, by its owner, in the order of the streams.
 
 
-@invariant(
-    "cheap",
+@cheap(
     "publish the field for this request before it is read; for a request that arrives prebuilt, or comes back, "
-    "publish it from the host first",
-    ("sglang #25945", "vllm #40768", "vllm #48245", "sglang #27258"),
+    "publish it from the host first"
 )
+@origins("sglang #25945", "vllm #40768", "vllm #48245", "sglang #27258")
 def future_unwritten(slots: Ints, written: Mask, reader: str, **where: Unpack[Where]) -> Breach | None:
     """An entry is read only after it was published for the slot's present owner. `written` bool[n].
 
@@ -821,11 +765,8 @@ def future_unwritten(slots: Ints, written: Mask, reader: str, **where: Unpack[Wh
     return Breach(problem, expected="published", actual="unwritten", row=row, slot=slot, writer=writer, reader=reader)
 
 
-@invariant(
-    "cheap",
-    "entries end with their owner: free slots through their pool, and drop results of requests that have left",
-    ("sglang #11970", "sglang #11976", "sglang #18744"),
-)
+@cheap("entries end with their owner: free slots through their pool, and drop results of requests that have left")
+@origins("sglang #11970", "sglang #11976", "sglang #18744")
 def future_generation(
     slots: Ints, published: Ints, held: Ints, writer: Writer, reader: str, **where: Unpack[Where]
 ) -> Breach | None:
@@ -847,12 +788,11 @@ def future_generation(
     )
 
 
-@invariant(
-    "cheap",
+@cheap(
     "a published value is taken once by each of its readers: look for a forward that ran twice, a step whose "
-    "publish was left out, or inputs installed again after they were used",
-    ("sglang #25945", "sglang #11970", "sglang #18647"),
+    "publish was left out, or inputs installed again after they were used"
 )
+@origins("sglang #25945", "sglang #11970", "sglang #18647")
 def future_consumed(slots: Ints, taken: Mask, writer: Writer, reader: str, **where: Unpack[Where]) -> Breach | None:
     """A published entry is taken at most once by each of its readers. `taken` bool[n] marks what this one has read.
 
@@ -865,12 +805,11 @@ def future_consumed(slots: Ints, taken: Mask, writer: Writer, reader: str, **whe
     return Breach(problem, expected="published", actual="consumed", row=row, slot=slot, writer=by, reader=reader)
 
 
-@invariant(
-    "cheap",
+@cheap(
     "read every entry before the next publish (`prefetch` what the host needs right after the forward), or "
-    "`discard` what is not wanted",
-    ("sglang-jax#1487", "sglang-jax#1504", "sglang #13713", "sglang #30435"),
+    "`discard` what is not wanted"
 )
+@origins("sglang-jax#1487", "sglang-jax#1504", "sglang #13713", "sglang #30435")
 def future_unread_overwritten(
     slots: Ints, unread: Mask, before: Writer, writer: str, readers: str, **where: Unpack[Where]
 ) -> Breach | None:
@@ -885,11 +824,8 @@ def future_unread_overwritten(
     return Breach(problem, expected=expected, actual="unread", row=row, slot=slot, writer=writer, reader=reader)
 
 
-@invariant(
-    "cheap",
-    "wait for the fence of the very publish that wrote the entry, and give each publish a fence of its own",
-    ("sglang #30435", "sglang #30471", "vllm #51571", "vllm #36013", "sglang #26376"),
-)
+@cheap("wait for the fence of the very publish that wrote the entry, and give each publish a fence of its own")
+@origins("sglang #30435", "sglang #30471", "vllm #51571", "vllm #36013", "sglang #26376")
 def future_order(ordered: bool, writer: str, reader: str, missing: str, **where: Unpack[Where]) -> Breach | None:
     """A use of an entry is ordered after the publish that wrote it, and after those that read it, by their fences.
 
@@ -905,11 +841,8 @@ def future_order(ordered: bool, writer: str, reader: str, missing: str, **where:
 # A step: what may wait, how deep steps may overlap, whose the memory of a transfer is, what comes first.
 
 
-@invariant(
-    "test",
-    "read the host side of the mirrored value, or call `resolve`/`synchronize`, whose names say that they wait",
-    ("sglang #26425", "sglang #29420", "sglang #34782", "sglang #27689", "sglang #28491"),
-)
+@test("read the host side of the mirrored value, or call `resolve`/`synchronize`, whose names say that they wait")
+@origins("sglang #26425", "sglang #29420", "sglang #34782", "sglang #27689", "sglang #28491")
 def hidden_sync(call: str, allowed: bool, **where: Unpack[Where]) -> Breach | None:
     """Nothing waits for the device but calls named for it. `call` is what was about to wait.
 
@@ -920,11 +853,8 @@ def hidden_sync(call: str, allowed: bool, **where: Unpack[Where]) -> Breach | No
     return Breach(f"`{call}` on a device tensor waits for the device", expected="no synchronisation", actual=call)
 
 
-@invariant(
-    "cheap",
-    "declare the true depth: open the runtime with a larger `steps_in_flight`, or wait for older steps first",
-    ("TRT-LLM#18485", "sglang #13713", "sglang-jax#1487", "vllm #24527"),
-)
+@cheap("declare the true depth: open the runtime with a larger `steps_in_flight`, or wait for older steps first")
+@origins("TRT-LLM#18485", "sglang #13713", "sglang-jax#1487", "vllm #24527")
 def staging_overrun(oldest_step: int, next_step: int, steps_in_flight: int, **where: Unpack[Where]) -> Breach | None:
     """When step s begins, the uploads of step s - steps_in_flight and older have run.
 
@@ -937,11 +867,8 @@ def staging_overrun(oldest_step: int, next_step: int, steps_in_flight: int, **wh
     return Breach(problem, expected=f"at most {steps_in_flight} steps in flight", actual=next_step - oldest_step + 1)
 
 
-@invariant(
-    "cheap",
-    "give a block of host memory back when its values have been taken out, and never before its copy has run",
-    ("vllm #51571", "vllm #36013", "pytorch #68749"),
-)
+@cheap("give a block of host memory back when its values have been taken out, and never before its copy has run")
+@origins("vllm #51571", "vllm #36013", "pytorch #68749")
 def staging_reused(held: int, current: int, **where: Unpack[Where]) -> Breach | None:
     """Host memory that a copy from the device landed in is still lent to that copy when its values are taken out.
 
@@ -954,10 +881,9 @@ def staging_reused(held: int, current: int, **where: Unpack[Where]) -> Breach | 
     return Breach(problem, expected=f"lending {held}", actual=f"lending {current}" if current else "not lent")
 
 
-@invariant(
-    "test",
-    "let the stream of the second access wait for a fence recorded after the first",
-    ("sglang #18744", "sglang #26376", "sglang #30471", "sglang #34076", "vllm #24527", "vllm #36013", "vllm #29623"),
+@test("let the stream of the second access wait for a fence recorded after the first")
+@origins(
+    "sglang #18744", "sglang #26376", "sglang #30471", "sglang #34076", "vllm #24527", "vllm #36013", "vllm #29623"
 )
 def race(ordered: bool, problem: str, missing: str, remedy: str | None = None, **where: Unpack[Where]) -> Breach | None:
     """Two accesses to the same memory, one of them a write, are ordered by streams, fences and waits of the host.
@@ -973,11 +899,8 @@ def race(ordered: bool, problem: str, missing: str, remedy: str | None = None, *
 # The host tier, and what another process writes into it.
 
 
-@invariant(
-    "always",
-    "follow the states: reserve or stage, wait until the KV is there, admit, decode, release",
-    ("sglang #27258", "sglang #21591", "sglang #22453"),
-)
+@always("follow the states: reserve or stage, wait until the KV is there, admit, decode, release")
+@origins("sglang #27258", "sglang #21591", "sglang #22453")
 def tier_state(
     slots: Ints,
     states: Ints,
@@ -1013,11 +936,8 @@ def tier_state(
     )
 
 
-@invariant(
-    "always",
-    "write only rows of the granted run, inside the registered memory, and as many as were agreed on",
-    ("sglang #31482", "sglang #24527", "sglang #14439"),
-)
+@always("write only rows of the granted run, inside the registered memory, and as many as were agreed on")
+@origins("sglang #31482", "sglang #24527", "sglang #14439")
 def transfer_bounds(
     starts: Ints, lengths: Ints, least: Ints | int, most: Ints | int, *, what: str = "bytes", **where: Unpack[Where]
 ) -> Breach | None:
@@ -1036,11 +956,8 @@ def transfer_bounds(
     return Breach(problem, expected=expected, actual=f"{starts[row]}, {lengths[row]} long", row=row)
 
 
-@invariant(
-    "full",
-    "keep the memory of a failed transfer until its writer has ended; never free it by time-out alone",
-    ("sglang #24527", "sglang #35049", "sglang #27372", "sglang #38961", "vllm #32255"),
-)
+@full("keep the memory of a failed transfer until its writer has ended; never free it by time-out alone")
+@origins("sglang #24527", "sglang #35049", "sglang #27372", "sglang #38961", "vllm #32255")
 def transfer_late_write(locations: Ints, changed: Mask, **where: Unpack[Where]) -> Breach | None:
     """Memory without an owner does not change. `changed` bool[n] says so of host locations integer[n].
 
@@ -1054,11 +971,8 @@ def transfer_late_write(locations: Ints, changed: Mask, **where: Unpack[Where]) 
     return Breach(problem, expected="the bytes it was left with", actual="other bytes", row=row, slot=location)
 
 
-@invariant(
-    "always",
-    "keep the secret between the two peers; a peer that was started again has a new endpoint, with a new one",
-    ("vllm #17192", "vllm #15988", "vllm #17197", "sglang #24618", "sglang #21435"),
-)
+@always("keep the secret between the two peers; a peer that was started again has a new endpoint, with a new one")
+@origins("vllm #17192", "vllm #15988", "vllm #17197", "sglang #24618", "sglang #21435")
 def peer_unknown(
     expected: bytes, actual: bytes, callers: int = 0, most: int = 0, **where: Unpack[Where]
 ) -> Breach | None:

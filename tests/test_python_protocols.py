@@ -16,6 +16,7 @@ from batchstate import (
     PagePool,
     PrefixCache,
     SlotPool,
+    StaticBuffers,
     StepPlanner,
     device_only,
     host_list,
@@ -54,7 +55,11 @@ def objects() -> dict[str, Any]:
         "planner": StepPlanner(Decode, pages=pages),
         "batch": batch,
         "slots": batch.slots,
+        "locations": pages.extend(batch.slots, [5, 3]).locations,
         "value": batch.seq_lens,
+        "buffers": StaticBuffers(rt, Decode, rows=4),
+        "extras": batch.upload(extras={"positions": [0, 1]}),
+        "download": rt.download([torch.zeros(2)]),
     }
 
 
@@ -112,7 +117,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("name", objects())
 @pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_what_belongs_to_a_process_stays_in_it(name: str, how: Callable[[Any], object]) -> None:
-    """Runtimes, pools, tables, batches and values can be neither pickled nor copied."""
+    """Runtimes, pools, tables, batches, values and copies under way can be neither pickled nor copied."""
     with pytest.raises(DeviceError, match="cannot be copied or pickled"):
         how(objects()[name])
 

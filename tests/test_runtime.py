@@ -1,15 +1,13 @@
 """The runtime: copies that are staged, counted and never waited for."""
 
 import contextlib
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from batchstate import Code, Runtime, checks
-from batchstate.errors import ArgumentError, DtypeError, OwnerThreadError
-from batchstate.races.devices import open_device
+from batchstate.errors import OwnerThreadError
 from batchstate.runtime import CpuRuntime, DoneFence
 from batchstate.runtime.memory import StagingBlock
 from tests.doubles import Gate, in_a_thread, refused
@@ -172,10 +170,3 @@ def test_staging_is_written_in_and_out_of_inference_mode() -> None:
             with torch.inference_mode(second):
                 block.front(8 * (1 + first), torch.int64).copy_(torch.full((1 + first,), 7))
             assert memory.numpy()[0] == 7
-
-
-@pytest.mark.parametrize("depth", [1.5, float("nan"), True, "x", None, 0])
-def test_depth_is_a_positive_integer(device: str, depth: Any) -> None:
-    """`steps_in_flight` is refused with a typed error, whatever it is."""
-    with pytest.raises((ArgumentError, DtypeError), match="expected steps_in_flight of 1 to 64, got"):
-        open_device(device, steps_in_flight=depth)

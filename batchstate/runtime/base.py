@@ -97,8 +97,18 @@ _log = logging.getLogger("batchstate")
 Array = npt.NDArray[Any]
 
 
+class OfThisProcess:
+    """Base of objects that belong to a runtime of this process: they can be neither copied nor pickled."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:  # `copy` and `deepcopy` call it too
+        problem = f"{self!r} cannot be copied or pickled: it belongs to a runtime of this process"
+        raise DeviceError(problem, type(self).__name__, "send host values, and make it anew on the other side")
+
+
 @final
-class Download:
+class Download(OfThisProcess):
     """Several device tensors on their way to the host in one copy. Made by `Runtime.download`.
 
     The copy lands in pinned memory that is lent to it until its values are taken out. A dropped download gives the
@@ -214,16 +224,6 @@ def _disown() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_disown)  # the child has copies of pools, and no device of its own
-
-
-class OfThisProcess:
-    """Base of objects that belong to a runtime of this process: they can be neither copied nor pickled."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> NoReturn:  # `copy` and `deepcopy` call it too
-        problem = f"{self!r} cannot be copied or pickled: it belongs to a runtime of this process"
-        raise DeviceError(problem, type(self).__name__, "send host values, and make it anew on the other side")
 
 
 class Runtime(OfThisProcess, abc.ABC):

@@ -4,7 +4,7 @@ from typing import NamedTuple, Self, final
 
 import torch
 
-from batchstate.runtime.base import Runtime
+from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import PackedUpload
 from batchstate.runtime.streams import Fence, Stream
 
@@ -40,7 +40,7 @@ class ReadyTensor(NamedTuple):
 
 
 @final
-class FixedMemory:
+class FixedMemory(OfThisProcess):
     """Device memory whose address stays, written in place again and again while forwards read it.
 
     Tables, and the buffers that a captured graph reads. A write comes behind every forward that still reads, and behind
