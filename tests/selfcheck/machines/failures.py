@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import opcode
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -26,6 +27,8 @@ from batchstate.testing.machine import Machine, agree, ask
 from batchstate.violations import Violation
 
 PACKAGE = batchstate.__path__[0]
+NOP = opcode.opmap["NOP"]
+"""The line of a `try`: Python handles no signal there, and in a nested one no handler covers it."""
 
 
 class PlantedError(RuntimeError):
@@ -47,7 +50,7 @@ class Interrupt:
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
         if event == "call" and not (frame.f_code.co_filename.startswith(PACKAGE) and _raises(frame)):
             return None
-        if event != "exception":
+        if event != "exception" and frame.f_code.co_code[max(frame.f_lasti, 0)] != NOP:
             self.events += 1
             if self.events == self.at:
                 raise KeyboardInterrupt
@@ -68,9 +71,14 @@ class Interrupt:
 
 
 def _raises(frame: FrameType) -> bool:
-    """Whether what is raised there comes through. Python drops it in a finalizer, or where it closes a generator."""
-    caller = frame.f_back
-    return frame.f_code.co_name != "<genexpr>" and not (caller and caller.f_code.co_filename.endswith("weakref.py"))
+    """Whether an error there comes through. Python drops it in a finalizer, and where it closes a generator."""
+    if frame.f_code.co_name == "<genexpr>":
+        return False
+    while frame.f_code.co_filename.startswith(PACKAGE) and frame.f_back is not None:
+        if frame.f_code.co_name == "__del__":
+            return False
+        frame = frame.f_back
+    return not frame.f_code.co_filename.endswith("weakref.py")
 
 
 @contextlib.contextmanager
