@@ -37,14 +37,6 @@ def named(pool: SlotPool, numbers: Sequence[int]) -> Slots:
     return Slots.from_host(pool.runtime, numbers, generations=[1] * len(numbers), pool_id=pool.pool_id)
 
 
-def test_has_a_row_for_every_slot_and_for_padding(pool: SlotPool) -> None:
-    """A table has size + reserve + 1 rows of zeros."""
-    table = pool.table("kv", (3,), torch.int64)
-    assert tuple(table.memory.shape) == (7, 3)
-    assert table.capacity == pool.capacity == 7
-    assert not table.memory.any()
-
-
 def test_writes_elements(rt: Runtime, pool: SlotPool) -> None:
     """Element positions[i] of row slots[i] becomes values[i], and nothing else changes; rows may repeat."""
     table = pool.table("kv", (3,), torch.int32, host=True)
@@ -88,13 +80,12 @@ def test_costs_one_copy_and_one_kernel(rt: Runtime, pool: SlotPool) -> None:
 
 
 def test_entry_launches_nothing(rt: Runtime, pool: SlotPool) -> None:
-    """`entry` checks on the host; its arrays can be packed with another upload."""
+    """`entry` checks on the host alone; the write is launched later."""
     table = pool.table("kv", (8,))
     before = rt.counters.snapshot()
     entry = table.entry(named(pool, [1, 2]), np.array([3, 4]), np.array([5, 6]))
     assert rt.counters == before
-    packed = rt.upload([entry.index, entry.values])
-    table.apply(entry, packed.view(0), packed.view(1))
+    entry.launch()
     assert rt.read_back(table.memory)[1, 3] == 5
     assert rt.read_back(table.memory)[2, 4] == 6
 
@@ -230,15 +221,6 @@ def test_adopts_an_engines_tensor(rt: Runtime, pool: SlotPool) -> None:
         pool.adopt(rt.device_zeros((4, 9), torch.int32).t(), "strided")
 
 
-def test_repr_reads_no_tensor(rt: Runtime, pool: SlotPool) -> None:
-    """`repr` shows dtype and shape and costs no read-back."""
-    table = pool.table("kv", (8,), holds="location")
-    before = rt.counters.snapshot()
-    assert repr(table) == "Table('kv', int32[7, 8], holds=location)"
-    assert repr(table.entry(named(pool, [1]), np.array([0]), np.array([1]))).startswith("TableWrite(1 elements")
-    assert rt.counters == before
-
-
 def test_capacity_counts_at_every_level(pool: SlotPool) -> None:
     """Arguments are checked at level off too."""
     table = pool.table("kv", (8,))
@@ -266,26 +248,17 @@ def test_tables_made_in_inference_mode_are_written_outside(rt: Runtime) -> None:
     table.check()
 
 
-def test_a_write_is_checked_again_when_it_is_launched(rt: Runtime, pool: SlotPool) -> None:
+def test_a_write_is_checked_again_when_it_is_launched(pool: SlotPool) -> None:
     """A write that was made for a request which has left is not launched into its successor's row."""
     table = pool.table("a", host=True)
     slots = pool.take(1)
     entry = table.entry(slots, None, [7])
     pool.free(slots)
     assert pool.take(1).np.tolist() == slots.np.tolist()
-    packed = rt.upload([entry.index, entry.values])
-    refused(Code.SLOT_STALE_HANDLE, lambda: table.apply(entry, packed.view(0), packed.view(1)))
+    refused(Code.SLOT_STALE_HANDLE, entry.launch)
     assert table.host_memory is not None
     assert not table.host_memory.any()
     table.check()
-
-
-def test_a_write_belongs_to_its_table(rt: Runtime, pool: SlotPool) -> None:
-    """A table launches its own writes alone."""
-    entry = pool.table("a").entry(pool.take(1), None, [7])
-    packed = rt.upload([entry.index, entry.values])
-    with pytest.raises(ArgumentError, match="the table that made it"):
-        pool.table("b").apply(entry, packed.view(0), packed.view(1))
 
 
 def test_what_was_checked_cannot_be_changed(pool: SlotPool) -> None:

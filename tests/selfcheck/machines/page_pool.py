@@ -84,7 +84,6 @@ _MISUSES = misuses(
     ("a lease made by hand", (ArgumentError, DtypeError), lambda it: it[0].share(7, it[1], 0)),
     ("a page size beyond int64", ArgumentError, lambda it: _made(it, page_size=2**62)),
     ("requests beyond int64", ArgumentError, lambda it: _made(it, max_tokens_per_request=2**63)),
-    ("pages of no slot pool", ArgumentError, lambda it: _made(it, slots=it[0])),
     ("pages of no tokens", ArgumentError, lambda it: _made(it, page_size=0)),
 )
 

@@ -316,13 +316,11 @@ class SlotMachine(PoolMachine):
             lambda pool: pool.adopt(pool.runtime.device_zeros((pool.size,), torch.int32), "small"),
         ),
         ("adopt a scalar", ShapeError, lambda pool: pool.adopt(pool.runtime.device_zeros((), torch.int32), "scalar")),
-        ("adopt a number", ArgumentError, lambda pool: pool.adopt(5, "number")),
         ("a table of a negative width", ArgumentError, lambda pool: pool.table("t", (-1,))),
         ("a table of a shape that is a number", ShapeError, lambda pool: pool.table("t", 5)),
         ("a pool of no slots", ArgumentError, lambda pool: SlotPool(pool.runtime, 0)),
         ("a pool of half a slot", DtypeError, lambda pool: SlotPool(pool.runtime, 0.5)),  # type: ignore[arg-type]
         ("a pool beyond int32", ArgumentError, lambda pool: SlotPool(pool.runtime, 2**31 - 2, reserve=1)),
-        ("a pool without a runtime", ArgumentError, lambda pool: SlotPool(None, 3)),  # type: ignore[arg-type]
         ("a negative reserve", ArgumentError, lambda pool: SlotPool(pool.runtime, 1, reserve=-1)),
         (
             "states that do not suffice for one slot",
