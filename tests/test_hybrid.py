@@ -11,7 +11,6 @@ from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
-from tests.selfcheck.mutants.diffs import changed
 
 
 @pytest.fixture
@@ -78,13 +77,6 @@ def test_a_failed_write_gives_everything_back(pool: HybridSlotPool, monkeypatch:
         pool.take(2)
     assert (pool.stats, pool.state_stats()) == before
     pool.verify()
-
-
-def test_finds_a_mapping_that_was_not_written(pool: HybridSlotPool) -> None:
-    """A slot whose states never reached the device is found where they are read."""
-    with changed("hybrid:HybridSlotPool._with_states", "table.write(slots, None, self.states_of(slots, kind))", "pass"):
-        slots = pool.take(1)
-    refused(Code.ROW_UNWRITTEN, lambda: pool.state_table().device_for(slots))
 
 
 def test_a_second_thread_changes_nothing(rt: Runtime) -> None:

@@ -157,7 +157,7 @@ class World:
             "counts": [counts, pages.stats.shared, pages.stats.leases],
             "pages": [pages.page_table.tolist(), pages.committed_lengths.tolist(), pages.writes.tokens.tolist()],
             "allocated": [pages.allocated(live).tolist(), self.lease.released or self.lease.pages.tolist()],
-            "rows": [np.where(self.table.written(live), self.table.host_memory.T[:, live.np], 0).tolist()],
+            "rows": np.where(self.table.written(live), np.array(self.table.host_memory)[live.np].T, 0).tolist(),
         }
         if isinstance(slots, HybridSlotPool):
             turns = slots.state_turns(live)
@@ -240,7 +240,7 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
     "reap": ("", lambda w: w.slots.reap()),
     "stats": ("", lambda w: w.slots.stats),
     "verify": ("", lambda w: w.slots.verify()),
-    "write": ("", lambda w: w.table.write(w.c, [0, 1, 2][:1], [3])),
+    "write": ("", lambda w: w.table.write(w.c, [0], [3])),
     "clear a row": ("", lambda w: w.table.clear(w.c)),
     "grow": ("", lambda w: w.pages.grow(w.c, 7)),
     "commit": ("", lambda w: w.pages.commit(w.a, 6)),

@@ -29,7 +29,7 @@ from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
 from batchstate.testing.machine import Misuse
 from batchstate.testing.models import snapshot_pages, snapshot_slots
-from batchstate.violations import Code, Violation
+from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
 from tests.selfcheck.machines.page_pool import PagePoolMachine
 
@@ -518,26 +518,6 @@ def test_nothing_touches_the_device(rt: Runtime, slots: SlotPool, pages: PagePoo
         pages.release_requests(two)
     assert rt.counters == before
     assert repr(pages) == "PagePool('pages', 12 pages of 4, free=11, pending=0, live=1)"
-
-
-@pytest.mark.parametrize("made_by", ["take", "extend", "share"])
-def test_what_pools_hand_out_has_two_memories(rt: Runtime, made_by: str) -> None:
-    """Slots and tokens come with sides of their own: a write into one is found, and does not reach the other."""
-    with levels.checks("full"):
-        slots = SlotPool(rt, 4)
-        pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8)
-        taken = slots.take(2)
-        extension = pages.extend(taken, 4)
-        pages.commit(taken, 4)
-        shared = pages.share(taken.filter([0]), slots.take(1), 4)
-        value = {"take": taken, "extend": extension.locations, "share": shared.locations}[made_by]
-        host, device = value.np.tolist(), rt.inspect(value.device).tolist()
-        assert host == device
-        value.device.data[0] += 1
-        assert value.np.tolist() == host
-        with pytest.raises(Violation) as caught:
-            value.check()
-        assert caught.value.code in (Code.MIRROR_EQUAL, Code.MIRROR_FOREIGN_WRITE)
 
 
 class Failing:

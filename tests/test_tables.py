@@ -1,7 +1,6 @@
 """Slot-indexed tables: what is written reaches the right rows, and what must not be written is refused."""
 
 import functools
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -305,14 +304,6 @@ def test_an_upload_refuses_what_is_not_of_its_time_or_runtime(rt: Runtime, devic
     assert rt.counters.host_to_device_copies == 0
 
 
-def test_tables_that_are_gone_leave_nothing(rt: Runtime) -> None:
-    """The runtime forgets a table that is gone."""
-    for _ in range(5):
-        SlotPool(rt, 4).table("a")
-        gc.collect()
-    assert len(rt._persistent) <= 1
-
-
 def test_reading_until_nothing_is_refused(pool: SlotPool) -> None:
     """None is not a fence to wait for: a table that accepted it would fail in every later step."""
     with pytest.raises(ArgumentError, match="fence"):
@@ -398,20 +389,6 @@ def test_rows_that_kernels_write_are_declared(rt: Runtime, pool: SlotPool) -> No
     assert (rt.counters - before).stream_waits == 1
     with pytest.raises(ArgumentError, match="host side"):
         pool.table("both", host=True).note_write(slots)
-
-
-def test_a_write_that_was_not_taken_along_leaves_the_row_unwritten(rt: Runtime, pool: SlotPool) -> None:
-    """An entry writes its rows when it is uploaded, not when it is made; checks that are off ask nothing."""
-    table, slots = pool.table("a"), pool.take(2)
-    entry = table.entry(slots, None, [7, 8])
-    batch = Rows.build(rt, slots=slots)
-    batch.upload()
-    refused(Code.ROW_UNWRITTEN, lambda: table.device_for(slots))
-    with levels.checks("off"):
-        table.device_for(slots)
-    batch.upload(writes=[entry])
-    table.device_for(slots)
-    table.clear(pool.take(1))
 
 
 def test_a_batch_of_a_request_that_left_is_not_uploaded(rt: Runtime, pool: SlotPool) -> None:
