@@ -97,7 +97,8 @@ class TableWrite:
         """Launches it at once, on the current stream: one upload, one scatter.
 
         Raises:
-            CaptureError: the current stream is being captured. Else as `Table.check_write`.
+            CaptureError: the current stream is being captured.
+            Violation: SLOT_STALE_HANDLE, DERIVED_STALE: its rows or their pages are of other requests by now.
         """
         table = self.table
         table.runtime.check_owner(f"{table.name}: write")
@@ -185,9 +186,9 @@ class Table(OfThisProcess):
         cls, space: IndexSpace, name: str, shape: Sequence[int], dtype: torch.dtype, *, holds: str | None, host: bool
     ) -> Self:
         """For pools, which document it: a table of zeros."""
-        sizes = (space.capacity, *shape_of(shape, name, rows=space.capacity))
+        sizes, shared = (space.capacity, *shape_of(shape, name, rows=space.capacity)), numpy_dtype(dtype)
         memory = space.runtime.device_zeros(sizes, dtype, name=name)
-        return cls(space, memory, name=name, holds=holds, host=np.zeros(sizes, numpy_dtype(dtype)) if host else None)
+        return cls(space, memory, name=name, holds=holds, host=np.zeros(sizes, shared) if host else None)
 
     @classmethod
     def adopted(cls, space: IndexSpace, tensor: torch.Tensor, name: str, *, holds: str | None, host: bool) -> Self:
@@ -346,15 +347,10 @@ class Table(OfThisProcess):
         return TableWrite(self, index, values.astype(self._dtype, copy=False), (owners,), origin)
 
     def check_write(self, write: TableWrite, operation: str = "write") -> None:
-        """Refuses a write that is not of this table, or whose rows belong to other requests by now.
+        """Refuses a write of this table whose rows belong to other requests by now (SLOT_STALE_HANDLE).
 
-        Raises:
-            ArgumentError: made by another table.
-            Violation: SLOT_STALE_HANDLE; DERIVED_STALE: locations on pages that changed since.
+        DERIVED_STALE: its locations are on pages that changed since.
         """
-        if write.table is not self:
-            problem = f"{self.name}: {operation} of {write!r}"
-            raise ArgumentError(problem, write, "give a write to the table that made it")
         for owners in write.owners:
             self.space.rows_of(owners, f"{self.name}: {operation}")
         if levels.cheap and write.origin is not None:

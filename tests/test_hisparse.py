@@ -1,6 +1,7 @@
 """The host tier: requests whose KV lies in host memory, with a ring of the newest tokens on the device."""
 
 import contextlib
+import functools
 from typing import Any
 
 import numpy as np
@@ -144,12 +145,7 @@ class World:
 
     def snapshot(self) -> tuple[Any, ...]:
         """All that a refused call must leave alone."""
-        requests = self.tier._requests
-        rows = [
-            row.tolist()
-            for row in (requests.states, requests.length, requests.backed, requests.hot_from, requests.max_tokens)
-        ]
-        return self.numbers(), self.pages.page_table.tolist(), self.pages.committed_lengths.tolist(), rows
+        return self.numbers(), self.pages.page_table.tolist(), self.pages.committed_lengths.tolist(), rows(self.tier)
 
     def expect_idle(self) -> None:
         """Everything came back."""
@@ -157,6 +153,13 @@ class World:
         for pool in (self.slots, self.pages, self.host):
             pool.expect_idle()
         assert all(live == pending == 0 for _, pending, live in self.numbers())
+
+
+def rows(tier: HiSparse) -> list[Any]:
+    """The state of each request of a tier."""
+    requests = tier._requests
+    states = requests.states, requests.length, requests.backed, requests.hot_from, requests.held, requests.max_tokens
+    return [state.tolist() for state in states]
 
 
 def _put(kv: torch.Tensor, at: torch.Tensor, new: torch.Tensor, layer: int) -> None:
@@ -211,21 +214,13 @@ def test_foreign_handles_and_threads(rt: Runtime, world: World) -> None:
     """Handles of another pool, and calls from another thread, are refused everywhere."""
     tier = world.tier
     mine, foreign = world.direct([3]), SlotPool(rt, 2).take(1)
-    for call in (
-        lambda slots: tier.states(slots),
-        lambda slots: tier.ready(slots),
-        lambda slots: tier.lengths(slots),
-        lambda slots: tier.host_locations(slots, 1),
-        lambda slots: tier.reserve(slots, 1, 1),
-        lambda slots: tier.admit_direct(slots),
-        lambda slots: tier.admit_staged(slots, 1),
-        lambda slots: tier.map_last_location(slots, 4),
-        lambda slots: tier.finish(slots),
-        lambda slots: tier.abort(slots),
-    ):
+    calls = {"states": (), "ready": (), "lengths": (), "host_locations": (1,), "reserve": (1, 1), "admit_direct": ()}
+    calls |= {"admit_staged": (1,), "map_last_location": (4,), "finish": (), "abort": ()}
+    for name, arguments in calls.items():
+        call = getattr(tier, name)
         with pytest.raises(ArgumentError, match="expected slots of pool"):
-            call(foreign)
-        assert isinstance(in_a_thread(lambda call=call: call(mine)), OwnerThreadError)  # type: ignore[misc]
+            call(foreign, *arguments)
+        assert isinstance(in_a_thread(functools.partial(call, mine, *arguments)), OwnerThreadError)
     assert isinstance(in_a_thread(tier.poll_staged), OwnerThreadError)
     assert isinstance(in_a_thread(tier.verify), OwnerThreadError)
 
@@ -246,27 +241,16 @@ def test_parts_must_fit(world: World) -> None:
             HiSparse(pages, pool, buffers, hot_tokens=hot_tokens)
 
 
-def test_pages_that_others_move_are_noticed(world: World) -> None:
-    """Pages that other code gives a request of the tier are found before its next step."""
-    slots = world.direct([3])
-    world.pages.advance(slots)
-    refused(Code.MIRROR_EQUAL, lambda: world.tier.map_last_location(slots, 4))
+def test_pages_that_others_give_a_request_are_noticed(world: World) -> None:
+    """Pages from other code are found before a READY request's next step; a DIRECT one is not admitted with them."""
+    ready, direct = world.direct([3]), world.deliver(world.reserve([5], 20))
+    world.pages.advance(ready)
+    refused(Code.MIRROR_EQUAL, lambda: world.tier.map_last_location(ready, 4))
     refused(Code.MIRROR_EQUAL, world.tier.verify)
-    world.tier._requests.releasing = slots.np
-    world.pages.truncate(slots, 3)
-    world.tier._requests.releasing = slots.np[:0]
-    world.step(slots)
-
-
-def test_a_direct_request_with_pages_is_refused(world: World) -> None:
-    """Pages that a DIRECT request got in the meantime are not taken for its hot buffer, nor taken away."""
-    slots = world.deliver(world.reserve([5], 20))
-    world.tier._requests.releasing = slots.np
-    world.pages.extend(slots, 3)
-    world.tier._requests.releasing = slots.np[:0]
+    world.pages.extend(direct, 3)
     before = world.snapshot()
     with pytest.raises(ArgumentError, match="device pages"):
-        world.tier.admit_direct(slots)
+        world.tier.admit_direct(direct)
     assert world.snapshot() == before
 
 
@@ -534,22 +518,21 @@ def test_a_padded_step_of_several_tokens_has_one_size(rt: Runtime) -> None:
     lens, sizes = np.array([5, 9, 2]), set()
     for accepted in (3, 1, 2):
         batch = taken if accepted > 1 else taken.take([0, 1])
-        rows, padded = lens[: len(batch)], batch.pad(4)
-        plan = tier.map_last_location(padded, np.pad(rows + 3, (0, 4 - rows.size)), 3, backups=12)
-        assert plan.positions.reshape(4, 3)[: rows.size].tolist() == [[n, n + 1, n + 2] for n in rows.tolist()]
-        assert plan.locations.np.reshape(4, 3)[rows.size :].tolist() == [[0, 0, 0]] * (4 - rows.size)
+        have, n, padded = lens[: len(batch)], len(batch), batch.pad(4)
+        plan = tier.map_last_location(padded, np.pad(have + 3, (0, 4 - n)), 3, backups=12)
+        assert plan.positions.reshape(4, 3)[:n].tolist() == [[at, at + 1, at + 2] for at in have.tolist()]
+        assert plan.locations.np.reshape(4, 3)[n:].tolist() == [[0, 0, 0]] * (4 - n)
         assert plan.host_locations is not None
-        written = plan.host_locations.np.reshape(4, 3)[: rows.size]
-        for row, slot in enumerate(batch.np.tolist()):
+        for row, written in enumerate(plan.host_locations.np.reshape(4, 3)[:n].tolist()):
             whole = tier.host_locations(batch.take([row]), 20).np
-            assert written[row].tolist() == whole[rows[row] : rows[row] + 3].tolist(), slot
+            assert written == whole[have[row] : have[row] + 3].tolist()
         entry = plan.entry(table)
         uploaded = Stepping.build(rt, slots=batch).upload(writes=[entry], extras=plan.extras)
         sizes.add(tuple(len(uploaded[name]) for name in plan.extras))
         tier.back_up(plan, uploaded)
         tier.verify()
         hot = tier.pages.page_table[batch.np[0]]
-        at = table.device_for(batch)[int(batch.np[0]), : min(int(rows[0]) + 3, 8)].tolist()
+        at = table.device_for(batch)[int(batch.np[0]), : min(int(have[0]) + 3, 8)].tolist()
         assert at[5:] == [int(hot[row // 2]) * 2 + row % 2 for row in range(5, len(at))]
         lens[: len(batch)] += accepted
     assert sizes == {(12, 4, 12, 12, 12)}
@@ -563,9 +546,7 @@ def test_a_step_that_cannot_be_meant_is_refused(rt: Runtime) -> None:
     plan = tier.map_last_location
 
     def state() -> object:
-        requests = tier._requests
-        rows = (requests.length, requests.backed, requests.hot_from, requests.held)
-        return [row.tolist() for row in rows], tier.pages.stats, repr(tier.pages.page_table)
+        return rows(tier), tier.pages.stats, tier.pages.page_table.tolist()
 
     before = state()
     wrong: list[tuple[Any, Any]] = [

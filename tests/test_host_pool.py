@@ -129,11 +129,8 @@ def test_misuse_of_ranges_is_refused(make: Make, rt: Runtime) -> None:
     pool, other = make(8), make(8)
     one, two = pool.take([2, 3], [1, 2])
     refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free([one, one]))
-    for wrong in (other.take(1, 1)[0], 3, None, [one, 3]):
-        with pytest.raises(ArgumentError, match="did not return"):
-            pool.free(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError):
-        pool.free(one, after=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="did not return"):
+        pool.free(other.take(1, 1)[0])
     part = attrs.evolve(two, starts=two.starts, lengths=two.lengths - 1)
     refused(Code.SLOT_CONSERVATION, lambda: pool.free([one, part]))
     assert counts(pool) == (3, 0, 5)
@@ -170,8 +167,6 @@ def test_pools_that_cannot_be_meant(rt: Runtime) -> None:
     for wrong in ({"num_pages": 0}, {"page_size": 0}, {"layers": 0}, {"layers": ["k", "k"]}, {"item_shape": (0,)}):
         with pytest.raises(ArgumentError):
             HostKVPool(rt, **{**good, **wrong})
-    with pytest.raises(ArgumentError):
-        HostKVPool(3, **good)  # type: ignore[arg-type]
 
 
 def test_buffers_for_registration(make: Make) -> None:
@@ -296,7 +291,6 @@ def test_is_a_set_that_hands_out_best_fits(size: int, data: st.DataObject) -> No
         assert pool.entries().tolist() == sorted(free)
         assert (pool.count, pool.capacity) == (len(free), size)
         assert pool.largest == max((length for _, length in ranges(free)), default=0)
-        assert f"{len(free)} of {size} in {len(ranges(free))} ranges" in repr(pool)
 
 
 @given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 6))))
@@ -327,8 +321,6 @@ def test_memory_of_a_writer_waits_for_its_end(make: Make) -> None:
     assert counts(pool) == (6, 2, 0)
     writer.complete()
     assert counts(pool) == (8, 0, 0)
-    with pytest.raises(ArgumentError, match="fence"):
-        pool.take(1, 1, writer=3)  # type: ignore[arg-type]
 
 
 def test_padding_of_the_host_tier_is_finite_at_full(rt: Runtime) -> None:

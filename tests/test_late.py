@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from batchstate.future_map import FutureMap, relay_field
-from batchstate.pools import SlotPool
 from batchstate.runtime import DoneFence, Fence
 from batchstate.testing import LateRuntime
 from batchstate.testing.fences import LateFence
@@ -169,48 +167,6 @@ def test_order_is_known_without_waiting(late: LateRuntime) -> None:
     on_c.wait()
     assert is_behind(on_a, on_c)
     assert is_behind(on_a, DoneFence())
-
-
-@pytest.mark.parametrize("freed", [True, False])
-def test_writers_wait_for_reads_of_former_owners(freed: bool, late: LateRuntime) -> None:
-    """A writer of a slot's entry comes behind those who read it, though it was freed or discarded since."""
-    pool, seeding = SlotPool(late, 1), late.stream("seeding")
-    relay = FutureMap(pool, {"tokens": relay_field(torch.int64, read_by="host")})
-    slots = pool.take(1)
-    relay.publish(slots, tokens=torch.zeros(1, dtype=torch.int64))
-    asked = relay.prefetch(slots, "tokens")
-    if freed:
-        pool.free(slots)
-        slots = pool.take(1)
-    else:
-        relay.discard(slots)
-    with late.use(seeding):
-        relay.publish(slots, tokens=[1])
-        written = late.record()
-    assert not written.query()
-    assert is_behind(written, asked._read[1])
-    assert not is_behind(written, asked._download.done)
-
-
-def test_forgotten_publishes_are_over(late: LateRuntime) -> None:
-    """However many publishes there were, a writer waits for the last into its entry, and those that are over go."""
-    pool, seeding = SlotPool(late, 1), late.stream("seeding")
-    relay = FutureMap(pool, {"tokens": relay_field(torch.int64)})
-    slots = pool.take(1)
-    for _ in range(100):
-        relay.publish(slots, tokens=torch.zeros(1, dtype=torch.int64))
-        relay.discard(slots)
-    last = late.record()
-    with late.use(seeding):
-        late.wait(relay._zeroed)
-        relay.publish(slots, tokens=[1])
-        assert is_behind(late.record(), relay._entries.publications[100].fence)
-    last.wait()
-    for _ in range(200):
-        relay.discard(slots)
-        relay.publish(slots, tokens=torch.zeros(1, dtype=torch.int64))
-        late.synchronize()
-    assert len(relay._entries.publications) <= 16
 
 
 def test_complete_fences_let_go() -> None:

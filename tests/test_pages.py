@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from batchstate import levels
-from batchstate._allocator import Allocator
 from batchstate.batch import Batch
 from batchstate.columns import slot_column
 from batchstate.errors import (
@@ -19,23 +18,20 @@ from batchstate.errors import (
     DeviceError,
     DtypeError,
     OwnerThreadError,
-    PoolBrokenError,
     PoolExhaustedError,
     ShapeError,
     ValueOverflowError,
 )
-from batchstate.hybrid import HybridSlotPool
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Locations, Slots
 from batchstate.pools import SlotPool
 from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
-from batchstate.violations import Code, Violation
+from batchstate.violations import Code
 from tests.doubles import Gate, in_a_thread, refused
 from tests.selfcheck.machine import Misuse
 from tests.selfcheck.machines.page_pool import PagePoolMachine
 from tests.selfcheck.models import snapshot_pages, snapshot_slots
-from tests.selfcheck.mutants.diffs import changed
 
 
 @pytest.fixture
@@ -170,9 +166,9 @@ def test_padding_of_registered_kv_is_finite_at_full(
             refused(Code.PAGE_ZERO_FINITE, pages.check_kv)
         else:
             pages.check_kv()
-    for wrong in (torch.zeros(5), torch.zeros(()), 3):
-        with pytest.raises((ShapeError, DeviceError, ArgumentError)):
-            pages.register_kv(wrong)  # type: ignore[arg-type]
+    for wrong in (torch.zeros(5), torch.zeros(())):
+        with pytest.raises((ShapeError, DeviceError)):
+            pages.register_kv(wrong)
 
 
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
@@ -214,23 +210,16 @@ def test_too_few_pages_take_none(slots: SlotPool, pages: PagePool) -> None:
 def test_misused_leases_of_taken_pages_are_refused(rt: Runtime, slots: SlotPool, pages: PagePool, level: str) -> None:
     """A second release, another pool's lease, half a page and a foreign thread are refused and change nothing."""
     other = PagePool(rt, slots, 4, 4, max_tokens_per_request=16, name="other")
-    foreign, wrong = other.take(2), 0.5
+    foreign = other.take(2)
     with levels.checks(level):
         lease = pages.take(2)
         lease.release()
         again = pages.take(2)  # the pages are another's by now
         refused(Code.SLOT_DOUBLE_FREE, lease.release)
         refused(Code.SLOT_DOUBLE_FREE, copy.copy(again).release)  # another object, which holds nothing
-        with pytest.raises(ArgumentError, match="expected a fence"):
-            again.release(after="now")  # type: ignore[arg-type]
         for given in (lease, foreign):
             with pytest.raises(ArgumentError, match="does not hold"):
                 pages.share(given, slots.take(1), 4)
-        with pytest.raises(ArgumentError, match="take: n is -1"):
-            pages.take(-1)
-        for bad in (wrong, True):
-            with pytest.raises(DtypeError):
-                pages.take(bad)  # type: ignore[arg-type]
         for act in (lambda: pages.take(1), again.release):
             assert isinstance(in_a_thread(act), OwnerThreadError)
         assert not again.released
@@ -244,24 +233,6 @@ def test_pages_are_taken_under_capture(slots: SlotPool, pages: PagePool, monkeyp
     lease = pages.take(2)
     lease.release()
     assert pages.stats.free == 12
-
-
-@pytest.mark.parametrize("num_pages", [100, 100_000])
-def test_a_turnover_asks_only_its_own_pages(
-    rt: Runtime, slots: SlotPool, num_pages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Taking and releasing looks at as many pages as are taken, whatever the size of the pool."""
-    pages = PagePool(rt, slots, num_pages, 4, max_tokens_per_request=16)
-    looked: list[int] = []
-    original = Allocator.all_are
-
-    def all_are(self: Allocator, indices: Any, state: bytes) -> bool:
-        looked.append(indices.size)
-        return original(self, indices, state)
-
-    monkeypatch.setattr(Allocator, "all_are", all_are)
-    pages.take(7).release()
-    assert looked == [7, 7]
 
 
 def test_pages_of_every_pool_leave_with_their_request(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
@@ -431,7 +402,7 @@ def test_maps_to_what_cannot_be_mapped_are_refused(
 
 @pytest.mark.parametrize("misuse", PagePoolMachine.MISUSES, ids=lambda misuse: str(misuse.name))
 def test_misuse_is_refused(slots: SlotPool, pages: PagePool, misuse: Misuse[tuple[PagePool, Slots]]) -> None:
-    """What cannot be meant is refused as the table of the machine says, and changes nothing."""
+    """Calls that cannot be meant are refused as the table of the machine says, and change nothing."""
     one = slots.take(1)
     pages.extend(one, 5)
     before = snapshot_slots(slots), snapshot_pages(pages)
@@ -549,60 +520,6 @@ def test_nothing_touches_the_device(rt: Runtime, slots: SlotPool, pages: PagePoo
     assert repr(pages) == "PagePool('pages', 12 pages of 4, free=11, pending=0, live=1)"
 
 
-def test_works_with_hybrid_slots(rt: Runtime) -> None:
-    """Pages, states and slot leave as one transaction."""
-    hybrid = HybridSlotPool(rt, 4, states=8, states_per_slot=2)
-    pages = PagePool(rt, hybrid, 8, 4, max_tokens_per_request=8)
-    two = hybrid.take(2)
-    pages.extend(two, 8)
-    pages.release_requests(two)
-    hybrid.expect_idle()
-    pages.expect_idle()
-
-
-@changed("kv._page_state:PageReferences._release_read", ">= self._readers[0][0]", "< 0")
-def test_finds_a_forgotten_reader(slots: SlotPool, pages: PagePool) -> None:
-    """A page freed while a former sharer's forward still reads it is found then, and else when it is handed out."""
-    other, last = slots.take(1), slots.take(1)
-    pages.extend(other, 4)
-    pages.commit(other, 4)
-    pages.share(other, last, 4)
-    pages.release_requests(other, after=Gate())
-    refused(Code.SLOT_IN_FLIGHT, lambda: pages.release_requests(last))
-    with pytest.raises(PoolBrokenError, match="release_requests"):  # found too late to change nothing
-        slots.take(1)
-    slots = SlotPool(slots.runtime, 8)
-    pages = PagePool(slots.runtime, slots, 12, 4, max_tokens_per_request=16)
-    source, target = slots.take(1), slots.take(1)
-    pages.extend(source, 4)
-    pages.commit(source, 4)
-    pages.share(source, target, 4)
-    pages.release_requests(source, after=Gate())
-    with levels.checks("off"):
-        pages.release_requests(target)
-    refused(Code.SLOT_IN_FLIGHT, lambda: pages.extend(slots.take(1), 4))
-
-
-@pytest.mark.parametrize("made_by", ["take", "extend", "share"])
-def test_what_pools_hand_out_has_two_memories(rt: Runtime, made_by: str) -> None:
-    """Slots and tokens come with sides of their own: a write into one is found, and does not reach the other."""
-    with levels.checks("full"):
-        slots = SlotPool(rt, 4)
-        pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8)
-        taken = slots.take(2)
-        extension = pages.extend(taken, 4)
-        pages.commit(taken, 4)
-        shared = pages.share(taken.filter([0]), slots.take(1), 4)
-        value = {"take": taken, "extend": extension.locations, "share": shared.locations}[made_by]
-        host, device = value.np.tolist(), rt.inspect(value.device).tolist()
-        assert host == device
-        value.device.data[0] += 1
-        assert value.np.tolist() == host
-        with pytest.raises(Violation) as caught:
-            value.check()
-        assert caught.value.code in (Code.MIRROR_EQUAL, Code.MIRROR_FOREIGN_WRITE)
-
-
 class Failing:
     """A fence that is not complete, and fails once `lost`."""
 
@@ -651,15 +568,6 @@ def test_a_fence_that_fails_changes_nothing(slots: SlotPool, pages: PagePool, op
         slots.free(first)
         pages.expect_idle()
         pages.verify()
-
-
-def test_finds_a_live_page_without_a_holder(slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page without holder and without reference is found while it is still counted as live."""
-    one = slots.take(1)
-    pages.extend(one, 4)
-    monkeypatch.setattr(Allocator, "release", lambda self, pages, after, operation: None)
-    pages.release(one)
-    refused(Code.PAGE_OWNER, pages.verify)
 
 
 @pytest.mark.parametrize("operation", ["extend", "grow", "advance", "commit", "release", "truncate"])
@@ -761,8 +669,9 @@ def test_locations_of_ranges_are_those_of_each_position(rt: Runtime, page_size: 
         start = generator.integers(0, 20, 6)
         counts = generator.integers(0, 20, 6) * generator.integers(0, 2, 6)
         positions = np.concatenate([np.arange(one, one + n) for one, n in zip(start, counts, strict=True)])
-        found = pool.locations_of(held.np, start, counts, positions)
-        assert found.tolist() == pool._table.locations_at(held.np.repeat(counts), positions).tolist()
+        locations = pool.locations_of(held.np, start, counts, positions)
+        pages = pool.page_table[held.np.repeat(counts), positions // page_size]
+        assert locations.tolist() == (pages * page_size + positions % page_size).tolist()
 
 
 def test_a_lease_may_be_longer_than_a_request(rt: Runtime) -> None:
@@ -777,31 +686,3 @@ def test_a_lease_may_be_longer_than_a_request(rt: Runtime) -> None:
     lease.release()
     pool.release_requests(slot)
     pool.verify()
-
-
-def test_a_fence_may_take_pages_itself(rt: Runtime) -> None:
-    """A fence is code of the engine: what it takes while it is queried is not handed out a second time."""
-    slots = SlotPool(rt, 4)
-    pool = PagePool(rt, slots, 5, 2, max_tokens_per_request=8)
-    first, second = slots.take(1), slots.take(1)
-    pool.extend(first, 4)
-    pool.commit(first, 4)
-    pool.share(first, second, 4)
-
-    class Taking:
-        asked = 0
-
-        def query(self) -> bool:
-            Taking.asked += 1
-            if Taking.asked == 1:
-                self.lease = pool.take(2)
-            return False
-
-        def wait(self) -> None:
-            """Not called."""
-
-    pool.release(second, after=Taking())
-    with pytest.raises(PoolExhaustedError):
-        pool.take(3)
-    pool.verify()
-    assert (pool.stats.free, pool.stats.live) == (1, 4)

@@ -1,7 +1,6 @@
 """Slot-indexed tables: what is written reaches the right rows, and what must not be written is refused."""
 
 import functools
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,14 +34,6 @@ def named(pool: SlotPool, numbers: Sequence[int]) -> Slots:
     if pool.stats.free:
         pool.take(pool.stats.free, reserved=True)
     return Slots.from_host(pool.runtime, numbers, generations=[1] * len(numbers), pool_id=pool.pool_id)
-
-
-def test_has_a_row_for_every_slot_and_for_padding(pool: SlotPool) -> None:
-    """A table has size + reserve + 1 rows of zeros."""
-    table = pool.table("kv", (3,), torch.int64)
-    assert tuple(table.memory.shape) == (7, 3)
-    assert table.capacity == pool.capacity == 7
-    assert not table.memory.any()
 
 
 def test_writes_elements(rt: Runtime, pool: SlotPool) -> None:
@@ -88,13 +79,12 @@ def test_costs_one_copy_and_one_kernel(rt: Runtime, pool: SlotPool) -> None:
 
 
 def test_entry_launches_nothing(rt: Runtime, pool: SlotPool) -> None:
-    """`entry` checks on the host; its arrays can be packed with another upload."""
+    """`entry` checks on the host alone; the write is launched later."""
     table = pool.table("kv", (8,))
     before = rt.counters.snapshot()
     entry = table.entry(named(pool, [1, 2]), np.array([3, 4]), np.array([5, 6]))
     assert rt.counters == before
-    packed = rt.upload([entry.index, entry.values])
-    table.apply(entry, packed.view(0), packed.view(1))
+    entry.launch()
     assert rt.read_back(table.memory)[1, 3] == 5
     assert rt.read_back(table.memory)[2, 4] == 6
 
@@ -230,15 +220,6 @@ def test_adopts_an_engines_tensor(rt: Runtime, pool: SlotPool) -> None:
         pool.adopt(rt.device_zeros((4, 9), torch.int32).t(), "strided")
 
 
-def test_repr_reads_no_tensor(rt: Runtime, pool: SlotPool) -> None:
-    """`repr` shows dtype and shape and costs no read-back."""
-    table = pool.table("kv", (8,), holds="location")
-    before = rt.counters.snapshot()
-    assert repr(table) == "Table('kv', int32[7, 8], holds=location)"
-    assert repr(table.entry(named(pool, [1]), np.array([0]), np.array([1]))).startswith("TableWrite(1 elements")
-    assert rt.counters == before
-
-
 def test_capacity_counts_at_every_level(pool: SlotPool) -> None:
     """Arguments are checked at level off too."""
     table = pool.table("kv", (8,))
@@ -266,26 +247,17 @@ def test_tables_made_in_inference_mode_are_written_outside(rt: Runtime) -> None:
     table.check()
 
 
-def test_a_write_is_checked_again_when_it_is_launched(rt: Runtime, pool: SlotPool) -> None:
+def test_a_write_is_checked_again_when_it_is_launched(pool: SlotPool) -> None:
     """A write that was made for a request which has left is not launched into its successor's row."""
     table = pool.table("a", host=True)
     slots = pool.take(1)
     entry = table.entry(slots, None, [7])
     pool.free(slots)
     assert pool.take(1).np.tolist() == slots.np.tolist()
-    packed = rt.upload([entry.index, entry.values])
-    refused(Code.SLOT_STALE_HANDLE, lambda: table.apply(entry, packed.view(0), packed.view(1)))
+    refused(Code.SLOT_STALE_HANDLE, entry.launch)
     assert table.host_memory is not None
     assert not table.host_memory.any()
     table.check()
-
-
-def test_a_write_belongs_to_its_table(rt: Runtime, pool: SlotPool) -> None:
-    """A table launches its own writes alone."""
-    entry = pool.table("a").entry(pool.take(1), None, [7])
-    packed = rt.upload([entry.index, entry.values])
-    with pytest.raises(ArgumentError, match="the table that made it"):
-        pool.table("b").apply(entry, packed.view(0), packed.view(1))
 
 
 def test_what_was_checked_cannot_be_changed(pool: SlotPool) -> None:
@@ -330,14 +302,6 @@ def test_an_upload_refuses_what_is_not_of_its_time_or_runtime(rt: Runtime, devic
     pool.free(slots)
     refused(Code.SLOT_STALE_HANDLE, lambda: batch.upload(writes=[stale]))
     assert rt.counters.host_to_device_copies == 0
-
-
-def test_tables_that_are_gone_leave_nothing(rt: Runtime) -> None:
-    """The runtime forgets a table that is gone."""
-    for _ in range(5):
-        SlotPool(rt, 4).table("a")
-        gc.collect()
-    assert len(rt._persistent) <= 1
 
 
 def test_reading_until_nothing_is_refused(pool: SlotPool) -> None:
@@ -425,20 +389,6 @@ def test_rows_that_kernels_write_are_declared(rt: Runtime, pool: SlotPool) -> No
     assert (rt.counters - before).stream_waits == 1
     with pytest.raises(ArgumentError, match="host side"):
         pool.table("both", host=True).note_write(slots)
-
-
-def test_a_write_that_was_not_taken_along_leaves_the_row_unwritten(rt: Runtime, pool: SlotPool) -> None:
-    """An entry writes its rows when it is uploaded, not when it is made; checks that are off ask nothing."""
-    table, slots = pool.table("a"), pool.take(2)
-    entry = table.entry(slots, None, [7, 8])
-    batch = Rows.build(rt, slots=slots)
-    batch.upload()
-    refused(Code.ROW_UNWRITTEN, lambda: table.device_for(slots))
-    with levels.checks("off"):
-        table.device_for(slots)
-    batch.upload(writes=[entry])
-    table.device_for(slots)
-    table.clear(pool.take(1))
 
 
 def test_a_batch_of_a_request_that_left_is_not_uploaded(rt: Runtime, pool: SlotPool) -> None:

@@ -105,8 +105,9 @@ class PageSharing:
         """A lease of pages that have a reference for it already; given back if a check fails. Takes the mark away."""
         lease = PageLease(pages, pages.size * self._pool.page_size, self, written, writer)
         self.leases[id(lease)] = lease
+        self._transaction.operation = None
         try:
-            self._pool._done()
+            self._pool._check_after()
         except Exception:
             self._drop(lease, pages, None, self._take)
             raise
