@@ -167,10 +167,7 @@ CALLS: dict[str, tuple[Call, dict[str, list[Any]]]] = {
         _planned,
         {"kv_offset": [*NUMBERS[1:8], [1, 2]], "window": ["x", 1.5, -1, 0, object(), [1]], "tier": NUMBERS[1:]},
     ),
-    "token arrays": (
-        _planned,
-        {"token_arrays": [{"a": one} for one in NUMBERS] + [[1], "x", {1: 2}, {"positions": TokenArray(None)}]},
-    ),
+    "token arrays": (_planned, {"token_arrays": [{"positions": TokenArray(None)}, {"input_ids": TokenArray(None)}]}),
     "TokenArray": (
         made(TokenArray, rows=None),
         {"dtype": ["int64", np.int64, None, 1], "shape": [5.5, "x", (-1,), (2**70,)], "fill": ["x", [1], 2**70, 1.5]},

@@ -587,15 +587,6 @@ def test_no_publish_and_no_read_under_capture(monkeypatch: pytest.MonkeyPatch) -
     assert asked["tokens"].tolist() == [5, 6]
 
 
-def test_says_what_it_is(rt: Runtime, pool: SlotPool, relay: FutureMap) -> None:
-    """`repr` and the declarations cost nothing."""
-    before = rt.counters.snapshot()
-    assert repr(relay) == "FutureMap('relay', tokens, lens, outputs)"
-    assert dict(relay.fields) == FIELDS
-    assert (relay.slots, relay.runtime, relay.name) == (pool, rt, "relay")
-    assert rt.counters == before
-
-
 # Pools and other relays
 
 
