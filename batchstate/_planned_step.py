@@ -42,8 +42,7 @@ ZERO, ONE = np.array(0), np.array(1)  # numpy takes as long to convert one numbe
 _DERIVED_STALE, _CONSUMED = Code.DERIVED_STALE, Code.FUTURE_CONSUMED
 
 MOST_LAYOUTS = 256
-"""Numbers of requests of which a planner remembers the layout."""
-
+"""Layouts that a planner keeps, by number of requests."""
 
 INT64, INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
@@ -55,7 +54,7 @@ def pitch(n: int, dtype: "np.dtype[Any]") -> int:
 
 @final
 class StepLayout:
-    """Places and views for the steps of `n` requests: of the columns, and of what goes beside them in a decode step.
+    """Places and views for the steps of `n` requests: of the columns, and of the arrays beside them in a decode step.
 
     Attributes:
         places: of the columns in the copy, one for each array of the batch's `Layout`.
@@ -88,17 +87,16 @@ class StepLayout:
         self._views: dict[StagingBlock, list[Array]] = {}
 
     def send(self, runtime: Runtime, groups: Sequence[Array], beside: Sequence[Array]) -> PackedUpload:
-        """One copy of the columns, and of positions, slot mapping and KV lengths beside them."""
         block = runtime.staging_block(self.nbytes)
         self.fill(block, groups, beside)
         return runtime.send(block, self.nbytes, self.places)
 
     def fill(self, block: StagingBlock, groups: Sequence[Array], beside: Sequence[Array]) -> None:
-        """Writes the columns, and what goes beside them in a decode step, or nothing, to where they go in `block`."""
+        """Writes the columns, and positions, slot mapping and KV lengths beside them or nothing, into `block`."""
         views = self._views.get(block)
         if views is None:
             memory = block.bytes
-            views = [self._rows_at(memory, *place) for place in self.places]
+            views = [np.ndarray(shape, dtype, memory, start)[:, : self._n] for start, dtype, shape in self.places]
             (positions, mapping, lens), wide = self._beside, memory.view(INT64)
             views += (wide[positions], wide[mapping], memory.view(INT32)[lens])
             self._views[block] = views
@@ -111,17 +109,12 @@ class StepLayout:
         wide, (positions, mapping, lens) = memory.view(torch.int64), self._beside
         return wide[positions], wide[mapping], memory.view(torch.int32)[lens]
 
-    def _rows_at(self, memory: Array, start: int, dtype: "np.dtype[Any]", shape: tuple[int, ...]) -> Array:
-        """An array of `shape` from byte `start` on, the first `n` rows of it."""
-        rows: Array = np.ndarray(shape, dtype, memory, start)[:, : self._n]
-        return rows
 
-
-_WHAT, _IDS = "StepPlanner", "input_ids"
+_PLANNER, _IDS = "StepPlanner", "input_ids"
 
 NAMES = {"positions", "query_start_loc", "kv_lens", "slot_mapping", "last_token_indices", _IDS}
 NAMES |= {"sample_slots", "relay_slots", "relay_tokens"}
-"""What `StepTokens.arrays` may name."""
+"""Names of the arrays of `StepTokens.arrays`."""
 
 
 def each_puts_in_one(n: int, query_lens: object, prompt_ids: Sequence[object] | None, samples: object) -> bool:
@@ -157,7 +150,7 @@ class StepTokens:
         relay_rows: int64[r], requests whose token the relay has.
         sample_rows: int64[s], requests that sample.
         ids: int64[t], those that the host knows, 0 elsewhere; None where all come from the relay, or none are taken.
-        known: whether the host knows any.
+        from_host: whether the host knows any.
     """
 
     counts: Ints
@@ -165,57 +158,48 @@ class StepTokens:
     relay_rows: Ints
     sample_rows: Ints
     ids: Array | None
-    known: bool
+    from_host: bool
 
     @classmethod
     def of(
-        cls,
-        n: int,
-        query_lens: object,
-        prompt_ids: Sequence[object] | None,
-        samples: object,
-        *,
-        has_ids: bool,
-        fed: int,
+        cls, n: int, query_lens: object, prompt_ids: Sequence[object] | None, samples: object, has_ids: bool, fed: int
     ) -> "StepTokens | None":
         """From the arguments of a plan; None where only the parts serve them, or refuse them.
 
-        `n` are the requests, and `fed` the tokens that the relay has of each; the others are as for `ForwardPlan.of`.
-
-        Raises:
-            As `ForwardPlan.of`, for these.
+        `n` are the requests, and `fed` the tokens that the relay has of each; the others, and errors, are as for
+        `ForwardPlan.of`.
         """
         if isinstance(query_lens, MirroredTensor):
             return None
-        counts = amounts(query_lens, n, f"{_WHAT}: query_lens")
+        counts = amounts(query_lens, n, f"{_PLANNER}: query_lens")
         if not counts.ndim:
             counts = counts.repeat(n)
         if 1 in (counts < 0).tobytes():
             return None
         prompts = None if prompt_ids is None else TokenArray(prompt_ids, torch.int64, fill=STAND_IN, non_negative=True)
-        given = [] if prompts is None else prompts.known(counts, n, f"{_WHAT}: prompt_ids")
+        rows = [] if prompts is None else prompts.values(counts, n, f"{_PLANNER}: prompt_ids")
         relayed = counts > 0
         if prompts is not None:
-            relayed &= np.array([ids is None for ids in given], dtype=np.bool_)
+            relayed &= np.array([ids is None for ids in rows], dtype=np.bool_)
         relay_rows = relayed.nonzero()[0] if has_ids else np.zeros(0, dtype=np.int64)
         if 1 in (counts[relay_rows] != fed).tobytes():
             return None
         sample_rows = rows_that_sample(samples, counts, n)
         starts = np.zeros(n + 1, dtype=np.int64)
         counts.cumsum(out=starts[1:])
-        ids, known = None, False
+        ids, from_host = None, False
         if has_ids and relay_rows.size < n:
-            known = int(starts[-1]) > relay_rows.size  # these put in one token each
-            if prompts is not None and known:
-                ids = prompts.laid_out(given, starts, int(starts[-1]))
+            from_host = int(starts[-1]) > relay_rows.size  # these put in one token each
+            if prompts is not None and from_host:
+                ids = prompts.laid_out(rows, starts, int(starts[-1]))
                 ids[starts[relay_rows]] = 0
-                prompts.check(ids, {"object": _WHAT, "operation": "plan", "column": _IDS})
+                prompts.check(ids, {"object": _PLANNER, "operation": "plan", "column": _IDS})
             else:
                 ids = np.zeros(int(starts[-1]), dtype=np.int64)
-        return cls(counts, starts, relay_rows, sample_rows, ids, known)
+        return cls(counts, starts, relay_rows, sample_rows, ids, from_host)
 
     def arrays(self, rows: Ints, positions: Ints, locations: Ints, lens: Ints) -> dict[str, Array]:
-        """What the forward takes, by name, from the slots int64[n], the places of tokens int64[t], and all lengths."""
+        """Inputs of the forward by name, from the slots int64[n], the places of tokens int64[t], and all lengths."""
         starts, sampling, relayed = self.starts, self.sample_rows, self.relay_rows
         arrays: dict[str, Array] = {
             "positions": positions,
@@ -262,7 +246,7 @@ class StepTokens:
             origin=origin,
             pages=declared.pages,
             has_ids=declared.has_ids,
-            token_arrays={_IDS: arrays[_IDS]} if self.known else {},
+            token_arrays={_IDS: arrays[_IDS]} if self.from_host else {},
             deferred=False,
             reach=declared.window,
             shares=shares,
@@ -273,7 +257,7 @@ class StepTokens:
 @final
 @attrs.frozen(eq=False)
 class Declared:
-    """What a planner was declared with, as far as its steps need it; see `StepPlanner`."""
+    """The part of a planner's declaration that its steps need; see `StepPlanner`."""
 
     pages: PagePool
     relay: "FutureMap | None"
@@ -284,29 +268,26 @@ class Declared:
     window: int | None
 
     def published_rows(self, rows: Ints, generations: Ints) -> PublishedRows | None:
-        """What is remembered of the ids of some requests; None without a relay."""
+        """The record of the ids of some requests in the relay; None without a relay."""
         return None if self.relay is None else self.relay.published_rows(self.ids[0], rows, generations)
 
     def publish(
-        self, slots: Slots, values: Mapping[str, object], known: PublishedRows | None = None
+        self, slots: Slots, values: Mapping[str, object], kept: PublishedRows | None = None
     ) -> "Prefetched | None":
-        """Publishes, and sends the results to the host; see `PlannedStep.publish`.
-
-        `known` are the entries of the ids for these requests.
-        """
+        """Publishes, and sends the results to the host; `kept` is the record of the ids of these requests."""
         if self.relay is None:
             raise ArgumentError("StepPlanner: publish without a relay", None, "declare the planner with one: relay=...")
-        value = values[self.ids[0]] if known is not None and [*values] == [self.ids[0]] else None
+        value = values[self.ids[0]] if kept is not None and [*values] == [self.ids[0]] else None
         if (
-            known is not None
+            kept is not None
             and type(value) is torch.Tensor
             and value.dtype is torch.int64
-            and value.shape == known.rows.shape
+            and value.shape == kept.rows.shape
             and value.device == self.relay.runtime.device
             and value.layout is torch.strided
             and not value.requires_grad
         ):
-            return self.relay.publish_again(known, self.ids[0], value, to_host=bool(self.results))
+            return self.relay.publish_again(kept, self.ids[0], value, bool(self.results))
         self.relay.publish(slots, **values)
         return self.relay.prefetch(slots, *self.results) if self.results else None
 
@@ -327,8 +308,7 @@ class PlannedStep:
     def __init__(
         self, declared: Declared, batch: Batch, sent: Batch, plan: ForwardPlan, extras: Extras, *, checked: bool = False
     ) -> None:
-        """For the library. A plan that is `checked` needs to be asked only what may have changed since."""
-        self._checked = checked
+        self._checked = checked  # then only what may have changed since the plan is checked once more
         self.batch, self.sent, self.extras = batch, sent, extras
         self._declared = declared
         self._plan: ForwardPlan | None = plan
@@ -340,16 +320,13 @@ class PlannedStep:
 
     @property
     def plan(self) -> ForwardPlan:
-        """What the host knows of the forward."""
+        """The host's part of the inputs."""
         return cast(ForwardPlan, self._plan)
 
     def inputs(self) -> ForwardInputs:
         """The inputs of the forward, at its entry, on its stream; see `FutureMap.resolve_forward_inputs`.
 
         In a decode step `slots`, `query_start_loc` and `last_token_indices` are memory that later steps read too.
-
-        Raises:
-            As `FutureMap.resolve_forward_inputs`.
         """
         declared = self._declared
         if levels.full:
@@ -370,20 +347,17 @@ class PlannedStep:
         return inputs
 
     def publish(self, **values: object) -> None:
-        """Makes what the forward has found known to the next step, and sends the results to the host.
+        """Makes the forward's values known to the next step, and sends the results to the host.
 
         Args:
-            **values: field -> value, one entry for each request that samples; see `FutureMap.publish`.
-
-        Raises:
-            As `FutureMap.publish` and `prefetch`.
+            **values: field -> value, one entry for each request that samples; see `FutureMap.publish`, and `prefetch`.
         """
-        declared, sampled, known = self._declared, self._sampled, None
+        declared, sampled, kept = self._declared, self._sampled, None
         if self._checked and len(sampled):
-            known = declared.published_rows(sampled.np, sampled.generations)
-        if known is not None:
-            known.live = sampled
-        self._results = declared.publish(sampled, values, known)
+            kept = declared.published_rows(sampled.np, sampled.generations)
+        if kept is not None:
+            kept.live = sampled
+        self._results = declared.publish(sampled, values, kept)
 
     @property
     def results(self) -> "Prefetched":
@@ -400,7 +374,7 @@ class PlannedStep:
 
 @final
 class StepsInOnePiece:
-    """What all steps of one planner have in common that are planned in one piece.
+    """The state that all steps of one planner share which are planned in one piece.
 
     Attributes:
         requests: those of the last decode step, or None.
@@ -409,14 +383,13 @@ class StepsInOnePiece:
         writes: torch's count of writes into them when they were made.
     """
 
-    def __init__(self, declared: Declared, most: int) -> None:
-        self._runtime = declared.pages.runtime
+    def __init__(self, runtime: Runtime, most: int) -> None:
+        self._runtime = runtime
         self.requests: StepRequests | None = None
         self._most = most
         self._make_constants()
 
     def _make_constants(self) -> None:
-        """Makes what is the same in every decode step: where the one token of each request begins, and is."""
         runtime, n = self._runtime, self._most
         with torch.inference_mode(False):  # else torch would not count what is written into them
             made = [
@@ -424,13 +397,12 @@ class StepsInOnePiece:
                 for n, dtype in ((n + 1, torch.int32), (n, torch.int64))
             ]
         self.stream, ready = runtime.current_stream, runtime.record()
-        self._constants = [ReadyTensor(one, self.stream, ready, set()) for one in made]
+        self._constants = [ReadyTensor(constant, self.stream, ready, set()) for constant in made]
         self._layouts: dict[int, StepLayout] = {}
         self.starts, self.last = made
         self.writes = self.starts._version + self.last._version
 
     def layout(self, n: int, columns: Layout) -> StepLayout:
-        """That of steps of `n` requests."""
         layout = self._layouts.get(n)
         if layout is None:
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -439,51 +411,45 @@ class StepsInOnePiece:
         return layout
 
     def constants_on(self, stream: Stream) -> None:
-        """Makes what all steps read safe on the current `stream`.
+        """Makes the constants safe on the current `stream`.
 
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE, at `cheap`: a forward wrote into it. It is made anew, and reported once.
+        MIRROR_FOREIGN_WRITE, at `cheap`: a forward wrote into them. They are made anew, and it is reported once.
         """
         if stream is not self.stream:
-            for one in self._constants:
-                one.on_current_stream(self._runtime)
+            for constant in self._constants:
+                constant.on_current_stream(self._runtime)
             if not self._runtime.capturing:  # under which nothing is waited for
                 self.stream = stream
         if levels.cheap and self.starts._version + self.last._version != self.writes:
             before, now = self.writes, self.starts._version + self.last._version
             self._make_constants()
-            self.requests = None
-            where: Where = {
-                "object": "StepPlanner",
-                "operation": "inputs",
-                "column": "query_start_loc, last_token_indices",
-                "step": self._runtime.step,
-            }
-            invariants.mirror_foreign_write("device", before, now, **where)
+            self._refuse_write("query_start_loc, last_token_indices", "inputs", before, now)
 
     def slots_were_written(self, slots: torch.Tensor, operation: str) -> None:
-        """Reports that a forward wrote into the slots that later steps of the same requests read and publish with.
+        """MIRROR_FOREIGN_WRITE: a forward wrote into the slots that later steps of the same requests read.
 
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE. The next step sends them again.
+        The next step sends them again.
         """
+        self._refuse_write("slots", operation, 0, slots._version)
+
+    def _refuse_write(self, column: str, operation: str, before: int, now: int) -> None:
         self.requests = None
-        where: Where = {"object": "StepPlanner", "operation": operation, "column": "slots", "step": self._runtime.step}
-        invariants.mirror_foreign_write("device", 0, slots._version, **where)
+        where: Where = {"object": _PLANNER, "operation": operation, "column": column, "step": self._runtime.step}
+        invariants.mirror_foreign_write("device", before, now, **where)
 
 
 @final
 @attrs.define(eq=False)
 class StepRequests:
-    """The requests of consecutive steps, and what stays the same until one joins or leaves.
+    """The requests of consecutive steps, and the state that stays the same until one joins or leaves.
 
     Attributes:
-        layout: of the copies, and what follows from the number of requests alone.
+        layout: of the copies, and all that follows from the number of requests alone.
         row_set: that of the batch.
         slots: handles; their device side is that of the first of these steps, and they are made when it has crossed.
         rows, generations: their numbers, int64[n].
         held_at: `frees` of the slot pool when they were last found live.
-        known: their ids in the relay, if there is one.
+        published: the record of their ids in the relay, if there is one.
         row_width: elements of a row of `req_to_token`.
         first_element: int64[n], where the row of each begins in it, flat.
         launched: state of the batch after the last step that was launched, if all tokens up to it are written.
@@ -501,7 +467,7 @@ class StepRequests:
     rows: Ints
     generations: Ints
     held_at: int
-    known: PublishedRows | None
+    published: PublishedRows | None
     row_width: int
     first_element: Ints
     launched: RowState | None = attrs.field(default=None, init=False)
@@ -515,7 +481,7 @@ class StepRequests:
     begins: list[bool] = attrs.field(init=False)
 
     def places_of_all(self, pages: PagePool, start: Ints, totals: Ints, counts: Ints) -> tuple[Ints, Ints, Written]:
-        """Positions and locations of the next `counts` tokens of each, int64[t], and what goes into the token table.
+        """Positions and locations of the next `counts` tokens of each, int64[t], and the writes into the token table.
 
         `start` are the lengths, `totals` those after.
         """
@@ -527,7 +493,7 @@ class StepRequests:
         return positions, locations, ((self.rows[got], self.generations[got]), *written)
 
     def places(self, pages: PagePool, start: Ints, totals: Ints) -> tuple[Ints, Written | None]:
-        """Where the next token of each goes, int64[n], and what is written into the token table: pages that begin.
+        """Where the next token of each goes, int64[n], and the writes into the token table: pages that begin.
 
         From the second step on. `start` are the lengths, `totals` those after.
         """
@@ -595,18 +561,7 @@ class StepRequests:
 class DecodeStep(PlannedStep):
     """A decode step that was planned in one piece. Its `ForwardPlan` is made when it is asked for."""
 
-    __slots__ = (
-        "_before",
-        "_changed",
-        "_lens",
-        "_locations",
-        "_requests",
-        "_shared",
-        "_steps",
-        "_upload",
-        "_used",
-        "step",
-    )
+    __slots__ = ("_before", "_changes", "_lens", "_locations", "_requests", "_step", "_steps", "_upload", "_used")
 
     def __init__(
         self,
@@ -625,36 +580,30 @@ class DecodeStep(PlannedStep):
         self.extras = extras
         self._lens, self._locations = lens, locations
         pages = declared.pages
-        self._changed, self._shared = pages.epochs.last, pages.shares.last
-        self.step = batch.runtime.step
+        self._changes, self._step = (pages.epochs.last, pages.shares.last), batch.runtime.step
         self._plan = self._results = None
         self._used, self._checked, self._sampled = False, True, requests.slots
 
     @property
     def plan(self) -> ForwardPlan:
-        """As of any step; made when it is first asked for."""
+        """Made when it is first asked for."""
         if self._plan is None:
             requests, declared, lens = self._requests, self._declared, self._lens
-            everyone = requests.layout.everyone
+            (changed, shared), everyone = self._changes, requests.layout.everyone
             relayed = everyone if declared.has_ids else everyone[:0]
             tokens = StepTokens(requests.layout.ones, np.arange(lens.size + 1), relayed, everyone, None, False)
             arrays = tokens.arrays(requests.rows, lens - ONE, self._locations, lens)
-            origin = Origin(OPERATION, self.step, requests.row_set, declared.pages.epochs, self._changed)
-            self._plan = tokens.plan(requests.slots, lens, arrays, origin, declared, self._shared, used=self._used)
+            origin = Origin(OPERATION, self._step, requests.row_set, declared.pages.epochs, changed)
+            self._plan = tokens.plan(requests.slots, lens, arrays, origin, declared, shared, used=self._used)
         return self._plan
 
     def inputs(self) -> ForwardInputs:
-        """As of any step."""
         steps, requests, upload, lens = self._steps, self._requests, self._upload, self._lens
         pages = self._declared.pages
         runtime = pages.runtime
         if levels.full:
             self.sent._check_unwritten("inputs")
-        if self._plan is None and (pages.epochs.last, pages.shares.last, False) == (
-            self._changed,
-            self._shared,
-            self._used,
-        ):
+        if self._plan is None and not self._used and (pages.epochs.last, pages.shares.last) == self._changes:
             times_checked[_DERIVED_STALE] += levels.cheap
             times_checked[_CONSUMED] += levels.cheap
         else:
@@ -666,13 +615,13 @@ class DecodeStep(PlannedStep):
             runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
         if stream is not steps.stream or (levels.cheap and steps.starts._version + steps.last._version != steps.writes):
             steps.constants_on(stream)
-        known, relay, ids = requests.known, self._declared.relay, None
-        if known is None or relay is None:
+        kept, relay, ids = requests.published, self._declared.relay, None
+        if kept is None or relay is None:
             slots = requests.slots.device
         else:
-            if levels.cheap and known.counted is not None and known.counted._version:
-                steps.slots_were_written(known.counted, "inputs")
-            ids, slots = relay.gather_again(known, self._declared.ids[0], stream)
+            if levels.cheap and kept.counted is not None and kept.counted._version:
+                steps.slots_were_written(kept.counted, "inputs")
+            ids, slots = relay.gather_again(kept, self._declared.ids[0], stream)
         self._used = True
         if self._plan is not None:
             self._plan.use()
@@ -696,8 +645,7 @@ class DecodeStep(PlannedStep):
         return inputs
 
     def publish(self, **values: object) -> None:
-        """As of any step."""
-        known = self._requests.known
-        if levels.cheap and known is not None and known.counted is not None and known.counted._version:
-            self._steps.slots_were_written(known.counted, "publish")
-        self._results = self._declared.publish(self._sampled, values, known)
+        kept = self._requests.published
+        if levels.cheap and kept is not None and kept.counted is not None and kept.counted._version:
+            self._steps.slots_were_written(kept.counted, "publish")
+        self._results = self._declared.publish(self._sampled, values, kept)

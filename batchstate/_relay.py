@@ -21,7 +21,7 @@ from batchstate.pools import SlotListener
 from batchstate.runtime.base import Fence, Runtime, Stream
 from batchstate.violations import Code, Where
 
-# Members of an enumeration that the hot path counts by, found once.
+# Members of an enumeration that the hot path counts by, looked up once.
 FUTURE_ORDER, UNREAD_OVERWRITTEN = Code.FUTURE_ORDER, Code.FUTURE_UNREAD_OVERWRITTEN
 READ_CODES = (Code.FUTURE_UNWRITTEN, Code.FUTURE_GENERATION, Code.FUTURE_CONSUMED)
 
@@ -37,7 +37,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class EntryState(enum.StrEnum):
-    """What has become of an entry."""
+    """The life of an entry: published, and consumed when every reader has taken it."""
 
     UNWRITTEN = "unwritten"
     PUBLISHED = "published"
@@ -72,15 +72,7 @@ class Publication:
 
     @property
     def by(self) -> str:
-        """The operation, step and stream, for reports."""
         return described("publish", self.step, self.stream)
-
-    def read_fence(self, reader: Stream, runtime: Runtime) -> Fence:
-        """A fence behind the last read on the stream `reader`, recorded when it is first asked for."""
-        fence = self.reads[reader]
-        if isinstance(fence, int):
-            fence = self.reads[reader] = runtime.record(reader)
-        return fence
 
     def needed(self, runtime: Runtime, complete: Mapping[object, int]) -> bool:
         """Whether an entry comes from it, or a writer may have to wait for it or for a read of it. Never waits.
@@ -140,7 +132,7 @@ class Entries:
         self.taken[rows] = self._all
 
     def publish(self, rows: Ints, generations: Ints, number: int, readers: int) -> None:
-        """Publish `number` has written the entries of `rows`, and `readers` have its values."""
+        """Notes that publish `number` has written the entries of `rows`; `readers` have its values already."""
         self.changes += 1
         self.generation[rows] = generations
         self.number[rows] = self.last_writer[rows] = number
@@ -148,11 +140,10 @@ class Entries:
 
     def unread(self, rows: Ints) -> Mask:
         """Whether each entry is published, and a reader has not taken it. bool[n]."""
-        wanted: Mask = (self.number[rows] != 0) & ((self.taken[rows] & self.readers) != self.readers)
-        return wanted
+        unread: Mask = (self.number[rows] != 0) & ((self.taken[rows] & self.readers) != self.readers)
+        return unread
 
     def take(self, rows: Ints, reader: int) -> None:
-        """Notes that `reader` has taken the entries of `rows`."""
         self.changes += 1
         self.taken[rows] |= _BITS[reader]
 
@@ -169,12 +160,9 @@ class Entries:
         return self.generation[rows].tobytes() == generations.tobytes() and taken.tobytes() == bytes(rows.size)
 
     def states(self, rows: Ints) -> list[EntryState]:
-        """The state of each entry; consumed when every reader has taken it."""
-        published, unread = (self.number[rows] != 0).tolist(), self.unread(rows).tolist()
-        return [
-            EntryState.UNWRITTEN if not there else EntryState.PUBLISHED if wanted else EntryState.CONSUMED
-            for there, wanted in zip(published, unread, strict=True)
-        ]
+        pairs = zip(self.number[rows].tolist(), self.unread(rows).tolist(), strict=True)
+        published = EntryState.CONSUMED, EntryState.PUBLISHED
+        return [published[unread] if number else EntryState.UNWRITTEN for number, unread in pairs]
 
 
 @final
@@ -206,15 +194,13 @@ class PublishedRows:
 
     @property
     def unchanged(self) -> bool:
-        """Whether they are as `noted`: nothing has written any entry of the field since. O(1)."""
+        """Whether nothing has written any entry of the field since `noted`. O(1)."""
         return self.entries.changes == self._changes
 
     def noted(self, publications: list[Publication], taken: int) -> None:
-        """The entries come from `publications`, and these readers have taken all of them."""
         self.publications, self.taken, self._changes = publications, taken, self.entries.changes
 
     def take(self, reader: int, publications: list[Publication]) -> None:
-        """Notes that `reader` has taken them, as they come from `publications`."""
         entries, rows = self.entries, self.rows
         if self.unchanged:
             self.taken |= reader
@@ -259,7 +245,7 @@ class RelayEntries(SlotListener):
 
     _runtime: Runtime
     fields: dict[str, Entries]
-    _is_live: Callable[[Ints], Mask]  # which of some slots int64[n] are live, bool[n]
+    _is_live: Callable[[Ints], Mask]  # int64[n] -> bool[n]
     label: str
     publications: dict[int, Publication] = attrs.field(factory=dict, init=False)
     _by_fence: dict[int, Publication] = attrs.field(factory=dict, init=False)  # by its id: the publish keeps it alive
@@ -269,11 +255,7 @@ class RelayEntries(SlotListener):
     # Writing
 
     def check_overwrite(self, rows: Ints, names: Iterable[str]) -> None:
-        """Refuses to publish over entries that a reader still has to take.
-
-        Raises:
-            Violation: FUTURE_UNREAD_OVERWRITTEN, at `cheap`.
-        """
+        """Refuses to publish over entries that a reader still has to take: FUTURE_UNREAD_OVERWRITTEN, at `cheap`."""
         if levels.cheap:
             for name in names:
                 entries = self.fields[name]
@@ -293,8 +275,7 @@ class RelayEntries(SlotListener):
     def wait_to_overwrite(self, rows: Ints, names: Iterable[str]) -> None:
         """Puts the current stream behind the last publishes into these entries, and behind the streams that read them.
 
-        Raises:
-            Violation: FUTURE_ORDER, at `cheap`.
+        FUTURE_ORDER, at `cheap`, where it does not stand there afterwards.
         """
         stream = self._runtime.current_stream
         for name in names:
@@ -317,20 +298,12 @@ class RelayEntries(SlotListener):
                         )
 
     def publish(
-        self,
-        rows: Ints,
-        generations: Ints,
-        names: Iterable[str],
-        fence: Fence,
-        stream: Stream,
-        readers: int = 0,
+        self, rows: Ints, generations: Ints, names: Iterable[str], fence: Fence, stream: Stream, readers: int = 0
     ) -> Publication:
         """Notes a publish for slots int64[n] of these generations on `stream`; `fence` is behind it, its own.
 
-        `readers` have its values already.
-
-        Raises:
-            Violation: FUTURE_ORDER, at `cheap`: another publish shares the fence, which is not complete.
+        `readers` have its values already. FUTURE_ORDER, at `cheap`: another publish shares the fence, which is not
+        complete.
         """
         publication = self._add(fence, stream)
         for name in names:
@@ -347,28 +320,18 @@ class RelayEntries(SlotListener):
             self.fields[name].last_writer[rows] = publication.number
 
     def clear(self, rows: Ints, names: Iterable[str]) -> None:
-        """Makes the entries of the slots `rows` unwritten."""
         for name in names:
             self.fields[name].clear(rows)
 
     # Reading
 
     def check_read(
-        self,
-        rows: Ints,
-        generations: Ints,
-        names: Iterable[str],
-        reader: int,
-        operation: str,
-        *,
-        again: bool = False,
+        self, rows: Ints, generations: Ints, names: Iterable[str], reader: int, operation: str, *, again: bool = False
     ) -> list[Publication]:
         """Checks entries of live slots int64[n] of these generations, and returns the publishes that they come from.
 
-        `again` says that the reader has read them before, and that this was not noted yet.
-
-        Raises:
-            Violation: FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED, at `cheap`.
+        `again` says that the reader has read them before, and that this was not noted yet. FUTURE_UNWRITTEN,
+        FUTURE_GENERATION, FUTURE_CONSUMED, at `cheap`.
         """
         publications: dict[int, Publication] = {}
         for name in names:
@@ -389,15 +352,10 @@ class RelayEntries(SlotListener):
         return list(publications.values())
 
     def publications_of(self, rows: Ints, name: str) -> list[Publication]:
-        """The publishes that entries come from, each once."""
         return [self.publications[number] for number in _each(self.fields[name].number[rows]) if number]
 
     def wait_to_read(self, publications: Sequence[Publication], stream: Stream, operation: str) -> None:
-        """Puts `stream` behind the publishes.
-
-        Raises:
-            Violation: FUTURE_ORDER, at `cheap`.
-        """
+        """Puts `stream` behind the publishes; FUTURE_ORDER, at `cheap`, where it does not stand there afterwards."""
         key = stream.key
         for publication in publications:
             if key not in publication.ordered:
@@ -414,29 +372,22 @@ class RelayEntries(SlotListener):
     def note_read(self, publications: Sequence[Publication], stream: Stream, fence: Fence | None = None) -> None:
         """Notes a read on `stream`; `fence` is behind it. Without one, a writer waits for all that the stream has."""
         for publication in publications:
-            # In this order: a stream that is not known to be ordered behind the read waits once more.
             if publication.ordered_reads:
                 publication.ordered_reads = {pair for pair in publication.ordered_reads if pair[0] != stream}
             publication.reads[stream] = self._count if fence is None else fence
 
     def take(self, rows: Ints, names: Iterable[str], reader: int) -> None:
-        """Notes that `reader` has taken entries."""
         for name in names:
             self.fields[name].take(rows, reader)
 
     # The listener of the slot pool
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
-        """The entries are unwritten again."""
         for entries in self.fields.values():
             entries.clear(rows)
 
     def verify(self) -> None:
-        """Every entry belongs to a live slot.
-
-        Raises:
-            Violation: FUTURE_GENERATION.
-        """
+        """Every entry belongs to a live slot: FUTURE_GENERATION."""
         for name, entries in self.fields.items():
             rows = np.flatnonzero(entries.number)
             published = entries.generation[rows]
@@ -451,7 +402,6 @@ class RelayEntries(SlotListener):
         return described(operation, self._runtime.step, stream or self._runtime.current_stream)
 
     def where(self, operation: str, field: str | None = None) -> Where:
-        """Where an invariant is checked."""
         where: Where = {"object": self.label, "operation": operation, "step": self._runtime.step}
         if field is not None:
             where["column"] = field
@@ -463,15 +413,15 @@ class RelayEntries(SlotListener):
         """Now and then forgets the publishes not needed, so that one costs O(rows). Queries fences."""
         if len(self.publications) >= self.prune_at:
             complete: dict[object, int] = {}
-            for number, one in reversed(self.publications.items()):
-                if one.stream.key not in complete and one.fence.query():
-                    complete[one.stream.key] = number
-            self.publications = {n: one for n, one in self.publications.items() if one.needed(self._runtime, complete)}
-            self._by_fence = {id(one.fence): one for one in self.publications.values()}
-            self.prune_at = max(16, 2 * len(self.publications))
+            for number, publish in reversed(self.publications.items()):
+                if publish.stream.key not in complete and publish.fence.query():
+                    complete[publish.stream.key] = number
+            needed = [publish for publish in self.publications.values() if publish.needed(self._runtime, complete)]
+            self.publications = {publish.number: publish for publish in needed}
+            self._by_fence = {id(publish.fence): publish for publish in needed}
+            self.prune_at = max(16, 2 * len(needed))
 
     def _add(self, fence: Fence, stream: Stream) -> Publication:
-        """A new publish on `stream`."""
         self._count += 1
         publication = Publication(self._count, self._runtime.step, stream, fence, {stream.key})
         if levels.cheap:
@@ -489,7 +439,10 @@ class RelayEntries(SlotListener):
         others = [reader for reader in publication.reads if reader is not stream and reader != stream]
         for reader in others:
             if (reader, stream.key) not in publication.ordered_reads:
-                self._runtime.wait(publication.read_fence(reader, self._runtime), stream=stream)
+                fence = publication.reads[reader]
+                if isinstance(fence, int):  # none was needed yet
+                    fence = publication.reads[reader] = self._runtime.record(reader)
+                self._runtime.wait(fence, stream=stream)
                 publication.ordered_reads.add((reader, stream.key))
         return others
 
@@ -504,7 +457,6 @@ class RelayEntries(SlotListener):
 
 
 def described(operation: str, step: int, stream: Stream) -> str:
-    """A reader or writer, for reports."""
     return f"{operation} in step {step} on stream {stream.name!r}"
 
 

@@ -19,7 +19,7 @@ import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
-from typing import Any, cast, final
+from typing import Any, final
 
 import attrs
 import numpy as np
@@ -49,6 +49,7 @@ from batchstate.errors import (
     DtypeError,
     ShapeError,
     another_runtime,
+    expected,
     one_of,
 )
 from batchstate.forward.inputs import ForwardInputs, Sources, end_to_end
@@ -58,7 +59,7 @@ from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Download, Fence, OfThisProcess, Runtime, Stream
-from batchstate.runtime.memory import NUMPY_DTYPES, dtype_meant, host_dtype, numpy_dtype
+from batchstate.runtime.memory import NUMPY_DTYPES, host_dtype, numpy_dtype
 from batchstate.runtime.ordered_memory import ReadyTensor
 from batchstate.tables import Table
 from batchstate.violations import Code, Where
@@ -82,15 +83,10 @@ _READ_BY = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
 @final
 @attrs.frozen
 class RelayField:
-    """One declared field of a `FutureMap`; `relay_field` makes it.
+    """One declared field of a `FutureMap`; `relay_field` makes it, and says what each attribute means.
 
     Attributes:
-        dtype: of the elements.
-        shape: of one entry.
-        readers: bits of those that take each publish once: `DEVICE`, `HOST`.
-        non_negative: whether a negative value is a placeholder that escaped.
-        must_read: whether an entry that a reader has not taken must not be overwritten.
-        ragged: whether a forward may put in the first numbers of an entry alone.
+        readers: bits of `read_by`: `DEVICE`, `HOST`.
     """
 
     dtype: torch.dtype
@@ -102,7 +98,7 @@ class RelayField:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one entry."""
+        """Size of one entry."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -133,18 +129,13 @@ def relay_field(
 
     Raises:
         DeclarationError: another reader; a ragged field that is not one row of signed integers.
-        DtypeError: no torch dtype, one that cannot be moved, or one that the host cannot read.
-        ShapeError: `shape` is not a sequence.
-        ArgumentError, DtypeError: it holds something else than counts.
+        DtypeError: a dtype that cannot be moved, or one that the host cannot read.
+        ShapeError, ArgumentError, DtypeError: `shape` is not a tuple or list of counts.
     """
-    value: Any = read_by
-    if not isinstance(value, str) or value not in _READ_BY:
-        raise DeclarationError(f"relay_field: read_by is {value!r}", value, one_of(_READ_BY, value))
-    value = dtype
-    if not isinstance(value, torch.dtype):
-        raise DtypeError(f"relay_field: expected a torch dtype, got {value!r}", value, dtype_meant(value))
-    if value not in _MOVABLE:
-        raise DtypeError(f"a relay field of {value}", value, "view such values as torch.uint8, and declare that")
+    if read_by not in _READ_BY:
+        raise DeclarationError(f"relay_field: read_by is {read_by!r}", read_by, one_of(_READ_BY, read_by))
+    if dtype not in _MOVABLE:
+        raise DtypeError(f"a relay field of {dtype}", dtype, "view such values as torch.uint8, and declare that")
     readers = _READ_BY[read_by]
     if readers & HOST or non_negative:
         numpy_dtype(dtype)
@@ -152,7 +143,7 @@ def relay_field(
     if ragged and (len(sizes) != 1 or dtype not in (torch.int32, torch.int64)):
         remedy = "declare the most values of a request, as relay_field(torch.int64, (k,), ragged=True)"
         raise DeclarationError(f"a ragged relay field of {dtype}{list(sizes)}", sizes, remedy)
-    return RelayField(dtype, sizes, readers, bool(non_negative), bool(must_read), bool(ragged))
+    return RelayField(dtype, sizes, readers, non_negative, must_read, ragged)
 
 
 @final
@@ -169,11 +160,10 @@ class SelectedRecord:
     places: Sequence[tuple[slice, RelayField]]
 
     def split(self, rows: Array) -> list[Array]:
-        """Each field [n, *shape] on the host, in memory of its own; `rows` has what came of the bytes."""
-        n = len(rows)
+        """Each field [n, *shape] on the host, in memory of its own; `rows` are the bytes that arrived there."""
         return [
-            rows[:, place].copy().view(numpy_dtype(field.dtype)).reshape(n, *field.shape)
-            for place, field in self.places
+            rows[:, part].copy().view(numpy_dtype(field.dtype)).reshape(len(rows), *field.shape)
+            for part, field in self.places
         ]
 
 
@@ -182,9 +172,9 @@ class SelectedRecord:
 class Prefetched(Mapping[str, MirroredTensor]):
     """Fields of some requests, asked for with `FutureMap.prefetch`; row i is that of `slots[i]`.
 
-    Reading a field waits for the copy, if it has not run yet: `prefetched["tokens"]`, or `resolve()` for all. What
-    becomes of the slots meanwhile does not matter: the rows were taken out when they were asked for, and stay those of
-    the requests that had the slots then. `prefetched["tokens"].aligned(batch.slots)` has the rows of a batch.
+    Reading a field waits for the copy, if it has not run yet: `prefetched["tokens"]`, or `resolve()` for all. The slots
+    may be freed meanwhile: the rows were taken out when they were asked for, and stay those of the requests that had
+    the slots then. `prefetched["tokens"].aligned(batch.slots)` has the rows of a batch.
 
     Attributes:
         slots: the requests.
@@ -220,7 +210,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
         Raises:
             OwnerThreadError: called from a second thread.
-            CaptureError: a stream is being captured; what is waited for may then not be asked.
+            CaptureError: a stream is being captured, under which no fence may be asked.
             Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
         """
         if self._values is None:
@@ -253,12 +243,13 @@ class Prefetched(Mapping[str, MirroredTensor]):
         return self._values
 
     def _check_order(self) -> None:
-        """What was read had been published by then, as its own fence says, and has landed."""
+        """The values had been published when they were read, as the publish's fence says, and have landed."""
         times_checked[Code.FUTURE_ORDER] += 1 + len(self._publications)
-        for one in self._publications:
-            if one.fence is not self._download.done and not one.fence.query():
-                invariants.future_order(False, one.by, "the host", f"a wait for {one.by}", **self._where)
-        if not self._download.done.query():
+        done = self._download.done
+        for publish in self._publications:
+            if publish.fence is not done and not publish.fence.query():
+                invariants.future_order(False, publish.by, "the host", f"a wait for {publish.by}", **self._where)
+        if not done.query():
             invariants.future_order(False, "the copy from the device", "the host", "a wait for the copy", **self._where)
 
     def __getitem__(self, field: str) -> MirroredTensor:
@@ -286,34 +277,28 @@ class FutureMap(OfThisProcess):
         fields: name -> `relay_field(...)`.
         name: for reports.
 
-    Attributes:
-        runtime: the device.
-        name: for reports.
-        slots: the pool.
-
     Raises:
-        ArgumentError: `slots` is not a SlotPool.
-        DeclarationError: no fields, or a value that `relay_field` did not make.
+        DeclarationError: no fields.
+        ArgumentError: fields larger than memory can be.
     """
 
     def __init__(self, slots: SlotPool, fields: Mapping[str, RelayField], *, name: str = "relay") -> None:
         self.slots = slots
         self.runtime = slots.runtime
         self.name = name
-        self._fields = _checked_fields(fields, name)
-        capacity = slots.capacity
-        for field, one in self._fields.items():
-            shape_of(one.shape, f"{name}: {field}", rows=capacity)
-        self._record: torch.Tensor | None = None  # uint8[capacity, nbytes], the entries of all small fields of a slot
+        self._fields = dict(fields)
+        if not fields:
+            remedy = "pass a mapping, such as {'last_token': relay_field(torch.int64)}"
+            raise DeclarationError(f"{name}: expected fields by name, got none", fields, remedy)
+        capacity, entries = slots.capacity, {}
+        for field, declared in self._fields.items():
+            shape_of(declared.shape, f"{name}: {field}", rows=capacity)
+            entries[field] = Entries(declared.readers, declared.must_read, capacity)
+        self._record: torch.Tensor  # uint8[capacity, nbytes], the entries of all small fields, if there are several
         self._places: dict[str, slice] = {}  # of these in it
-        self._known_elements: dict[tuple[str, ...], ReadyTensor] = {}  # of fields that lie apart in it
+        self._gathered_elements: dict[tuple[str, ...], ReadyTensor] = {}  # of fields that lie apart in it
         self._memory = self._allocated(capacity)
-        self._entries = RelayEntries(
-            self.runtime,
-            {field: Entries(one.readers, one.must_read, capacity) for field, one in self._fields.items()},
-            slots.is_live,
-            label=repr(self),
-        )
+        self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=repr(self))
         self._gather_names = {field: f"{name}: gather {field}" for field in self._fields}
         self._publish_names = {field: f"{name}: {field}" for field in self._fields}
         self._transaction = slots.transaction
@@ -328,27 +313,27 @@ class FutureMap(OfThisProcess):
 
     def _allocated(self, capacity: int) -> dict[str, torch.Tensor]:
         """The memory of each field [capacity, *shape]. Entries of small ones lie side by side in a record per slot."""
-        small = {name: one for name, one in self._fields.items() if 0 < one.nbytes <= _MOST_IN_RECORD}
+        small = {name: field for name, field in self._fields.items() if 0 < field.nbytes <= _MOST_IN_RECORD}
         memory = {}
         if len(small) > 1:
             end = 0
             for name in sorted(small, key=lambda name: -small[name].dtype.itemsize):  # so that each is aligned
                 self._places[name] = slice(end, end + small[name].nbytes)
                 end += small[name].nbytes
-            width = end + -end % max(one.dtype.itemsize for one in small.values())
+            width = end + -end % max(field.dtype.itemsize for field in small.values())
             named = f"{self.name}: {', '.join(self._places)}"
             self._record = record = self.runtime.device_zeros((capacity, width), torch.uint8, name=named)
             with torch.inference_mode(False):  # a view made in inference mode can be written there alone
-                for name, place in self._places.items():
-                    memory[name] = record[:, place].view(small[name].dtype).view(capacity, *small[name].shape)
-        for name, one in self._fields.items():
+                for name, part in self._places.items():
+                    memory[name] = record[:, part].view(small[name].dtype).view(capacity, *small[name].shape)
+        for name, field in self._fields.items():
             if name not in memory:
-                shape = capacity, *one.shape
-                memory[name] = self.runtime.device_zeros(shape, one.dtype, name=f"{self.name}: {name}")
+                shape = capacity, *field.shape
+                memory[name] = self.runtime.device_zeros(shape, field.dtype, name=f"{self.name}: {name}")
         return memory
 
     def _runs(self, names: Iterable[str]) -> list[list[str]]:
-        """The names in runs that lie side by side in the record; alone where one is not in it."""
+        """The names in runs that lie side by side in the record; a field that is not in it is a run of its own."""
         runs: list[list[str]] = []
         end = -1
         places = self._places
@@ -366,7 +351,7 @@ class FutureMap(OfThisProcess):
         return dict(self._fields)
 
     def states(self, slots: Slots, field: str) -> list[EntryState]:
-        """What has become of the entries of some requests.
+        """The states of the entries of some requests.
 
         Raises:
             DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
@@ -396,10 +381,9 @@ class FutureMap(OfThisProcess):
             DeclarationError: no such field, or none at all.
             ShapeError, DtypeError, DeviceError, ValueOverflowError: values that do not go into the field.
             CaptureError: the stream is being captured; a replay would publish without the relay's knowledge.
-            Violation: SLOT_STALE_HANDLE and the other codes of handles; SLOT_SHARED; SENTINEL_ESCAPED: a negative host
-                value in a field that has none; DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other
-                requests; FUTURE_UNREAD_OVERWRITTEN and FUTURE_ORDER at `cheap`. Nothing was
-                published.
+            Violation: codes of handles; SLOT_SHARED; SENTINEL_ESCAPED: a negative host value in a field that has none;
+                DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests; FUTURE_UNREAD_OVERWRITTEN
+                and FUTURE_ORDER at `cheap`. Nothing was published.
         """
         live, device, host = self._checked_publish(slots, values)
         if not len(live):
@@ -418,7 +402,7 @@ class FutureMap(OfThisProcess):
     def _checked_publish(
         self, slots: Slots, values: Mapping[str, object]
     ) -> tuple[Slots, dict[str, torch.Tensor | MirroredTensor], dict[str, Array]]:
-        """What `publish` checks before it changes anything: the live rows, values on the device and on the host."""
+        """The checks of `publish`, before it changes anything: live rows, values on the device and on the host."""
         self._check_call("publish")
         if not values:
             raise DeclarationError(f"{self.name}: publish of no field", None, f"name one of: {', '.join(self._fields)}")
@@ -429,11 +413,11 @@ class FutureMap(OfThisProcess):
         device: dict[str, torch.Tensor | MirroredTensor] = {}
         host: dict[str, Array] = {}
         for name, value in values.items():
-            field, what = self._fields[name], f"{self.name}: publish of {name!r}"
             if isinstance(value, (torch.Tensor, MirroredTensor)):
                 if isinstance(value, MirroredTensor) and value.row_set is not None:
                     slots.row_set.check_same(value.row_set, value, **self._entries.where("publish", name))
-                _check_device_values(value, field, num_rows, self.runtime, what)
+                subject = f"{self.name}: publish of {name!r}"
+                _check_device_values(value, self._fields[name], num_rows, self.runtime, subject)
                 device[name] = value
             else:
                 host[name] = self._checked_host_values(name, value, num_rows)
@@ -469,12 +453,13 @@ class FutureMap(OfThisProcess):
         generations: Array,
         index: torch.Tensor,
         values: Mapping[str, torch.Tensor],
-        known: Collection[str],
+        from_host: Collection[str],
         records: Mapping[tuple[str, ...], torch.Tensor] = NO_RECORDS,
     ) -> Publication:
-        """Launches and notes a publish; `index` and `values` are safe on this stream. The host has those `known`.
+        """Launches and notes a publish; `index` and `values` are safe on this stream.
 
-        `records` are further values, of fields side by side in one tensor.
+        `from_host` names the fields that the host has read by this; `records` are further values, of fields side by
+        side in one tensor.
         """
         names = [*values]
         for several in records:
@@ -502,13 +487,13 @@ class FutureMap(OfThisProcess):
                 )
                 launched += run
             stream = self.runtime.current_stream
-            from_host = len(known) == len(names)
-            fence, readers = self.runtime.record(stream), HOST if from_host else 0
+            all_from_host = len(from_host) == len(names)
+            fence, readers = self.runtime.record(stream), HOST if all_from_host else 0
             publication = self._entries.publish(rows, generations, names, fence, stream, readers)
-            if not from_host:
-                self._entries.take(rows, known, HOST)
-        except BaseException as error:
-            self._publish_failed(rows, launched if isinstance(error, Exception) else names)
+            if not all_from_host:
+                self._entries.take(rows, from_host, HOST)
+        except Exception:
+            self._publish_failed(rows, launched)
             raise
         self._transaction.operation = None
         if levels.full:
@@ -516,7 +501,7 @@ class FutureMap(OfThisProcess):
         return publication
 
     def _publish_failed(self, rows: Array, written: Collection[str]) -> None:
-        """Notes a publish that torch could not launch, or that was interrupted: a device takes no launch back."""
+        """Notes a publish that torch could not launch: a device takes no launch back."""
         if written:
             self._entries.mark_failed(rows, written, self.runtime.record())
         self._transaction.operation = None
@@ -567,8 +552,11 @@ class FutureMap(OfThisProcess):
         """Launches and notes a gather of checked entries, end to end; `index` is safe on this stream."""
         stream = self.runtime.current_stream
         self._entries.wait_to_read(publications, stream, "gather")
-        alone = len(fields) == 1
-        rows = self._select(fields[0], index) if alone else self._select_several(fields, index)
+        alone, field = len(fields) == 1, fields[0]
+        if alone:
+            rows = self._select(self._memory_of(field), index, self._gather_names[field])
+        else:
+            rows = self._select_several(fields, index)
         if publications:
             self._entries.note_read(publications, stream)
         if levels.full:
@@ -586,30 +574,30 @@ class FutureMap(OfThisProcess):
     # The same requests in step after step: `StepPlanner` calls these.
 
     def published_rows(self, field: str, rows: Array, generations: Array) -> PublishedRows:
-        """What `gather_again` and `publish_again` remember of these requests, for which `live` is set later."""
+        """The record that `gather_again` and `publish_again` keep of these requests; its `live` is set later."""
         dtype = numpy_dtype(self._fields[field].dtype)
         kinds = [(dtype, rows.shape, rows.size * dtype.itemsize)]
         return PublishedRows(self._entries.fields[field], rows, generations, kinds)
 
-    def gather_again(self, known: PublishedRows, field: str, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_again(self, kept: PublishedRows, field: str, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """`gather` for checked handles on the current `stream`: the entries, and the slots on the device."""
         if levels.full:
-            known.live.check("gather")
+            kept.live.check("gather")
         if self._transaction.operation is not None:
             self._transaction.enter("gather")
         entries = self._entries
-        if known.unchanged and not known.taken & DEVICE:
-            publications = known.publications
+        if kept.unchanged and not kept.taken & DEVICE:
+            publications = kept.publications
             for code in READ_CODES if levels.cheap else ():
                 times_checked[code] += 1
         else:
-            publications = entries.check_read(known.rows, known.generations, (field,), DEVICE, "gather")
+            publications = entries.check_read(kept.rows, kept.generations, (field,), DEVICE, "gather")
         entries.wait_to_read(publications, stream, "gather")
-        if known.read_on is None or known.read_on[0] is not stream:
-            index = known.live.device.data  # with a count of its own writes
-            known.read_on = stream, self._memory_of(field), index
-            known.counted = None if index.is_inference() else index
-        _, memory, index = known.read_on
+        if kept.read_on is None or kept.read_on[0] is not stream:
+            index = kept.live.device.data  # with a count of its own writes
+            kept.read_on = stream, self._memory_of(field), index
+            kept.counted = None if index.is_inference() else index
+        _, memory, index = kept.read_on
         gathered: torch.Tensor = self.runtime.launch(
             torch.gather, memory, 0, index, reads=(memory, index), name=self._gather_names[field]
         )
@@ -617,16 +605,14 @@ class FutureMap(OfThisProcess):
         if levels.full:
             self._check_gathered(field, gathered)
         self._transaction.operation = "gather"
-        known.take(DEVICE, publications)
+        kept.take(DEVICE, publications)
         self._transaction.operation = None
         return gathered, index
 
-    def publish_again(
-        self, known: PublishedRows, field: str, values: torch.Tensor, *, to_host: bool
-    ) -> Prefetched | None:
+    def publish_again(self, kept: PublishedRows, field: str, values: torch.Tensor, to_host: bool) -> Prefetched | None:
         """`publish` of checked values int64[n] for handles of this pool, and with `to_host` one copy to the host."""
         if levels.full:
-            known.live.check("publish")
+            kept.live.check("publish")
         if self._transaction.operation is not None:
             self._transaction.enter("publish")
         entries, declared, names = self._entries, self._fields[field], (field,)
@@ -638,18 +624,18 @@ class FutureMap(OfThisProcess):
         stream = runtime.current_stream
         if to_host and not values.is_contiguous():
             values = values.contiguous()
-        unchanged = known.unchanged
+        unchanged = kept.unchanged
         if not unchanged:  # else all are there: entries change when their slot is freed
-            self.slots.check_rows(known.rows, known.generations, "publish")
-        if unchanged and known.taken & declared.readers == declared.readers:
+            self.slots.check_rows(kept.rows, kept.generations, "publish")
+        if unchanged and kept.taken & declared.readers == declared.readers:
             times_checked[UNREAD_OVERWRITTEN] += levels.cheap
         else:
-            entries.check_overwrite(known.rows, names)
-        if known.read_on is not None and known.in_order(stream):
-            _, memory, index = known.read_on
+            entries.check_overwrite(kept.rows, names)
+        if kept.read_on is not None and kept.in_order(stream):
+            _, memory, index = kept.read_on
         else:
-            memory, index = self._memory_of(field), known.live.device
-            entries.wait_to_overwrite(known.rows, names)
+            memory, index = self._memory_of(field), kept.live.device
+            entries.wait_to_overwrite(kept.rows, names)
         name = self._publish_names[field]
         readers, launched, download = HOST if to_host else 0, False, None
         self._transaction.operation = "publish"
@@ -657,12 +643,12 @@ class FutureMap(OfThisProcess):
             runtime.launch(memory.index_copy_, 0, index, values, reads=(index, values), writes=(memory,), name=name)
             launched = True
             if to_host:  # on this stream, where what is published may be written over later; one fence is behind both
-                download = runtime.land(values, known.kinds, self.name, stream)
+                download = runtime.land(values, kept.kinds, self.name, stream)
             fence = runtime.record(stream) if download is None else download.done
-            publication = entries.publish(known.rows, known.generations, names, fence, stream, readers)
-            known.noted([publication], readers)
-        except BaseException as error:
-            self._publish_failed(known.rows, names if launched or not isinstance(error, Exception) else ())
+            publication = entries.publish(kept.rows, kept.generations, names, fence, stream, readers)
+            kept.noted([publication], readers)
+        except Exception:
+            self._publish_failed(kept.rows, names if launched else ())
             raise
         self._transaction.operation = None
         if levels.full:
@@ -670,24 +656,20 @@ class FutureMap(OfThisProcess):
         if download is None:
             return None
         here = stream, download.done
-        return Prefetched(known.live, {field: declared}, (None,), here, download, (publication,), entries.label)
+        return Prefetched(kept.live, {field: declared}, (None,), here, download, (publication,), entries.label)
 
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
         """Starts to bring entries to the host, over the relay's private stream, in one copy. Does not wait.
 
-        Call it right behind the publish: what is asked for is what the entries hold now, whatever comes later.
+        Call it right behind the publish: the host gets the values that the entries hold now, whatever comes later.
 
         Args:
             slots: the requests; live handles. Padded rows at the end are left out.
             *fields: those that the host reads.
 
-        Returns:
-            the values, to be read when they are needed.
-
         Raises:
-            DeclarationError: no such field, or one that the host does not read.
-            CaptureError: the stream is being captured.
-            Violation: as `gather`. Nothing was taken.
+            DeclarationError: no such field, one named twice, none, or one that the host does not read.
+            CaptureError, Violation: as `gather`. Nothing was taken.
         """
         self._check_call("prefetch")
         self._check_fields(fields, "prefetch", HOST)
@@ -701,7 +683,10 @@ class FutureMap(OfThisProcess):
             stream = self.runtime.current_stream
             self._entries.wait_to_read(publications, stream, "prefetch")
             record = self._selected_record(fields, index) if len(fields) > 1 else None
-            rows = [self._select(name, index) for name in fields] if record is None else [record.rows]
+            if record is None:
+                rows = [self._select(self._memory_of(name), index, self._gather_names[name]) for name in fields]
+            else:
+                rows = [record.rows]
             read = self.runtime.record(stream)
             self._entries.note_read(publications, stream, read)
             download = self.runtime.download(rows, name=self.name)
@@ -737,8 +722,8 @@ class FutureMap(OfThisProcess):
         positions, KV lengths and slot mapping are set right in the forward's own view.
 
         Args:
-            plan: what the host planned. It is used once.
-            uploaded: what `batch.upload(extras=plan.extras)` returned.
+            plan: the host's part. It is used once.
+            uploaded: returned by `batch.upload(extras=plan.extras)`.
             ids: the field, or fields, whose entries end to end are the tokens that a request puts in: the last token,
                 or the last token and drafts. None where the plan has no ids, or the host knows all of them.
             lengths: the field with the tokens in KV memory before this step; needed where the plan has bounds. Name it
@@ -751,16 +736,16 @@ class FutureMap(OfThisProcess):
             DtypeError: ids of another dtype than the plan's, or lengths that are neither int64 nor int32.
             ShapeError: a request puts in another number of tokens than its entries have.
             ContractError: bounds, and no field with the true lengths.
-            ArgumentError: no plan; an upload without its extras; no token table for a slot mapping, or none of this
+            ArgumentError: an upload without the plan's extras; no token table for a slot mapping, or none of this
                 pool's slots.
             Violation: DERIVED_STALE, at `cheap`: a plan of other rows than those of the upload, or of pages that have
                 changed since; PAGE_OWNER: a page that it writes has got further holders; FUTURE_CONSUMED: the plan was
-                used before. Else as `gather`, for all requests of the plan. What the device holds (MIRROR_BOUND,
-                MIRROR_EQUAL, SENTINEL_ESCAPED at `full`) is checked after it was taken.
+                used before. Else as `gather`, for all requests of the plan. Device values (MIRROR_BOUND, MIRROR_EQUAL,
+                SENTINEL_ESCAPED at `full`) are checked after they were taken.
         """
         operation = "resolve_forward_inputs"
         self._check_call(operation)
-        names = tuple(ids) if isinstance(ids, list | tuple) else (cast(str, ids),)
+        names = (ids,) if isinstance(ids, str) else tuple(ids)
         read = names if lengths is None else (*names, lengths)
         self._check_fields(read, operation)
         if len(set(read)) < len(read):
@@ -778,7 +763,7 @@ class FutureMap(OfThisProcess):
             width = int(plan.query_lens[plan.relay_rows[0]])
         if lengths is not None:
             _check_lengths(lengths, self._fields[lengths], self.name)
-        if req_to_token is not None and getattr(req_to_token, "space", None) is not self.slots:
+        if req_to_token is not None and req_to_token.space is not self.slots:
             problem = f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}"
             raise ArgumentError(problem, req_to_token, "pass the token table over the relay's pool")
         self._live(plan.slots, operation)
@@ -793,7 +778,7 @@ class FutureMap(OfThisProcess):
     def resolve_checked(self, plan: ForwardPlan, uploaded: Extras, ids: tuple[str, ...]) -> ForwardInputs:
         """The same for `StepPlanner`, which has made the plan for this relay, and has sent it.
 
-        What may have changed since is asked: whether the requests are there, their pages, and their entries.
+        Only what may have changed since is checked: that the requests are there, their pages, and their entries.
         """
         operation = "resolve_forward_inputs"
         self._check_call(operation)
@@ -831,11 +816,7 @@ class FutureMap(OfThisProcess):
         return inputs
 
     def _check_known_lengths(self, plan: ForwardPlan, lengths: str) -> None:
-        """The lengths that the host knows are the true ones, at `full`.
-
-        Raises:
-            Violation: MIRROR_EQUAL: the last forward published other ones.
-        """
+        """MIRROR_EQUAL, at `full`: the last forward published other lengths than those that the host has."""
         relayed = plan.relayed
         if levels.full and len(relayed) and not self.runtime.checks_suspended():
             before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
@@ -872,10 +853,10 @@ class FutureMap(OfThisProcess):
                 remedy="gather before the replay, into the graph's inputs, and publish its outputs after it",
             )
 
-    def _check_fields(self, names: Iterable[object], operation: str, reader: int = 0) -> None:
+    def _check_fields(self, names: Iterable[str], operation: str, reader: int = 0) -> None:
         """Refuses names of fields that are not declared, or not for `reader`."""
         for name in names:
-            field = self._fields.get(name) if isinstance(name, str) else None
+            field = self._fields.get(name)
             if field is None:
                 problem = f"{self.name}: {operation} of {name!r}, which is not declared"
                 raise DeclarationError(problem, name, one_of(self._fields, name))
@@ -883,11 +864,11 @@ class FutureMap(OfThisProcess):
                 problem = f"{self.name}: {operation} of {name!r}, which is read by {READERS[field.readers]}"
                 raise DeclarationError(problem, name, "declare the field with read_by='both'")
 
-    def _live(self, slots: Any, operation: str) -> Slots:
+    def _live(self, slots: Slots, operation: str) -> Slots:
         """The rows of `slots` before the padding at their end, each a live handle and named once."""
-        live = _unpadded(slots) if isinstance(slots, Slots) else slots
+        live = _unpadded(slots)
         self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)  # refuses a zero elsewhere
-        return cast(Slots, live)
+        return live
 
     # Device memory
 
@@ -905,11 +886,10 @@ class FutureMap(OfThisProcess):
     def _part_of_record(self, run: Sequence[str]) -> torch.Tensor:
         """The bytes [capacity, nbytes] of fields that lie side by side, safe on the current stream."""
         self._memory_of(run[0])  # one allocation for all
-        return cast(torch.Tensor, self._record)[:, self._places[run[0]].start : self._places[run[-1]].stop]
+        return self._record[:, self._places[run[0]].start : self._places[run[-1]].stop]
 
-    def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        memory = self._memory_of(name)
-        return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=self._gather_names[name])
+    def _select(self, memory: torch.Tensor, index: torch.Tensor, label: str) -> torch.Tensor:
+        return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=label)
 
     def _selected_record(self, names: Sequence[str], index: torch.Tensor) -> SelectedRecord | None:
         """The entries of fields, in one launch; None where they do not lie side by side, each aligned in the piece."""
@@ -920,36 +900,33 @@ class FutureMap(OfThisProcess):
         start = self._places[runs[0][0]].start
         if memory.shape[1] % max(self._fields[name].dtype.itemsize for name in names):
             return None
-        label = f"{self.name}: gather {', '.join(names)}"
-        rows = self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=label)
-        places = [slice(self._places[name].start - start, self._places[name].stop - start) for name in names]
-        return SelectedRecord(rows, [(place, self._fields[name]) for place, name in zip(places, names, strict=True)])
+        rows = self._select(memory, index, f"{self.name}: gather {', '.join(names)}")
+        parts = [slice(self._places[name].start - start, self._places[name].stop - start) for name in names]
+        return SelectedRecord(rows, [(part, self._fields[name]) for part, name in zip(parts, names, strict=True)])
 
     def _select_several(self, names: Sequence[str], index: torch.Tensor) -> torch.Tensor:
         """The entries of fields of one dtype, end to end for each request, [n, width]: one launch from the record."""
         label, dtype = f"{self.name}: gather {', '.join(names)}", self._fields[names[0]].dtype
         if self._runs(names) == [[*names]]:
-            memory = self._part_of_record(names).view(dtype)
-            return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=label)
+            return self._select(self._part_of_record(names).view(dtype), index, label)
         if all(name in self._places for name in names):  # in another order, or with others between
             elements = self._elements(names, dtype.itemsize)
             self._memory_of(names[0])  # one allocation for all
-            memory = cast(torch.Tensor, self._record).view(dtype)
-            return self.runtime.launch(
-                _elements_of, memory, index, elements, reads=(memory, index, elements), name=label
-            )
-        parts = [self._select(name, index) for name in names]
+            operands = self._record.view(dtype), index, elements
+            return self.runtime.launch(_elements_of, *operands, reads=operands, name=label)
+        parts = [self._select(self._memory_of(name), index, self._gather_names[name]) for name in names]
         return self.runtime.launch(end_to_end, parts, reads=parts, name="ids of requests")
 
     def _elements(self, names: Sequence[str], size: int) -> torch.Tensor:
-        """Which elements of so many bytes in a record these fields are, int64[width]; they cross once."""
-        known = self._known_elements.get((*names,))
-        if known is None:
-            places = [self._places[name] for name in names]
-            elements = np.concatenate([np.arange(one.start // size, one.stop // size) for one in places])
-            upload = self.runtime.upload([elements])
-            known = self._known_elements[(*names,)] = ReadyTensor.uploaded(upload.view(0), upload)
-        return known.on_current_stream(self.runtime)
+        """The elements, of so many bytes each, that these fields are in a record, int64[width]; they cross once."""
+        elements = self._gathered_elements.get((*names,))
+        if elements is None:
+            parts = [self._places[name] for name in names]
+            upload = self.runtime.upload(
+                [np.concatenate([np.arange(part.start // size, part.stop // size) for part in parts])]
+            )
+            elements = self._gathered_elements[(*names,)] = ReadyTensor.uploaded(upload.view(0), upload)
+        return elements.on_current_stream(self.runtime)
 
 
 @final
@@ -964,7 +941,7 @@ class PackedPublish:
 
     @property
     def arrays(self) -> list[Array]:
-        """What has to cross first: the values of each field."""
+        """The values of each field, which have to cross first."""
         return [*self._values.values()]
 
     def launch(self, index: torch.Tensor, sides: Sequence[torch.Tensor]) -> Publication:
@@ -978,7 +955,7 @@ class PackedPublish:
         self.launch(packed.view(0), [packed.view(1 + i) for i in range(len(self._values))])
 
     def take_back(self) -> None:
-        """The entries are unwritten again."""
+        """Makes the entries unwritten again."""
         self._relay._discard(self._rows, self._values)
 
 
@@ -988,15 +965,14 @@ def _as_record(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _host_record(parts: list[Array]) -> Array:
-    """The same on the host; a single one as it is."""
+    """The same on the host; a single part as it is."""
     if len(parts) == 1:
         return parts[0]
-    return np.concatenate([np.ascontiguousarray(one.reshape(len(one), -1)).view(np.uint8) for one in parts], axis=1)
+    return np.concatenate([np.ascontiguousarray(part.reshape(len(part), -1)).view(np.uint8) for part in parts], axis=1)
 
 
 def _elements_of(record: torch.Tensor, rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """Some elements of some rows, [n, k]. One kernel."""
-    return record[rows[:, None], elements]
+    return record[rows[:, None], elements]  # one kernel
 
 
 def _unpadded(slots: Slots) -> Slots:
@@ -1009,25 +985,8 @@ def _unpadded(slots: Slots) -> Slots:
     return slots.split([len(slots) - zeros, zeros])[0] if padded else slots
 
 
-def _checked_fields(fields: Mapping[str, RelayField], what: str) -> dict[str, RelayField]:
-    """The declarations by name."""
-    value: Any = fields
-    if not isinstance(value, Mapping) or not value:
-        got = "none" if value == {} else repr(value)
-        problem = f"{what}: expected fields by name, got {got}"
-        raise DeclarationError(problem, value, "pass a mapping, such as {'last_token': relay_field(torch.int64)}")
-    for name, field in value.items():
-        if not isinstance(name, str) or not name.isidentifier() or name in ("slots", "self", "by"):
-            problem = f"{what}: {name!r} cannot name a field"
-            raise DeclarationError(problem, name, "use an identifier other than slots and by")
-        if not isinstance(field, RelayField):
-            problem = f"{what}: field {name!r} is {type(field).__name__}"
-            raise DeclarationError(problem, field, "declare it with relay_field")
-    return dict(value)
-
-
 def _check_device_values(
-    value: torch.Tensor | MirroredTensor, field: RelayField, num_rows: tuple[int, int], runtime: Runtime, what: str
+    value: torch.Tensor | MirroredTensor, field: RelayField, num_rows: tuple[int, int], runtime: Runtime, subject: str
 ) -> None:
     """Refuses values that do not go into `field`. Does not touch the device: a mirrored value may have no tensor yet.
 
@@ -1035,32 +994,32 @@ def _check_device_values(
     """
     if isinstance(value, MirroredTensor):
         if value.runtime is not runtime:
-            raise another_runtime(what, value)
+            raise another_runtime(subject, value)
         _ = value.device_side  # refuses one that is knowingly old
         if levels.full:
             value.check("publish")
     elif value.device != runtime.device:
-        problem = f"{what}: expected a tensor on {runtime.device}, got one on {value.device}"
+        problem = f"{subject}: expected a tensor on {runtime.device}, got one on {value.device}"
         remedy = "pass a tensor of the runtime's device, or host values as a list or an array"
         raise DeviceError(problem, str(value.device), remedy)
     else:
-        check_dense(value, what)
+        check_dense(value, subject)
     if value.dtype != field.dtype:
-        raise DtypeError(f"{what}: expected {field.dtype}, got {value.dtype}", value.dtype, "convert it in the forward")
-    _check_shape(tuple(value.shape), field, num_rows, what)
+        raise expected(subject, field.dtype, value.dtype, "convert it in the forward", DtypeError)
+    _check_shape(tuple(value.shape), field, num_rows, subject)
 
 
-def _host_values(value: object, field: RelayField, num_rows: tuple[int, int], what: str) -> Array:
+def _host_values(value: object, field: RelayField, num_rows: tuple[int, int], subject: str) -> Array:
     """The live rows of host values for `field`, which are sent on at once: an array may be the caller's own."""
     if type(value) is np.ndarray and value.dtype is NUMPY_DTYPES.get(field.dtype) and not field.ragged:
-        _check_shape(value.shape, field, num_rows, what)
+        _check_shape(value.shape, field, num_rows, subject)
         return value[: num_rows[0]]
     if field.ragged:
         value = _filled(value, field.shape[0])
-    array: Array = carried(value, *host_dtype(field.dtype), what)
+    array: Array = carried(value, *host_dtype(field.dtype), subject)
     if array.shape == (0,) and num_rows[0] == 0:
         array = np.empty((0, *field.shape), array.dtype)  # an empty list knows no shape of a row
-    _check_shape(array.shape, field, num_rows, what)
+    _check_shape(array.shape, field, num_rows, subject)
     return array[: num_rows[0]]
 
 
@@ -1071,10 +1030,10 @@ def _filled(value: object, width: int) -> object:
     return [[*row, *[-1] * (width - len(row))] for row in value]
 
 
-def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], what: str) -> None:
+def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], subject: str) -> None:
     if not shape or shape[1:] != field.shape or shape[0] not in num_rows:
-        expected = " or ".join(str([number, *field.shape]) for number in dict.fromkeys(num_rows))
-        problem = f"{what}: expected shape {expected}, got {list(shape)}"
+        allowed = " or ".join(str([number, *field.shape]) for number in dict.fromkeys(num_rows))
+        problem = f"{subject}: expected shape {allowed}, got {list(shape)}"
         raise ShapeError(problem, shape, "pass one entry per request, in the order of the slots")
 
 
@@ -1086,22 +1045,23 @@ def _live_rows(value: torch.Tensor | MirroredTensor, live: int) -> torch.Tensor:
     return tensor[:live] if tensor.shape[0] != live else tensor
 
 
-def _id_width(name: str, field: RelayField, dtype: torch.dtype, what: str) -> int:
+def _id_width(name: str, field: RelayField, dtype: torch.dtype, relay: str) -> int:
     """Ids per request in a field that feeds a forward whose ids are `dtype`."""
+    subject = f"{relay}: ids from field {name!r}"
     if field.dtype != dtype:
         remedy = f"declare it {dtype}, as the ids of this forward are; ForwardPlan.of(..., int32=...) says which"
-        raise DtypeError(f"{what}: ids from field {name!r} of {field.dtype}", field.dtype, remedy)
+        raise DtypeError(f"{subject} of {field.dtype}", field.dtype, remedy)
     if len(field.shape) > 1:
-        problem = f"{what}: ids from field {name!r} of {list(field.shape)}"
-        raise DeclarationError(problem, field.shape, "ids of a request are one number, or one row of them")
+        remedy = "ids of a request are one number, or one row of them"
+        raise DeclarationError(f"{subject} of {list(field.shape)}", field.shape, remedy)
     return field.shape[0] if field.shape else 1
 
 
-def _check_lengths(name: str, field: RelayField, what: str) -> None:
+def _check_lengths(name: str, field: RelayField, relay: str) -> None:
     """Refuses a field whose entries cannot be lengths."""
+    subject = f"{relay}: lengths from field {name!r}"
     if field.shape:
-        problem = f"{what}: lengths from field {name!r} of {list(field.shape)}"
-        raise DeclarationError(problem, field.shape, "the length of a request is one number")
+        remedy = "the length of a request is one number"
+        raise DeclarationError(f"{subject} of {list(field.shape)}", field.shape, remedy)
     if field.dtype not in (torch.int32, torch.int64):
-        problem = f"{what}: lengths from field {name!r} of {field.dtype}"
-        raise DtypeError(problem, field.dtype, "declare it torch.int64 or torch.int32")
+        raise DtypeError(f"{subject} of {field.dtype}", field.dtype, "declare it torch.int64 or torch.int32")

@@ -57,7 +57,7 @@ from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime.base import Fence, OfThisProcess, check_fence
+from batchstate.runtime.base import Fence, OfThisProcess
 from batchstate.runtime.memory import PackedUpload, packed_places
 from batchstate.runtime.ordered_memory import ReadyTensor
 from batchstate.tables import Table, TableWrite
@@ -71,7 +71,13 @@ Held = tuple[Ints, Ints]
 """Slots and their generations, int64[n] each."""
 
 TakenSlots = list[Held]
-"""What a plan takes for those that join: given back if it fails."""
+"""Slots that a plan takes for those that join: given back if it fails."""
+
+Joining = Batch | Mapping[str, object]
+"""A batch, or columns by name."""
+
+_MOST_IN_ONE_PIECE = 8192
+"""Requests of a step that is planned in one piece; one of more is composed of the parts."""
 
 
 @ranges("plan")
@@ -93,7 +99,7 @@ class StepPlanner(OfThisProcess):
         layouts: arrays of attention kernels.
 
     Raises:
-        ArgumentError: not a batch class, page pool or relay, or not of the same slots.
+        ArgumentError: page pool and relay are of two slot pools.
         DeclarationError: no such column or field.
     """
 
@@ -113,7 +119,9 @@ class StepPlanner(OfThisProcess):
         window: SupportsIndex | None = None,
         layouts: str | Sequence[str] = (),
     ) -> None:
-        self._check_parts(pages, relay)
+        if relay is not None and pages.slots is not relay.slots:
+            problem = f"StepPlanner: {pages!r} and {relay!r} are of two slot pools"
+            raise ArgumentError(problem, relay.slots, "make both over the pool that the requests take their slots from")
         column = batch.columns().get(seq_lens)
         if not isinstance(column, MirroredColumn) or column.shape or batch._slot_column is None:
             problem = f"StepPlanner of {batch.__name__}: no slots, or no column {seq_lens!r} of one number per request"
@@ -135,10 +143,9 @@ class StepPlanner(OfThisProcess):
         for name in (*names, *results, *(() if lengths is None else (lengths,))):
             if name not in fields:
                 raise DeclarationError(f"StepPlanner: field {name!r} is not declared", name, one_of(fields, name))
-        field = fields[names[0]] if names else None
-        one_id_each = len(names) == 1 and has_ids and field is not None and field.dtype == torch.int64
+        field = fields[names[0]] if len(names) == 1 else None
         in_one_piece = (
-            (relay is None or (one_id_each and field is not None and not field.shape))
+            (relay is None or (has_ids and field is not None and field.dtype == torch.int64 and not field.shape))
             and not self._int32
             and kv_offset is None
             and lengths is None
@@ -149,9 +156,11 @@ class StepPlanner(OfThisProcess):
             and pages.req_to_token.dtype == torch.int32
             and set(results) <= set(names)
         )
-        self._place, self._table = batch._layout.places[seq_lens], cast(Table, pages.req_to_token)
+        self._table = cast(Table, pages.req_to_token)  # None where no step is planned in one piece
+        lens = batch._layout.places[seq_lens]
+        self._lens_at = lens.group, lens.member
         self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
-        self._steps = StepsInOnePiece(self._declared, self._most) if in_one_piece else None
+        self._steps = StepsInOnePiece(pages.runtime, self._most) if in_one_piece else None
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._pages!r}, {'no relay' if self._relay is None else self._relay!r})"
@@ -162,7 +171,7 @@ class StepPlanner(OfThisProcess):
         query_lens: "Amount" = 1,
         *,
         keep: "Selection | None" = None,
-        joining: Batch | Mapping[str, object] | None = None,
+        joining: Joining | None = None,
         after: Fence | None = None,
         published: Mapping[str, object] | None = None,
         prompt_ids: Sequence[object] | None = None,
@@ -176,8 +185,8 @@ class StepPlanner(OfThisProcess):
         """Plans a step, and sends it to the device on the current stream: one copy, and a scatter for each table.
 
         Some requests may leave before, with all that they have, and others join. Each that runs gets pages for the
-        tokens that it puts in, and they count as committed. Of those that join with tokens of which no row of the token
-        table was written, as after `PagePool.take_requests`, the step writes the rows too.
+        tokens that it puts in, and they count as committed. If a request joins with tokens and no row of the token
+        table, as after `PagePool.take_requests`, the step writes the row too.
 
         Args:
             batch: the requests, with their lengths before the step.
@@ -185,16 +194,16 @@ class StepPlanner(OfThisProcess):
                 as by `SlotPool.release_requests`, and what they had can be taken from the next step on.
             joining: requests that come after those: column -> values, as for `Batch.build`, one row each. Without
                 slots among them, the step takes slots, and pages for the tokens of the column of lengths, whose KV is
-                there, as `PagePool.take_requests`; `step.batch` has the slots. Or a batch, as for `Batch.merge`. What a
-                `HybridSlotPool` gives them besides is written in a copy of its own.
+                there, as `PagePool.take_requests`; `step.batch` has the slots. Or a batch, as for `Batch.merge`. States
+                of a `HybridSlotPool` are written in a copy of their own.
             after: the forward-done fence of the last forward of those that leave, if any do.
-            published: relay field -> host values, one entry for each request that joins: what its first step starts
-                from, if no forward here has published that. They cross in the same copy, or in one of their own where
-                the step is not planned as one piece.
+            published: relay field -> host values, one entry for each request that joins: the values that its first step
+                starts from, if no forward here has published them. They cross in the same copy, or in one of their own
+                where the step is not planned as one piece.
             query_lens: tokens that each puts in, as for `ForwardPlan.of`.
             prompt_ids: as for `ForwardPlan.of`.
             samples: as for `ForwardPlan.of`.
-            pad_rows: rows of a captured graph: what is sent is padded as by `Batch.pad`.
+            pad_rows: rows of a captured graph: the batch is sent padded as by `Batch.pad`.
             pad_tokens: as for `ForwardPlan.of`.
             writes: further table writes of the step, as for `Batch.upload`.
             extras: further arrays of the step, as for `Batch.upload`.
@@ -207,7 +216,7 @@ class StepPlanner(OfThisProcess):
             PoolExhaustedError: too few slots or pages are free for those that join, or pages for those that run.
             Violation: SLOT_STALE_HANDLE: a request has left, or an argument or a fence released it when it was read.
             As `PagePool.advance`, `Batch.advance`, `Batch.build`, `ForwardPlan.of` and `Batch.upload`. No token was
-            committed, and what was taken is given back.
+            committed, and slots and pages that were taken are given back.
         """
         self._slots.transaction.enter(OPERATION)
         if self._runtime.capturing:
@@ -221,45 +230,31 @@ class StepPlanner(OfThisProcess):
 
         if levels.full:
             batch._check_unwritten(OPERATION)
-        if published is not None and (type(published) is not dict or joining is None or self._relay is None):
-            self._check_published(published, joining)
-        padding = pad_rows, pad_tokens
-        taken_slots: TakenSlots = []
+        if published is not None and (joining is None or self._relay is None):
+            problem, remedy = "plan with published=, and none joins", "pass joining= with those that are published"
+            if self._relay is None:
+                problem, remedy = "plan with published= and no relay", "declare the planner with one: relay=..."
+            raise ArgumentError(f"StepPlanner: {problem}", published, remedy)
+        pads = pad_rows, pad_tokens
+        taken: TakenSlots = []
         try:
             leaving: Held | None = None
             frees: int | None = None
-            given, arrived, live = batch, 0, False
+            source, arrived, live = batch, 0, False
             if keep is not None or joining is not None:
                 live, frees = self._are_live(batch), self._slots.frees
-                batch, leaving, arrived = self._turned_over(batch, keep, joining, after, live, taken_slots)
-                live = live and (bool(taken_slots) or not arrived)  # those with slots of a caller are looked at
-            if after is not None and leaving is None:
-                check_fence(after, f"StepPlanner: {OPERATION}")  # of none that leaves: engines pass it in each step
-            own = batch is not given  # which no caller has seen
-            steps, n = self._steps, batch.num_reqs
-            if steps is not None and padding == (None, None) and not token_arrays and self._fits(batch):
-                tokens, fed = None, 0 if self._relay is None else 1
-                decodes = (fed or not self._has_ids) and each_puts_in_one(n, query_lens, prompt_ids, samples)
+                batch, leaving, arrived = self._turned_over(batch, keep, joining, after, live, taken)
+                live = live and (bool(taken) or not arrived)  # those with slots of a caller are looked at
+            steps, n, tokens, decodes = self._steps, batch.num_reqs, None, False
+            if steps is not None and pads == (None, None) and not token_arrays and self._fits(batch):
+                fed = 0 if self._relay is None else 1
+                decodes = (fed == 1 or not self._has_ids) and each_puts_in_one(n, query_lens, prompt_ids, samples)
                 if not decodes:
                     tokens = StepTokens.of(n, query_lens, prompt_ids, samples, has_ids=self._has_ids, fed=fed)
-                if decodes or tokens is not None:
-                    own = own and not levels.full
-                    return self._piece(
-                        steps,
-                        batch,
-                        tokens,
-                        writes,
-                        extras,
-                        published,
-                        arrived,
-                        own,
-                        leaving,
-                        after,
-                        given,
-                        live,
-                        frees,
-                        taken_slots,
-                    )
+            if steps is not None and (decodes or tokens is not None):
+                return self._piece(
+                    steps, batch, tokens, writes, extras, published, arrived, leaving, after, source, live, frees, taken
+                )
             joined = None if joining is None else self._handles(batch).filter(np.arange(n - arrived, n))
             entries = None
             if self._relay is not None and published is not None and joined is not None:
@@ -268,55 +263,29 @@ class StepPlanner(OfThisProcess):
                 entries.launch_alone()
             try:
                 step = self._composed(
-                    batch,
-                    query_lens,
-                    prompt_ids,
-                    samples,
-                    padding,
-                    writes,
-                    extras,
-                    token_arrays,
-                    joined,
-                    leaving,
-                    frees,
+                    batch, query_lens, prompt_ids, samples, pads, writes, extras, token_arrays, joined, leaving, frees
                 )
             except BaseException:
                 if entries is not None and self._slots.transaction.operation is None:  # else a part was interrupted
                     entries.take_back()
                 raise
-            del taken_slots[:]  # from here on the step stands
+            del taken[:]
             if leaving is not None:
                 self._slots.release_rows(leaving[0], after, OPERATION)
-            self._slots.transaction.operation = None
             return step
         except BaseException:
-            for slots, generations in taken_slots:
+            for slots, generations in taken:
                 self._slots.give_back(slots, generations, OPERATION)
             raise
-
-    def _check_published(self, published: object, joining: object) -> None:
-        """Refuses first values that are not a mapping of relay fields, or without a relay or a request that joins."""
-        if self._relay is None:
-            problem, remedy = "plan with published= and no relay", "declare the planner with one: relay=..."
-        elif joining is None:
-            problem, remedy = "plan with published=, and none joins", "pass joining= with those that are published"
-        elif not isinstance(published, Mapping):
-            problem, remedy = (
-                f"plan: published: expected values by field, got {shown(published)}",
-                f"name the field: published={{{next(iter(self._relay.fields))!r}: values}}, one for each that joins",
-            )
-        else:
-            return
-        raise ArgumentError(f"StepPlanner: {problem}", published, remedy)
 
     def _turned_over(
         self,
         batch: Batch,
         keep: "Selection | None",
-        joining: Batch | Mapping[str, object] | None,
+        joining: Joining | None,
         after: Fence | None,
         live: bool,
-        taken_slots: TakenSlots,
+        taken: TakenSlots,
     ) -> tuple[Batch, Held | None, int]:
         """The batch that runs, the handles of those that leave, checked and not released yet, and how many join.
 
@@ -338,7 +307,7 @@ class StepPlanner(OfThisProcess):
         if index is None and joining is None:
             return batch, None, 0
         if isinstance(joining, Mapping):
-            new, arrived = self._joined(batch, index, joining, leaving, taken_slots)
+            new, arrived = self._joined(batch, index, joining, leaving, taken)
             return new, leaving, arrived
         state, num_reqs = batch._turned_over(index, num_reqs, joining, OPERATION)
         if leaving is not None and joining is not None:
@@ -347,25 +316,20 @@ class StepPlanner(OfThisProcess):
         return batch._derived(OPERATION, state, num_reqs, joined=joining), leaving, arrived
 
     def _joined(
-        self,
-        batch: Batch,
-        index: Ints | None,
-        joining: Mapping[str, object],
-        leaving: Held | None,
-        taken_slots: TakenSlots,
+        self, batch: Batch, index: Ints | None, joining: Mapping[str, object], leaving: Held | None, taken: TakenSlots
     ) -> tuple[Batch, int]:
         """The requests at `index`, all without one, and those of the columns `joining`; and how many these are.
 
-        Those that have no slots get them here, and their pages, and are added to `taken_slots`.
+        Those that have no slots get them here, and their pages, and are added to `taken`.
         """
-        what, name = f"StepPlanner: {OPERATION}: joining", self._slot_column
+        subject, name = f"StepPlanner: {OPERATION}: joining", self._slot_column
         if len(joining) != len(self._kind._columns) - 1 or name in joining:
-            self._kind._check_none_missing(joining, what, but=name)
+            self._kind._check_none_missing(joining, subject, but=name)
         kept = np.arange(batch.num_reqs) if index is None else index
         first = kept.size
-        state, arrived, pool_id = rows_from(self._kind._layout, joining, self._runtime, what, (batch._state, kept))
+        state, arrived, pool_id = rows_from(self._kind._layout, joining, self._runtime, subject, (batch._state, kept))
         slots, generations = state.column(name), state.column(name + GENERATION_SUFFIX)
-        takes: tuple[Ints, Ints] | None = None
+        takes: Held | None = None
         if pool_id is None:
             self._pages.query_fences()
             takes = slots[first:], generations[first:] = self._slots.next_handles(arrived)
@@ -373,7 +337,7 @@ class StepPlanner(OfThisProcess):
         elif leaving is not None:
             _check_apart(leaving[0], slots[first:])
         if first and arrived and batch._pool_id != pool_id:
-            problem = f"{what}: expected slots of pool {pool_id}, got slots of pool {batch._pool_id}"
+            problem = f"{subject}: expected slots of pool {pool_id}, got slots of pool {batch._pool_id}"
             raise ArgumentError(problem, pool_id, "take the slots of all requests of a batch from one pool")
         new = batch._derived(OPERATION, state, first + arrived, pool_id=pool_id if arrived else batch._pool_id)
         if levels.cheap or takes is None:
@@ -382,7 +346,7 @@ class StepPlanner(OfThisProcess):
             lens = state.column(self._seq_lens)[first:].astype(np.int64)
             if self._kv_offset is not None:
                 lens = np.where(lens > 0, lens + state.column(self._kv_offset)[first:], 0)
-            taken_slots.append(takes)
+            taken.append(takes)
             self._pages.take_rows(lens, OPERATION)
         return new, arrived
 
@@ -391,8 +355,7 @@ class StepPlanner(OfThisProcess):
         before = None if self._steps is None or levels.full else self._steps.requests
         return before is not None and before.row_set.number == batch._row_number and before.held_at == self._slots.frees
 
-    def _numbers(self, batch: Batch) -> tuple[Ints, Ints]:
-        """Slots and generations, int64[n]."""
+    def _numbers(self, batch: Batch) -> Held:
         column = batch._state.column
         return column(self._slot_column), column(self._slot_column + GENERATION_SUFFIX)
 
@@ -402,7 +365,7 @@ class StepPlanner(OfThisProcess):
         query_lens: "Amount",
         prompt_ids: Sequence[object] | None,
         samples: object,
-        padding: tuple[SupportsIndex | None, SupportsIndex | None],
+        pads: tuple[SupportsIndex | None, SupportsIndex | None],
         writes: Sequence[TableWrite],
         extras: Mapping[str, object] | None,
         token_arrays: Mapping[str, TokenArray] | None,
@@ -421,7 +384,7 @@ class StepPlanner(OfThisProcess):
             held, totals = np.where(held > 0, held + offset, 0), np.where(totals > 0, totals + offset, 0)
         if lens.contract is Contract.EXACT:
             pages.check_committed(slots.np, held, OPERATION)
-        rows, tokens = padding
+        rows, tokens = pads
         try:
             extension = pages.extend(slots, totals)
             sent = advanced if rows is None else advanced.pad(rows)
@@ -449,7 +412,6 @@ class StepPlanner(OfThisProcess):
             uploaded = sent.upload(writes=writes, extras=plan.extras | dict(extras or {}))
             if frees is not None and self._slots.frees != frees:
                 self._look_again(advanced, leaving)
-            self._slots.transaction.operation = OPERATION  # an interrupt from here on finds a step that stands
         except BaseException:
             if self._slots.transaction.operation is None:  # else a part was interrupted
                 grown = pages.committed_lengths[slots.np] != before
@@ -460,7 +422,7 @@ class StepPlanner(OfThisProcess):
         return PlannedStep(self._declared, advanced, sent, plan, uploaded)
 
     def _without_token_row(self, rows: Ints, generations: Ints) -> Ints:
-        """Which of some requests have tokens that no step here has put into the token table, int64[k]."""
+        """The requests that have tokens which no step here has put into the token table, int64[k]."""
         missing: Ints = (~self._table.written_for(rows, generations) & self._pages.have_tokens(rows)).nonzero()[0]
         return missing
 
@@ -495,22 +457,21 @@ class StepPlanner(OfThisProcess):
         extras: Mapping[str, object] | None,
         published: Mapping[str, object] | None,
         arrived: int,
-        own: bool,
         leaving: Held | None,
         after: Fence | None,
-        given: Batch,
+        source: Batch,
         live: bool,
         frees: int | None,
-        taken_slots: TakenSlots,
+        taken: TakenSlots,
     ) -> PlannedStep:
         """A step in which each request puts in the one token that the relay has, or `tokens`.
 
-        The last `arrived` requests have joined with it, and `published` is for them. A batch of its `own` was made for
-        the step, which no caller has seen: its lengths are moved where they are. Those `leaving` do so behind `after`,
-        once the step is sent. `given` is the caller's batch. `live` says that all are known to be, and `frees` what
-        the pool's were when that and those that leave were looked at.
+        The last `arrived` requests have joined with it, and `published` is for them. Those `leaving` do so behind
+        `after`, once the step is sent. `source` is the caller's batch; another one was made for the step, and its
+        lengths are moved where they are. `live` says that all are known to be, and `frees` is the pool's count when
+        that and those that leave were looked at.
         """
-        runtime, pages = self._runtime, self._pages
+        runtime, pages, own = self._runtime, self._pages, batch is not source and not levels.full
         references = pages._references
         if references.allocator._queue.count or references._readers:
             pages.reap()
@@ -520,21 +481,22 @@ class StepPlanner(OfThisProcess):
         for name, value in batch._checked_extras(extras, OPERATION).items() if extras else ():
             arrays[name] = extra_array(name, value)
         if tokens is not None and not NAMES.isdisjoint(arrays):
-            taken = sorted(NAMES.intersection(arrays))
+            used = sorted(NAMES.intersection(arrays))
             remedy = "rename them: the arrays that the planner sends to the forward have these names"
-            raise DeclarationError(f"StepPlanner: plan with extras named {', '.join(taken)}", taken, remedy)
+            raise DeclarationError(f"StepPlanner: plan with extras named {', '.join(used)}", used, remedy)
         state = batch._state
         requests = before = steps.requests
         same = requests is not None and requests.row_set.number == batch._row_number
         stayed = None
-        if tokens is None and not same and before is not None and before.row_set.number == given._row_number:
+        if tokens is None and not same and before is not None and before.row_set.number == source._row_number:
             stayed = self._entries_of_those_that_stay(before, published, arrived)
         if requests is None or not same:
             requests = self._requests_of(steps, batch, live=live)
         elif requests.held_at != self._slots.frees or levels.full:  # something was freed since
             self._slots.check_rows(requests.rows, requests.generations, OPERATION)
             requests.held_at = self._slots.frees
-        place, rows, entries, moved = self._place, requests.rows, None, state
+        group, member = self._lens_at
+        rows, entries, moved = requests.rows, None, state
         if published is not None and self._relay is not None:
             at = rows.size - arrived
             entries = self._relay.packed(rows[at:], requests.generations[at:], published)
@@ -542,10 +504,10 @@ class StepPlanner(OfThisProcess):
             self._look_again(batch, leaving)
         if not own:
             groups = list(state.groups)
-            groups[place.group] = groups[place.group].copy()
+            groups[group] = groups[group].copy()
             moved = RowState(state.layout, groups, state.device, state.objects)
-        lens = moved.groups[place.group][place.member]
-        start = lens.copy() if own else state.groups[place.group][place.member]
+        lens = moved.groups[group][member]
+        start = lens.copy() if own else state.groups[group][member]
         pages.check_committed(rows, start, OPERATION)
         columns = moved.groups
         crossed: Sequence[torch.Tensor] = ()
@@ -561,9 +523,9 @@ class StepPlanner(OfThisProcess):
             if requests.steps:
                 locations, written = requests.places(pages, start, lens)
             else:
-                if taken_slots:
+                if taken:
                     arrived_elsewhere = 0
-                whole = before is not None and before.ended_with(given._state, pages) and not arrived_elsewhere
+                whole = before is not None and before.ended_with(source._state, pages) and not arrived_elsewhere
                 locations, written = requests.first_places(pages, start, lens, arrived - arrived_elsewhere, whole)
             beside = start, locations, lens
         else:
@@ -599,12 +561,10 @@ class StepPlanner(OfThisProcess):
                 pages.truncate(self._handles(batch), start)
             raise
         self._slots.transaction.operation = OPERATION
-        del taken_slots[:]  # from here on the step stands
+        del taken[:]
         pages.commit_rows(rows, lens)
-        if leaving is not None:
-            self._slots.release_rows(
-                leaving[0], after, OPERATION
-            )  # before the plan notes when pages last changed, so that it need not look whose
+        if leaving is not None:  # before the plan notes when pages last changed, so that it need not look whose
+            self._slots.release_rows(leaving[0], after, OPERATION)
         self._slots.transaction.operation = None
         if not same and tokens is None:  # so that the next step need not look
             self._slots.check_rows(rows, requests.generations, OPERATION)
@@ -616,11 +576,11 @@ class StepPlanner(OfThisProcess):
             requests.steps += 1
             if not same:
                 requests.slots = slots
-                if requests.known is not None:
-                    requests.known.live = slots
+                if requests.published is not None:
+                    requests.published.live = slots
                     if stayed is not None and (first is not None) == (arrived > 0):
                         publications = stayed.publications if rows.size > arrived else []
-                        requests.known.noted([*publications, first] if first else publications, stayed.taken)
+                        requests.published.noted([*publications, first] if first else publications, stayed.taken)
                 steps.requests = requests
         if levels.full:
             pages.verify()
@@ -633,14 +593,14 @@ class StepPlanner(OfThisProcess):
     def _entries_of_those_that_stay(
         self, before: StepRequests, published: Mapping[str, object] | None, arrived: int
     ) -> PublishedRows | None:
-        """What is known of the entries of the step before, if none has changed: then they are not read again."""
-        known = before.known
-        if known is None or not known.unchanged:
+        """The record of the entries of the step before, if none has changed: then they are not read again."""
+        kept = before.published
+        if kept is None or not kept.unchanged:
             return None
         ids = self._declared.ids[0]
-        if arrived and (published is None or ids not in published or known.taken != HOST):
+        if arrived and (published is None or ids not in published or kept.taken != HOST):
             return None
-        return known
+        return kept
 
     def _sent(
         self,
@@ -654,11 +614,10 @@ class StepPlanner(OfThisProcess):
         values: Sequence[Array],
         arrived: int,
     ) -> tuple[PackedUpload, Extras, list[torch.Tensor]]:
-        """One copy of the columns, of what the forward takes besides, and of what is added; then the table's scatters.
+        """One copy of the columns, the arrays of the forward and all that is added; then the table's scatters.
 
-        `beside` are what the layout has places for beside the columns, if anything; what the forward takes besides is
-        `planned`. `written` is for the token table.
-        The last `arrived` requests may have rows of it already or not. `values` are returned last.
+        `beside` are the arrays of the forward that the layout has places for, `planned` the others. `written` is for
+        the token table; the last `arrived` requests may have rows of it already or not. `values` are returned last.
         """
         runtime, table, layout = self._runtime, self._table, requests.layout
         further: list[Array] = []
@@ -672,14 +631,14 @@ class StepPlanner(OfThisProcess):
                 if new.size:
                     there = self._pages.token_rows(rows[new], requests.row_width)
                     index, places_written = (np.concatenate(pair) for pair in zip(written[1:], there, strict=True))
-                    if planned:  # one that puts in nothing does not own it yet
+                    if planned:  # a request that puts in nothing does not own it yet
                         owners.append((rows[new], generations[new]))
             own = [write for write in writes if write.table is table] if writes else ()  # one at most: they are joined
             if own:
                 writes = [write for write in writes if write.table is not table]
                 index = np.concatenate((index, own[0].index))
                 places_written = np.concatenate((places_written, own[0].values))
-                owners += [(one.np, one.generations) for one in own[0].owners]
+                owners += [(slots.np, slots.generations) for slots in own[0].owners]
             scattered = index, places_written, owners
             further += (index, places_written.astype(np.int32))
         base = layout.num_places
@@ -698,15 +657,14 @@ class StepPlanner(OfThisProcess):
             places = places + added
         block = runtime.staging_block(nbytes)
         layout.fill(block, columns, beside)
-        for array, place in zip(further, places[base:], strict=True):
-            block.write(array, place[0])
+        for array, (start, *_) in zip(further, places[base:], strict=True):
+            block.write(array, start)
         upload = runtime.send(block, nbytes, places)
         if scattered is not None:
             table.scatter(upload.shared(base), upload.shared(base + 1), *scattered, fenced=not values)
         for i, write in enumerate(writes):
-            write.table.launch_checked(
-                write, upload.shared(first_write + 2 * i), upload.shared(first_write + 2 * i + 1)
-            )
+            at = first_write + 2 * i
+            write.table.launch_checked(write, upload.shared(at), upload.shared(at + 1))
         crossed = [upload.shared(first_value + i) for i, _ in enumerate(values)]
         uploaded = NO_EXTRAS
         if named:
@@ -714,9 +672,9 @@ class StepPlanner(OfThisProcess):
         return upload, uploaded, crossed
 
     def _uploaded_slots(self, requests: StepRequests, upload: PackedUpload) -> tuple[Slots, torch.Tensor]:
-        """The slots have crossed with the first step of these requests: later ones, and the relay, use them there."""
-        place = self._kind._layout.places[self._slot_column]
-        column = upload.row(place.group, place.member, place.dtype, requests.rows.size)
+        """The slots that have crossed with the first step of these requests: later steps, and the relay, use them."""
+        slot = self._kind._layout.places[self._slot_column]
+        column = upload.row(slot.group, slot.member, slot.dtype, requests.rows.size)
         slots = Slots.of_pool(
             self._runtime,
             requests.rows,
@@ -728,7 +686,7 @@ class StepPlanner(OfThisProcess):
         return slots, column
 
     def _requests_of(self, steps: StepsInOnePiece, batch: Batch, *, live: bool) -> StepRequests:
-        """What stays the same from now on, of requests other than those of the step before; `live` if that is known."""
+        """A record of requests other than those of the step before; `live` if they are known to be."""
         rows, generations = self._numbers(batch)
         if live:
             times_checked[STALE_HANDLE] += 1
@@ -737,18 +695,8 @@ class StepPlanner(OfThisProcess):
         else:
             self._slots.rows_of(self._handles(batch), OPERATION, unique=True)
         layout, width = steps.layout(rows.size, self._kind._layout), self._table.shape[1]
-        known = self._declared.published_rows(rows, generations)
-        return StepRequests(layout, batch.row_set, rows, generations, self._slots.frees, known, width, rows * width)
-
-    @staticmethod
-    def _check_parts(pages: PagePool, relay: FutureMap | None) -> None:
-        if relay is not None and pages.slots is not relay.slots:
-            problem = f"StepPlanner: {pages!r} and {relay!r} are of two slot pools"
-            raise ArgumentError(problem, relay.slots, "make both over the pool that the requests take their slots from")
-
-
-_MOST_IN_ONE_PIECE = 8192
-"""Requests of a step that is planned in one piece; one of more is composed of the parts."""
+        kept = self._declared.published_rows(rows, generations)
+        return StepRequests(layout, batch.row_set, rows, generations, self._slots.frees, kept, width, rows * width)
 
 
 def _check_apart(leaving: Ints, joining: Ints) -> None:

@@ -159,7 +159,11 @@ CALLS: dict[str, tuple[Call, dict[str, list[Any]]]] = {
     ),
     "plan": (
         _planned,
-        {"kv_offset": [*NUMBERS, [1, 2]], "window": [-1, 0, 1.5], "token_arrays": [{"positions": TokenArray(None)}]},
+        {
+            "kv_offset": [*NUMBERS, [1, 2]],
+            "window": [-1, 0, 1.5],
+            "token_arrays": [{"positions": TokenArray(None)}, {"input_ids": TokenArray(None)}],
+        },
     ),
     "TokenArray": (made(TokenArray, rows=None), {"shape": [(-1,), (2**70,)], "fill": [2**70, 1.5]}),
     "KVBuffer": (

@@ -31,6 +31,7 @@ from batchstate.testing import LateRuntime, no_hidden_sync
 from batchstate.violations import Code
 from tests.doubles import fake_accelerator, in_a_thread, refused
 from tests.forward_world import LONGEST, PAGE_SIZE, Running, World, values
+from tests.refusals import Expected, refuses
 
 some = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
@@ -373,35 +374,34 @@ def test_nothing_is_taken_where_one_field_is_missing(rt: Runtime, world: World) 
     assert values(rt, resolve().input_ids) == [50, 51, 52, 60, 61, 62]
 
 
-Wrong = tuple[type[Exception], str, dict[str, Any], dict[str, Any]]
-# of the plan beside lengths [8, 8], and of the resolution beside ids="last_token"
-WRONG: dict[str, Wrong] = {
+WRONG: dict[str, tuple[Expected, str, dict[str, Any], dict[str, Any]]] = {
+    # of the plan beside lengths [8, 8], and of the resolution beside ids="last_token"
     "an undeclared field": (DeclarationError, "'token', which is not declared", {}, {"ids": "token"}),
     "no field": (DeclarationError, r"no field for their ids", {}, {"ids": ()}),
-    "a field twice": (DeclarationError, "name each field once", {"queries": 2}, {"ids": ("last_token", "last_token")}),
+    "ids for a plan without any": (DeclarationError, "which has none", {"has_ids": False}, {}),
+    "a field twice": (DeclarationError, "name each field once", {"query_lens": 2}, {"ids": ("last_token",) * 2}),
     "ids for lengths": (DeclarationError, "name each field once", {}, {"lengths": "last_token"}),
     "a field of the host": (DeclarationError, "read by the host", {}, {"ids": "outputs"}),
-    "ids in two dimensions": (DeclarationError, r"'pairs' of \[2, 2\]", {"queries": 4}, {"ids": "pairs"}),
+    "ids in two dimensions": (DeclarationError, r"'pairs' of \[2, 2\]", {"query_lens": 4}, {"ids": "pairs"}),
     "narrow ids": (DtypeError, "ids from field 'narrow' of torch.int32", {}, {"ids": "narrow"}),
+    "wide ids": (DtypeError, "ids from field 'last_token'", {"int32": ["input_ids"]}, {}),
     "undeclared lengths": (DeclarationError, "'length', which is not declared", {}, {"lengths": "length"}),
     "lengths that are rows": (DeclarationError, r"lengths from field 'drafts' of \[2\]", {}, {"lengths": "drafts"}),
-    "more tokens than entries": (ShapeError, "puts in 3 tokens, and the relay has 1", {"queries": 3}, {}),
+    "more tokens than entries": (ShapeError, "puts in 3 tokens, and the relay has 1", {"query_lens": 3}, {}),
     "fewer tokens than entries": (ShapeError, "puts in 1 tokens, and the relay has 2", {}, {"ids": "drafts"}),
     "bounds without lengths": (ContractError, "has bounds of the lengths", {"bounded": True}, {}),
-    "bounds without a table": (
-        ArgumentError,
-        "needs a token table",
-        {"bounded": True, "with_pages": True},
-        {"lengths": "lens"},
-    ),
-    "a table that is none": (ArgumentError, "expected a table of slots of 'slots'", {}, {"req_to_token": [1, 2]}),
+    "bounds without a table": (ArgumentError, "needs a token table", {"bounded": True}, {"lengths": "lens"}),
+    "a table of numbers": (ArgumentError, "up to 8 tokens", {"bounded": True}, {"req_to_token": ((), torch.int32)}),
+    "a narrow table": (ArgumentError, "up to 8 tokens", {"bounded": True}, {"req_to_token": ((3,), torch.int32)}),
+    "a table of pairs": (ArgumentError, "up to 8 tokens", {"bounded": True}, {"req_to_token": ((32, 2), torch.int32)}),
+    "a table of floats": (ArgumentError, "up to 8 tokens", {"bounded": True}, {"req_to_token": ((32,), torch.float32)}),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) -> None:
     """What the relay cannot serve is a typed error before anything is taken; the plan can still be used."""
-    error, match, planned, asked = WRONG[name]
+    expected, words, planned, asked = WRONG[name]
     slots = world.take([8, 8])
     world.publish(slots)
     world.relay.publish(
@@ -411,12 +411,14 @@ def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) ->
         pairs=rt.upload([np.zeros((2, 2, 2), np.int64)]).view(0),
         outputs=rt.upload([np.array([1, 2])]).view(0),
     )
-    lens: Any = world.bounds([8, 8], [8, 8]) if planned.get("bounded") else [8, 8]
-    pages = world.pages if planned.get("with_pages") else None
-    plan, uploaded = world.planned(slots, lens, planned.get("queries", 1), pages=pages)
+    lens: Any = [8, 8]
+    if planned.get("bounded"):
+        lens, planned = world.bounds([8, 8], [8, 8]), {"pages": world.pages}
+    if "req_to_token" in asked:
+        asked = {"lengths": "lens", "req_to_token": world.slots.table("odd", *asked["req_to_token"])}
+    plan, uploaded = world.planned(slots, lens, **planned)
     before = rt.counters.snapshot()
-    with pytest.raises(error, match=match):
-        world.resolve(plan, uploaded, **asked)
+    refuses(expected, words, lambda: world.resolve(plan, uploaded, **asked))
     assert rt.counters == before
     for field in world.relay.fields:
         assert world.states(slots, field) == ["published"] * 2
@@ -425,7 +427,7 @@ def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) ->
 
 
 def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) -> None:
-    """Something else than a plan, than its own upload, than a table of the pool, or of another pool or runtime."""
+    """Another upload than the plan's own, a table of another pool, or a relay of another pool or runtime."""
     slots = world.take([8, 8])
     world.publish(slots)
     batch = Running.build(rt, slots=slots, seq_lens=[8, 8])
@@ -433,22 +435,19 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
     uploaded = batch.upload(extras={**plan.extras, "temperature": [0.5, 1.0]})
     theirs, bare = batch.upload(extras=other.extras), batch.upload()
     others, far = World.of(rt), World.of(open_device(device))
-    resolve: Any = world.resolve
     not_uploaded = "kv_lens, last_token_indices, positions, query_start_loc of ForwardPlan.* were not uploaded"
-    acts: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (ArgumentError, "expected a ForwardPlan, got ", lambda: resolve([], uploaded)),
-        (ArgumentError, "expected an Extras, got ", lambda: resolve(plan, {})),
-        (ArgumentError, not_uploaded, lambda: resolve(plan, bare)),
-        (ArgumentError, "were not uploaded with this batch", lambda: resolve(plan, theirs)),
-        (ArgumentError, "a table of slots of", lambda: resolve(plan, uploaded, req_to_token=others.table)),
+    acts: list[tuple[Expected, str, Callable[[], object]]] = [
+        (ArgumentError, not_uploaded, lambda: world.resolve(plan, bare)),
+        (ArgumentError, "were not uploaded with this batch", lambda: world.resolve(plan, theirs)),
+        (ArgumentError, "row 0 waits for a relay", lambda: ForwardInputs.of(plan, uploaded)),
+        (ArgumentError, "a table of slots of", lambda: world.resolve(plan, uploaded, req_to_token=others.table)),
         (ArgumentError, "expected slots of pool", lambda: others.resolve(plan, uploaded)),
         (DeviceError, "another runtime", lambda: far.resolve(plan, uploaded)),
     ]
     before = rt.counters.snapshot()
-    for error, match, act in acts:
-        with pytest.raises(error, match=match):
-            act()
-    assert isinstance(in_a_thread(lambda: resolve(plan, uploaded)), OwnerThreadError)
+    for act in acts:
+        refuses(*act)
+    assert isinstance(in_a_thread(lambda: world.resolve(plan, uploaded)), OwnerThreadError)
     assert rt.counters == before
     assert world.states(slots, "last_token") == ["published"] * 2
     assert values(rt, world.resolve(plan, uploaded).input_ids) == (10 * slots.np).tolist()
@@ -571,29 +570,6 @@ def test_inputs_are_made_on_the_forwards_stream() -> None:
     assert rt.pending() > 0
 
 
-def test_what_inputs_cost(rt: Runtime, world: World) -> None:
-    """Decodes, padded or not: one launch. Prompts: one copy. Both: one copy and two launches."""
-    slots = world.take([5, 6])
-    last = (10 * slots.np).tolist()
-    cases: list[tuple[list[list[int] | None] | None, int, tuple[int, int], list[int]]] = [
-        (None, 0, (0, 1), last),
-        (None, 2, (0, 1), [*last, 0, 0]),
-        ([[7], [8]], 0, (1, 0), [7, 8]),
-        ([None, [8]], 0, (1, 2), [last[0], 8]),
-    ]
-    for prompts, padding, cost, ids in cases:
-        world.relay.discard(slots)
-        world.publish(slots)
-        plan, uploaded = world.planned(
-            slots, [5, 6], prompt_ids=prompts, rows=2 + padding, pad_tokens=2 + padding if padding else None
-        )
-        before = rt.counters.snapshot()
-        inputs = world.resolve(plan, uploaded)
-        spent = rt.counters - before
-        assert (spent.host_to_device_copies, spent.device_operations) == cost
-        assert values(rt, inputs.input_ids) == ids
-
-
 def test_padded_rows_may_have_an_entry_everywhere(rt: Runtime, world: World) -> None:
     """Lengths, ids and the mask of samples may have one entry per padded row, which is ignored."""
     slots = world.take([5, 6])
@@ -603,24 +579,6 @@ def test_padded_rows_may_have_an_entry_everywhere(rt: Runtime, world: World) -> 
     inputs = world.resolve(plan, uploaded)
     assert values(rt, inputs.input_ids) == [7, 8, 9]
     assert plan.sample_rows.tolist() == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "holds"),
-    [((), torch.int32, None), ((3,), torch.int32, None), ((32, 2), torch.int32, None), ((32,), torch.float32, None)],
-)
-def test_a_table_that_is_none_of_tokens_is_refused(
-    rt: Runtime, world: World, shape: tuple[int, ...], dtype: torch.dtype, holds: str | None
-) -> None:
-    """Too narrow, of more dimensions or of floats: refused before anything is taken."""
-    slots = world.take([9])
-    world.publish(slots)
-    table = world.slots.table("odd", shape, dtype, holds=holds)
-    lens = world.bounds([9], [6])
-    plan, uploaded = world.planned(slots, lens, pages=world.pages)
-    with pytest.raises(ArgumentError, match="for requests of up to 9 tokens"):
-        world.resolve(plan, uploaded, lengths="lens", req_to_token=table)
-    assert world.states(slots, "last_token") == ["published"]
 
 
 @pytest.mark.usefixtures("full")
@@ -645,33 +603,6 @@ def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: World) -> No
     assert (violation.row, violation.slot) == (0, int(slots.np[0]))
     assert "truncate in step" in str(violation.actual)
     assert world.states(slots, "last_token") == ["published"]
-
-
-@pytest.mark.parametrize(
-    ("width", "padding", "prompt", "copies", "launches"),
-    [(1, 0, False, 0, 5), (3, 0, False, 0, 7), (1, 1, False, 0, 9), (3, 1, False, 0, 11), (3, 0, True, 1, 11)],
-)
-def test_what_true_lengths_cost(
-    rt: Runtime, world: World, width: int, padding: int, prompt: bool, copies: int, launches: int
-) -> None:
-    """True lengths from the relay, with the locations of the tokens: decodes and verifies, padded or with prompts."""
-    slots = world.take([9, 9, 9])
-    world.publish(slots)
-    world.relay.discard(slots, "lens")
-    world.relay.publish(slots, lens=[4, 5, 9 - width])
-    lens = world.bounds([9, 9, 9], [4 + width, 5 + width, 9])
-    ids = [None, None, list(range(width)) if prompt else None]
-    tokens = (3 + padding) * width
-    plan, uploaded = world.planned(
-        slots, lens, width, prompt_ids=ids, pages=world.pages, pad_tokens=tokens, rows=3 + padding
-    )
-    fields = ("last_token", "drafts")[: 1 if width == 1 else 2]
-    before = rt.counters.snapshot()
-    inputs = world.relay.resolve_forward_inputs(plan, uploaded, ids=fields, lengths="lens", req_to_token=world.table)
-    spent = rt.counters - before
-    assert (spent.host_to_device_copies, spent.device_operations) == (copies, launches)
-    assert values(rt, inputs.kv_lens) == [4 + width, 5 + width, 9] + [0] * padding
-    assert values(rt, inputs.positions)[: 2 * width] == [*range(4, 4 + width), *range(5, 5 + width)]
 
 
 @pytest.mark.usefixtures("full")

@@ -1,20 +1,23 @@
 """ForwardPlan: the host's arrays of a forward are those that a loop over requests and tokens would write."""
 
+import functools
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchstate import Code, MirroredTensor, SlotPool, Slots, Violation, checks
+from batchstate import Code, MirroredTensor, SlotPool, Slots, TokenArray, Violation, checks
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, ValueOverflowError
 from batchstate.forward.plan import ForwardPlan, flash_attention
 from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
 from tests.doubles import refused
 from tests.forward_world import LONGEST, World
+from tests.refusals import Expected, refuses
 
 some = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
@@ -239,16 +242,17 @@ def test_bounds_are_bounds(rt: Runtime) -> None:
     assert not ForwardPlan.of(slots, bounds, prompt_ids=[[6], [7]]).bounded
 
 
-WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "lengths for others": (ShapeError, r"seq_lens: expected one number, or one for each of 3", {"seq_lens": [5, 6]}),
+def with_types(rows: Any, **named: Any) -> dict[str, Any]:
+    """An array of token types."""
+    return {"token_arrays": {"types": TokenArray(rows, **named)}}
+
+
+ONE_EACH = "expected one number, or one for each of 3"
+WRONG: dict[str, tuple[Expected, str, dict[str, Any]]] = {
+    "lengths for others": (ShapeError, f"seq_lens: {ONE_EACH}", {"seq_lens": [5, 6]}),
     "lengths in two dimensions": (ShapeError, r"got an array of shape \[3, 1\]", {"seq_lens": [[5], [6], [7]]}),
     "fractions": (DtypeError, "seq_lens: expected integers, got float64", {"seq_lens": [5.0, 6.0, 7.0]}),
-    "no lengths": (DtypeError, "seq_lens", {"seq_lens": None}),
-    "chunks for others": (
-        ShapeError,
-        r"query_lens: expected one number, or one for each of 3",
-        {"query_lens": [1, 1, 1, 1]},
-    ),
+    "chunks for others": (ShapeError, f"query_lens: {ONE_EACH}", {"query_lens": [1, 1, 1, 1]}),
     "booleans for chunks": (DtypeError, "query_lens: expected integers, got bool", {"query_lens": [True, True, True]}),
     "more in than there is": (ArgumentError, "row 1: .* got 7 and 6", {"query_lens": [1, 7, 1]}),
     "less than nothing in": (ArgumentError, "row 2: .* got -1 and 7", {"query_lens": [1, 1, -1]}),
@@ -261,61 +265,60 @@ WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     ),
     "fewer padded tokens than tokens": (ArgumentError, "pad_tokens is 2", {"pad_tokens": 2}),
     "half a padded token": (DtypeError, "pad_tokens is 3.5", {"pad_tokens": 3.5}),
+    "padded tokens beyond int32": (ValueOverflowError, "pad_tokens", {"pad_tokens": 2**31 + 10}),
     "ids for others": (ShapeError, "prompt_ids of 2 for 3 requests", {"prompt_ids": [None, [1]]}),
-    "ids end to end": (ShapeError, "prompt_ids of ndarray", {"prompt_ids": np.array([1, 2, 3])}),
+    "ids end to end": (ShapeError, "a list of 1, got the number 1", {"prompt_ids": np.array([1, 2, 3])}),
     "ids that are too many": (ShapeError, "row 1: 2 values for its 1 tokens", {"prompt_ids": [None, [1, 2], None]}),
     "ids that are missing": (ShapeError, "row 0: 0 values for its 1 tokens", {"prompt_ids": [[], None, None]}),
-    "an id": (ShapeError, "row 2: expected a list of 1, got the number 5", {"prompt_ids": [None, None, 5]}),
-    "None among ids": (
-        DtypeError,
-        "prompt_ids of row 0",
-        {"prompt_ids": [[1, None], None, None], "query_lens": [2, 1, 1]},
-    ),
+    "None among ids": (DtypeError, "of row 0", {"prompt_ids": [[1, None], None, None], "query_lens": [2, 1, 1]}),
     "fractional ids": (DtypeError, "prompt_ids of row 0", {"prompt_ids": [[1.5], None, None]}),
+    "ids beyond int32": (ValueOverflowError, "row 0", {"int32": ["input_ids"], "prompt_ids": [[2**31], None, None]}),
+    "int32 of another array": (DeclarationError, "'kv_lens' in int32", {"int32": ["kv_lens"]}),
     "samples for others": (ShapeError, r"samples: expected bool\[3\], got bool\[2\]", {"samples": [True, False]}),
     "samples by number": (ShapeError, r"samples: expected bool\[3\], got int64\[3\]", {"samples": [0, 1, 1]}),
-    "a sample of no token": (
-        ArgumentError,
-        "row 0 samples and puts in no token",
-        {"query_lens": [0, 1, 1], "prompt_ids": [[], None, None]},
-    ),
+    "a sample of no token": (ArgumentError, "row 0 samples and puts in no token", {"query_lens": [0, 1, 1]}),
     "an unknown layout": (DeclarationError, "use one of: flash_attention, flashinfer", {"layouts": "paged"}),
-    "a layout without a name": (DeclarationError, "layouts", {"layouts": [7]}),
-    "a number for layouts": (DeclarationError, "pass a tuple of some of: flash_attention, flashinfer", {"layouts": 5}),
-    "a number for pages": (ArgumentError, "expected a PagePool, got 5", {"pages": 5}),
-    "padded tokens beyond int32": (ValueOverflowError, "pad_tokens", {"pad_tokens": 2**31 + 10}),
     "a layout without pages": (ArgumentError, "need pages", {"layouts": "flashinfer"}),
+    "ids as a token array": (DeclarationError, "prompt_ids", {"token_arrays": {"input_ids": TokenArray(None)}}),
+    "a name that is taken": (DeclarationError, "positions", {"token_arrays": {"positions": TokenArray(None)}}),
+    "a name of a layout": (DeclarationError, "kv_lens", {"token_arrays": {"kv_lens": TokenArray(None)}}),
+    "types for others": (ShapeError, "types of 1 for 3", with_types([[1]])),
+    "too many types": (ShapeError, "row 1: 2 values", with_types([None, [1, 2], None])),
+    "types of another shape": (
+        ShapeError,
+        r"expected a list of 1, got shape \[1, 1\]",
+        with_types([None, [[1]], None]),
+    ),
+    "types without a shape": (ShapeError, r"list of 1 values \[2\]", with_types([[1], None, None], shape=(2,))),
+    "fractional types": (DtypeError, "types of row 0", with_types([[0.5], None, None])),
+    "types too large": (ValueOverflowError, "row 0", with_types([[300], None, None], dtype=torch.uint8)),
+    "padding before a request": (Code.SLOT_ZERO_ALLOCATED, "index 0", {"slots": [2, 0, 1], "seq_lens": [5, 6, 7]}),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_refuses_arguments(rt: Runtime, name: str) -> None:
     """Arguments that do not go together are typed errors, on the host alone."""
-    error, match, wrong = WRONG[name]
+    expected, words, wrong = WRONG[name]
     slots = SlotPool(rt, 4).take(3)
+    if "slots" in wrong:
+        slots = slots.take([0, 1]).pad(3).take(wrong["slots"])
     before = rt.counters.snapshot()
-    with pytest.raises(error, match=match):
-        ForwardPlan.of(slots, **{"seq_lens": [5, 6, 7], **wrong})
+    options = {"seq_lens": [5, 6, 7], **{key: value for key, value in wrong.items() if key != "slots"}}
+    refuses(expected, words, lambda: ForwardPlan.of(slots, **options))
     assert rt.counters == before
 
 
-def test_refuses_numbers_for_slots(rt: Runtime) -> None:
-    """Requests are named by handles, and padding is at the end."""
-    wrong: Any = [1, 2]
-    with pytest.raises(DtypeError, match=r"pass `batch\.slots`"):
-        ForwardPlan.of(wrong, [5, 6])
+def test_placeholders_are_reported_with_their_token(rt: Runtime) -> None:
+    """The token among all, and the array: ids of a prompt, or another one that is declared non-negative."""
     slots = SlotPool(rt, 4).take(2)
-    violation = refused(Code.SLOT_ZERO_ALLOCATED, lambda: ForwardPlan.of(slots.pad(3).take([2, 0, 1]), [5, 6, 7]))
-    assert violation.row == 0
-
-
-def test_refuses_negative_ids(rt: Runtime) -> None:
-    """A placeholder among the ids of a prompt does not reach an embedding."""
-    slots = SlotPool(rt, 4).take(2)
-    violation = refused(
-        Code.SENTINEL_ESCAPED, lambda: ForwardPlan.of(slots, [5, 6], [2, 1], prompt_ids=[[3, -1], None])
-    )
-    assert (violation.row, violation.column) == (1, "input_ids")
+    pairs = TokenArray([None, [[3, -1]]], shape=(2,), non_negative=True)
+    for column, options in (
+        ("input_ids", {"query_lens": [2, 1], "prompt_ids": [[3, -1], None]}),
+        ("pairs", {"token_arrays": {"pairs": pairs}}),
+    ):
+        violation = refused(Code.SENTINEL_ESCAPED, functools.partial(ForwardPlan.of, slots, [5, 6], **options))
+        assert (violation.row, violation.column) == (1, column)
 
 
 def test_refuses_tokens_without_pages(rt: Runtime) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from batchstate import (
     relay_field,
     slot_column,
 )
-from batchstate.errors import ArgumentError, BatchStateError, DeclarationError, ShapeError
+from batchstate.errors import ArgumentError
 from tests.doubles import refused
 
 
@@ -29,7 +28,6 @@ class Running(Batch):
     slots = slot_column()
     seq_lens = mirrored(torch.int64)
     encoder_lens = mirrored(torch.int32)
-    pair = mirrored(torch.int64, shape=(2,))
 
 
 class World:
@@ -41,9 +39,7 @@ class World:
         table = self.slots.table("req_to_token", (24,), torch.int32, holds="location")
         self.pages = PagePool(rt, self.slots, 40, 4, max_tokens_per_request=24, req_to_token=table)
         self.relay = FutureMap(self.slots, {"last": relay_field(torch.int64), "narrow": relay_field(torch.int32)})
-        self.batch = Running.build(
-            rt, slots=self.slots.take(3), seq_lens=[0, 0, 0], encoder_lens=[5, 0, 2], pair=np.zeros((3, 2), np.int64)
-        )
+        self.batch = Running.build(rt, slots=self.slots.take(3), seq_lens=[0, 0, 0], encoder_lens=[5, 0, 2])
 
     def locations(self, row: int, index: list[int]) -> list[int]:
         """Where tokens of a request lie in its pages."""
@@ -111,28 +107,3 @@ def test_a_planner_of_a_later_rank(rt: Runtime, world: World, full: None) -> Non
     assert rt.inspect(inputs.positions).tolist() == [2, 1, 3]
     with pytest.raises(ArgumentError, match="has none"):
         _ = inputs.input_ids
-
-
-def test_a_refused_step_leaves_the_pages(world: World) -> None:
-    """Values of tokens that do not fit take back the pages of the step."""
-    planner = StepPlanner(Running, pages=world.pages, kv_offset="encoder_lens")
-    with pytest.raises(ShapeError):
-        planner.plan(world.batch, [2, 1, 3], prompt_ids=PROMPTS, token_arrays={"types": TokenArray([[1], [2], [3]])})
-    assert world.pages.committed(world.batch.slots).tolist() == [0, 0, 0]
-
-
-WRONG: dict[str, tuple[type[BatchStateError], dict[str, Any]]] = {
-    "no column": (DeclarationError, {"kv_offset": "encoders"}),
-    "a column of two": (DeclarationError, {"kv_offset": "pair"}),
-    "a relay that is none": (ArgumentError, {"relay": 3}),
-    "ids without a relay": (DeclarationError, {"ids": "last"}),
-    "results without a relay": (DeclarationError, {"results": ["last"]}),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_refuses_declarations(world: World, name: str) -> None:
-    """A planner is declared with what there is."""
-    error, wrong = WRONG[name]
-    with pytest.raises(error):
-        StepPlanner(Running, pages=world.pages, **wrong)

@@ -33,19 +33,22 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
-@pytest.mark.parametrize("leaving", [0, 1])
+@pytest.mark.parametrize("leaving", [0, 2])
+@pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("mode", MODES)
-def test_decode_steps(rt: Runtime, mode: str, leaving: int, level: str) -> None:
-    """Decode steps run, with requests that leave and join and without, where the planner is made inside or before."""
+def test_decode_steps(rt: Runtime, mode: str, every: int, leaving: int, level: str) -> None:
+    """Each step runs in the mode, or some do, with requests that stay or not, and a planner made inside or before."""
     with checks(level):
-        before = Steady(rt, 8, leaving)
+        engines = [Steady(rt, 8, leaving)]
         with MODES[mode]():
-            inside = Steady(rt, 8, leaving)
-            for _ in range(20):
-                before.step()
-                inside.step()
+            engines.append(Steady(rt, 8, leaving))
+        for turn in range(11):
+            with MODES[mode]() if turn % every == 0 else contextlib.nullcontext():
+                for engine in engines:
+                    engine.step()
                 rt.synchronize()  # one runtime may have two steps in flight, and here are two engines
-        before.step()
+        for engine in engines:
+            assert max(engine.step().ids.tolist()) == (4 if leaving else 12)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,8 +1,8 @@
 """`ForwardInputs`: the device tensors that one forward takes, as its own view of the batch.
 
-What the host planned was uploaded in the step's copy. At forward entry, on the forward's stream, the relay adds what
-only the last forward knew: ids, and true lengths where the host has bounds. The view belongs to the forward, which may
-change it; the two sides of the batch stay what they are.
+The host's plan was uploaded in the step's copy. At forward entry, on the forward's stream, the relay adds the values
+that only the last forward knew: ids, and true lengths where the host has bounds. The view belongs to the forward, which
+may change it; the two sides of the batch stay what they are.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from batchstate.violations import Where
 @final
 @attrs.frozen(eq=False)
 class Sources:
-    """Where a forward's inputs come from besides the plan. For the library.
+    """Where a forward's inputs come from besides the plan.
 
     Attributes:
         runtime: the device.
@@ -46,31 +46,29 @@ class Sources:
     req_to_token: Table | None
     least: int = 0
 
-    def check(self, plan: ForwardPlan, uploaded: Extras, what: str) -> None:
+    def check(self, plan: ForwardPlan, uploaded: Extras, subject: str) -> None:
         """Refuses a plan that these cannot serve; see `FutureMap.resolve_forward_inputs`."""
         plan.check(uploaded.row_set, "resolve_forward_inputs")
         missing = sorted(name for name, array in plan.extras.items() if uploaded.arrays.get(name) is not array)
         if missing:
-            problem = f"{what}: {', '.join(missing)} of {plan!r} were not uploaded with this batch"
+            problem = f"{subject}: {', '.join(missing)} of {plan!r} were not uploaded with this batch"
             raise ArgumentError(problem, missing, "pass what `batch.upload(extras=plan.extras)` returned for this plan")
         if plan.has_ids and len(plan.relay_rows) and not self.ids:
             remedy = "name the fields that hold them (ids=...); or pass the ids of all requests to the plan"
-            raise DeclarationError(f"{what}: {plan!r}, and no field for their ids", plan, remedy)
+            raise DeclarationError(f"{subject}: {plan!r}, and no field for their ids", plan, remedy)
         if not plan.has_ids and self.ids:
-            problem = f"{what}: ids from {', '.join(self.ids)} for {plan!r}, which has none"
+            problem = f"{subject}: ids from {', '.join(self.ids)} for {plan!r}, which has none"
             raise DeclarationError(problem, self.ids, "leave `ids` out, or make the plan with has_ids=True")
         queries = plan.query_lens[plan.relay_rows]
         for row in plan.relay_rows[(queries > self.width) | (queries < (self.least or self.width))].tolist():
-            most = f"{self.least} to {self.width}" if self.least < self.width else f"{self.width}"
-            raise ShapeError(
-                f"{what}: the request in row {row} puts in {plan.query_lens[row]} tokens, "
-                f"and the relay has {most} for it in {', '.join(self.ids) or self.lengths}",
-                int(plan.query_lens[row]),
-                "pass its ids to the plan, or name the fields that hold them all",
-            )
+            query, fields = int(plan.query_lens[row]), ", ".join(self.ids) or self.lengths
+            remedy = "pass its ids to the plan, or name the fields that hold them all"
+            has = f"{self.least} to {self.width}" if self.least < self.width else f"{self.width}"
+            problem = f"{subject}: the request in row {row} puts in {query} tokens, and the relay has {has} for it in"
+            raise ShapeError(f"{problem} {fields}", query, remedy)
         if plan.bounded and self.lengths is None:
             remedy = "name the field that was published with the true ones: lengths=..."
-            raise ContractError(f"{what}: {plan!r} has bounds of the lengths", "upper_bound", remedy)
+            raise ContractError(f"{subject}: {plan!r} has bounds of the lengths", "upper_bound", remedy)
         table, width = self.req_to_token, int(plan.kv_ends.max(initial=0))
         if table is not None and (
             table.dtype.is_floating_point
@@ -79,13 +77,13 @@ class Sources:
             or table.holds not in (None, "location")
         ):
             remedy = "pass the table of locations by slot and position, as wide as a request may be long"
-            raise ArgumentError(f"{what}: {table!r} for requests of up to {width} tokens", table, remedy)
+            raise ArgumentError(f"{subject}: {table!r} for requests of up to {width} tokens", table, remedy)
         if plan.bounded and "slot_mapping" in plan.extras and self.req_to_token is None:
             remedy = "pass req_to_token=, from which the device looks up where the KV really goes"
-            raise ArgumentError(f"{what}: the slot mapping of bounded lengths needs a token table", None, remedy)
+            raise ArgumentError(f"{subject}: the slot mapping of bounded lengths needs a token table", None, remedy)
 
     def put_in(self, plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Which of `width` numbers of each request it puts in, int64[tokens], and how many, int64[requests].
+        """Indices of the numbers that requests put in, of `width` each, int64[tokens], and counts, int64[requests].
 
         None where each puts in all. Else one copy.
         """
@@ -141,7 +139,7 @@ class ForwardInputs:
 
     @property
     def plan(self) -> ForwardPlan:
-        """What the host knows of the forward."""
+        """The host's part."""
         if not isinstance(self._plan, ForwardPlan):
             self._plan = self._plan()
         return self._plan
@@ -166,10 +164,10 @@ class ForwardInputs:
 
         Args:
             plan: one in which no request waits for ids or lengths of the step before. It is used once.
-            uploaded: what `batch.upload(extras=plan.extras)` returned, or `plan.upload()`.
+            uploaded: returned by `batch.upload(extras=plan.extras)`, or by `plan.upload()`.
 
         Raises:
-            ArgumentError: no plan or upload, or not of each other; a request whose ids or lengths the relay has.
+            ArgumentError: another plan's upload; a request whose ids or lengths the relay has.
             Violation: as `FutureMap.resolve_forward_inputs`.
         """
         runtime = plan.slots.runtime
@@ -186,7 +184,7 @@ class ForwardInputs:
 
     @classmethod
     def resolve(cls, plan: ForwardPlan, uploaded: Extras, sources: Sources) -> "ForwardInputs":
-        """For the library: the inputs of a checked plan, on the current stream."""
+        """The inputs of a checked plan, on the current stream."""
         runtime, slots, relayed, sampled = sources.runtime, plan.slots, plan.relayed, plan.sampled_slots
         if uploaded.slots is not None and np.array_equal(uploaded.slots[0], slots.np):
             slots = with_device(slots, uploaded.slots[1])  # at fixed addresses
@@ -195,17 +193,17 @@ class ForwardInputs:
         arrays: dict[str, torch.Tensor] = {}
         if plan.deferred and plan.token_arrays:
             deferred = runtime.upload(list(plan.token_arrays.values()))
-            arrays = {name: deferred.view(place) for place, name in enumerate(plan.token_arrays)}
+            arrays = {name: deferred.view(i) for i, name in enumerate(plan.token_arrays)}
         elif plan.token_arrays:
             arrays = {name: uploaded[name] for name in plan.token_arrays}
-        known = arrays.pop("input_ids", None)
-        if known is None and "input_ids" in plan.extras:
-            known = uploaded["input_ids"]
+        host_ids = arrays.pop("input_ids", None)
+        if host_ids is None and "input_ids" in plan.extras:
+            host_ids = uploaded["input_ids"]
         inputs = cls(
             plan=plan,
             slots=slots.device,
             sampled_slots=slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots"),
-            ids=_ids(plan, uploaded, known, relayed, sources, put_in) if plan.has_ids else None,
+            ids=_ids(plan, uploaded, host_ids, relayed, sources, put_in) if plan.has_ids else None,
             arrays=arrays,
             **uploaded.several([name for name in _TENSORS if name in plan.extras]),
         )
@@ -218,7 +216,7 @@ class ForwardInputs:
         return inputs
 
     def check(self, runtime: Runtime) -> None:
-        """For the library: nothing was written since it was sent, and the token table agrees with the pages.
+        """Nothing was written since it was sent, and the token table agrees with the pages.
 
         Also no id is a placeholder, and the KV of each token goes to where its position lies. Reads device memory.
         """
@@ -236,18 +234,17 @@ class ForwardInputs:
             plan.pages.check_kv("resolve_forward_inputs")
         if plan.pages is not None and self.slot_mapping is not None and plan.num_tokens:
             positions = runtime.inspect(self.positions)[: plan.num_tokens].astype(np.int64)
-            found = runtime.inspect(self.slot_mapping)[: plan.num_tokens].astype(np.int64)
-            invariants.mirror_equal(plan.locations_at(positions), found, **self._where("slot_mapping"))
+            mapping = runtime.inspect(self.slot_mapping)[: plan.num_tokens].astype(np.int64)
+            invariants.mirror_equal(plan.locations_at(positions), mapping, **self._where("slot_mapping"))
         for name, array in self.arrays.items():
             invariants.mirror_equal(plan.token_arrays[name], runtime.inspect(array), **self._where(name))
         if self._ids is not None:
             ids = runtime.inspect(self._ids)
             invariants.sentinel_escaped(ids, **self._where("input_ids"))
             if plan.prompt_ids is not None:
-                known = plan.prompt_ids.copy()
-                fed = plan.relay_tokens()
-                known[fed] = ids[fed]
-                invariants.mirror_equal(known, ids, **self._where("input_ids"))
+                wanted, fed = plan.prompt_ids.copy(), plan.relay_tokens()
+                wanted[fed] = ids[fed]
+                invariants.mirror_equal(wanted, ids, **self._where("input_ids"))
 
     def _where(self, column: str) -> Where:
         step = self.plan.slots.runtime.step
@@ -276,7 +273,7 @@ class ForwardInputs:
             table = sources.req_to_token.device_for(self.plan.relayed)
             names = "relay_kv_offset", "relay_kv_window"
             moved = tuple(uploaded[name] if name in self.plan.extras else None for name in names)
-            reads = (table, positions, slots, *(one for one in moved if one is not None))
+            reads = (table, positions, slots, *(tensor for tensor in moved if tensor is not None))
             arguments = (table, slots, positions, width, self.slot_mapping.dtype, *moved, put_in is not None)
             mapping = launch(_looked_up, *arguments, reads=reads, name="true slot mapping", operations=2)
         added: torch.Tensor | int = width
@@ -317,13 +314,13 @@ class ForwardInputs:
             begun &= plan.kv_window == NO_END
         ends = np.where(begun, -(-ends // size) * size, ends)
         positions = np.arange(min(int(ends.max(initial=0)), table.shape[1]))
-        found = runtime.inspect(rows)[:, : positions.size].astype(np.int64)
+        written = runtime.inspect(rows)[:, : positions.size].astype(np.int64)
         held = pages.page_table[plan.slots.np[: plan.num_reqs]].astype(np.int64)
         expected = held[:, positions // size] * size + positions % size
         first = pages.first_positions(plan.slots.split([plan.num_reqs, len(plan.slots) - plan.num_reqs])[0])
         there = (positions < ends[:, None]) & (positions >= first[:, None])
         where: Where = {**self._where("tokens of the pages"), "object": table}
-        invariants.mirror_equal(np.where(there, expected, 0), np.where(there, found, 0), **where)
+        invariants.mirror_equal(np.where(there, expected, 0), np.where(there, written, 0), **where)
 
     def _check_bounds(self, lengths: torch.Tensor, sources: Sources) -> None:
         """No length exceeds its bound, by which pages were allocated; the column's device side has the true ones."""
@@ -339,12 +336,12 @@ class ForwardInputs:
 
 
 _CORRECTED = ("input_ids", "positions", "kv_lens", "slot_mapping", "kv_start_loc")
-"""What is changed on the device where the host knows bounds; the ids of requests come from the relay in any case."""
+"""Tensors that the device sets right where the host knows bounds; ids of requests come from the relay in any case."""
 
 _TENSORS = tuple(
-    one.name
-    for one in attrs.fields(ForwardInputs)
-    if one.name not in ("plan", "slots", "sampled_slots", "arrays", "_ids")
+    field.name
+    for field in attrs.fields(ForwardInputs)
+    if field.name not in ("_plan", "slots", "sampled_slots", "arrays", "_ids")
 )
 
 
@@ -371,27 +368,27 @@ def with_device(handles: Slots, side: DeviceSide) -> Slots:
 def _ids(
     plan: ForwardPlan,
     uploaded: Extras,
-    known: torch.Tensor | None,
+    host_ids: torch.Tensor | None,
     relayed: Slots,
     sources: Sources,
     put_in: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
     """The ids of all tokens, from the host, from the relay, or from both."""
     launch = sources.runtime.launch
-    if known is not None and not len(plan.relay_rows):
-        return known
+    if host_ids is not None and not len(plan.relay_rows):
+        return host_ids
     ids = sources.gather(relayed, *sources.ids).reshape(-1)
     if put_in is not None:
         ids = _some(launch, ids, put_in[0])
-    if known is None:
+    if host_ids is None:
         return ids
     tokens = uploaded["relay_tokens"]
-    launch(put_rows, known, tokens, ids, reads=(tokens, ids), writes=(known,), name="ids from the relay")
-    return known
+    launch(put_rows, host_ids, tokens, ids, reads=(tokens, ids), writes=(host_ids,), name="ids from the relay")
+    return host_ids
 
 
 def _some(launch: Callable[..., torch.Tensor], numbers: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Those that requests put in, of as many numbers for each."""
+    """The numbers that requests put in, of as many for each."""
     return launch(select_rows, numbers, index, reads=(numbers, index), name="ids put in")
 
 

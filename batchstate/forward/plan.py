@@ -8,9 +8,9 @@ One call makes the plan of a step::
 
 Each request puts in its last `query_len` tokens, of `seq_len` that it has with them: a chunk of its prompt, one decoded
 token, or that and drafts. Their ids come from the host (prompts) or from the relay (all others); a rank of a pipeline
-that takes hidden states has none. What the host knows of single tokens (`TokenArray`) goes the same way as the ids. The
-KV of each token has a location: an offset into a page of its request. `slot_mapping` is vLLM's name for the locations
-that a forward writes (SGLang: `out_cache_loc`); everywhere else a slot is the row of a request.
+that takes hidden states has none. Further values of single tokens (`TokenArray`) go the same way as the ids. The KV of
+each token has a location: an offset into a page of its request. `slot_mapping` is vLLM's name for the locations that a
+forward writes (SGLang: `out_cache_loc`); everywhere else a slot is the row of a request.
 """
 
 import json
@@ -18,7 +18,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, SupportsIndex, cast, final
+from typing import Any, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -29,8 +29,8 @@ from batchstate import invariants, levels
 from batchstate._arrays import Array, amounts, arange_per_row, as_array, check_range, count
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._upload import Extras, packed_step
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, one_of, shown
-from batchstate.forward.token_array import TokenArray, checked_arrays
+from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError, one_of
+from batchstate.forward.token_array import TokenArray
 from batchstate.invariants import times_checked
 from batchstate.kv.last_location import LastLocation
 from batchstate.kv.pages import PagePool
@@ -46,20 +46,19 @@ from batchstate.violations import Code, Where
 Ints = npt.NDArray[np.int64]
 Arrays = dict[str, npt.NDArray[np.int32]]
 
-_WHAT = "ForwardPlan"
+_PLAN = "ForwardPlan"
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _IDS = "input_ids"
 NO_END = np.iinfo(np.int64).max
 
 _SENT = ("query_lens", "seq_lens", "relay_rows", "sample_rows", "kv_offset", "kv_window")
-"""What of a plan travels to other ranks by name, beside its slots and arrays."""
+"""Attributes of a plan that travel to other ranks by name, beside its slots and arrays."""
 
 _INDICES = ("input_ids", "positions", "slot_mapping", "last_token_indices")
 """Arrays that are int64 unless they are named in `int32`."""
 
 STAND_IN = -1
 """Where no id is known yet while the host lays them out. The check of SENTINEL_ESCAPED lets none be uploaded."""
-
 
 _MAGIC = b"batchstate plan 1\n"
 _SIZES = struct.Struct("<III")  # bytes of the header, checksum of the header, checksum of the arrays
@@ -74,21 +73,13 @@ _FIELDS = {
     "deferred": bool,
     "int32": list,
 }
-_REQUIRED: tuple[str, ...] = (
-    "slots",
-    "generations",
-    "query_lens",
-    "seq_lens",
-    "relay_rows",
-    "sample_rows",
-    "extra positions",
-)
-_REQUIRED += ("extra query_start_loc", "extra kv_lens", "extra last_token_indices")
+_REQUIRED = {"slots", "generations", "query_lens", "seq_lens", "relay_rows", "sample_rows"}
+_REQUIRED |= {"extra positions", "extra query_start_loc", "extra kv_lens", "extra last_token_indices"}
 _REMEDY = "pass what `ForwardPlan.to_bytes` returned, whole, from a rank with the same version of the library"
 
 
 def flash_attention(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_rows: int) -> Arrays:
-    """What FlashAttention's variable-length functions take for paged KV, int32; padded rows have no pages.
+    """Arguments of FlashAttention's variable-length functions for paged KV, int32; padded rows have no pages.
 
     `kv_start_loc` [num_rows + 1] (`cu_seqlens_k`) and `block_table` [num_rows, most pages of a request].
     """
@@ -100,7 +91,7 @@ def flash_attention(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int,
 
 
 def flashinfer(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_rows: int) -> Arrays:
-    """What the wrappers of flashinfer take in `plan`, int32; padded rows have no pages.
+    """Arguments of `plan` of flashinfer's wrappers, int32; padded rows have no pages.
 
     `kv_page_indptr` [num_rows + 1], `kv_page_indices` [pages] and `kv_last_page_len` [num_rows] (`paged_kv_*`).
     """
@@ -117,7 +108,7 @@ def flashinfer(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_
 
 def _starts(lengths: Ints, num_rows: int) -> npt.NDArray[np.int32]:
     starts = np.zeros(num_rows + 1, dtype=np.int32)
-    check_range(0, int(lengths.sum()), starts.dtype, f"{_WHAT}: tokens of all requests together")
+    check_range(0, int(lengths.sum()), starts.dtype, f"{_PLAN}: tokens of all requests together")
     np.cumsum(lengths, out=starts[1 : len(lengths) + 1])
     starts[len(lengths) + 1 :] = starts[len(lengths)]
     return starts
@@ -130,49 +121,43 @@ LAYOUTS: dict[str, Callable[[npt.NDArray[np.int32], Ints, int, int], Arrays]] = 
 """Layout -> its function of `pages` int32[n, m], the pages of each live request, and `kv_lens` int64[n]."""
 
 
-def checked_layouts(layouts: object, int32: object, what: str) -> tuple[str, ...]:
+def checked_layouts(layouts: str | Iterable[str], int32: Collection[str], subject: str) -> tuple[str, ...]:
     """The names of layouts.
 
     Raises:
-        DeclarationError: `layouts` or `int32` names what there is not.
+        DeclarationError: an unknown layout, or array of indices.
     """
-    names = (layouts,) if isinstance(layouts, str) else layouts
-    for name, given, there in (("layouts", names, LAYOUTS), ("int32", int32, _INDICES)):
-        if not isinstance(given, Collection) or isinstance(given, str):
-            problem = f"{what}: expected {name} in a tuple, got {given!r}"
-            remedy = f"pass a tuple of some of: {', '.join(there)}"
-            raise DeclarationError(problem, given, remedy)
-        for one in given:
-            if not isinstance(one, str) or one not in there:
-                raise DeclarationError(f"{what}: unknown name {one!r} in {name}", one, one_of(there, one))
-    return tuple(cast(Collection[str], names))
+    names = (layouts,) if isinstance(layouts, str) else tuple(layouts)
+    for argument, asked, allowed in (("layouts", names, LAYOUTS), ("int32", int32, _INDICES)):
+        for name in asked:
+            if name not in allowed:
+                raise DeclarationError(f"{subject}: unknown name {name!r} in {argument}", name, one_of(allowed, name))
+    return names
 
 
 @ranges("of", "upload")
 @final
 @attrs.define(eq=False, repr=False)
 class ForwardPlan:
-    """What the host knows of one forward. Made by `of`, used once by `FutureMap.resolve_forward_inputs`.
+    """The host's part of one forward. Made by `of`, used once by `FutureMap.resolve_forward_inputs`.
 
     Attributes:
         slots: the rows, padding included.
         num_reqs: requests.
-        num_rows: requests and padded rows.
         num_tokens: tokens of the requests.
         num_padded_tokens: tokens and padding.
         query_lens: int64[num_reqs], tokens that each request puts in.
         seq_lens: int64[num_reqs], tokens that it has with them, or a bound.
         bounded: whether the host knows only bounds of the lengths of requests that the relay feeds.
         bounds: the column that holds them; None where the lengths are exact, or another rank has the column.
-        max_query_len, max_kv_len: the most of both, or a bound.
         relay_rows: int64[r], requests whose ids come from the relay.
         relayed: their handles.
         sample_rows: int64[s], requests that sample.
         sampled_slots: their handles.
         has_ids: whether the forward takes ids.
         int32: the arrays of indices that are int32.
-        token_arrays: name -> array [num_padded_tokens, ...], what the host knows of single tokens; `input_ids` among
-            them if it knows any, 0 where it does not.
+        token_arrays: name -> array [num_padded_tokens, ...], values of single tokens; `input_ids` among them if the
+            host knows any, 0 where it does not.
         deferred: whether these are uploaded at forward entry, and not with the extras.
         extras: name -> array, for `batch.upload(extras=...)`.
         origin: the rows and pages that it was made of; it is refused once they have changed.
@@ -219,7 +204,7 @@ class ForwardPlan:
 
     @property
     def step(self) -> int:
-        """Of the runtime, when it was planned."""
+        """The runtime's step when it was planned."""
         return self.origin.step
 
     @property
@@ -273,10 +258,10 @@ class ForwardPlan:
             kv_offset: tokens that each request has in its pages before its first position, one number or int[n]: those
                 of an encoder. `seq_lens` and positions do not count them. The forward that puts in position 0 writes
                 them too. With layouts they fill whole pages.
-            tier: for the requests of the host tier, what `HiSparse.map_last_location` returned for them in this step.
-                The other requests have all their KV in their pages.
-            window: positions that each token reads, its own included; None for all before it. It is what pages that
-                were given back in front are checked against. Of bounded lengths it is counted from the bound.
+            tier: returned by `HiSparse.map_last_location` for the requests of the host tier in this step. The other
+                requests have all their KV in their pages.
+            window: positions that each token reads, its own included; None for all before it. Pages that were given
+                back in front are checked against it. It is counted from the bound where lengths are bounded.
             pad_tokens: tokens of a captured graph; padded ones have id 0, position 0 and token 0 of KV memory.
             layouts: `flash_attention` or `flashinfer`, for arrays that these take besides.
             token_arrays: name -> further values of tokens, which become `inputs.arrays`.
@@ -288,7 +273,7 @@ class ForwardPlan:
 
         Raises:
             ShapeError: not one number, mask or array of ids a request; ids that are not `query_len`.
-            DtypeError: no integers, or no slots.
+            DtypeError: no integers.
             ArgumentError: more tokens put in than there are, or than are allocated; fewer padded tokens than tokens; a
                 request samples that puts in none.
             ValueOverflowError: lengths or tokens beyond int32, which kernels take.
@@ -299,55 +284,51 @@ class ForwardPlan:
                 those that the pages were given; SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row
                 before a request; PAGE_RELEASED: a token reads what was given back.
         """
-        if not isinstance(slots, Slots):
-            raise DtypeError(f"{_WHAT}: expected slots, got {shown(slots)}", slots, "pass `batch.slots`")
-        names = checked_layouts(layouts, int32, _WHAT)
-        named = checked_arrays(token_arrays, _WHAT)
-        if pages is not None and not isinstance(pages, PagePool):
-            raise ArgumentError(f"{_WHAT}: expected a PagePool, got {shown(pages)}", pages, "pass pages=pool")
-        numbers_of_slots = slots.np
-        num_rows, used = len(slots), np.flatnonzero(numbers_of_slots)
+        names = checked_layouts(layouts, int32, _PLAN)
+        named = {} if token_arrays is None else token_arrays
+        if _IDS in named:
+            raise DeclarationError(f"{_PLAN}: token_arrays are {named!r}", named, "pass ids as `prompt_ids`")
+        num_rows, used = len(slots), np.flatnonzero(slots.np)
         num_reqs = int(used[-1]) + 1 if used.size else 0  # behind them lie padded rows
-        where: Where = {"object": _WHAT, "operation": "plan", "step": slots.runtime.step}
-        invariants.slot_zero_allocated(numbers_of_slots[:num_reqs], **where)
+        where: Where = {"object": _PLAN, "operation": "plan", "step": slots.runtime.step}
+        invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
         row_set = slots.row_set
         for numbers in (seq_lens, query_lens):
             if isinstance(numbers, MirroredTensor) and numbers.row_set is not None:
                 row_set.check_same(numbers.row_set, numbers, **where)
         lens, bounds = _lengths(seq_lens, num_reqs, num_rows)
-        queries = _per_request(query_lens, num_reqs, num_rows, f"{_WHAT}: query_lens")
+        queries = _per_request(query_lens, num_reqs, num_rows, f"{_PLAN}: query_lens")
         _check_queries(queries, lens)
         starts, positions = _offsets(queries), arange_per_row(lens - queries, queries)
         num_tokens = int(starts[-1])
-        what = f"{_WHAT}: pad_tokens"
-        reach = None if window is None else count(window, f"{_WHAT}: window", least=1)
-        padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, what, least=num_tokens)
-        check_range(0, padded_tokens, _INT32, what)
+        reach = None if window is None else count(window, f"{_PLAN}: window", least=1)
+        subject = f"{_PLAN}: pad_tokens"
+        padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, subject, least=num_tokens)
+        check_range(0, padded_tokens, _INT32, subject)
         int32 = frozenset(int32)
         id_dtype = torch.int32 if _IDS in int32 else torch.int64
-        ids = None if prompt_ids is None else TokenArray(prompt_ids, id_dtype, fill=STAND_IN, non_negative=True)
-        known = [] if ids is None else ids.known(queries, num_rows, f"{_WHAT}: prompt_ids")
-        values = {name: one.known(queries, num_rows, f"{_WHAT}: {name}") for name, one in named.items()}
+        prompts = None if prompt_ids is None else TokenArray(prompt_ids, id_dtype, fill=STAND_IN, non_negative=True)
+        ids = [] if prompts is None else prompts.values(queries, num_rows, f"{_PLAN}: prompt_ids")
+        values = {name: array.values(queries, num_rows, f"{_PLAN}: {name}") for name, array in named.items()}
         fed = queries > 0
-        if ids is not None:
-            fed &= np.array([one is None for one in known], dtype=np.bool_)
+        if prompts is not None:
+            fed &= np.array([row is None for row in ids], dtype=np.bool_)
         if not has_ids and bounds is None:
             fed[:] = False
         relay_rows = np.flatnonzero(fed)
         sample_rows = rows_that_sample(samples, queries, num_rows)
-        offset = None if kv_offset is None else _per_request(kv_offset, num_reqs, num_rows, f"{_WHAT}: kv_offset")
+        offset = None if kv_offset is None else _per_request(kv_offset, num_reqs, num_rows, f"{_PLAN}: kv_offset")
         if offset is not None and (pages is None or np.count_nonzero(offset < 0)):
-            raise ArgumentError(
-                f"{_WHAT}: expected a kv_offset of 0 or more and a PagePool, got {offset.min(initial=0)} and {pages!r}",
-                int(offset.min(initial=0)),
-                "pass pages=, the pool that holds the tokens of the encoder, and how many there are",
-            )
+            least = int(offset.min(initial=0))
+            problem = f"{_PLAN}: expected a kv_offset of 0 or more and a PagePool, got {least} and {pages!r}"
+            remedy = "pass pages=, the pool that holds the tokens of the encoder, and how many there are"
+            raise ArgumentError(problem, least, remedy)
         window = None
         if tier is not None:
             window = _window(tier, row_set, lens, queries, where)
             if pages is None or offset is not None or names:
                 remedy = "pass pages; attention of the host tier reads `hot_from` and its tables"
-                raise ContractError(f"{_WHAT}: {tier!r} without pages, or with kv_offset or layouts", tier, remedy)
+                raise ContractError(f"{_PLAN}: {tier!r} without pages, or with kv_offset or layouts", tier, remedy)
         plan = cls(
             slots=slots,
             num_tokens=num_tokens,
@@ -369,21 +350,21 @@ class ForwardPlan:
         )
         if pages is not None:
             plan._check_lengths(pages)
-        if has_ids and ids is not None and any(one is not None and len(one) for one in known):
-            laid = ids.laid_out(known, starts, padded_tokens)
+        if has_ids and prompts is not None and any(row is not None and len(row) for row in ids):
+            laid = prompts.laid_out(ids, starts, padded_tokens)
             laid[num_tokens:] = laid[plan.relay_tokens()] = 0
-            ids.check(laid, {**where, "column": _IDS})
+            prompts.check(laid, {**where, "column": _IDS})
             plan.token_arrays[_IDS] = laid
-        for name, one in named.items():
-            plan.token_arrays[name] = laid = one.laid_out(values[name], starts, padded_tokens)
-            one.check(laid, {**where, "column": name})
+        for name, array in named.items():
+            plan.token_arrays[name] = laid = array.laid_out(values[name], starts, padded_tokens)
+            array.check(laid, {**where, "column": name})
         arrays = plan._arrays(starts, positions, names)
         if tier is not None:
             hot_from = np.zeros(num_rows, dtype=np.int64)
             at = _tier_rows(tier, row_set, where)
             hot_from[at] = tier.hot_from[: at.size]
-            further = {name: array.copy() for name, array in tier.extras.items() if name.startswith("backup_")}
-            arrays |= {"hot_from": hot_from, **further}
+            backups = {name: extra.copy() for name, extra in tier.extras.items() if name.startswith("backup_")}
+            arrays |= {"hot_from": hot_from, **backups}
         plan.extras = DerivedArrays(arrays, plan.origin)
         return plan
 
@@ -394,12 +375,8 @@ class ForwardPlan:
 
     @property
     def id_dtype(self) -> torch.dtype:
-        """Of the ids."""
+        """The dtype of the ids."""
         return torch.int32 if _IDS in self.int32 else torch.int64
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The extras as CPU tensors over the same memory, for kernel libraries that plan on the host."""
-        return {name: torch.from_numpy(array) for name, array in self.extras.items()}
 
     def upload(self, *, writes: Sequence[TableWrite] = (), extras: Mapping[str, object] | None = None) -> Extras:
         """Sends the plan to the device on the current stream in one copy, for an engine that has no batch class.
@@ -415,7 +392,7 @@ class ForwardPlan:
             As `Batch.upload`, and SLOT_SHARED, at `cheap`: a request stands in two rows.
         """
         runtime, slots = self.slots.runtime, self.slots.np
-        runtime.check_owner(f"{_WHAT}.upload")
+        runtime.check_owner(f"{_PLAN}.upload")
         self.check(None, "upload")
         if self.pages is not None:
             self.pages.slots.rows_of(self.slots, "upload", unique=True, padded=True)
@@ -429,7 +406,7 @@ class ForwardPlan:
         return uploaded
 
     def kv_index(self, rows: Ints | slice, positions: Ints) -> Ints:
-        """Which of its request's tokens in the pages is at a position, int64[t]; `rows` of the requests, int64[t]."""
+        """Where in its request's pages a position lies, in tokens, int64[t]; `rows` of the requests, int64[t]."""
         if self.kv_offset is not None:
             positions = positions + self.kv_offset[rows]
         return positions if self.kv_window is None else positions % self.kv_window[rows]
@@ -463,29 +440,23 @@ class ForwardPlan:
         """A plan that another rank has made, for this one: nothing is planned again.
 
         Args:
-            data: what `to_bytes` returned there.
+            data: returned by `to_bytes` there.
             owner: the slot pool of this rank, which was given the same calls as the other's: then a relay over it has
                 the ids that are not known. Or a runtime, where the ranks share no slots: then a forward takes its
                 inputs by `ForwardInputs.of` alone.
             pages: the page pool of this rank, if it has one that was given the same calls.
 
         Raises:
-            DtypeError: no bytes.
-            ArgumentError: bytes that are not a plan, or were changed on the way; no owner; pages of other slots, or
-                with fewer tokens than the plan.
+            ArgumentError: bytes that are not a plan, or were changed on the way; pages of other slots, or with fewer
+                tokens than the plan.
             Violation: SLOT_STALE_HANDLE, SLOT_OUT_OF_RANGE: the ranks have come to different requests;
                 DERIVED_STALE, at `cheap`: to different lengths.
         """
-        what = f"{_WHAT}.from_bytes"
-        untyped: object = owner
         pool = owner if isinstance(owner, SlotPool) else None
-        if not isinstance(untyped, SlotPool | Runtime):
-            problem = f"{what}: owner: expected a SlotPool or a Runtime, got {type(owner).__name__}"
-            raise ArgumentError(problem, owner, "pass the SlotPool of this rank, or its runtime where it has no pools")
-        if pages is not None and getattr(pages, "slots", None) is not pool:
-            problem = f"{what}: expected pages over {owner!r}, got {pages!r}"
+        if pages is not None and pages.slots is not pool:
+            problem = f"{_PLAN}.from_bytes: expected pages over {owner!r}, got {pages!r}"
             raise ArgumentError(problem, pages, "pass pages of its slots")
-        header, arrays = _unpacked(data, what)
+        header, arrays = _unpacked(data)
         runtime = owner.runtime if isinstance(owner, SlotPool) else owner
         numbers, generations = arrays.pop("slots"), arrays.pop("generations")
         sent: dict[str, Any] = {name: arrays.pop(name, None) for name in _SENT}
@@ -493,8 +464,8 @@ class ForwardPlan:
         slots = Slots.of_pool(runtime, numbers, generations, pool_id=pool_id, name="slots")
         if pool is not None:
             pool.rows_of(slots, "from_bytes", padded=True)
-        values = {name[len("token ") :]: one for name, one in arrays.items() if name.startswith("token ")}
-        extras = {name[len("extra ") :]: one for name, one in arrays.items() if name.startswith("extra ")}
+        values = {name[len("token ") :]: array for name, array in arrays.items() if name.startswith("token ")}
+        extras = {name[len("extra ") :]: array for name, array in arrays.items() if name.startswith("extra ")}
         header |= {"int32": frozenset(header["int32"]), "reach": header["reach"] or None}
         plan = cls(slots=slots, bounds=None, token_arrays=values, **header, **sent, **_origin_of(slots, pages))
         if not plan.deferred:
@@ -515,24 +486,16 @@ class ForwardPlan:
         )
 
     def check_unused(self) -> None:
-        """Refuses to resolve the forward's inputs a second time.
-
-        Raises:
-            Violation: FUTURE_CONSUMED, at `cheap`: they were resolved before.
-        """
+        """Refuses to resolve the forward's inputs a second time: FUTURE_CONSUMED, at `cheap`."""
         if levels.cheap and self.num_reqs:
             if not self._used:
                 times_checked[Code.FUTURE_CONSUMED] += 1
-            else:
-                invariants.future_consumed(
-                    self.slots.np[: self.num_reqs],
-                    np.ones(self.num_reqs, dtype=np.bool_),
-                    lambda row: f"the plan of step {self.step}",
-                    f"resolve_forward_inputs in step {self.slots.runtime.step}",
-                    object=self,
-                    operation="resolve_forward_inputs",
-                    step=self.slots.runtime.step,
-                )
+                return
+            operation, step, rows = "resolve_forward_inputs", self.slots.runtime.step, self.slots.np[: self.num_reqs]
+            where: Where = {"object": self, "operation": operation, "step": step}
+            used = np.ones(rows.size, dtype=np.bool_)
+            writer, reader = f"the plan of step {self.step}", f"{operation} in step {step}"
+            invariants.future_consumed(rows, used, lambda row: writer, reader, **where)
 
     def use(self) -> None:
         """Notes that the forward's inputs are resolved."""
@@ -555,7 +518,7 @@ class ForwardPlan:
             pages.check_unshared(written, operation)
 
     def note_written(self) -> None:
-        """For the library: the forward begins on the current stream, and writes what its requests put in."""
+        """Notes that the forward begins on the current stream, and writes the tokens that its requests put in."""
         if self.pages is not None:
             rows, ends = self.slots.np[: self.num_reqs], self.kv_ends
             if self.bounded:
@@ -581,7 +544,7 @@ class ForwardPlan:
         return np.arange(queries.sum(), dtype=np.int64) + np.repeat(first, queries)
 
     def _arrays(self, starts: Ints, positions: Ints, layouts: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """What is uploaded, from the positions int64[t] of tokens and the starts int64[n + 1] of requests."""
+        """The extras, from the positions int64[t] of tokens and the starts int64[n + 1] of requests."""
         size, num_rows = self.num_padded_tokens, self.num_rows
         last = starts[1:] - 1
         arrays: dict[str, npt.NDArray[Any]] = {
@@ -605,7 +568,7 @@ class ForwardPlan:
                 mapping = _locations(table, rows, self.kv_index(rows, positions), page_size)
             arrays["slot_mapping"] = self._indices("slot_mapping", mapping, size)
             if self.bounded and "flashinfer" in layouts:
-                problem = f"{_WHAT}: expected exact lengths for layout 'flashinfer', got bounds"
+                problem = f"{_PLAN}: expected exact lengths for layout 'flashinfer', got bounds"
                 remedy = "resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'"
                 raise ContractError(problem, "upper_bound", remedy)
             if layouts:
@@ -615,10 +578,10 @@ class ForwardPlan:
                 for name in layouts:
                     arrays |= LAYOUTS[name](table, self.seq_lens, page_size, num_rows)
         elif layouts:
-            raise ArgumentError(f"{_WHAT}: layouts {list(layouts)} need pages", layouts, "pass pages=, the PagePool")
+            raise ArgumentError(f"{_PLAN}: layouts {list(layouts)} need pages", layouts, "pass pages=, the PagePool")
         taken = sorted(({*arrays, *_INDICES} - {_IDS}) & self.token_arrays.keys())
         if taken:
-            problem = f"{_WHAT}: token arrays {taken} have names that the plan uses itself"
+            problem = f"{_PLAN}: token arrays {taken} have names that the plan uses itself"
             raise DeclarationError(problem, taken, "rename them")
         if not self.deferred:
             arrays |= self.token_arrays
@@ -639,7 +602,7 @@ class ForwardPlan:
         """`values` in the dtype of an array of indices, then 0 up to `size` elements."""
         narrow = name in self.int32
         if narrow:
-            check_range(0, int(values.max(initial=0)), _INT32, f"{_WHAT}: {name}")
+            check_range(0, int(values.max(initial=0)), _INT32, f"{_PLAN}: {name}")
         return _padded(values, size, 0, _INT32 if narrow else _INT64)
 
     def _page_table(self, pages: PagePool) -> npt.NDArray[np.int32]:
@@ -651,7 +614,7 @@ class ForwardPlan:
         first, rest = np.divmod(np.zeros(0, np.int64) if self.kv_offset is None else self.kv_offset, page_size)
         if rest.any():
             row = int(np.flatnonzero(rest)[0])
-            problem = f"{_WHAT}: row {row} has a kv_offset of {rest[row]} tokens over {first[row]} pages of {page_size}"
+            problem = f"{_PLAN}: row {row} has a kv_offset of {rest[row]} tokens over {first[row]} pages of {page_size}"
             remedy = "page lists begin with a page: let the offset fill whole pages, or plan without layouts"
             raise ArgumentError(problem, int(rest[row]), remedy)
         columns = np.minimum(np.arange(table.shape[1]) + first[:, None], table.shape[1] - 1)
@@ -665,7 +628,7 @@ class ForwardPlan:
         short = np.flatnonzero(allocated < ends)
         if short.size:
             row = int(short[0])
-            problem = f"{_WHAT}: request in row {row} has {ends[row]} tokens and pages for {allocated[row]}"
+            problem = f"{_PLAN}: request in row {row} has {ends[row]} tokens and pages for {allocated[row]}"
             raise ArgumentError(problem, int(ends[row]), "grow the pages first (`pages.extend` or `pages.advance`)")
         fed = self.query_lens > 0
         pages.check_readable(live.np[fed], self.kv_starts[fed], "plan", window=self._reach)
@@ -675,7 +638,7 @@ class ForwardPlan:
 
 
 def _origin_of(slots: Slots, pages: PagePool | None) -> dict[str, Any]:
-    """What a plan made now is derived from."""
+    """The arguments of a plan made now that say of what it is derived."""
     read, last, shares = (None, 0, 0) if pages is None else (pages.epochs, pages.epochs.last, pages.shares.last)
     origin = Origin("plan", slots.runtime.step, slots.row_set, read, last)
     return {"origin": origin, "pages": pages, "shares": shares}
@@ -693,18 +656,18 @@ def handles_of(slots: Slots, rows: Ints) -> Slots:
 
 def _lengths(seq_lens: object, num_reqs: int, num_rows: int) -> tuple[Ints, MirroredTensor | None]:
     """Lengths int64[num_reqs], and the column if they are bounds."""
-    what = f"{_WHAT}: seq_lens"
+    subject = f"{_PLAN}: seq_lens"
     if isinstance(seq_lens, MirroredTensor) and seq_lens.unit is None and seq_lens.contract is Contract.UPPER_BOUND:
-        return _per_request(seq_lens.np, num_reqs, num_rows, what), seq_lens
-    return _per_request(seq_lens, num_reqs, num_rows, what), None
+        return _per_request(seq_lens.np, num_reqs, num_rows, subject), seq_lens
+    return _per_request(seq_lens, num_reqs, num_rows, subject), None
 
 
-def _per_request(numbers: object, num_reqs: int, num_rows: int, what: str) -> Ints:
+def _per_request(numbers: object, num_reqs: int, num_rows: int, subject: str) -> Ints:
     """One number per request, int64[num_reqs]; those of padded rows are dropped."""
-    array = as_array(numbers, what)
+    array = as_array(numbers, subject)
     rows = num_rows if array.ndim == 1 and array.shape[0] == num_rows else num_reqs
-    found = amounts(array, rows, what)
-    return np.full(num_reqs, found, dtype=np.int64) if found.ndim == 0 else found[:num_reqs]
+    counts = amounts(array, rows, subject)
+    return np.full(num_reqs, counts, dtype=np.int64) if counts.ndim == 0 else counts[:num_reqs]
 
 
 def _live(tier: LastLocation) -> Slots:
@@ -714,8 +677,8 @@ def _live(tier: LastLocation) -> Slots:
 
 def _tier_rows(tier: LastLocation, row_set: RowSet, where: Where) -> Ints:
     """The rows of these requests in a plan, int64[n]."""
-    found = row_set.rows_of(_live(tier).row_set, repr(tier), **where)
-    return np.arange(np.count_nonzero(tier.slots.np)) if found is None else found
+    rows = row_set.rows_of(_live(tier).row_set, repr(tier), **where)
+    return np.arange(np.count_nonzero(tier.slots.np)) if rows is None else rows
 
 
 def _window(tier: LastLocation, row_set: RowSet, lens: Ints, queries: Ints, where: Where) -> Ints:
@@ -727,38 +690,35 @@ def _window(tier: LastLocation, row_set: RowSet, lens: Ints, queries: Ints, wher
     ends = tier.positions[mapped][np.cumsum(counts) - 1] + 1
     wrong = rows[(lens[rows] != ends) | (queries[rows] != counts)]
     if wrong.size:
-        row = int(wrong[0])
-        raise ArgumentError(
-            f"{_WHAT}: row {row} puts in {queries[row]} tokens up to length {lens[row]}, but {tier!r} mapped others",
-            int(lens[row]),
-            "give `map_last_location` the same lengths and tokens, in the same step",
-        )
+        row, length = int(wrong[0]), int(lens[wrong[0]])
+        problem = f"{_PLAN}: row {row} puts in {queries[row]} tokens up to length {length}, but {tier!r} mapped others"
+        raise ArgumentError(problem, length, "give `map_last_location` the same lengths and tokens, in the same step")
     return window
 
 
 def _check_queries(queries: Ints, lens: Ints) -> None:
     """Refuses a request that puts in more than it has, and lengths beyond what kernels count."""
-    check_range(0, max(int(lens.max(initial=0)), int(queries.sum())), _INT32, f"{_WHAT}: tokens")
+    check_range(0, max(int(lens.max(initial=0)), int(queries.sum())), _INT32, f"{_PLAN}: tokens")
     wrong = np.flatnonzero((queries < 0) | (queries > lens))
     if wrong.size:
         row = int(wrong[0])
-        problem = f"{_WHAT}: row {row}: expected 0 <= query_lens <= seq_lens, got {queries[row]} and {lens[row]}"
+        problem = f"{_PLAN}: row {row}: expected 0 <= query_lens <= seq_lens, got {queries[row]} and {lens[row]}"
         raise ArgumentError(problem, int(queries[row]), "let seq_lens count the tokens of this step too")
 
 
 def rows_that_sample(samples: object, queries: Ints, num_rows: int) -> Ints:
     """Rows that sample, int64[s]; each has a last token."""
     num_reqs = len(queries)
-    mask = np.ones(num_reqs, dtype=np.bool_) if samples is None else as_array(samples, f"{_WHAT}: samples")
+    mask = np.ones(num_reqs, dtype=np.bool_) if samples is None else as_array(samples, f"{_PLAN}: samples")
     if mask.shape == (num_rows,):
         mask = mask[:num_reqs]
     if mask.shape != (num_reqs,) or (mask.dtype != np.bool_ and mask.size):
-        problem = f"{_WHAT}: samples: expected bool[{num_reqs}], got {mask.dtype}{list(mask.shape)}"
+        problem = f"{_PLAN}: samples: expected bool[{num_reqs}], got {mask.dtype}{list(mask.shape)}"
         raise ShapeError(problem, mask.shape, "pass a mask, one boolean per request")
     rows = np.flatnonzero(mask)
     without = rows[queries[rows] == 0]
     if without.size:
-        problem = f"{_WHAT}: the request in row {without[0]} samples and puts in no token"
+        problem = f"{_PLAN}: the request in row {without[0]} samples and puts in no token"
         raise ArgumentError(problem, int(without[0]), "pass samples=query_lens > 0")
     return rows
 
@@ -767,7 +727,7 @@ def rows_that_sample(samples: object, queries: Ints, num_rows: int) -> Ints:
 
 
 def _offsets(lengths: Ints) -> Ints:
-    """Where each of the ranges laid end to end begins, and where the last ends: int64[n + 1]."""
+    """Where each range begins, and where the last ends: int64[n + 1]."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
@@ -785,8 +745,8 @@ def _padded(values: npt.NDArray[np.integer], size: int, fill: int, dtype: npt.DT
 def _locations(pages: npt.NDArray[np.int32], rows: Ints, positions: Ints, page_size: int) -> Ints:
     """Where the KV at `positions` of the requests in `rows` lies, int64; `pages` int32[num_reqs, m] of each request."""
     columns = positions // page_size  # a remainder would cost as much as all that follows
-    found: Ints = (pages[rows, columns] - columns) * page_size + positions
-    return found
+    locations: Ints = (pages[rows, columns] - columns) * page_size + positions
+    return locations
 
 
 # Plans as bytes, for other ranks
@@ -800,21 +760,19 @@ def _packed(header: Mapping[str, object], arrays: Mapping[str, Array]) -> bytes:
     return _MAGIC + _SIZES.pack(len(text), zlib.crc32(text), zlib.crc32(body)) + text + body
 
 
-def _unpacked(data: object, what: str) -> tuple[dict[str, Any], dict[str, Array]]:
+def _unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
     """The header and the arrays, each in memory of its own.
 
     Raises:
-        DtypeError: no bytes. ArgumentError: bytes that `_packed` did not make.
+        ArgumentError: bytes that `_packed` did not make.
     """
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise DtypeError(f"{what}: expected bytes, got {type(data).__name__}", data, _REMEDY)
-    raw, start = bytes(data), len(_MAGIC) + _SIZES.size
-    if len(raw) < start or not raw.startswith(_MAGIC):
-        raise _damaged(what, "no plan of this version")
-    size, of_text, of_body = _SIZES.unpack_from(raw, len(_MAGIC))
-    text, body = raw[start : start + size], raw[start + size :]
+    start = len(_MAGIC) + _SIZES.size
+    if len(data) < start or not data.startswith(_MAGIC):
+        raise _damaged("no plan of this version")
+    size, of_text, of_body = _SIZES.unpack_from(data, len(_MAGIC))
+    text, body = data[start : start + size], data[start + size :]
     if len(text) < size or zlib.crc32(text) != of_text or zlib.crc32(body) != of_body:
-        raise _damaged(what, "a plan that was cut or changed on the way")
+        raise _damaged("a plan that was cut or changed on the way")
     arrays: dict[str, Array] = {}
     at = 0
     try:
@@ -826,21 +784,16 @@ def _unpacked(data: object, what: str) -> tuple[dict[str, Any], dict[str, Array]
             at += nbytes
         _check(header, arrays)
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(what, f"a plan that does not agree with itself ({error})") from None
+        raise _damaged(f"a plan that does not agree with itself ({error})") from None
     return header, arrays
 
 
 def _check(header: dict[str, Any], arrays: dict[str, Array]) -> None:
-    """Refuses a header with other fields, and arrays of other lengths than the header says.
-
-    Raises:
-        ValueError, KeyError, TypeError: they do not go together.
-    """
-    if {name: type(one) for name, one in header.items()} != _FIELDS:
+    """Refuses a header with other fields, and arrays of other lengths than the header says, with Python's errors."""
+    if {name: type(value) for name, value in header.items()} != _FIELDS:
         raise ValueError(f"a header of {header!r:.200}")
-    missing = [name for name in _REQUIRED if name not in arrays]
-    if missing:
-        raise ValueError(f"no {missing}")
+    if missing := _REQUIRED - arrays.keys():
+        raise ValueError(f"no {sorted(missing)}")
     rows, requests, tokens = len(arrays["slots"]), len(arrays["query_lens"]), header["num_padded_tokens"]
     lengths = {"slots": rows, "generations": rows, "extra kv_lens": rows, "extra query_start_loc": rows + 1}
     lengths |= dict.fromkeys(("query_lens", "seq_lens", "kv_offset", "kv_window"), requests)
@@ -856,6 +809,5 @@ def _check(header: dict[str, Any], arrays: dict[str, Array]) -> None:
         raise ValueError(f"{header['num_tokens']} tokens")
 
 
-def _damaged(what: str, problem: str) -> ArgumentError:
-    """The error of bytes that are not a plan."""
-    return ArgumentError(f"{what}: {problem}", problem, _REMEDY)
+def _damaged(problem: str) -> ArgumentError:
+    return ArgumentError(f"{_PLAN}.from_bytes: {problem}", problem, _REMEDY)

@@ -335,8 +335,6 @@ MISUSES = misuses(
     ("discard an undeclared field", DeclarationError, lambda case: case.relay.discard(case.slots, "token", "no")),
     ("states of an undeclared field", DeclarationError, lambda case: case.relay.states(case.slots, "tokens")),
     ("a relay without fields", DeclarationError, _relay_of({})),
-    ("a field with a space in its name", DeclarationError, _relay_of({"a b": relay_field(torch.int64)})),
-    ("a field called slots", DeclarationError, _relay_of({"slots": relay_field(torch.int64)})),
     ("a field for an unknown reader", DeclarationError, _field(torch.int64, read_by="nobody")),
     ("a field that torch cannot index", DtypeError, _field(torch.float8_e4m3fn)),
     ("a field for the host that numpy lacks", DtypeError, _field(torch.bfloat16, read_by="host")),

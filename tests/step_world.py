@@ -1,0 +1,219 @@
+"""An engine's state whose steps come from a planner, or from the parts alone: what tests of steps have in common."""
+
+import contextlib
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from batchstate import Batch, FutureMap, PagePool, Runtime, SlotPool, StepPlanner, mirrored, relay_field, slot_column
+from batchstate.mirror import Slots
+from batchstate.step import PlannedStep
+from tests.selfcheck.machines.failures import failing
+
+LONGEST, PAGE_SIZE = 24, 4
+
+
+class Running(Batch):
+    """Columns of each width, packed and not."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    temperature = mirrored(torch.float32)
+    seed = mirrored(torch.int32)
+    greedy = mirrored(torch.bool)
+    pair = mirrored(torch.int16, shape=(2,))
+
+
+class RunningToo(Running):
+    """Another declaration."""
+
+    more = mirrored(torch.int64)
+
+
+def columns(rows: Any, lens: list[int]) -> dict[str, Any]:
+    """The columns of requests that have the slots `rows`, or will have them."""
+    n = len(lens)
+    return {
+        "seq_lens": np.array(lens, dtype=np.int64),
+        "temperature": rows / np.float32(7),
+        "seed": rows.tolist(),
+        "greedy": rows % 2 == 0,
+        "pair": np.arange(2 * n, dtype=np.int16).reshape(n, 2),
+    }
+
+
+@attrs.define(eq=False)
+class World:
+    """An engine's state. Its steps come from a planner, or from the parts alone."""
+
+    rt: Runtime
+    slots: SlotPool
+    pages: PagePool
+    table: Any  # the token table
+    relay: FutureMap
+    planner: StepPlanner
+    batch: Any
+    in_one_piece: bool
+    prompts: dict[tuple[int, int], list[int]] = attrs.field(factory=dict)  # of handles: what was not put in yet
+    fails: tuple[object, str, int] | None = None  # a method of a part that fails in the plan of the next steps, when
+
+    @classmethod
+    def of(
+        cls,
+        rt: Runtime,
+        size: int = 8,
+        *,
+        pages: int = 64,
+        longest: int = LONGEST,
+        in_one_piece: bool = True,
+        **options: Any,
+    ) -> "World":
+        """No requests yet."""
+        slots = SlotPool(rt, size)
+        table = slots.table("req_to_token", (longest,), torch.int32, holds="location", host=True)
+        pool = PagePool(rt, slots, pages, PAGE_SIZE, max_tokens_per_request=longest, req_to_token=table)
+        fields = {"last": relay_field(torch.int64, read_by="both"), "logit": relay_field(torch.float32, read_by="host")}
+        relay = FutureMap(slots, fields)
+        planner = StepPlanner(Running, pages=pool, relay=relay, **{"ids": "last", "results": ("last",), **options})
+        if not in_one_piece:
+            planner._steps = None
+        return cls(rt, slots, pool, table, relay, planner, Running.empty(rt), in_one_piece)
+
+    def join(self, lens: list[int]) -> None:
+        """Requests whose prompt is there, and the first token after it, 10 * slot."""
+        slots = self.slots.take(len(lens))
+        extension = self.pages.extend(slots, lens)
+        self.pages.commit(slots, lens)
+        self.relay.publish(slots, last=10 * slots.np)
+        joining = self.built(slots, lens)
+        joining.upload(writes=[extension.entry()])
+        self.batch = self.batch.merge(joining) if len(self.batch) else joining
+
+    def prompted(self, lens: list[int]) -> Any:
+        """Requests whose prompts of so many tokens run in the next steps, three tokens in each."""
+        slots = self.slots.take(len(lens))
+        self.note_prompts(slots.np, slots.generations, lens)
+        return self.built(slots, [0] * len(lens))
+
+    def note_prompts(self, rows: Any, generations: Any, lens: list[int]) -> None:
+        """The prompts of requests with these handles."""
+        for slot, generation, n in zip(rows.tolist(), generations.tolist(), lens, strict=True):
+            self.prompts[slot, generation] = [100 * slot + i for i in range(n)]
+
+    def arrived(self, lens: list[int]) -> Any:
+        """Requests that were prefilled elsewhere."""
+        return self.built(self.pages.take_requests(lens), lens)
+
+    def built(self, slots: Slots, lens: list[int]) -> Any:
+        """A batch of these requests."""
+        return Running.build(self.rt, slots=slots, **columns(slots.np, lens))
+
+    def turn_over(
+        self, gone: list[int], lens: list[int], prompted: bool = False, as_columns: bool = False
+    ) -> tuple[PlannedStep, dict[str, Any]]:
+        """A step before which requests leave and others come: as one plan, or by the parts one after the other."""
+        keep = np.ones(len(self.batch), dtype=np.bool_)
+        keep[gone] = False
+        joining: Any
+        if not self.in_one_piece:
+            joining = self.prompted(lens) if prompted else self.arrived(lens)
+            joining.upload(writes=[self.pages.entry(joining.slots)])
+            if not prompted:
+                self.relay.publish(joining.slots, last=10 * joining.slots.np)
+            leaving, self.batch = self.batch.filter(~keep), self.batch.filter(keep).merge(joining)
+            seen = self.step()
+            self.pages.release_requests(leaving.slots, after=self.rt.record())
+            return seen
+        if as_columns:
+            rows, generations = self.next_handles(len(lens))
+            joining = columns(rows, [0] * len(lens) if prompted else lens)
+            if prompted:
+                self.note_prompts(rows, generations, lens)
+        else:
+            joining = self.prompted(lens) if prompted else self.arrived(lens)
+            rows = joining.slots.np
+        published = None if prompted else {"last": 10 * rows}
+        return self.step(keep=keep, after=self.rt.record() if gone else None, joining=joining, published=published)
+
+    def next_handles(self, n: int) -> tuple[Any, Any]:
+        """Numbers and generations of the slots that the next requests get."""
+        _ = self.slots.stats  # which asks what is free by now
+        return self.slots.next_handles(n)
+
+    def tokens(self, keep: Any = None, joining: Any = None) -> dict[str, Any]:
+        """The tokens that each of the running requests puts in, as arguments of `plan`."""
+        running = (self.batch if keep is None else self.batch.filter(keep)).slots
+        parts: list[Any] = [(running.np, running.generations)]
+        if isinstance(joining, dict):
+            parts.append(self.next_handles(len(joining["seq_lens"])))
+        elif joining is not None:
+            parts.append((joining.slots.np, joining.slots.generations))
+        handles = [handle for slots, held in parts for handle in zip(slots.tolist(), held.tolist(), strict=True)]
+        chunks = [self.prompts.get(handle) for handle in handles]
+        if not any(chunks):
+            return {}
+        for handle in handles:
+            self.prompts[handle] = (self.prompts.get(handle) or [])[3:]
+        return {
+            "query_lens": np.array([len(chunk[:3]) if chunk else 1 for chunk in chunks]),
+            "prompt_ids": [chunk[:3] if chunk else None for chunk in chunks],
+            "samples": np.array([not chunk or len(chunk) <= 3 for chunk in chunks]),
+        }
+
+    def leave(self, rows: list[int]) -> None:
+        """Some requests leave, with all that they have."""
+        keep = np.ones(len(self.batch), dtype=np.bool_)
+        keep[rows] = False
+        self.pages.release_requests(self.batch.filter(~keep).slots, after=self.rt.record())
+        self.batch = self.batch.filter(keep)
+
+    def run(self, step: PlannedStep) -> Any:
+        """The inputs of a step, whose forward finds the ids plus one; the engine goes on with its batch."""
+        inputs = step.inputs()
+        if len(inputs.last_token_indices):
+            step.publish(last=inputs.input_ids[inputs.last_token_indices] + 1)
+        self.batch = step.batch
+        return inputs
+
+    def step(self, **options: Any) -> tuple[PlannedStep, dict[str, Any]]:
+        """A step: what it gave to the forward, and what both sides of the engine's state are after it."""
+        self.rt.next_step()
+        tokens = self.tokens(options.get("keep"), options.get("joining"))
+        with failing(*self.fails) if self.fails else contextlib.nullcontext():
+            step = self.planner.plan(self.batch, **tokens, **options)
+        inputs, read = self.run(step), self.rt.inspect
+        names = "slots", "input_ids", "positions", "query_start_loc", "kv_lens", "last_token_indices", "slot_mapping"
+        seen: dict[str, Any] = {name: read(getattr(inputs, name)).tolist() for name in names}
+        seen["table"] = read(self.table.memory).tolist()
+        seen["table on the host"] = np.asarray(self.table.host_memory).tolist()
+        for name in Running.columns():
+            column = self.batch[name]
+            seen[f"{name}, host"], seen[f"{name}, device"] = column.np.tolist(), read(column.device).tolist()
+        seen["relay"] = [str(state) for state in self.relay.states(self.batch.slots, "last")]
+        seen["committed"] = self.pages.committed(self.batch.slots).tolist()
+        names = "query_lens", "seq_lens", "relay_rows", "sample_rows", "num_tokens", "max_kv_len", "kv_starts"
+        seen["plan"] = {name: np.asarray(getattr(step.plan, name)).tolist() for name in names}
+        return step, seen
+
+    def state(self) -> object:
+        """All that a plan which fails leaves as it was."""
+        slots, pages = self.slots.stats, self.pages.stats
+        states, lens = self.relay.states(self.batch.slots, "last"), self.batch.seq_lens.np.tolist()
+        return slots.free, slots.pending, slots.live, pages, self.pages.committed_lengths.tolist(), states, lens
+
+    def check_table(self) -> None:
+        """Each row of the token table says where the tokens of its request lie, and the pools are whole."""
+        memory, lens = self.rt.inspect(self.table.memory), self.batch.seq_lens.np
+        for row, n in zip(self.batch.slots.np.tolist(), lens.tolist(), strict=True):
+            places = np.arange(n)
+            held = self.pages.page_table[row][places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
+            assert memory[row, :n].tolist() == held.tolist()
+        self.slots.verify()
+        self.pages.verify()
+
+
+def in_one_piece(step: PlannedStep) -> bool:
+    """Whether a step was planned in one piece, and not composed of the parts."""
+    return step._checked
