@@ -27,7 +27,7 @@ from batchstate.transport.connection import (
     connect,
     new_secret,
 )
-from tests.transport_peers import local_pair, until
+from tests.transport_peers import until
 
 SECRET = new_secret()
 
@@ -226,51 +226,6 @@ def test_strangers_have_their_time_and_place(place: Place, monkeypatch: pytest.M
         assert place.listener.waiting == 0
 
 
-def test_two_thousand_strangers(place: Place) -> None:
-    """Silent, garbage, over-long and replaying callers: only the one who knows the secret comes in, within 2 s."""
-    recorded: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as relay:  # sees a whole handshake, and the first message
-
-        def listen_in() -> None:
-            with relay.accept()[0] as caller, socket.create_connection(place.listener.address) as listener:
-                recorded.append(caller.recv(64))
-                listener.sendall(recorded[0])
-                caller.sendall(listener.recv(64))
-                recorded.append(caller.recv(4096))
-                listener.sendall(recorded[1])
-                caller.recv(1)
-
-        seen = threading.Thread(target=listen_in)
-        seen.start()
-        one = connect(relay.getsockname(), SECRET)
-        with contextlib.closing(one), contextlib.closing(place.arrived.get(timeout=5.0)):
-            one.send_bytes(b"first")
-        seen.join()
-    hello, rest = recorded
-    kinds = (b"", os.urandom(200), hello[:40], hello, hello + rest, b"\xff" * 70_000, b"GET / HTTP/1.1\r\n\r\n")
-    told, worst = 0, 0.0
-    with contextlib.ExitStack() as stack:
-        for number in range(2000):
-            wire = stack.enter_context(socket.create_connection(place.listener.address))
-            with contextlib.suppress(OSError):
-                wire.setblocking(False)
-                wire.send(kinds[number % len(kinds)])
-            if number % 200 == 199:
-                start = time.monotonic()
-                one, other = place.call()
-                worst = max(worst, time.monotonic() - start)
-                one.send_bytes(b"%d" % number)
-                assert other.recv_bytes() == b"%d" % number
-                one.close()
-                other.close()
-            if number % len(kinds) not in (3, 4):  # who replays a first proof is answered with what says nothing
-                with contextlib.suppress(OSError):
-                    told += len(wire.recv(1))
-    assert worst < 2.0
-    assert told == 0
-    assert place.arrived.empty()
-
-
 def test_a_connection_that_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no thread for a connection, or no place for a caller, that one ends; the next is served."""
     arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -299,14 +254,6 @@ def test_a_connection_that_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> 
             with contextlib.closing(arrived.get(timeout=5.0)) as other:
                 assert other.recv_bytes() == b"served"
         assert not full
-
-
-def test_a_local_pair() -> None:
-    """Two ends within a process speak to each other as over a network."""
-    one, other = local_pair()
-    with contextlib.closing(one), contextlib.closing(other):
-        one.send_bytes(b"here")
-        assert other.recv_bytes() == b"here"
 
 
 def test_closing_leaves_nothing(place: Place) -> None:

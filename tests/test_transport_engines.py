@@ -6,30 +6,25 @@ Mooncake's must not be left out.
 
 import base64
 import contextlib
-import ctypes
 import functools
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import torch
 
-from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.errors import ArgumentError, HandshakeError, TransferError
 from batchstate.kv.host_pool import HostKVPool, KVBuffer
 from batchstate.runtime import Runtime
 from batchstate.testing import no_hidden_sync
-from batchstate.transport.engines import base
-from batchstate.transport.engines.base import Copies, Delivery, Engine, Region, Status, described, open_engine
+from batchstate.transport.engines.base import Copies, Delivery, Engine, Status, open_engine
 from batchstate.transport.engines.in_process import InProcessEngine, Network
 from batchstate.violations import Violation
 from tests.transport_peers import (
@@ -340,22 +335,6 @@ def test_endpoints_that_lead_nowhere(here: EngineSide, there: There, name: str) 
     served(here, name, there)
 
 
-def test_one_thread(here: EngineSide) -> None:
-    """An engine is used from the thread that made it alone."""
-    errors: list[Exception] = []
-
-    def elsewhere() -> None:
-        try:
-            here.endpoint()
-        except OwnerThreadError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
-
-
 def test_only_loopback_listens(kind: str, there: There, name: str) -> None:
     """By default no socket of the two processes listens beyond the loopback; NIXL's listen nowhere at all."""
     if kind in ("in-process", "mooncake"):
@@ -550,40 +529,3 @@ def test_memory_of_the_device_is_read_and_written(rt: Runtime, name: str) -> Non
             until(arrived, "its tag")
         found = [rt.inspect(one.memory).reshape(-1).tolist() for one in host.contiguous_buffers()]
     assert found == [[0] * 16 + list(range(8, 32)) + [0] * 24, [0] * 24 + list(range(40, 56)) + [0] * 24]
-
-
-def test_device_memory_is_copied_by_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a process CUDA's driver copies once memory of a GPU is registered; what it refuses is an error, and so is
-    the registration where there is no driver.
-    """
-    moved: list[int] = []
-    status = 0
-
-    def copy(target: ctypes.c_uint64, source: ctypes.c_uint64, nbytes: ctypes.c_size_t) -> int:
-        moved.append(nbytes.value)
-        ctypes.memmove(target.value or 0, source.value or 0, nbytes.value)
-        return status
-
-    def described_on_a_gpu(*args: Any) -> Region:
-        return attrs.evolve(described(*args), device="cuda")
-
-    monkeypatch.setattr(base, "described", described_on_a_gpu)
-    network = Network()
-    writer, reader = InProcessEngine(network), InProcessEngine(network)
-    source, target = np.arange(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
-    with monkeypatch.context() as patch:
-        patch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(f"no {name}")))
-        with pytest.raises(TransferError, match="source lies on cuda, which this engine reaches by CUDA's driver: no"):
-            writer.register(source, "source")
-    driver = SimpleNamespace(cuMemcpy=copy, cuStreamSynchronize=lambda stream: 0)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    writer.register(source, "source")
-    reader.register(target, "target")
-    peer = writer.connect(reader.endpoint())
-    writer.write(peer, Copies([0], [2], [0], [0], [4]), b"first")
-    network.step()
-    assert (target.tolist(), moved) == ([2, 3, 4, 5, 0, 0, 0, 0], [4])
-    status = 700
-    writer.write(peer, Copies([0], [0], [0], [4], [4]), b"second")
-    with pytest.raises(TransferError, match="CUDA does not copy 4 bytes: error 700"):
-        network.step()

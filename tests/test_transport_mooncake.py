@@ -142,29 +142,6 @@ def test_done_is_after_the_data(here: EngineSide, there: PeerProcess) -> None:
         shared.unlink()
 
 
-def test_several_writers(here: EngineSide, there: PeerProcess, mortal: PeerProcess) -> None:
-    """Two processes write into one memory at once; each tag names its writer."""
-    here.register(2 << 20, SENTINEL)
-    instances = set()
-    for number, writer in enumerate((there, mortal)):
-        writer.call("register", 1 << 20, number)
-        name = writer.call("connect", here.endpoint())
-        instances.add(json.loads(writer.call("endpoint"))["instance"])
-        rows = np.arange(256)
-        writer.send(
-            "write",
-            name,
-            Copies(rows * 0, rows * ROW, rows * 0, rows * ROW + (number << 20), rows * 0 + ROW),
-            b"same tag",
-        )
-    for writer in (there, mortal):
-        writer.answer()
-        assert writer.call("ended", b"same tag") is Status.DONE
-    until(lambda: len(here.completions()) == 2, "two tags")
-    assert {one.instance for one in here.arrived} == instances
-    assert np.array_equal(here.memory[0], np.repeat(np.arange(2, dtype=np.uint8), 1 << 20))
-
-
 def test_peer_that_stands_still(here: EngineSide, there: PeerProcess) -> None:
     """While a peer stands still nothing waits and nothing is drained; when it goes on, all lands."""
     name = joined(here, there, 64 << 20)
@@ -212,11 +189,8 @@ def test_bad_endpoints(here: EngineSide, there: PeerProcess) -> None:
         closed = free.getsockname()[1]
     stranger = base64.b64encode(bytes(32)).decode()
     for bad, error, words in (
-        (b"hello", HandshakeError, "expected an endpoint"),
         (altered(good, native=""), HandshakeError, "expected an endpoint of mooncake"),
-        (altered(good, engine="nixl"), HandshakeError, "speaks nixl"),
         (altered(good, secret=stranger), HandshakeError, "hangs up: it has another secret"),
-        (here.endpoint(), HandshakeError, "own"),
         (altered(good, instance="0" * 16), HandshakeError, "is not instance"),
         (changed(good, tags=closed), TransferError, "cannot be reached"),
         (changed(good, tags=70_000), HandshakeError, "expected an endpoint of mooncake"),
@@ -227,8 +201,6 @@ def test_bad_endpoints(here: EngineSide, there: PeerProcess) -> None:
             here.connect(bad)
     assert native(here)._links == []
     name = here.connect(good)
-    with pytest.raises(HandshakeError, match="connected already"):
-        here.connect(good)
     here.write(name, scattered(4, ROW, 1 << 20, 1 << 20), b"after all")
     assert here.ended(b"after all") is Status.DONE
 

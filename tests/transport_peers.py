@@ -147,34 +147,27 @@ class EngineSide:
         return self.regions[-1].index
 
     def endpoint(self) -> bytes:
-        """The engine's."""
         return self.engine.endpoint()
 
     def connect(self, endpoint: bytes) -> str:
-        """Returns the name (instance) of the peer."""
         peer = self.engine.connect(endpoint)
         self.peers[peer.instance] = peer
         return peer.instance
 
     def disconnect(self, name: str) -> None:
-        """Lets a peer go."""
         self.engine.disconnect(self.peers[name])
 
     def write(self, name: str, copies: Copies, tag: bytes) -> None:
-        """Starts a write."""
         self.handles[tag] = self.engine.write(self.peers[name], copies, tag)
 
     def poll(self, tag: bytes) -> Status:
-        """Of the write of a tag."""
         return self.engine.poll(self.handles[tag])
 
     def ended(self, tag: bytes, seconds: float = ANSWERS_IN) -> Status:
-        """Polls until it is not pending."""
         until(lambda: self.poll(tag) is not Status.PENDING, f"the end of {tag!r}", seconds)
         return self.poll(tag)
 
     def drain(self, tag: bytes) -> bool:
-        """Of the write of a tag."""
         return self.engine.drain(self.handles[tag])
 
     def completions(self) -> list[Delivery]:
@@ -183,7 +176,6 @@ class EngineSide:
         return self.arrived
 
     def received(self, tag: bytes, seconds: float = ANSWERS_IN) -> None:
-        """Waits for a tag."""
         until(lambda: any(one.tag == tag for one in self.completions()), f"the arrival of {tag!r}", seconds)
 
     def renew(self) -> None:
@@ -192,7 +184,6 @@ class EngineSide:
         self.__init__(*self._made)  # type: ignore[misc]
 
     def idle(self) -> None:
-        """Turns the engine, while it is open."""
         if not self.engine._closed:
             self.completions()
 
@@ -214,7 +205,6 @@ class EngineSide:
         return [name for name, peer in self.peers.items() if peer.lost not in (None, "disconnected")]
 
     def close(self) -> None:
-        """The engine's."""
         self.engine.close()
 
 

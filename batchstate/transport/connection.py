@@ -130,9 +130,6 @@ class Connection:
                 if hasattr(socket, option):  # a machine that is gone is noticed within half a minute
                     wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
 
-    def __del__(self) -> None:
-        self._wire.close()
-
     # Sending
 
     def post(self, *parts: Buffer) -> int:
