@@ -146,7 +146,7 @@ class Tracer(abc.ABC, Generic[A]):
         return allocation.kind
 
     def use_on_device(self, tensor: torch.Tensor) -> A:
-        """The memory of a tensor that an operation of the device accesses: unless pinned, it is the device's."""
+        """The memory of a tensor that the device accesses: unseen or undecided memory becomes the device's."""
         allocation = self.allocations.of(tensor)
         if allocation is None:
             return self.allocations.add(tensor, self._existing(tensor))
