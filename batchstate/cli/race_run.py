@@ -55,7 +55,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--device",
         metavar="DEVICE",
         help="race (default) or race:prompt, where events are complete as soon as they are asked; sim:NAME, one order "
-        "of the streams; sim: the script runs once in each order, and what it prints is compared; or cuda or "
+        "of the streams; sim: the script runs once in each order, and its output is compared; or cuda or "
         "cuda:prompt: it runs on the GPU of this machine",
     )
     parser.add_argument("--seed", metavar="N", type=int, help="of the orders of sim that are drawn (default: 0)")

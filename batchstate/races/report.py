@@ -140,7 +140,7 @@ class Access:
 @final
 @attrs.frozen
 class RaceReport:
-    """Two accesses of which at least one writes, and nothing says which comes first.
+    """Two accesses, at least one of them a write, that nothing orders.
 
     Attributes:
         kind: of the race.
@@ -207,7 +207,7 @@ class RaceReport:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what `save` wrote.
+        """Reads the file of a report.
 
         Raises:
             ArgumentError: the file holds no race report.

@@ -1,8 +1,8 @@
 """`RaceRuntime`: a runtime that finds races, on a CPU or round an accelerator.
 
-Operations run at once, in program order; what is traced is what orders them. So one run says of every pair of accesses
-whether something orders it, and not only what happened to come first this time. Fences are complete when the host has
-waited for them or for something behind them, so that a host that reads too early meets a fence that is not.
+Operations run at once, in program order, and the waits that order them are traced. So one run tells of every pair of
+accesses whether it is ordered, in any run. Fences are complete when the host has waited for them or for something
+behind them, so that a host that reads too early meets a fence that is not.
 """
 
 from collections import deque
@@ -146,7 +146,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         on_race: `"raise"` the first race as `Race`, before the second access happens, or `"collect"` them in `races`.
         fences: the answer to a host that asks a fence. With `"lazy"` it is complete once the host has waited for it, or
             for something behind it: the least order a device may have. With `"eager"` it is complete at once, and the
-            host knows what lies before it and nothing more: memory freed behind the wrong fence is reused at once.
+            host knows the operations before it and no others: memory freed behind the wrong fence is reused at once.
         note_waits: keep the accesses that need each wait, for `wide_waits`.
         hint_for: words the missing edge and the remedy of a report.
     """
@@ -273,7 +273,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         return result
 
     def inspect(self, tensor: torch.Tensor) -> Array:
-        """Reads device memory for a check: no access, and no order for what comes later. See `Runtime.inspect`."""
+        """Reads device memory for a check: no access, and no order for later operations. See `Runtime.inspect`."""
         self._detector.inspected(self._known_current())
         with untraced():
             values = self._inner.inspect(tensor)
@@ -287,7 +287,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             allocation.name.label = name
 
     def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
-        """See `Runtime.host_accesses`: a race with whatever a stream still does with the rows."""
+        """See `Runtime.host_accesses`: a race with any access of a stream to the rows that is not over."""
         with untraced():
             rows = memory[start:stop]
         self._tracer.host_accesses(rows, name, writes=writes)

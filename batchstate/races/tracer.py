@@ -1,4 +1,4 @@
-"""Every operation of torch as accesses: what it reads and writes, on which stream, and what the host waits for."""
+"""Operations of torch as accesses of streams and of the host, and waits of the host, for the detector."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -82,7 +82,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         return allocation
 
     def keep_for(self, tensor: torch.Tensor, stream: StreamClock) -> None:
-        """The memory is kept until a stream has run what it has by then."""
+        """The memory is kept until a stream has run all that it has by then."""
         self.use_on_device(tensor).kept_for.add(stream.number)
 
     def _record_stream(self, tensor: torch.Tensor, stream: Any) -> None:

@@ -61,7 +61,7 @@ class _Wait:
     work: list[Entry]
     needed: int = 0
     for_what: Entry | None = None
-    whole: bool = False  # needed for what the fence's stream had learnt from others
+    whole: bool = False  # needed for events of other streams that the fence's stream knew
 
     def tells(self, stream: int, event: int) -> bool:
         before = self.before[stream] if stream < len(self.before) else 0

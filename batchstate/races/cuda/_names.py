@@ -11,7 +11,7 @@ from typing import Any
 from batchstate._source_lines import users_frame
 
 _PASSED = ("CACHE", "COPY", "EXTENDED_ARG", "LOAD_ATTR", "LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME")
-"""Instructions that may stand between a call and what stores its result."""
+"""Instructions that may stand between a call and the one that stores its result."""
 
 _MOST_PASSED, _MOST_FRAMES = 6, 4
 

@@ -108,7 +108,7 @@ class TorchWindow(TracedRuntime[S]):
 
 
 class PlainRaceRuntime(RaceRuntime):
-    """A `RaceRuntime` over code that may catch what it raises: its window says so at its end."""
+    """A `RaceRuntime` over code that may catch a race: its window raises the first one again at its end."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -245,7 +245,7 @@ class CudaWindow(TorchWindow[S]):
     # Memory
 
     def memory_info(self, device: object = 0) -> tuple[int, int]:
-        """Bytes that are free, and all: as declared, less what is alive."""
+        """Free bytes, and all bytes: as declared, less those that are alive."""
         return max(0, self.memory - self._tracer.allocations.nbytes), self.memory
 
     def reset_peak(self, device: object = 0) -> None:

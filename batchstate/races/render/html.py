@@ -39,7 +39,7 @@ def text(value: str) -> str:
 
 
 def sentence(value: str, *names: str) -> str:
-    """A sentence, with a capital; what stands between backticks becomes code, and so do the names.
+    """A sentence, with a capital; names, and parts between backticks, become code.
 
     Args:
         value: the sentence.
@@ -280,7 +280,7 @@ def _gap(gap: Gap, row: int) -> str:
 
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""No script, no picture, no font and no connection, whatever a name in the report says."""
+"""No script, no picture, no font and no connection, even if a name in the report asks for one."""
 
 _FEW = 28.0
 """Width in rem up to which a picture stands beside the words on a wide page."""
@@ -293,14 +293,14 @@ different lanes are ordered only if arrows lead from the first, down its lane, t
 
 
 def document(title: str, style: str, content: str, *, begin: str = "<body>", end: str = "") -> str:
-    """A whole page of these parts, each of which is HTML. It follows the reader's width and colour scheme.
+    """A whole page of these parts, which are HTML. It follows the reader's width and colour scheme.
 
     Args:
         title: in the tab.
         style: style sheets.
         content: inside of the part as wide as the text.
         begin: the tag before it.
-        end: what comes behind it.
+        end: HTML behind it.
     """
     return f"""<!DOCTYPE html>
 <html lang="en">

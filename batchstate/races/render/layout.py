@@ -233,7 +233,7 @@ def short_site(site: str) -> tuple[str, str]:
 
 
 def launched(event: Event) -> tuple[str, str]:
-    """An event's label as an operation and, in parentheses, what launched it: `("index_fill_", "(marks: clear)")`.
+    """An event's label as an operation and, in parentheses, its launch: `("index_fill_", "(marks: clear)")`.
 
     The latter is empty where the label says nothing of the kind.
     """

@@ -1,7 +1,7 @@
 """How the page of a race looks: its colours in a light and a dark scheme, and the rest of its style sheet.
 
-Red is kept for the race, or for what a run found, and green for orders that exist. Both are also told by words and by
-the form of the line.
+Red is kept for the race, or for the failures of a run, and green for orders that exist. Both are also told by words and
+by the form of the line.
 """
 
 LIGHT = {

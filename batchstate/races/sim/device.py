@@ -168,7 +168,7 @@ TRACED = 1 << 18
 
 @final
 class Device:
-    """Streams with their queues, of which a scheduler picks the next to run.
+    """Streams with their queues. A scheduler picks the stream that runs next.
 
     A stream runs in order and stops at a wait until the mark it waits for was reached. Marks are older than the waits
     for them, so one stream can always run. The scheduler also decides how far the host gets before.
@@ -233,7 +233,7 @@ class Device:
             self.depths[task.step] = max(self.depths.get(task.step, 0), self.depth)
 
     def wipe(self, stream: DeviceStream, memory: npt.NDArray[np.uint8]) -> None:
-        """A stream may write this memory from here on, whichever tensor had it."""
+        """A stream may write this memory from here on: no tensor has it any more."""
         stream.queue.append(Wipe(memory))
 
     def mark(self, stream: DeviceStream) -> Marker:

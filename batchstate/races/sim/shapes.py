@@ -63,7 +63,7 @@ def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     named = {name: META if name == "device" else _meta(value) for name, value in kwargs.items()}
     try:
         result = func(*map(_meta, args), **named)
-    except (RuntimeError, LookupError, ValueError, TypeError) as error:  # whatever torch refuses with
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:  # torch refuses with any of these
         raise UnknownError from error
     operation = Operation.of(func)
     if operation.name.startswith(_OTHERS):

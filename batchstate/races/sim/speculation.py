@@ -49,7 +49,7 @@ class SpeculativeRead:
 
     @contextlib.contextmanager
     def behind(self, stream: DeviceStream) -> Iterator[None]:
-        """A window in which a stream, and whatever it waits for, has run all it has. Nothing is enqueued in it.
+        """A window in which a stream, and all that it waits for, has run. Nothing is enqueued in it.
 
         Raises:
             DeviceFault: an operation fails there.

@@ -5,7 +5,7 @@ known to lie before its next operation. So an event is ordered before the next o
 stream's clock has reached its number. The host is the first stream.
 
 The algorithm is that of vector-clock race detectors (Mattern 1989; FastTrack, Flanagan and Freund 2009), with streams
-in place of threads: a launch orders the host before the operation, a wait for a fence joins what the fence knew.
+in place of threads: a launch orders the host before the operation, a wait for a fence joins the clock of the fence.
 """
 
 import itertools
@@ -76,7 +76,7 @@ class Clocks:
         return self.streams[0]
 
     def add(self, name: str) -> StreamClock:
-        """The clock of a new stream. It knows what the host knows when something is launched on it."""
+        """The clock of a new stream. With its first operation it learns all that the host knows."""
         stream = StreamClock(len(self.streams), unused_name(name, [stream.name for stream in self.streams]))
         self.streams.append(stream)
         return stream

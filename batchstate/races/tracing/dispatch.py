@@ -101,7 +101,7 @@ class Tracer(abc.ABC, Generic[A]):
                 self._record_stream(tensor, args[0])
                 return self.on_cpu, None
             if not self.on_cpu:
-                return False, None  # there all of these dispatch what they do
+                return False, None  # there all of these calls dispatch their operations
             kind = self.kind_of(tensor)
             if name == "is_pinned":
                 return True, kind is MemoryKind.PINNED
@@ -146,7 +146,7 @@ class Tracer(abc.ABC, Generic[A]):
         return allocation.kind
 
     def use_on_device(self, tensor: torch.Tensor) -> A:
-        """The memory of a tensor that an operation of the device accesses: unless pinned, it is the device's."""
+        """The memory of a tensor that the device accesses: unseen or undecided memory becomes the device's."""
         allocation = self.allocations.of(tensor)
         if allocation is None:
             return self.allocations.add(tensor, self._existing(tensor))
@@ -255,7 +255,7 @@ class Tracer(abc.ABC, Generic[A]):
 
     @abc.abstractmethod
     def _record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The memory is kept until a stream, of the library or of torch, has run what it has by then."""
+        """The memory is kept until a stream, of the library or of torch, has run all that it has by then."""
 
     def _read_by_host(self, tensor: torch.Tensor, name: str) -> None:
         """The host reads pinned memory."""
@@ -338,7 +338,7 @@ def tracing(tracer: Tracer[Any]) -> Iterator[None]:
 
 
 def dispatching(tracer: Tracer[Any]) -> contextlib.AbstractContextManager[Any]:
-    """A window in which `tracer` is told of what torch dispatches in this thread, and of no call of its functions."""
+    """A window in which `tracer` is told of operations that torch dispatches in this thread, and of no other call."""
     return _Dispatched(tracer)
 
 
@@ -367,7 +367,7 @@ _MARK = "_batchstate_raw_kernel"
 def raw_kernel(function: F) -> F:
     """Marks a function that stands for a kernel of its own, for `Runtime.launch`.
 
-    Under the race detector it runs at once, and accesses what the launch declares. On the simulated device it is
+    Under the race detector it runs at once, with the accesses that the launch declares. On the simulated device it is
     enqueued as a whole and runs later. There and then each tensor among its arguments, also in lists and tuples, is a
     plain CPU tensor over the same memory: numpy may read and write it. Its return value is dropped on the simulated
     device, so it puts its results into its arguments. Elsewhere the mark means nothing.

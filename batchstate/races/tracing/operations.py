@@ -22,7 +22,7 @@ class MemoryAccess(NamedTuple):
 
 
 ReadIndex = Callable[[torch.Tensor], Ints]
-"""Brings an index to the host, whatever it takes; masks as bool."""
+"""Brings an index to the host; masks as bool."""
 
 Precise = Callable[[Sequence[Any], ReadIndex], ByteRegion | None]
 
@@ -187,7 +187,7 @@ class Operation:
         return None if self._precise is None else 2 if self._precise in (_along, _elements) else 1
 
     def parts(self, args: Sequence[Any], read_index: ReadIndex) -> ByteRegion | None:
-        """The bytes that an index names; the whole tensor for a wrong index, so that torch may say what is wrong."""
+        """The bytes that an index names; the whole tensor for a wrong index, which torch refuses in its own words."""
         try:
             return None if self._precise is None else self._precise(args, read_index)
         except (IndexError, ValueError):

@@ -16,7 +16,7 @@ BRIEF = 12
 """Intervals that are kept for reports."""
 
 MOST_INTERVALS = 1 << 20
-"""Beyond so many, a region is what lies between its first and its last byte."""
+"""Beyond so many, a region is all bytes from its first to its last."""
 
 
 _FEW = 64
