@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.stateful import initialize, rule
 
-from batchstate.cli import main
 from batchstate.errors import ArgumentError
 from batchstate.pools import SlotPool
 from batchstate.races import RaceKind, RaceReport
 from batchstate.races.sim import PORTFOLIO
 from batchstate.testing import Machine, run_machine
+from tests.selfcheck.__main__ import main
 from tests.selfcheck.fuzzing import fuzz
 from tests.selfcheck.machines import MACHINES
 from tests.selfcheck.mutants import MUTANTS
