@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.stateful import initialize, rule
 
+from batchstate import cli
 from batchstate.errors import ArgumentError
 from batchstate.pools import SlotPool
 from batchstate.races import RaceKind, RaceReport
@@ -214,5 +215,5 @@ def test_command_line_keeps_a_race(
     assert "batchstate race race-page_pool.json --out race.html" in errors
     report = RaceReport.load(tmp_path / "race-page_pool.json")
     assert report.kind is RaceKind.READ_AFTER_WRITE
-    assert main(["race", "race-page_pool.json", "--out", "race.html"]) == 0
+    assert cli.main(["race", "race-page_pool.json", "--out", "race.html"]) == 0
     assert "missing edge" in (tmp_path / "race.html").read_text()
