@@ -42,7 +42,6 @@ FILES = (
     "host_pool",
     "tighten",
     "levels",
-    "strategies",
 )
 """Test files of what a device can change, without `test_`, long ones first. The others are named in the figures."""
 QUICK = ("step_cost",)
