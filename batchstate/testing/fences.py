@@ -61,9 +61,19 @@ class ManualStream:
     _pending: deque[ManualFence] = attrs.field(factory=deque)
 
     @property
+    def depth(self) -> int:
+        """Fences recorded and not complete: steps in flight."""
+        return len(self._pending)
+
+    @property
     def last(self) -> ManualFence | None:
         """The newest fence in flight, or None."""
         return self._pending[-1] if self._pending else None
+
+    @property
+    def in_flight(self) -> tuple[ManualFence, ...]:
+        """The fences that are not complete, oldest first."""
+        return tuple(self._pending)
 
     def record(self) -> ManualFence:
         """A new fence after all earlier ones."""
