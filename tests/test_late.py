@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchstate.runtime import DoneFence, Fence
-from batchstate.testing import LateRuntime
+from batchstate.testing import LateRuntime, ManualStream
 from batchstate.testing.fences import LateFence
 from tests.doubles import Gate
 from tests.selfcheck.machine import is_behind
@@ -217,3 +217,16 @@ def test_staging_is_not_reused_before_its_fence(late: LateRuntime) -> None:
     for _ in range(50):
         late.upload([np.arange(4)]).ready.wait()
     assert late.counters.staging_allocations == made
+
+
+def test_manual_fences_complete_in_order() -> None:
+    """Fences of one stream complete oldest first, by hand or by waiting for a later one."""
+    stream = ManualStream("forward")
+    first, second, third = stream.record(), stream.record(), stream.record()
+    assert stream.complete() == 1
+    assert (first.query(), second.query()) == (True, False)
+    third.wait()
+    assert second.query()
+    assert third.waits == 1
+    assert (stream.last, stream.complete()) == (None, 0)
+    assert repr(first) == "ManualFence('forward', number 1, complete)"

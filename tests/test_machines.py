@@ -6,8 +6,9 @@ from batchstate.errors import ArgumentError
 from batchstate.levels import Level, current_checks
 from batchstate.races.devices import open_device
 from batchstate.runtime import CpuRuntime, Runtime
-from batchstate.testing import LateRuntime, Machine, run_machine
+from batchstate.testing import LateRuntime, run_machine
 from tests.coverage_targets import reach_all
+from tests.selfcheck.machine import Machine
 from tests.selfcheck.machines import MACHINES
 from tests.selfcheck.machines.pools import SlotPoolMachine
 
@@ -18,8 +19,9 @@ def test_coverage_targets_are_reached(name: str, device: str) -> None:
     reach_all(MACHINES[name], device)
 
 
-def test_every_machine_has_targets() -> None:
-    """A machine without coverage targets could be asleep."""
+def test_every_machine_has_a_name_and_targets() -> None:
+    """The registry holds each machine under its own name, and none could be asleep, without coverage targets."""
+    assert {machine.NAME: machine for machine in MACHINES.values()} == MACHINES
     assert all(machine.TARGETS for machine in MACHINES.values())
 
 
@@ -91,6 +93,7 @@ def test_runtimes_come_from_the_session() -> None:
     assert len(opened) >= 5
 
 
-def test_machines_are_machines() -> None:
-    """The registry holds each machine under its own name."""
-    assert {machine.NAME: machine for machine in MACHINES.values()} == MACHINES
+def test_undeclared_states_are_refused() -> None:
+    """A state that is not declared would never be missed, so it cannot be counted."""
+    with pytest.raises(ArgumentError, match="declare it in `TARGETS`"):
+        SlotPoolMachine().reached("something nice")

@@ -200,13 +200,6 @@ def test_a_broken_class_is_found(batch: type[Lazy], code: str, words: str) -> No
     assert words in str(result.failure)
 
 
-@pytest.mark.parametrize("changes", [{"lazy": ["penalty"]}, {"padding": {"length": 0}}])
-def test_names_of_no_attribute_are_refused(changes: dict[str, Any]) -> None:
-    """What is lazy or padded is one of the attributes that the spec names."""
-    with pytest.raises(ArgumentError, match="not in `twins` or `rows`"):
-        spec_of(Lazy, **changes)
-
-
 def test_a_part_that_is_not_called_lazy_has_to_be_there() -> None:
     """None in the place of an attribute is an error before the fuzzing, unless the spec says that it may be None."""
     with pytest.raises(ArgumentError, match=r"penalties\.values"):

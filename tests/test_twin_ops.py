@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from batchstate.errors import ArgumentError
 from batchstate.testing import Twin, TwinSpec, fuzz_twins
 
 
@@ -184,24 +183,6 @@ def test_a_broken_operation_is_found(batch: type[Scheduled], code: str, words: s
     result = fuzz_twins(spec_of(batch), examples=150, shrink=False)
     assert result.code == code, result.failure or "nothing was found"
     assert words in str(result.failure)
-
-
-@pytest.mark.parametrize(
-    ("name", "op"),
-    [
-        ("split", Scheduled.split_batch),
-        ("split", (Scheduled.split_batch,)),
-        ("split", (Scheduled.split_batch, "rows")),
-        ("split", (Scheduled.split_batch, lambda rows, at: rows, 3)),
-        ("merge", (Scheduled.merge_batch, lambda rows, other: rows + other)),
-        ("pad", (Scheduled.merge_batch, lambda rows, other: rows + other)),
-        ("a name", (Scheduled.prepare_for_idle, lambda rows: [])),
-    ],
-)
-def test_what_is_no_operation_is_refused(name: str, op: Any) -> None:
-    """An operation has a free name, a call, and a model of at least one batch."""
-    with pytest.raises(ArgumentError, match=r"ops\["):
-        spec_of(Scheduled, ops={name: op})
 
 
 def test_a_model_of_other_attributes_is_refused() -> None:

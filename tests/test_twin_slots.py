@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from batchstate.errors import ArgumentError
 from batchstate.testing import Twin, TwinSlots, TwinSpec, fuzz_twins
 
 
@@ -151,9 +150,3 @@ def test_two_batches_that_share_a_slot_are_found() -> None:
     result = fuzz_twins(wrong, examples=20, shrink=False)
     assert result.code == "SLOT_SHARED"
     assert "Scheduled" in str(result.failure)
-
-
-def test_slots_that_are_nowhere_are_refused() -> None:
-    """A spec names an attribute that it has."""
-    with pytest.raises(ArgumentError, match="slots in 'rows_cpu'"):
-        spec(slots="rows_cpu")

@@ -93,10 +93,10 @@ BROKEN: dict[str, tuple[str, str, dict[str, Callable[..., None]]]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_class_is_found(device: str, what: str) -> None:
+@pytest.mark.parametrize("bug", BROKEN)
+def test_a_broken_class_is_found(device: str, bug: str) -> None:
     """By the code of an invariant or by the model, and the report names the field."""
-    code, words, methods = BROKEN[what]
+    code, words, methods = BROKEN[bug]
     assert words in killed(device, code, **methods)
 
 
@@ -139,19 +139,30 @@ def test_classes_that_are_never_empty(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"twins": [], "rows": []},
-        {"rows": ["seq_lens"]},
-        {"least_rows": 5},
-        {"most_rows": 0},
+        ({"twins": [], "rows": []}, "expected twins, got none"),
+        ({"rows": ["seq_lens"]}, "seq_lens twice"),
+        ({"least_rows": 5}, "use 0 <= least_rows <= most_rows"),
+        ({"most_rows": 0}, "most_rows at least 1"),
+        ({"max_rows": 3}, "max_rows=3, and 4 rows are built"),
+        ({"merge": None}, "expected `merge` or `add`, got neither"),
+        ({"lazy": ["penalty"]}, "penalty in `lazy` or `padding`, and not in"),
+        ({"padding": {"length": 0}}, "length in `lazy` or `padding`, and not in"),
+        ({"slots": "rows_cpu"}, "slots in 'rows_cpu'"),
+        ({"ops": {"split": (len,)}}, r"ops\['split'\] is"),
+        ({"ops": {"split": (len, lambda at: at, st.just(1))}}, r"ops\['split'\]: a model of 0 batches"),
+        ({"ops": {"merge": (len, lambda rows: rows)}}, "the name is taken"),
+        ({"ops": {"pad": (len, lambda rows: rows)}}, "the name is taken"),
+        ({"ops": {"a name": (len, lambda rows: rows)}}, "choose another identifier"),
     ],
-    ids=["nothing", "twice", "least", "most"],
 )
-def test_bad_specifications_are_refused(changes: dict) -> None:
+def test_bad_specifications_are_refused(changes: dict, message: str) -> None:
     """A specification that cannot be meant is refused when it is made."""
-    with pytest.raises(ArgumentError):
+    with pytest.raises(ArgumentError, match=message):
         attrs.evolve(spec_of(HandwrittenBatch), **changes)
+    with pytest.raises(ArgumentError, match="name an attribute that has no twin in `rows`"):
+        Twin("last_token", "last_token", "device_only")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -190,10 +201,9 @@ def test_floats_that_numpy_lacks_are_judged(device: str, dtype: torch.dtype) -> 
         ({"rows": ["from_lengths"]}, "attribute 'from_lengths' of a batch just built: TypeError"),
         ({"num_rows": lambda batch: len(batch.requests)}, "num_rows of a batch just built: AttributeError"),
     ],
-    ids=["twin", "part", "no vector", "num_rows"],
 )
 def test_typing_error_in_a_specification_is_no_bug_of_the_class(changes: dict, problem: str) -> None:
-    """What the spec names and the class lacks is refused before the fuzzing begins."""
+    """An attribute that the spec names and the class lacks is refused before the fuzzing begins."""
     with pytest.raises(ArgumentError, match=problem):
         fuzz_twins(attrs.evolve(spec_of(HandwrittenBatch), **changes), examples=5)
 
@@ -205,12 +215,6 @@ def test_build_that_fails_is_left_to_the_fuzzer() -> None:
         raise KeyError("nobody builds this")
 
     assert fuzz_twins(attrs.evolve(spec_of(HandwrittenBatch), build=build), examples=5).code == "KeyError"
-
-
-def test_twins_have_two_sides() -> None:
-    """Twins are exact or bounded; an attribute with one side belongs to the rows."""
-    with pytest.raises(ArgumentError, match="name an attribute that has no twin in `rows`"):
-        Twin("last_token", "last_token", "device_only")
 
 
 def test_dotted_attributes_are_reached() -> None:

@@ -1,17 +1,15 @@
-"""`watch_pages`, `watch_slots` and `watch_copy`: over a model of a prefix cache, and over transformers' allocator."""
+"""`watch_pages`, `watch_slots` and `watch_copy`, over a model of a prefix cache, slots and a staging buffer."""
 
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from batchstate import Violation
-from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.errors import ArgumentError, DeclarationError
 from batchstate.violations import Code
 from batchstate.watch import WatchedPool, watch_copy, watch_pages, watch_slots
+from tests.test_watch import reported
 
 
 class PrefixCache:
@@ -164,20 +162,17 @@ def test_a_staging_buffer_brings_what_it_holds(full: None, monkeypatch: pytest.M
         buffer.copy_to_gpu(3)
         buffer.copy_to_gpu()
         monkeypatch.setattr(Buffer, "late", True)
-        with pytest.raises(Violation) as caught:
+        with reported(Code.MIRROR_EQUAL, "cpu / gpu", 0):
             buffer.copy_to_gpu(2)
-    assert (caught.value.code, caught.value.column, caught.value.row) == (Code.MIRROR_EQUAL, "cpu / gpu", 0)
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
-    """Names that do not exist, no methods, no class, a method watched twice."""
+    """Names that do not exist, no methods, a method watched twice."""
     arguments: dict[str, Any] = {"holders": lambda cache: [], "free": "free_pages"}
     with pytest.raises(ArgumentError, match="PrefixCache has no method 'begin'"):
         watch_pages(PrefixCache, after=["begin"], **arguments)
     with pytest.raises(ArgumentError, match="no method is named"):
         watch_pages(PrefixCache, after=[], **arguments)
-    with pytest.raises(ArgumentError, match="expected a class, got 3"):
-        watch_pages(3, after=["start"], **arguments)  # type: ignore[arg-type]
     with watched_cache():
         with pytest.raises(DeclarationError, match=r"PrefixCache\.start is watched already"):
             watched_cache()
@@ -185,92 +180,3 @@ def test_what_cannot_be_watched_is_refused() -> None:
     misnamed = watch_pages(PrefixCache, after=["start"], holders=lambda cache: [], free="free_lst")
     with misnamed, pytest.raises(DeclarationError, match="no attribute 'free_lst'"):
         PrefixCache(4).start("a", [1])
-
-
-# transformers, as it is installed
-
-
-FOUND: list[BatchStateError] = []
-
-
-def free_blocks(allocator: Any) -> list[int]:
-    """The blocks that its pool can hand out: leaves of trees, one tree for each sector."""
-    trees = allocator.pool._free_blocks[allocator.index]
-    return [leaf for leaves in trees.trees.values() for leaf in leaves]
-
-
-@pytest.fixture
-def allocators() -> Iterator[list[WatchedPool]]:
-    """Transformers' allocators of KV blocks, watched."""
-    pytest.importorskip(
-        "transformers.generation.continuous_batching.cache_allocators",
-        reason="the declaration is of allocators that this transformers does not have",
-    )
-    from transformers.generation.continuous_batching import cache
-
-    watching = [
-        watch_pages(
-            allocator,
-            after=["allocate_cache_to_request", "free_blocks", "acquire_prefix_blocks", "mark_complete_blocks"],
-            holders=lambda pool: pool.block_table.values(),
-            free=free_blocks,
-            references=lambda pool: pool.ledger.shared_ref_counts,
-            cached="ledger.cached_blocks",
-            on_violation=FOUND.append,
-        )
-        for allocator in set(cache.ATTN_TYPE_TO_ALLOCATOR.values())
-    ]
-    FOUND.clear()
-    yield watching
-    for one in watching:
-        one.stop()
-
-
-def generate() -> int:
-    """Requests with a common prefix, served by transformers' continuous batching; how many were answered."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    asked = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    prefix = (np.arange(260) % 100 + 5).tolist()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        answers = model.generate_batch(
-            inputs=[[*prefix, number] for number in range(5)],
-            generation_config=asked,
-            continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=100, max_batch_tokens=128),
-        )
-    return len(answers)
-
-
-def test_transformers_allocators_are_clean(allocators: list[WatchedPool]) -> None:
-    """Its continuous batching serves requests with a common prefix, and each page has the holders recorded of it."""
-    assert generate() == 5
-    assert sum(one.counters.checked for one in allocators) > 20
-    assert FOUND == []
-
-
-def test_a_lost_reference_in_transformers_is_found(
-    allocators: list[WatchedPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shared block that is acquired without a reference is found in the call that acquires it."""
-    ledger = pytest.importorskip("transformers.generation.continuous_batching.cache_allocators.cache_allocator")
-
-    def acquire(self: Any, block: int) -> None:
-        self.cached_blocks.pop(block, None)  # and nothing, where another request has it
-
-    monkeypatch.setattr(ledger.BlockLedger, "acquire", acquire)
-    generate()
-    first = FOUND[0]
-    assert isinstance(first, Violation)
-    assert (first.code, first.object) == (Code.PAGE_OWNER, "FullAttentionCacheAllocator")
-    assert first.operation in ("after acquire_prefix_blocks", "after mark_complete_blocks")

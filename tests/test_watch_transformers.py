@@ -26,6 +26,7 @@ from transformers import GenerationConfig, LlamaConfig  # noqa: E402
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
 from transformers.generation.continuous_batching import cache as caches  # noqa: E402
 from transformers.generation.continuous_batching import cb_logits_processors, continuous_api  # noqa: E402
+from transformers.generation.continuous_batching.cache_allocators import cache_allocator  # noqa: E402
 from transformers.generation.continuous_batching.distributed import DistributedHelper  # noqa: E402
 from transformers.generation.continuous_batching.initialization import (  # noqa: E402
     resolve_continuous_batching_config,
@@ -191,3 +192,17 @@ def test_a_cancelled_request_that_stays_in_line_is_found(monkeypatch: pytest.Mon
     violation = caught.value
     assert (violation.code, violation.object) == (Code.DERIVED_STALE, kind.__name__)
     assert (violation.column, violation.operation) == ("waiting_requests_order", "after clear_cancelled_requests")
+
+
+def test_a_lost_reference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared block that is acquired without a reference is found in the call that acquires it."""
+
+    def acquire(self: Any, block: int) -> None:
+        self.cached_blocks.pop(block, None)  # and nothing, where another request has it
+
+    monkeypatch.setattr(cache_allocator.BlockLedger, "acquire", acquire)
+    kind = SCHEDULER_MAPPING["fifo"]
+    with checks("full"), watched(kind), pytest.raises(Violation) as caught:
+        drive(kind, [("arrive", 69), ("step", 3), ("arrive", 69), ("step", 2)])
+    assert caught.value.code is Code.PAGE_OWNER
+    assert caught.value.operation in ("after acquire_prefix_blocks", "after mark_complete_blocks")
