@@ -28,7 +28,7 @@ FORWARD_US = (100, 300)
 
 
 class Prompts(Batch):
-    """Requests that put in a prompt."""
+    """Requests whose prompt is scheduled."""
 
     slots = slot_column()
     seq_lens = mirrored(torch.int64)
@@ -182,7 +182,7 @@ class Engine:
         self._overlapped, self._before = overlapped, 0.0
 
     def step(self) -> torch.Tensor:
-        """A step; returns the ids that it put in."""
+        """A step; returns its ids."""
         inputs = self._steady.step()
         done = self._forwards.launch()
         self._forwards.wait(self._before if self._overlapped else done)

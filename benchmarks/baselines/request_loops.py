@@ -69,7 +69,7 @@ class _RequestLoop:
         self._free.extend(request.pages)
         self._slots.append(request.slot)
 
-    def turn_over(self) -> list[Request]:
+    def replace_oldest(self) -> list[Request]:
         """The oldest requests leave and others join; who is at the most tokens starts anew. Returns those that join."""
         for request in self.running[: self._churn]:
             self._left(request)
@@ -97,7 +97,7 @@ class ListsAndTensors(_RequestLoop):
 
     def step(self) -> Inputs:
         """The step."""
-        self.turn_over()
+        self.replace_oldest()
         ids, positions, places, lens = [], [], [], []
         for request in self.running:
             if request.length % PAGE_SIZE == 0:
@@ -151,7 +151,7 @@ class PinnedBuffers(_RequestLoop):
         turn, self._steps = self._steps % 2, self._steps + 1
         if self._steps > 1 and self._events:
             self._events[1 - turn].synchronize()  # behind the copies of the step before, both ways
-        if self.turn_over():
+        if self.replace_oldest():
             self._ids.fill_(1)
             for row, request in enumerate(self.running):
                 tables[row, : len(request.pages)] = request.pages
@@ -193,7 +193,7 @@ class TensorPerRequest(_RequestLoop):
 
     def step(self) -> Inputs:
         """The step."""
-        for request in self.turn_over():
+        for request in self.replace_oldest():
             self._tokens[request.slot, START] = 1
         places = []
         for request in self.running:

@@ -6,7 +6,7 @@ speculation by prompt lookup, retraction, aborts and requests that arrive prebui
 
     request     what a client asked for, and the check of it
     batch       the columns of the running requests, and a step on its way
-    scheduler   the host's part: who runs, and how many tokens each puts in
+    scheduler   the host's part: who runs, with how many tokens each
     forward     the device's part: inputs, model, publish, prefetch
     engine      the loop that ties both, one step ahead or not
     attention, model, plain, drafting   what runs on the device

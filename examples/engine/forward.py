@@ -41,7 +41,7 @@ class Forward:
     Attributes:
         stream: where everything runs.
         relay: what a forward leaves for the next one and for the host.
-        ids: its fields with the tokens that a request puts in next.
+        ids: its fields with the next tokens of a request.
         results: its fields that the host reads.
         kv: keys and values of all pages; only this stream reads and writes them.
     """

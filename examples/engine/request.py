@@ -52,7 +52,7 @@ class Request:
 
     @property
     def kv_len(self) -> int:
-        """Tokens in KV memory when the last token of the output has not been put in yet; the prompt without output."""
+        """Tokens in KV memory while the last token of the output is not scheduled yet; the prompt without output."""
         return len(self.prompt) + max(len(self.output) - 1, 0)
 
     @property
@@ -61,7 +61,7 @@ class Request:
         return len(self.prompt) + self.max_new_tokens - 1
 
     def known_ids(self) -> npt.NDArray[np.int64]:
-        """The prompt, and of an answer all but its last token: that is put in by the first step that decodes."""
+        """The prompt, and of an answer all but its last token: that is scheduled by the first step that decodes."""
         return np.array([*self.prompt, *self.output[:-1]], dtype=np.int64)
 
     def append(self, tokens: Sequence[int], eos_token_ids: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""The host's part: who runs, and how many tokens each puts in. Nothing here touches the device or waits for it.
+"""The host's part: who runs, with how many tokens each. Nothing here touches the device or waits for it.
 
 One plan, in the order in which it is made; one call of the planner then carries all of it out::
 
@@ -42,7 +42,7 @@ class Turn:
     """A step as the host plans it. Its requests are those of the batch that stay, then those that join.
 
     Attributes:
-        queries: tokens that each request puts in, int64[n].
+        queries: tokens scheduled for each request, int64[n].
         prompt_ids: their ids; None where the relay has them.
         samples: bool[n], whether it gets a token: it decodes, or is new, and this is the last chunk of its prompt.
         joining: those that join.
@@ -57,7 +57,7 @@ class Turn:
 
     @classmethod
     def of(cls, rows: Sequence[Row], queries: list[int], joining: Sequence[Request] = ()) -> "Turn":
-        """From the requests, the tokens that each puts in, and the last of them, that join."""
+        """From the requests, the tokens scheduled for each, and the last of them, that join."""
         prompt_ids, samples = list[Ints | None](), list[bool]()
         for (request, length), tokens in zip(rows, queries, strict=True):
             fill = request.fill_ids
@@ -178,7 +178,7 @@ class Scheduler:
             )
 
     def _queries(self, rows: Sequence[Row]) -> list[int]:
-        """Tokens that each puts in: one to decode, and its guesses; or what the step has left for its prompt."""
+        """Tokens scheduled for each: one to decode, and its guesses; or the rest of the step for its prompt."""
         settings, queries, fills = self.settings, list[int](), list[tuple[int, int]]()
         decode_len, guesses = settings.decode_len, bool(settings.num_drafts)
         for row, (request, length) in enumerate(rows):

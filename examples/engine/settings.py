@@ -29,7 +29,7 @@ class EngineSettings:
 
     @property
     def decode_len(self) -> int:
-        """Tokens that a decoding request puts in: its last one and the drafts."""
+        """Tokens scheduled for a decoding request: its last one and the drafts."""
         return 1 + self.num_drafts
 
     @property

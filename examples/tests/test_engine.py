@@ -130,8 +130,8 @@ def test_guesses_know_every_token(rt: Runtime, model: Model) -> None:
         engine.step()
         history = rt.inspect(engine.scheduler.forward._drafter.history)
         batch = engine.scheduler.batch
-        for request, slot, put_in in zip(batch.requests, batch.slots.np, batch.seq_lens.np, strict=True):
-            tokens = [*request.prompt, *request.output][: int(put_in)]
+        for request, slot, computed in zip(batch.requests, batch.slots.np, batch.seq_lens.np, strict=True):
+            tokens = [*request.prompt, *request.output][: int(computed)]
             assert history[slot, : len(tokens)].tolist() == tokens
             compared += len(tokens)
     assert compared > 500
@@ -290,10 +290,10 @@ def test_prompts_are_resumed_mid_chunk(rt: Runtime, model: Model, overlap: bool,
         engine = started(rt, model, settings, [other, long])
         while busy(engine):
             batch = engine.scheduler.batch
-            put_in = {request: int(batch.seq_lens.np[row]) for row, request in enumerate(batch.requests)}
+            computed = {request: int(batch.seq_lens.np[row]) for row, request in enumerate(batch.requests)}
             engine.step()
-            if long in put_in and long.state == "waiting":
-                cut.append(put_in[long])
+            if long in computed and long.state == "waiting":
+                cut.append(computed[long])
         nothing_left(engine)
     assert any(0 < length < len(long.prompt) for length in cut)
     assert outputs([other, long]) == right_answers(model, [other, long])

@@ -140,7 +140,7 @@ def step_times(model: Any, batch_size: int, steps: int) -> tuple[float, float]:
 
 
 def decoding(model: Any, batch_size: int, steps: int) -> Any:
-    """A batch processor whose requests have put in their prompts, with inputs as for FlashAttention: a block table."""
+    """A batch processor whose requests' prompts are computed, with inputs as for FlashAttention: a block table."""
     blocks = (100 + steps) // PAGE_SIZE + 2
     settings = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,

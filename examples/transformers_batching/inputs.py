@@ -63,7 +63,7 @@ class PlannedInputs(ContinuousBatchingIOs):  # type: ignore[misc]
         self.use_block_table = use_decode_fast_path and self.block_table.numel() > 0
         blocks.runtime.next_step()
         extras: dict[str, Any] = {}
-        if requests_in_batch is self.requests_in_batch and self._step is not None:  # each puts in the one token
+        if requests_in_batch is self.requests_in_batch and self._step is not None:  # each schedules the one token
             batch, rows, past = self._step.batch, self._rows, self._totals
             totals = past + 1
             grown = bool(np.count_nonzero(past % blocks.tokens_per_page == 0))
