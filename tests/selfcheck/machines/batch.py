@@ -174,7 +174,7 @@ def _bound(batch: Decode) -> MirroredTensor:
 
 
 def _zeros(batch: Decode, name: str, n: int) -> torch.Tensor:
-    """What a kernel found for `n` rows of a column."""
+    """The zeros of a kernel for `n` rows of a column."""
     zeros = np.zeros((n, *COLUMNS[name].shape), COLUMNS[name].np_dtype)
     return of_dtype(batch.runtime.upload([zeros]).view(0).clone(), COLUMNS[name].dtype)
 
