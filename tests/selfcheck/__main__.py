@@ -19,8 +19,7 @@ from tests.selfcheck.mutants import GROUPS, MUTANTS, MutantReport, MutantResult
 CLEAN_NAMED = 20
 """Examples without a mutant where mutants are named: they are what the user asks about."""
 
-PARTS = 1000
-"""Of the progress bar of `mutants`."""
+PARTS = 1000  # that the progress bar of `mutants` has
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,7 @@ FILES = (
     "tests/test_tables.py",
     "tests/test_forward_plan.py",
     "tests/test_hybrid.py",
-    "tests/test_step_cost.py",
+    "tests/test_call_budget.py",
     "tests/test_static.py",
     "tests/test_runtime.py",
     "tests/test_memory.py",
@@ -42,10 +42,9 @@ FILES = (
     "tests/test_host_pool.py",
     "tests/test_tighten.py",
     "tests/test_levels.py",
-    "tests/test_strategies.py",
 )
 """Test files of code that a device can change, long ones first. The others are named in the figures."""
-QUICK = ("tests/test_step_cost.py",)
+QUICK = ("tests/test_call_budget.py",)
 FIRST_FAILURES = 20
 """So many messages of failures are kept."""
 END = 15.0

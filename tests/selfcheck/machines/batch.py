@@ -1,4 +1,4 @@
-"""`Batch` against a list of requests, each a dictionary of its columns; packed columns against columns on their own."""
+"""`Batch` against a list of requests, each a dictionary of its columns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -78,7 +78,7 @@ def numbers(name: str, n: int, first: int) -> Array:
 @final
 @attrs.frozen(eq=False)
 class Cell:
-    """One column of one request: what its host side and its device side hold; `host` is None where there is none."""
+    """One column of one request, by its sides; `host` is None where there is none."""
 
     host: Array | None
     device: Array
@@ -91,19 +91,12 @@ Row = dict[str, Any]
 @final
 @attrs.frozen(eq=False)
 class Rows(ShownByRepr):
-    """A batch and its model.
-
-    Attributes:
-        batch: the batch.
-        rows: its requests.
-        bounded: columns whose host side may be a bound.
-        padding: padded rows after the requests.
-    """
+    """A batch and its model."""
 
     batch: Decode
     rows: Sequence[Row]
-    bounded: frozenset[str]
-    padding: int = 0
+    bounded: frozenset[str]  # columns whose host side may be a bound
+    padding: int = 0  # padded rows after the requests
 
     def __repr__(self) -> str:
         slots = [int(row["slots"].device) for row in self.rows]
@@ -144,8 +137,8 @@ class Rows(ShownByRepr):
     def compare(self, devices: Mapping[str, torch.Tensor], where: str, operation: str) -> None:
         """Compares device tensors with the device sides of all columns."""
         for name in COLUMNS:
-            found, expected = rows_of(self.batch.runtime, devices[name]), self.side(name, "device")
-            ask(invariants.mirror_equal, expected, found, object=where, column=name, operation=operation)
+            actual, expected = rows_of(self.batch.runtime, devices[name]), self.side(name, "device")
+            ask(invariants.mirror_equal, expected, actual, object=where, column=name, operation=operation)
 
     def moved(self, batch: Decode, rows: Sequence[Row], *, padding: int = 0) -> "Rows":
         """The model of `batch`, which has `rows` of this one."""
@@ -159,10 +152,7 @@ class Rows(ShownByRepr):
 
 @attrs.define(eq=False)
 class Graph:
-    """Buffers, the replay of a graph over them, and the batch that they hold.
-
-    What it returns is what a graph would read from the first time on.
-    """
+    """Buffers, the replay of a graph over them, which returns its inputs, and the batch that they hold."""
 
     buffers: StaticBuffers
     replay: Callable[[Decode], dict[str, torch.Tensor]]
@@ -176,8 +166,6 @@ class Graph:
 
 
 class Another(Batch):
-    """A batch of another declaration."""
-
     seq_lens = mirrored(torch.int64)
 
 
@@ -185,17 +173,17 @@ def _bound(batch: Decode) -> MirroredTensor:
     return MirroredTensor.from_host(batch.runtime, np.zeros(len(batch), np.int64)).weaken("upper_bound")
 
 
-def _found(batch: Decode, name: str, n: int) -> torch.Tensor:
-    """What a kernel found for `n` rows of a column."""
+def _zeros(batch: Decode, name: str, n: int) -> torch.Tensor:
+    """The zeros of a kernel for `n` rows of a column."""
     zeros = np.zeros((n, *COLUMNS[name].shape), COLUMNS[name].np_dtype)
     return of_dtype(batch.runtime.upload([zeros]).view(0).clone(), COLUMNS[name].dtype)
 
 
 def _verified(
-    name: str, rows: Sequence[int] = (), *, found: str | None = None, n: int = 0, bound: Any = None
+    name: str, rows: Sequence[int] = (), *, source: str | None = None, n: int = 0, bound: Any = None
 ) -> Callable[[Decode], Decode]:
-    """Updates rows of a column by what a kernel found for `n` rows of it, or of another column."""
-    return lambda batch: batch.update_device(name, rows, _found(batch, found or name, n), bound)
+    """Updates rows of a column by zeros for `n` rows of it, or of the column `source`."""
+    return lambda batch: batch.update_device(name, rows, _zeros(batch, source or name, n), bound)
 
 
 def _slots(batch: Decode, numbers: list[int], pool: int = 10**9) -> Slots:
@@ -228,82 +216,79 @@ def _has_two(batch: Decode) -> bool:
 
 
 MISUSES = misuses(
-    ("a mask too long", ShapeError, lambda one: one.filter(np.ones(len(one) + 1, np.bool_))),
-    ("a row kept twice", ArgumentError, lambda one: one.filter([0, 0]), _has_rows),
-    ("a negative row kept", RowIndexError, lambda one: one.filter([-1])),
-    ("half a row kept", DtypeError, lambda one: one.filter([0.5])),
-    ("a merge with itself", Code.SLOT_SHARED, lambda one: one.merge(one), _has_rows),
-    ("merge another declaration", DeclarationError, lambda one: one.merge(Another.build(one.runtime, seq_lens=[1]))),
-    ("a merge of two pools", ArgumentError, lambda one: one.merge(_alone(one, _slots(one, [9], 8))), _has_rows),
-    ("split into too much", ArgumentError, lambda one: one.split([len(one), 1])),
-    ("pad to fewer rows", ArgumentError, lambda one: one.pad(len(one) - 1)),
-    ("advance a float column", DtypeError, lambda one: one.advance("temperature", 1)),
-    ("advance slots", DtypeError, lambda one: one.advance("slots", 1)),
-    ("advance the requests", DeclarationError, lambda one: one.advance("requests", 1)),
-    ("advance one column twice", ArgumentError, lambda one: one.advance(["accepted", "accepted"], 1)),
-    ("advance by a half", DtypeError, lambda one: one.advance("seq_lens", 0.5)),
-    ("advance beyond uint8", ValueOverflowError, lambda one: one.advance("small", 256), _has_rows),
-    ("one amount too many", ShapeError, lambda one: one.advance("seq_lens", np.ones(len(one) + 1, np.int64))),
-    ("update the slots", ArgumentError, lambda one: one.update("slots", [], [])),
-    ("update the device alone", ArgumentError, lambda one: one.update("last_token", [], [])),
-    ("update beyond the last row", RowIndexError, lambda one: one.update("seq_lens", [len(one)], 1)),
-    ("update one row with two", ShapeError, lambda one: one.update("seq_lens", [0], [1, 2]), _has_rows),
+    ("a mask too long", ShapeError, lambda it: it.filter(np.ones(len(it) + 1, np.bool_))),
+    ("a row kept twice", ArgumentError, lambda it: it.filter([0, 0]), _has_rows),
+    ("a merge with itself", Code.SLOT_SHARED, lambda it: it.merge(it), _has_rows),
+    ("merge another declaration", DeclarationError, lambda it: it.merge(Another.build(it.runtime, seq_lens=[1]))),
+    ("a merge of two pools", ArgumentError, lambda it: it.merge(_alone(it, _slots(it, [9], 8))), _has_rows),
+    ("pad to fewer rows", ArgumentError, lambda it: it.pad(len(it) - 1)),
+    ("advance a float column", DtypeError, lambda it: it.advance("temperature", 1)),
+    ("advance slots", DtypeError, lambda it: it.advance("slots", 1)),
+    ("advance the requests", DeclarationError, lambda it: it.advance("requests", 1)),
+    ("advance one column twice", ArgumentError, lambda it: it.advance(["accepted", "accepted"], 1)),
+    ("advance by a half", DtypeError, lambda it: it.advance("seq_lens", 0.5)),
+    ("advance beyond uint8", ValueOverflowError, lambda it: it.advance("small", 256), _has_rows),
+    ("one amount too many", ShapeError, lambda it: it.advance("seq_lens", np.ones(len(it) + 1, np.int64))),
+    ("update the slots", ArgumentError, lambda it: it.update("slots", [], [])),
+    ("update the device alone", ArgumentError, lambda it: it.update("last_token", [], [])),
+    ("update beyond the last row", RowIndexError, lambda it: it.update("seq_lens", [len(it)], 1)),
+    ("update one row with two", ShapeError, lambda it: it.update("seq_lens", [0], [1, 2]), _has_rows),
     ("verified rows of an exact column", ContractError, _verified("seq_lens", bound=0)),
     ("verified rows without a bound", ArgumentError, _verified("accepted")),
     ("a bound of a column without a host side", ArgumentError, _verified("last_token", bound=9)),
-    ("verified rows from the host", DeviceError, lambda one: one.update_device("last_token", [], [])),
-    ("verified rows of another dtype", DtypeError, _verified("last_token", found="hidden")),
+    ("verified rows from the host", DeviceError, lambda it: it.update_device("last_token", [], [])),
+    ("verified rows of another dtype", DtypeError, _verified("last_token", source="hidden")),
     ("one verified row too many", ShapeError, _verified("drafts", n=1, bound=9)),
     ("bounds of too many rows", ShapeError, _verified("accepted", bound=[1, 2])),
     ("a bound beyond the dtype", ValueOverflowError, _verified("drafts", bound=2**40)),
-    ("a verified row beyond the last", RowIndexError, lambda one: _verified("last_token", [len(one)], n=1)(one)),
+    ("a verified row beyond the last", RowIndexError, lambda it: _verified("last_token", [len(it)], n=1)(it)),
     (
         "rows of other requests",
         Code.DERIVED_STALE,
-        lambda one: one.update_device("last_token", [0], one.filter([1]).last_token),
+        lambda it: it.update_device("last_token", [0], it.filter([1]).last_token),
         _has_two,
     ),
-    ("hidden states as numbers", DtypeError, lambda one: one.replace(states=[[0.5, 1]] * len(one)), _has_rows),
-    ("replace something undeclared", DeclarationError, lambda one: one.replace(seqlens=[1] * len(one))),
-    ("replace too many rows", ShapeError, lambda one: one.replace(seq_lens=[1] * (len(one) + 1))),
-    ("replace an exact column to a bound", ContractError, lambda one: one.replace(seq_lens=_bound(one))),
+    ("hidden states as numbers", DtypeError, lambda it: it.replace(states=[[0.5, 1]] * len(it)), _has_rows),
+    ("replace something undeclared", DeclarationError, lambda it: it.replace(seqlens=[1] * len(it))),
+    ("replace too many rows", ShapeError, lambda it: it.replace(seq_lens=[1] * (len(it) + 1))),
+    ("replace an exact column to a bound", ContractError, lambda it: it.replace(seq_lens=_bound(it))),
     (
         "replace a column of another dtype",
         DtypeError,
-        lambda one: one.replace(seq_lens=one.temperature.np[:, 0]),
+        lambda it: it.replace(seq_lens=it.temperature.np[:, 0]),
         _has_rows,
     ),
     (
         "replace slots to pages",
         Code.UNIT_MISMATCH,
-        lambda one: one.replace(slots=Pages.from_host(one.runtime, [1] * len(one), dtype=torch.int64)),
+        lambda it: it.replace(slots=Pages.from_host(it.runtime, [1] * len(it), dtype=torch.int64)),
     ),
-    ("slots that are mere numbers", DtypeError, lambda one: one.replace(slots=[1] * len(one)), _has_rows),
+    ("slots that are mere numbers", DtypeError, lambda it: it.replace(slots=[1] * len(it)), _has_rows),
     ("two requests in one slot", Code.SLOT_SHARED, _every_slot(1), _has_two),
     ("a request in slot 0", Code.SLOT_ZERO_ALLOCATED, _every_slot(0), _has_rows),
     ("a request in slot -1", Code.SENTINEL_ESCAPED, _every_slot(-1), _has_rows),
-    ("build without columns", DeclarationError, lambda one: Decode.build(one.runtime)),
-    ("assign to a column", DeclarationError, lambda one: setattr(one, "seq_lens", [1])),
-    ("a column that is not there", DeclarationError, lambda one: one["seqlens"]),
-    ("objects of a tensor column", DeclarationError, lambda one: one.objects("seq_lens")),
+    ("build without columns", DeclarationError, lambda it: Decode.build(it.runtime)),
+    ("assign to a column", DeclarationError, lambda it: setattr(it, "seq_lens", [1])),
+    ("a column that is not there", DeclarationError, lambda it: it["seqlens"]),
+    ("objects of a tensor column", DeclarationError, lambda it: it.objects("seq_lens")),
 )
 
 OPERATIONS: Operations = (
-    ("filter", lambda it: it.one.filter(range(len(it.one))[::-1])),
-    ("merge", lambda it: it.one.merge(it.other)),
-    ("merge", lambda it: it.other.merge(it.one)),
-    ("next_batch", lambda it: it.one.next_batch(advance="seq_lens", n=0)),
-    ("next_batch", lambda it: it.other.next_batch(joining=it.one)),
-    ("split", lambda it: it.one.split([len(it.one)])),
-    ("pad", lambda it: it.one.pad(len(it.one))),
-    ("advance", lambda it: it.one.advance(it.counted, 0)),
-    ("update", lambda it: it.one.update(it.copied, [], [])),
-    ("update_device", lambda it: it.one.update_device("last_token", [], _found(it.one, "last_token", 0))),
-    ("tighten", lambda it: it.one.tighten("accepted", it.one["accepted"].np, slots=it.one.slots)),
-    ("replace", lambda it: it.one.replace(**{it.copied: it.one[it.copied].np.copy()})),
-    ("upload", lambda it: it.one.upload()),
-    ("on_device", lambda it: it.one.on_device()),
-    ("to_static", lambda it: it.one.to_static(it.graph, extras={"positions": np.zeros(3, np.int32)})),
+    ("filter", lambda it: it.batch.filter(range(len(it.batch))[::-1])),
+    ("merge", lambda it: it.batch.merge(it.other)),
+    ("merge", lambda it: it.other.merge(it.batch)),
+    ("next_batch", lambda it: it.batch.next_batch(advance="seq_lens", n=0)),
+    ("next_batch", lambda it: it.other.next_batch(joining=it.batch)),
+    ("split", lambda it: it.batch.split([len(it.batch)])),
+    ("pad", lambda it: it.batch.pad(len(it.batch))),
+    ("advance", lambda it: it.batch.advance(it.counted, 0)),
+    ("update", lambda it: it.batch.update(it.copied, [], [])),
+    ("update_device", lambda it: it.batch.update_device("last_token", [], _zeros(it.batch, "last_token", 0))),
+    ("tighten", lambda it: it.batch.tighten("accepted", it.batch["accepted"].np, slots=it.batch.slots)),
+    ("replace", lambda it: it.batch.replace(**{it.copied: it.batch[it.copied].np.copy()})),
+    ("upload", lambda it: it.batch.upload()),
+    ("on_device", lambda it: it.batch.on_device()),
+    ("to_static", lambda it: it.batch.to_static(it.graph, extras={"positions": np.zeros(3, np.int32)})),
 )
 """Every operation, by the name that it has in reports: each compares both sides of every batch that it takes."""
 
@@ -311,13 +296,13 @@ OPERATIONS: Operations = (
 @final
 @attrs.frozen
 class Written:
-    """A batch that was written from outside, and what operations on it need: one of other requests, and a graph.
+    """A batch that was written from outside, a batch of other requests, and a graph, for `OPERATIONS`.
 
-    The device side of a column that an operation does not change stays, and with it what was written there: operations
-    that give one column other values take the `written` one, where they can.
+    The device side of a column that an operation does not change stays, and with it the write: operations that give
+    one column other values take the `written` one, where they can.
     """
 
-    one: Decode
+    batch: Decode
     other: Decode
     graph: StaticBuffers
     written: str = "seq_lens"
@@ -331,17 +316,14 @@ class Written:
     def copied(self) -> str:
         """A column with an exact host side, but the slots."""
         of_both = isinstance(COLUMNS[self.written], MirroredColumn) and self.written != "slots"
-        return self.written if of_both and self.one[self.written].contract is Contract.EXACT else "seq_lens"
+        return self.written if of_both and self.batch[self.written].contract is Contract.EXACT else "seq_lens"
 
 
 BATCHES = Bundle("batches")
 
-GRAPH_ROWS = (4, 8)
-"""Rows of the buffers with fixed addresses, of two graphs; the larger ones have one for each slot."""
-_POOL = 10**9
-"""Id of the pool that the slots of every batch pretend to come from; no real one has it."""
-_KEPT = 6
-"""Batches that are checked after every rule: the newest."""
+GRAPH_ROWS = (4, 8)  # of the buffers of two graphs; the larger ones have a row for each slot
+_POOL = 10**9  # id of the pool that the slots of every batch pretend to come from; no real one has it
+_KEPT = 6  # newest batches, checked after every rule
 
 
 class BatchMachine(Machine):
@@ -356,7 +338,6 @@ class BatchMachine(Machine):
         "a request in both batches refused",
         "overflow refused",
         "table writes of one table joined",
-        "packed and single ways compared",
         "fewer requests in a graph than before",
         "leave, join and advance at once",
         "write from outside found",
@@ -382,36 +363,36 @@ class BatchMachine(Machine):
 
     def check(self) -> None:
         """The newest batches are as they were, and those whose device sides were read have them still."""
-        for one in self.alive[-_KEPT:]:
-            one.check()
-        for one in self.seen[-2:]:
-            one.check_devices()
+        for model in self.alive[-_KEPT:]:
+            model.check()
+        for model in self.seen[-2:]:
+            model.check_devices()
         self.table.check()
 
     def snapshot(self) -> object:
-        """Versions, host sides and what of the batches is uploaded."""
+        """Versions, host sides and device sides that exist."""
         return [
             (
-                one.batch.version,
-                [one.batch[name].np.tobytes() for name, c in COLUMNS.items() if isinstance(c, MirroredColumn)],
-                [one.batch[name].device_side.existing is None for name in COLUMNS],
+                model.batch.version,
+                [model.batch[name].np.tobytes() for name, c in COLUMNS.items() if isinstance(c, MirroredColumn)],
+                [model.batch[name].device_side.existing is None for name in COLUMNS],
             )
-            for one in self.alive[-_KEPT:]
+            for model in self.alive[-_KEPT:]
         ]
 
-    def kept(self, one: Rows, *, look: bool = False) -> Rows:
+    def kept(self, model: Rows, *, look: bool = False) -> Rows:
         """A batch that is checked from now on; `look` reads its device sides at once."""
-        self.alive.append(one)
+        self.alive.append(model)
         if look:
-            self.look(one)
-        return one
+            self.look(model)
+        return model
 
-    def look(self, one: Rows, *, side: bool = False) -> None:
+    def look(self, model: Rows, *, side: bool = False) -> None:
         with self.on(side):
-            one.check_devices()
-        self.seen.append(one)
-        self.reached("padded rows read on the device", one.padding > 0)
-        self.reached("a bounded column read on the device", bool(one.bounded) and len(one) > 0)
+            model.check_devices()
+        self.seen.append(model)
+        self.reached("padded rows read on the device", model.padding > 0)
+        self.reached("a bounded column read on the device", bool(model.bounded) and len(model) > 0)
 
     # Building
 
@@ -431,7 +412,7 @@ class BatchMachine(Machine):
         handles = Slots.from_host(self.rt, slots, generations=generations, pool_id=_POOL)
         requests = self._new_requests(len(slots))
         values: dict[str, Any] = {"slots": handles, "requests": requests}
-        cells = {"slots": [Cell(one, one) for one in np.array(slots, np.int64)]}
+        cells = {"slots": [Cell(slot, slot) for slot in np.array(slots, np.int64)]}
         for name in COLUMNS:
             if name != "slots":
                 values[name], cells[name] = self.column(name, len(slots), first, bounds)
@@ -447,27 +428,27 @@ class BatchMachine(Machine):
         return [f"request {self.requests - at}" for at in range(n)]
 
     def column(self, name: str, n: int, first: int, bounds: bool) -> tuple[Any, list[Cell]]:
-        """A value for a column, as a list, an array or a mirrored value, and what it makes of each request."""
+        """A value for a column, as a list, an array or a mirrored value, and the cell of each request."""
         column = COLUMNS[name]
         device = numbers(name, n, first)
         form = ("array", "list", "value")[(first + len(name)) % 3]
         if not isinstance(column, MirroredColumn):
-            given: object = of_dtype(self.on_device(device), column.dtype) if form == "value" else device
-            return given, [Cell(None, one) for one in device]
+            value: object = of_dtype(self.on_device(device), column.dtype) if form == "value" else device
+            return value, [Cell(None, cell) for cell in device]
         if name in BOUNDED and bounds:
             host = device + (np.arange(n) % 3).reshape(-1, *[1] * (device.ndim - 1)).astype(device.dtype)
             value = MirroredTensor.from_pair(self.rt, host, self.on_device(device), contract="upper_bound")
-            return value, [Cell(above, one) for above, one in zip(host, device, strict=True)]
-        given = MirroredTensor.from_host(self.rt, device) if form == "value" else device
-        return device.tolist() if form == "list" and n else given, [Cell(one, one) for one in device]
+            return value, [Cell(above, below) for above, below in zip(host, device, strict=True)]
+        value = MirroredTensor.from_host(self.rt, device) if form == "value" else device
+        return device.tolist() if form == "list" and n else value, [Cell(cell, cell) for cell in device]
 
     # Moving rows
 
-    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
-    def filter(self, one: Rows, data: st.DataObject, look: bool) -> Rows:
+    @rule(target=BATCHES, model=BATCHES, data=st.data(), look=st.booleans())
+    def filter(self, model: Rows, data: st.DataObject, look: bool) -> Rows:
         """`filter` is indexing of the list."""
-        keep = data.draw(keep_lists(len(one)), label="keep")
-        return self.kept(one.moved(one.batch.filter(keep), [one.rows[at] for at in _rows(keep)]), look=look)
+        keep = data.draw(keep_lists(len(model)), label="keep")
+        return self.kept(model.moved(model.batch.filter(keep), [model.rows[at] for at in _rows(keep)]), look=look)
 
     @rule(target=BATCHES, first=BATCHES, second=BATCHES, look=st.booleans())
     def merge(self, first: Rows, second: Rows, look: bool) -> Any:
@@ -480,24 +461,24 @@ class BatchMachine(Machine):
             return multiple()
         return self.kept(self.joined(first, second), look=look)
 
-    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
-    def split(self, one: Rows, data: st.DataObject, look: bool) -> Any:
+    @rule(target=BATCHES, model=BATCHES, data=st.data(), look=st.booleans())
+    def split(self, model: Rows, data: st.DataObject, look: bool) -> Any:
         """`split` slices the list."""
-        sizes = data.draw(split_sizes(len(one)), label="sizes")
+        sizes = data.draw(split_sizes(len(model)), label="sizes")
         stops = np.cumsum(sizes).tolist()
-        pieces = one.batch.split(sizes)
+        pieces = model.batch.split(sizes)
         agree(len(sizes), len(pieces), "pieces of a split")
         return multiple(
             *(
-                self.kept(one.moved(piece, one.rows[stop - size : stop]), look=look)
+                self.kept(model.moved(piece, model.rows[stop - size : stop]), look=look)
                 for piece, size, stop in zip(pieces, sizes, stops, strict=True)
             )
         )
 
-    @rule(one=BATCHES, more=st.integers(0, 2), side=st.booleans())
-    def pad(self, one: Rows, more: int, side: bool) -> None:
+    @rule(model=BATCHES, more=st.integers(0, 2), side=st.booleans())
+    def pad(self, model: Rows, more: int, side: bool) -> None:
         """`pad` appends rows of slot 0 and the declared pad values; a padded batch does not move rows."""
-        padded = one.moved(one.batch.pad(len(one) + more), one.rows, padding=more)
+        padded = model.moved(model.batch.pad(len(model) + more), model.rows, padding=more)
         ask(padded.check)
         if more:
             for call in (lambda: padded.batch.filter([]), lambda: padded.batch.pad(9), lambda: padded.batch.split([])):
@@ -507,124 +488,124 @@ class BatchMachine(Machine):
 
     # Changing values
 
-    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
-    def advance(self, one: Rows, data: st.DataObject, look: bool) -> Any:
+    @rule(target=BATCHES, model=BATCHES, data=st.data(), look=st.booleans())
+    def advance(self, model: Rows, data: st.DataObject, look: bool) -> Any:
         """`advance` is exact integer arithmetic on both sides, or refused."""
         names = data.draw(st.lists(st.sampled_from(COUNTED), min_size=1, max_size=2, unique=True), label="columns")
-        near = amounts(len(one))
-        n = data.draw(st.one_of(near, near, near, amounts(len(one), 2**63 - 1, 2**63 - 1)), label="n")
-        each = np.broadcast_to(np.asarray(n), len(one)).tolist()
-        given = names[0] if len(names) == 1 else names
-        if any(not fits(one.side(name, "host"), each) for name in names if name != "last_token"):
+        near = amounts(len(model))
+        n = data.draw(st.one_of(near, near, near, amounts(len(model), 2**63 - 1, 2**63 - 1)), label="n")
+        each = np.broadcast_to(np.asarray(n), len(model)).tolist()
+        columns = names[0] if len(names) == 1 else names
+        if any(not fits(model.side(name, "host"), each) for name in names if name != "last_token"):
             self.reached("overflow refused")
             with self.refused(ValueOverflowError):
-                one.batch.advance(given, n)
+                model.batch.advance(columns, n)
             return multiple()
-        if any(not fits(one.side(name, "device"), each) for name in names):
+        if any(not fits(model.side(name, "device"), each) for name in names):
             return multiple()  # the host cannot know that a number which only the device has leaves its dtype
-        batch = one.batch.advance(given, n)
-        result = one
+        batch = model.batch.advance(columns, n)
+        result = model
         for name in names:
             result = result.changed(batch, name, lambda at, cell: _shifted(cell, each[at]))
         return self.kept(result, look=look)
 
-    @rule(target=BATCHES, one=BATCHES, data=st.data(), look=st.booleans())
-    def update(self, one: Rows, data: st.DataObject, look: bool) -> Any:
+    @rule(target=BATCHES, model=BATCHES, data=st.data(), look=st.booleans())
+    def update(self, model: Rows, data: st.DataObject, look: bool) -> Any:
         """`update` changes some requests; a bounded column is refused, since its host side is not a copy."""
         name = data.draw(st.sampled_from(["seq_lens", "temperature", "bias", "accepted"]), label="column")
-        rows = list(_rows(data.draw(keep_lists(len(one)), label="rows")))
+        rows = list(_rows(data.draw(keep_lists(len(model)), label="rows")))
         new = numbers(name, len(rows), 100)
-        if name in one.bounded:
+        if name in model.bounded:
             with self.refused(ArgumentError):
-                one.batch.update(name, rows, new)
+                model.batch.update(name, rows, new)
             return multiple()
-        batch = one.batch.update(name, rows, new)
+        batch = model.batch.update(name, rows, new)
         by_row = dict(zip(rows, new, strict=True))
-        updated = one.changed(batch, name, lambda at, cell: Cell(by_row[at], by_row[at]) if at in by_row else cell)
+        updated = model.changed(batch, name, lambda at, cell: Cell(by_row[at], by_row[at]) if at in by_row else cell)
         return self.kept(updated, look=look)
 
     @rule(
         target=BATCHES,
-        one=BATCHES,
+        model=BATCHES,
         name=st.sampled_from([name for name in COLUMNS if name != "slots"]),
         first=st.integers(0, 9),
         bounds=st.booleans(),
         look=st.booleans(),
     )
-    def replace(self, one: Rows, name: str, first: int, bounds: bool, look: bool) -> Rows:
+    def replace(self, model: Rows, name: str, first: int, bounds: bool, look: bool) -> Rows:
         """`replace` gives one column other values, and with them perhaps another contract."""
-        value, cells = self.column(name, len(one), first, bounds)
-        self.reached("a bound made exact again", name in one.bounded and not bounds)
-        changed = one.changed(one.batch.replace(**{name: value}), name, lambda at, _: cells[at])
-        bounded = one.bounded | {name} if name in BOUNDED and bounds else one.bounded - {name}
+        value, cells = self.column(name, len(model), first, bounds)
+        self.reached("a bound made exact again", name in model.bounded and not bounds)
+        changed = model.changed(model.batch.replace(**{name: value}), name, lambda at, _: cells[at])
+        bounded = model.bounded | {name} if name in BOUNDED and bounds else model.bounded - {name}
         return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
 
-    @rule(target=BATCHES, one=BATCHES, name=st.sampled_from(list(COLUMNS)[1:]), first=st.integers(0, 9))
-    def replace_what_crossed(self, one: Rows, name: str, first: int) -> Rows:
-        """Where no row moves, the columns that did not change stay on the device, and one that did crosses alone."""
-        one.batch.on_device()
-        value, cells = self.column(name, len(one), first, bounds=False)
+    @rule(target=BATCHES, model=BATCHES, name=st.sampled_from(list(COLUMNS)[1:]), first=st.integers(0, 9))
+    def replace_what_crossed(self, model: Rows, name: str, first: int) -> Rows:
+        """If no row moves, columns that did not change stay on the device, and one that did crosses alone."""
+        model.batch.on_device()
+        value, cells = self.column(name, len(model), first, bounds=False)
         before = self.rt.counters.snapshot()
-        batch = one.batch.filter(range(len(one))).replace(requests=list(one.batch.requests))
+        batch = model.batch.filter(range(len(model))).replace(requests=list(model.batch.requests))
         batch.on_device()
         agree(0, (self.rt.counters - before).host_to_device_bytes, "bytes copied of a batch in which nothing changed")
         batch = batch.replace(**{name: value})
         batch.on_device()
-        at_most = len(one) * (COLUMNS[name].pad.nbytes + 8) + 2 * ALIGNMENT  # the rows, and an index of them
+        at_most = len(model) * (COLUMNS[name].pad.nbytes + 8) + 2 * ALIGNMENT  # the rows, and an index of them
         spent = self.rt.counters - before
         agree(True, spent.host_to_device_bytes <= at_most, f"{spent} copied for {name}, expected {at_most} bytes")
-        self.reached("what did not change stayed on the device", len(one) > 0)
-        changed = one.changed(batch, name, lambda at, _: cells[at])
-        return self.kept(Rows(changed.batch, changed.rows, one.bounded - {name}), look=True)
+        self.reached("what did not change stayed on the device", len(model) > 0)
+        changed = model.changed(batch, name, lambda at, _: cells[at])
+        return self.kept(Rows(changed.batch, changed.rows, model.bounded - {name}), look=True)
 
     @rule(
         target=BATCHES,
-        one=BATCHES,
+        model=BATCHES,
         data=st.data(),
         name=st.sampled_from((*BOUNDED, "last_token", "states")),
         spare=st.integers(0, 2),
         look=st.booleans(),
     )
-    def update_device(self, one: Rows, data: st.DataObject, name: str, spare: int, look: bool) -> Rows:
+    def update_device(self, model: Rows, data: st.DataObject, name: str, spare: int, look: bool) -> Rows:
         """A mixed step has verified some rows: the device has them, and the host a bound of each."""
-        rows = list(_rows(data.draw(keep_lists(len(one)), label="rows")))
-        found = numbers(name, len(rows), 200)
-        bound = found + found.dtype.type(spare) if name in BOUNDED else None
-        batch = one.batch.update_device(name, rows, of_dtype(self.on_device(found), COLUMNS[name].dtype), bound)
-        cells = {row: Cell(None if bound is None else bound[at], found[at]) for at, row in enumerate(rows)}
-        self.reached("some rows verified, and read with the others", look and 0 < len(rows) < len(one))
-        changed = one.changed(batch, name, lambda at, cell: cells.get(at, cell))
-        bounded = one.bounded | {name} if name in BOUNDED else one.bounded
+        rows = list(_rows(data.draw(keep_lists(len(model)), label="rows")))
+        values = numbers(name, len(rows), 200)
+        bound = values + values.dtype.type(spare) if name in BOUNDED else None
+        batch = model.batch.update_device(name, rows, of_dtype(self.on_device(values), COLUMNS[name].dtype), bound)
+        cells = {row: Cell(None if bound is None else bound[at], values[at]) for at, row in enumerate(rows)}
+        self.reached("some rows verified, and read with the others", look and 0 < len(rows) < len(model))
+        changed = model.changed(batch, name, lambda at, cell: cells.get(at, cell))
+        bounded = model.bounded | {name} if name in BOUNDED else model.bounded
         return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
 
-    @rule(target=BATCHES, one=BATCHES, data=st.data(), name=st.sampled_from(BOUNDED), look=st.booleans())
-    def tighten(self, one: Rows, data: st.DataObject, name: str, look: bool) -> Any:
-        """What was found of the same requests in another order brings bounds down: rows go by handle."""
-        order = data.draw(st.permutations(range(len(one))), label="order of the results")
-        found = one.batch.filter(order)[name].resolve()
-        if name not in one.bounded:
+    @rule(target=BATCHES, model=BATCHES, data=st.data(), name=st.sampled_from(BOUNDED), look=st.booleans())
+    def tighten(self, model: Rows, data: st.DataObject, name: str, look: bool) -> Any:
+        """Results of the same requests in another order bring bounds down: rows go by handle."""
+        order = data.draw(st.permutations(range(len(model))), label="order of the results")
+        results = model.batch.filter(order)[name].resolve()
+        if name not in model.bounded:
             with self.refused(ContractError):
-                one.batch.tighten(name, found)
+                model.batch.tighten(name, results)
             return multiple()
         with self.refused(ArgumentError):
-            one.batch.tighten(name, found.np)
-        if not self._fits_both(one, name):
+            model.batch.tighten(name, results.np)
+        if not self._fits_both(model, name):
             return multiple()
-        ahead = one.batch.advance(name, 1)  # a step is launched before the results of the last are there
+        ahead = model.batch.advance(name, 1)  # a step is launched before the results of the last are there
         _ = ahead[name].device
-        lower = np.minimum(found.aligned(ahead.slots) + 1, ahead[name].np)
-        self.reached("bounds tightened by results in another order", len(one) > 1)
+        lower = np.minimum(results.aligned(ahead.slots) + 1, ahead[name].np)
+        self.reached("bounds tightened by results in another order", len(model) > 1)
         batch = ahead.tighten(name, lower, slots=ahead.slots)
         return self.kept(
-            one.changed(batch, name, lambda _, cell: _shifted(Cell(cell.device, cell.device), 1)), look=look
+            model.changed(batch, name, lambda _, cell: _shifted(Cell(cell.device, cell.device), 1)), look=look
         )
 
     # To the device
 
-    @rule(one=BATCHES, data=st.data(), side=st.booleans())
-    def upload(self, one: Rows, data: st.DataObject, side: bool) -> None:
+    @rule(model=BATCHES, data=st.data(), side=st.booleans())
+    def upload(self, model: Rows, data: st.DataObject, side: bool) -> None:
         """Columns, table writes and derived arrays cross in one copy, and one operation scatters the writes."""
-        first = all(one.batch[name].device_side.existing is None for name in COLUMNS)
+        first = all(model.batch[name].device_side.existing is None for name in COLUMNS)
         slots = data.draw(st.lists(st.integers(1, 8), max_size=3, unique=True), label="written slots")
         new = np.arange(len(slots), dtype=np.int32) + self.requests
         halves = np.array_split(np.arange(len(slots)), 2)
@@ -632,33 +613,35 @@ class BatchMachine(Machine):
         writes = [self.table.entry(rows.take(half), half % 2, new[half]) for half in halves if half.size]
         before = self.rt.counters.snapshot()
         with self.on(side):
-            extras = one.batch.upload(writes=writes, extras={"positions": new})
+            extras = model.batch.upload(writes=writes, extras={"positions": new})
         cost = self.rt.counters - before
         agree((1, 0), (cost.host_to_device_copies, cost.forced_syncs), "copies and forced syncs of an upload")
         if first:
             agree(int(bool(writes)), cost.device_operations, "device operations of an upload")
         agree_on(new, self.rt.inspect(extras["positions"]), "an extra array")
         self.reached("table writes of one table joined", len(writes) > 1)
-        self.look(one, side=side)
+        self.look(model, side=side)
 
-    @rule(one=BATCHES, slots=st.lists(st.integers(1, 8), max_size=3, unique=True), side=st.booleans())
-    def to_static(self, one: Rows, slots: list[int], side: bool) -> None:
+    @rule(model=BATCHES, slots=st.lists(st.integers(1, 8), max_size=3, unique=True), side=st.booleans())
+    def to_static(self, model: Rows, slots: list[int], side: bool) -> None:
         """A graph reads the batch where it read the one before, and padding after it."""
-        size = next(rows for rows in GRAPH_ROWS if rows >= len(one))
+        size = next(rows for rows in GRAPH_ROWS if rows >= len(model))
         graph = self.graphs[size]
-        self.reached("fewer requests in a graph than before", len(one) < graph.buffers.num_reqs)
+        self.reached("fewer requests in a graph than before", len(model) < graph.buffers.num_reqs)
         new = np.arange(3, dtype=np.int32) + self.requests
         rows = self.owners.take(np.array(slots, np.int64) - 1)
         writes = [self.table.entry(rows, [0] * len(slots), new[: len(slots)])] if slots else []
         before = self.rt.counters.snapshot()
         with self.on(side):
-            self._fill(size, one.batch, writes, new)
-        captured = graph.replay(one.batch)
+            self._fill(size, model.batch, writes, new)
+        captured = graph.replay(model.batch)
         cost = self.rt.counters - before
-        padded = Rows(one.batch, one.rows, one.bounded, size - len(one))
-        padded.compare(captured, f"graph input of {one.batch!r}", "replay")
+        padded = Rows(model.batch, model.rows, model.bounded, size - len(model))
+        padded.compare(captured, f"graph input of {model.batch!r}", "replay")
         agree_on(new, self.rt.inspect(captured["positions"]), "an extra of the graph")
-        on_host = max(sum(length for _, length in rows.sources) for rows in one.batch.device_side.state.device.values())
+        on_host = max(
+            sum(length for _, length in rows.sources) for rows in model.batch.device_side.state.device.values()
+        )
         fits_in_one = on_host <= size
         copies = cost.host_to_device_copies
         agree(
@@ -669,40 +652,40 @@ class BatchMachine(Machine):
         batch.to_static(self.graphs[size].buffers, writes=writes, extras={"positions": positions})
         self.graphs[size].filled = batch
 
-    @rule(one=BATCHES, rows=st.sampled_from([4, 8]))
-    def replay_late(self, one: Rows, rows: int) -> None:
+    @rule(model=BATCHES, rows=st.sampled_from([4, 8]))
+    def replay_late(self, model: Rows, rows: int) -> None:
         """A graph runs the batch in its buffers, however late, and no other."""
         graph = self.graphs[rows]
         if graph.filled is not None:
             self.reached("a graph replayed late")
             graph.replay(graph.filled)
-        if graph.filled is not one.batch:
+        if graph.filled is not model.batch:
             self.reached("a graph of another batch refused")
             with self.refused(Code.DERIVED_STALE):
-                graph.replay(one.batch)
+                graph.replay(model.batch)
 
     @rule(
         target=BATCHES,
-        one=BATCHES,
+        model=BATCHES,
         leaves=st.integers(0, 3),
         n=st.integers(0, 2),
         first=st.integers(0, 9),
         at_once=st.booleans(),
     )
-    def step(self, one: Rows, leaves: int, n: int, first: int, at_once: bool) -> Rows:
+    def step(self, model: Rows, leaves: int, n: int, first: int, at_once: bool) -> Rows:
         """A step of an engine: one leaves, others join under the other contract, all advance, one upload."""
-        keep = [at for at in range(len(one)) if at != leaves]
-        taken = {int(one.rows[at]["slots"].device) for at in keep}
+        keep = [at for at in range(len(model)) if at != leaves]
+        taken = {int(model.rows[at]["slots"].device) for at in keep}
         free = [slot for slot in range(1, 9) if slot not in taken][: n + 1]
-        joining = self.built(free, first, bounds=not one.bounded)
-        left = one.moved(one.batch.filter(keep), [one.rows[at] for at in keep])
+        joining = self.built(free, first, bounds=not model.bounded)
+        left = model.moved(model.batch.filter(keep), [model.rows[at] for at in keep])
         both = self.joined(left, joining)
         before = self.rt.counters.snapshot()
         if at_once:
-            batch = one.batch.next_batch(keep=keep, joining=joining.batch, advance="seq_lens")
+            batch = model.batch.next_batch(keep=keep, joining=joining.batch, advance="seq_lens")
         else:
             batch = both.batch.advance("seq_lens", 1)
-        self.reached("leave, join and advance at once", at_once and 0 < len(keep) < len(one) and bool(free))
+        self.reached("leave, join and advance at once", at_once and 0 < len(keep) < len(model) and bool(free))
         batch.upload()
         cost = self.rt.counters - before
         agree((1, 0), (cost.host_to_device_copies, cost.device_operations), "copies and operations of a step")
@@ -713,54 +696,9 @@ class BatchMachine(Machine):
         merged = first.batch.merge(second.batch)
         return Rows(merged, [*first.rows, *second.rows], first.bounded | second.bounded)
 
-    # Both ways
-
-    @rule(one=BATCHES, data=st.data(), how=st.sampled_from(["filter", "split", "pad", "advance"]))
-    def both_ways(self, one: Rows, data: st.DataObject, how: str) -> None:
-        """A batch moves its columns as each would move by itself."""
-        n = len(one)
-        argument: Any = n + 1
-        if how == "filter":
-            argument = data.draw(keep_lists(n), label="keep")
-        elif how == "split":
-            argument = data.draw(split_sizes(n), label="sizes")
-        for name, column in COLUMNS.items():
-            alone, batch = one.batch[name], one.batch
-            if how == "filter":
-                self._same(alone.filter(argument), batch.filter(argument)[name])
-            elif how == "split":
-                for mine, theirs in zip(alone.split(argument), batch.split(argument), strict=True):
-                    self._same(mine, theirs[name])
-            elif how == "pad" and not column.shape:
-                self._same(alone.pad(argument, column.pad.item()), batch.pad(argument)[name])
-            elif how == "advance" and name in COUNTED and self._fits_both(one, name):
-                self._same(alone + 1, batch.advance(name, 1)[name])
-        self.reached("packed and single ways compared", n > 0)
-
-    def _fits_both(self, one: Rows, name: str) -> bool:
+    def _fits_both(self, model: Rows, name: str) -> bool:
         sides = ("device", "host") if isinstance(COLUMNS[name], MirroredColumn) else ("device",)
-        return all(fits(one.side(name, side), [1] * len(one)) for side in sides)
-
-    @rule(first=BATCHES, second=BATCHES)
-    def both_ways_merge(self, first: Rows, second: Rows) -> None:
-        """Merging batches merges their columns."""
-        slots = [int(row["slots"].device) for row in (*first.rows, *second.rows)]
-        if len(set(slots)) == len(slots):
-            merged = first.batch.merge(second.batch)
-            for name in COLUMNS:
-                self._same(first.batch[name].merge(second.batch[name]), merged[name])
-
-    def _same(self, alone: MirroredTensor, packed: MirroredTensor) -> None:
-        for one in (alone, packed):
-            _ = one.device
-            ask(one.check, "both ways")
-        agree(alone.contract, packed.contract, "contract", packed)
-        if alone.contract is not Contract.DEVICE_ONLY:
-            agree_on(alone.np, packed.np, "host side", packed)
-        both = rows_of(self.rt, alone.device), rows_of(self.rt, packed.device)
-        ask(invariants.mirror_equal, *both, object=packed, column=packed.name, operation="both ways")
-        if isinstance(alone, Slots) and isinstance(packed, Slots):
-            agree_on(alone.generations, packed.generations, "generations", packed)
+        return all(fits(model.side(name, side), [1] * len(model)) for side in sides)
 
     @rule(
         first=st.integers(0, 9),
@@ -771,7 +709,7 @@ class BatchMachine(Machine):
         chosen=st.integers(0, len(OPERATIONS) - 1),
     )
     def write_from_outside(self, first: int, bounds: bool, column: str, side: str, uploaded: bool, chosen: int) -> None:
-        """What a kernel writes into either side of a column is found by the next operation."""
+        """The write of a kernel into either side of a column is noticed by the next operation."""
         if not levels.full or (side == "host" and not isinstance(COLUMNS[column], MirroredColumn)):
             return
         other = self.built([3], first, bounds=not bounds).batch
@@ -780,20 +718,15 @@ class BatchMachine(Machine):
             if uploaded:
                 victim.upload()
             write_uncounted(victim[column], side, 1)
-            check_reported(
-                OPERATIONS,
-                at % len(OPERATIONS),
-                Written(victim, other, self.graphs[GRAPH_ROWS[0]].buffers, column),
-                column,
-                1,
-            )
+            written = Written(victim, other, self.graphs[GRAPH_ROWS[0]].buffers, column)
+            check_reported(OPERATIONS, at % len(OPERATIONS), written, column, 1)
             self.reached("write from outside found")
         self.tried_all = True
 
-    @rule(one=BATCHES, misuse=st.sampled_from(MISUSES))
-    def misuse(self, one: Rows, misuse: Misuse[Decode]) -> None:
-        """What cannot be meant is refused, and changes nothing."""
-        self.refuses(misuse, one.batch)
+    @rule(model=BATCHES, misuse=st.sampled_from(MISUSES))
+    def misuse(self, model: Rows, misuse: Misuse[Decode]) -> None:
+        """A misuse is refused, and changes nothing."""
+        self.refuses(misuse, model.batch)
 
 
 def _rows(keep: Any) -> list[int]:

@@ -126,7 +126,7 @@ class FailureMachine(Machine):
         self.give(self.slots.take(2))
 
     def check(self) -> None:
-        agree(sorted(int(one.np[0]) for one in self.live), self.slots.live_slots().tolist(), "live slots")
+        agree(sorted(int(req.np[0]) for req in self.live), self.slots.live_slots().tolist(), "live slots")
         ask(self.slots.verify)
         ask(self.pages.verify)
 
@@ -138,7 +138,7 @@ class FailureMachine(Machine):
 
     def forget(self, slots: Slots) -> None:
         """A request has left."""
-        self.live = [one for one in self.live if one is not slots]
+        self.live = [req for req in self.live if req is not slots]
         for slot in slots.np.tolist():
             self.values.pop(slot, None)
 
@@ -219,8 +219,8 @@ class FailureMachine(Machine):
     def _gather(self, slots: Slots) -> None:
         slot = int(slots.np.max(initial=0))
         if slot in self.values:
-            found = self.rt.inspect(self.relay.gather(slots, "a"))
-            ask(invariants.mirror_equal, np.array([self.values.pop(slot)]), found, object="model", operation="gather")
+            values = self.rt.inspect(self.relay.gather(slots, "a"))
+            ask(invariants.mirror_equal, np.array([self.values.pop(slot)]), values, object="model", operation="gather")
 
     @rule(total=st.integers(1, 6), freeing=st.booleans())
     def fence_calls(self, total: int, freeing: bool) -> None:

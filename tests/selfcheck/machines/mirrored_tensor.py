@@ -67,60 +67,60 @@ def _other_runtime(value: MirroredTensor) -> MirroredTensor:
 
 
 MISUSES = misuses(
-    ("a mask too long", ShapeError, lambda one: one.filter(np.ones(len(one) + 1, np.bool_))),
-    ("a row kept twice", ArgumentError, lambda one: one.filter([0, 0]), _has_rows),
-    ("more rows kept than there are", ArgumentError, lambda one: one.filter([0] * (len(one) + 1)), _has_rows),
-    ("a negative row kept", RowIndexError, lambda one: one.filter([-1])),
-    ("a row beyond the last taken", RowIndexError, lambda one: one.take([len(one)])),
-    ("half a row taken", DtypeError, lambda one: one.take([0.5])),
-    ("rows by name", DtypeError, lambda one: one.filter(["first"])),
-    ("a rectangle of rows", ShapeError, lambda one: one.filter(np.zeros((1, 1), np.int64))),
-    ("merge of two runtimes", DeviceError, lambda one: one.merge(_other_runtime(one))),
-    ("cat of nothing", ArgumentError, lambda one: type(one).cat([])),
-    ("split into too much", ArgumentError, lambda one: one.split([len(one), 1])),
-    ("split into a negative piece", ArgumentError, lambda one: one.split([-1, len(one) + 1])),
-    ("pad to fewer rows", ArgumentError, lambda one: one.pad(len(one) - 1)),
-    ("pad indices with 1", ArgumentError, lambda one: one.pad(len(one), 1), lambda one: one.unit is not None),
-    ("update beyond the last row", RowIndexError, lambda one: one.update([len(one)], 0)),
+    ("a mask too long", ShapeError, lambda it: it.filter(np.ones(len(it) + 1, np.bool_))),
+    ("a row kept twice", ArgumentError, lambda it: it.filter([0, 0]), _has_rows),
+    ("more rows kept than there are", ArgumentError, lambda it: it.filter([0] * (len(it) + 1)), _has_rows),
+    ("a negative row kept", RowIndexError, lambda it: it.filter([-1])),
+    ("a row beyond the last taken", RowIndexError, lambda it: it.take([len(it)])),
+    ("half a row taken", DtypeError, lambda it: it.take([0.5])),
+    ("rows by name", DtypeError, lambda it: it.filter(["first"])),
+    ("a rectangle of rows", ShapeError, lambda it: it.filter(np.zeros((1, 1), np.int64))),
+    ("merge of two runtimes", DeviceError, lambda it: it.merge(_other_runtime(it))),
+    ("cat of nothing", ArgumentError, lambda it: type(it).cat([])),
+    ("split into too much", ArgumentError, lambda it: it.split([len(it), 1])),
+    ("split into a negative piece", ArgumentError, lambda it: it.split([-1, len(it) + 1])),
+    ("pad to fewer rows", ArgumentError, lambda it: it.pad(len(it) - 1)),
+    ("pad indices with 1", ArgumentError, lambda it: it.pad(len(it), 1), lambda it: it.unit is not None),
+    ("update beyond the last row", RowIndexError, lambda it: it.update([len(it)], 0)),
     (
         "update with too many values",
         ShapeError,
-        lambda one: one.update([0], [0, 0]),
-        lambda one: _has_rows(one) and not isinstance(one, Handles) and one.dtype is not torch.bool,
+        lambda it: it.update([0], [0, 0]),
+        lambda it: _has_rows(it) and not isinstance(it, Handles) and it.dtype is not torch.bool,
     ),
-    ("update with half a number", DtypeError, lambda one: one.update([], 0.5), _computes),
+    ("update with half a number", DtypeError, lambda it: it.update([], 0.5), _computes),
     (
         "update beyond the dtype",
         ValueOverflowError,
-        lambda one: one.update([], 2**63),
-        lambda one: one.dtype is torch.int64 and not isinstance(one, Handles),
+        lambda it: it.update([], 2**63),
+        lambda it: it.dtype is torch.int64 and not isinstance(it, Handles),
     ),
-    ("add a float", DtypeError, lambda one: operator.add(one, 0.5)),
-    ("add too many amounts", (ShapeError, DtypeError), lambda one: one + np.ones(len(one) + 1, np.int64)),
-    ("add 2**63", (ValueOverflowError, DtypeError), lambda one: one + 2**63),
-    ("read no host side", SideMissingError, lambda one: one.np, lambda one: one.contract is Contract.DEVICE_ONLY),
-    ("the largest of nothing", (ArgumentError, SideMissingError), lambda one: one.max(), lambda one: not one.shape[0]),
-    ("weaken to something unknown", ArgumentError, lambda one: one.weaken("roughly")),
+    ("add a float", DtypeError, lambda it: operator.add(it, 0.5)),
+    ("add too many amounts", (ShapeError, DtypeError), lambda it: it + np.ones(len(it) + 1, np.int64)),
+    ("add 2**63", (ValueOverflowError, DtypeError), lambda it: it + 2**63),
+    ("read no host side", SideMissingError, lambda it: it.np, lambda it: it.contract is Contract.DEVICE_ONLY),
+    ("the largest of nothing", (ArgumentError, SideMissingError), lambda it: it.max(), lambda it: not it.shape[0]),
+    ("weaken to something unknown", ArgumentError, lambda it: it.weaken("roughly")),
     (
         "a bound made exact",
         ContractError,
-        lambda one: one.weaken("exact"),
-        lambda one: one.contract is Contract.UPPER_BOUND,
+        lambda it: it.weaken("exact"),
+        lambda it: it.contract is Contract.UPPER_BOUND,
     ),
     (
         "a pair of two shapes",
         ShapeError,
-        lambda one: MirroredTensor.from_pair(one.runtime, [1], one.runtime.device_zeros((2,), torch.int64)),
+        lambda it: MirroredTensor.from_pair(it.runtime, [1], it.runtime.device_zeros((2,), torch.int64)),
     ),
-    ("a scalar", ShapeError, lambda one: type(one).from_host(one.runtime, 1)),
+    ("a scalar", ShapeError, lambda it: type(it).from_host(it.runtime, 1)),
     (
         "a bound of one side",
         ContractError,
-        lambda one: MirroredTensor.from_host(one.runtime, [1], contract="upper_bound"),
+        lambda it: MirroredTensor.from_host(it.runtime, [1], contract="upper_bound"),
     ),
-    ("text as numbers", DtypeError, lambda one: MirroredTensor.from_host(one.runtime, ["1"])),
-    ("rows of unequal lengths", ShapeError, lambda one: MirroredTensor.from_host(one.runtime, [[1], [1, 2]])),
-    ("300 as int8", ValueOverflowError, lambda one: MirroredTensor.from_host(one.runtime, [300], dtype=torch.int8)),
+    ("text as numbers", DtypeError, lambda it: MirroredTensor.from_host(it.runtime, ["1"])),
+    ("rows of unequal lengths", ShapeError, lambda it: MirroredTensor.from_host(it.runtime, [[1], [1, 2]])),
+    ("300 as int8", ValueOverflowError, lambda it: MirroredTensor.from_host(it.runtime, [300], dtype=torch.int8)),
 )
 
 
@@ -131,20 +131,20 @@ def _no_rows(value: MirroredTensor) -> MirroredTensor:
 Operations = Sequence[tuple[str, Callable[[Any], object]]]
 
 OPERATIONS: Operations = (
-    ("filter", lambda one: one.filter(range(len(one)))),
-    ("take", lambda one: one.take(range(len(one)))),
-    ("cat", lambda one: one.merge(_no_rows(one))),
-    ("cat", lambda one: _no_rows(one).merge(one)),
-    ("split", lambda one: one.split([len(one)])),
-    ("pad", lambda one: one.pad(len(one))),
-    ("update", lambda one: one.update([], 0)),
-    ("update", lambda one: one.update(range(len(one)), one)),
-    ("+ n", lambda one: one + 0),
-    ("- n", lambda one: one - 0),
-    ("weaken", lambda one: one.weaken(one.contract if one.contract is not Contract.HOST_ONLY else "exact")),
-    ("tighten", lambda one: one.tighten(one.np)),
-    ("resolve", lambda one: one.resolve()),
-    ("from_host", lambda one: type(one).from_host(one.runtime, one, name="from_host")),
+    ("filter", lambda it: it.filter(range(len(it)))),
+    ("take", lambda it: it.take(range(len(it)))),
+    ("cat", lambda it: it.merge(_no_rows(it))),
+    ("cat", lambda it: _no_rows(it).merge(it)),
+    ("split", lambda it: it.split([len(it)])),
+    ("pad", lambda it: it.pad(len(it))),
+    ("update", lambda it: it.update([], 0)),
+    ("update", lambda it: it.update(range(len(it)), it)),
+    ("+ n", lambda it: it + 0),
+    ("- n", lambda it: it - 0),
+    ("weaken", lambda it: it.weaken(it.contract if it.contract is not Contract.HOST_ONLY else "exact")),
+    ("tighten", lambda it: it.tighten(it.np)),
+    ("resolve", lambda it: it.resolve()),
+    ("from_host", lambda it: type(it).from_host(it.runtime, it, name="from_host")),
 )
 """Every operation, by the name that it has in reports, of a value to which it applies: each compares both sides."""
 
@@ -158,30 +158,27 @@ def write_uncounted(value: MirroredTensor, side: str, row: int) -> None:
 
 
 def check_reported(operations: Operations, chosen: int, victim: Any, column: str, row: int) -> None:
-    """What was written into a row is reported by the next operation on the victim. By a later one it is too late."""
-    others = (one for one in operations if one[0] != operations[chosen][0])  # once: it may have side effects
-    for operation, call in (operations[chosen], *others):
+    """A write into a row is reported by the next operation on the victim; by a later one it is too late."""
+    name = operations[chosen][0]  # tried once: it may have side effects
+    for operation, call in (operations[chosen], *(other for other in operations if other[0] != name)):
         try:
             call(victim)
         except Violation as error:
-            if error.operation != operations[chosen][0]:
+            if error.operation != name:
                 raise
             agree((column, row), (error.column, error.row), f"column and row of {error}")
             agree(True, error.code in _WRITTEN, f"code of {error}")
             return
         except BatchStateError:
-            if operation == operations[chosen][0]:
+            if operation == name:
                 return  # does not apply
     disagree(f"row {row} of {column} of {victim!r} was written, and no operation noticed")
 
 
 _WRITTEN = (Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL, Code.MIRROR_BOUND)
 
-_KEPT = 8
-"""Values that are compared after every rule: the newest."""
-
-_FAR = 2**63 - 1
-"""An amount that takes most numbers out of their dtype."""
+_KEPT = 8  # newest values, compared after every rule
+_FAR = 2**63 - 1  # an amount that takes most numbers out of their dtype
 
 
 class MirroredTensorMachine(Machine):
@@ -206,7 +203,7 @@ class MirroredTensorMachine(Machine):
 
     @initialize(dtype=_FEW_DTYPES, shape=row_shapes())
     def begin(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Opens the runtime. Most values of one example have one dtype and shape, so that they go together."""
+        """Opens the runtime. Most values of an example have one dtype and shape, so that they go together."""
         self.alive: list[Modelled] = []
         self.tried_all = False
         self.dtype, self.shape = dtype, shape
@@ -214,42 +211,41 @@ class MirroredTensorMachine(Machine):
 
     def check(self) -> None:
         """The newest values are as they were, since values are immutable; the others are looked at in the end."""
-        for one in self.alive[-_KEPT:]:
-            one.check()
+        for model in self.alive[-_KEPT:]:
+            model.check()
 
     def teardown(self) -> None:
         """Every value ever made is as it was."""
         try:
             if sys.exc_info()[0] is None and not self.automatic:
-                for one in self.alive:
-                    one.check()
+                for model in self.alive:
+                    model.check()
         finally:
             super().teardown()
 
     def snapshot(self) -> object:
-        """Host sides, device sides that are made, and what else a value is."""
         return [
             (
-                None if one.host is None else one.value.np.tobytes(),
-                None if one.value.device_side.existing is None else self.rt.inspect(one.value.device).tobytes(),
-                one.value.contract,
-                one.value.version,
+                None if model.host is None else model.value.np.tobytes(),
+                None if model.value.device_side.existing is None else self.rt.inspect(model.value.device).tobytes(),
+                model.value.contract,
+                model.value.version,
             )
-            for one in self.alive
+            for model in self.alive
         ]
 
-    def kept(self, one: Modelled) -> Modelled:
+    def kept(self, model: Modelled) -> Modelled:
         """A result of an operation: checked from now on."""
-        self.reached("an empty value", not len(one))
-        self.alive.append(one)
-        return one
+        self.reached("an empty value", not len(model))
+        self.alive.append(model)
+        return model
 
-    def derived(self, before: Modelled, one: Modelled) -> Modelled:
+    def derived(self, before: Modelled, model: Modelled) -> Modelled:
         """A result that other rows or numbers came from."""
         made = before.value.device_side.existing is not None
         self.reached("moved after the device side was made" if made else "moved before the device side was made")
-        self.reached("handles moved with their generations", before.generations is not None and len(one) > 0)
-        return self.kept(one)
+        self.reached("handles moved with their generations", before.generations is not None and len(model) > 0)
+        return self.kept(model)
 
     # Making
 
@@ -273,44 +269,44 @@ class MirroredTensorMachine(Machine):
         value = kind.from_host(self.rt, array, generations=generations)
         return self.kept(Modelled(value, array, array, generations))
 
-    @rule(one=VALUES, side=st.booleans())
-    def use_on_device(self, one: Modelled, side: bool) -> None:
+    @rule(model=VALUES, side=st.booleans())
+    def use_on_device(self, model: Modelled, side: bool) -> None:
         """The device side is made at first use, on whichever stream uses it."""
         with self.on(side):
-            one.check_device()
+            model.check_device()
         self.reached("read on a second stream", side)
 
     # Moving rows
 
-    @rule(target=VALUES, one=VALUES, data=st.data(), side=st.booleans())
-    def filter(self, one: Modelled, data: st.DataObject, side: bool) -> Modelled:
+    @rule(target=VALUES, model=VALUES, data=st.data(), side=st.booleans())
+    def filter(self, model: Modelled, data: st.DataObject, side: bool) -> Modelled:
         """`filter` is numpy's index."""
-        keep = data.draw(keep_lists(len(one)), label="keep")
+        keep = data.draw(keep_lists(len(model)), label="keep")
         rows = np.asarray(keep) if len(keep) else np.empty(0, np.int64)
         with self.on(side):
-            value = one.value.filter(keep)
-        return self.derived(one, one.moved(value, lambda array: array[rows]))
+            value = model.value.filter(keep)
+        return self.derived(model, model.moved(value, lambda array: array[rows]))
 
-    @rule(target=VALUES, one=VALUES, data=st.data())
-    def take(self, one: Modelled, data: st.DataObject) -> Modelled:
+    @rule(target=VALUES, model=VALUES, data=st.data())
+    def take(self, model: Modelled, data: st.DataObject) -> Modelled:
         """`take` is numpy's index with repeats."""
-        rows = data.draw(row_lists(len(one)), label="rows")
+        rows = data.draw(row_lists(len(model)), label="rows")
         self.reached("a row taken twice", len(set(rows)) < len(rows))
         index = np.array(rows, dtype=np.int64)
-        return self.derived(one, one.moved(one.value.take(rows), lambda array: array[index]))
+        return self.derived(model, model.moved(model.value.take(rows), lambda array: array[index]))
 
     @rule(target=VALUES, first=VALUES, data=st.data(), twice=st.booleans(), side=st.booleans())
     def merge(self, first: Modelled, data: st.DataObject, twice: bool, side: bool) -> Modelled:
         """`merge` and `cat` are numpy's concatenate, under the weakest contract."""
-        alike = [one for one in self.alive if _alike(first, one)]
-        mixed = [one for one in alike if one.value.contract is not first.value.contract]
+        alike = [model for model in self.alive if _alike(first, model)]
+        mixed = [model for model in alike if model.value.contract is not first.value.contract]
         second = data.draw(st.one_of(*(st.sampled_from(some) for some in (alike, mixed) if some)), label="other")
         parts = [first, second, first] if twice and len(first) < MOST_ROWS else [first, second]
-        one, other = first.value, second.value
+        left, other = first.value, second.value
         with self.on(side):
-            value = type(one).cat([part.value for part in parts]) if len(parts) > 2 else one.merge(other)
-        agree(weaker_contract(one.contract, other.contract), value.contract, "contract of a merge")
-        self._count_merge(one.contract, other.contract)
+            value = type(left).cat([part.value for part in parts]) if len(parts) > 2 else left.merge(other)
+        agree(weaker_contract(left.contract, other.contract), value.contract, "contract of a merge")
+        self._count_merge(left.contract, other.contract)
         hosts = [part.host for part in parts if part.host is not None]
         generations = [part.generations for part in parts if part.generations is not None]
         joined = Modelled(
@@ -323,58 +319,58 @@ class MirroredTensorMachine(Machine):
 
     @rule(first=VALUES, second=VALUES)
     def merge_unlike(self, first: Modelled, second: Modelled) -> None:
-        """What does not go together is refused."""
-        one, other = first.value, second.value
-        if one.unit != other.unit:
+        """Values of two units, dtypes or shapes are refused."""
+        left, other = first.value, second.value
+        if left.unit != other.unit:
             with self.refused(Code.UNIT_MISMATCH):
-                one.merge(other)
-        elif one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
+                left.merge(other)
+        elif left.dtype != other.dtype or left.shape[1:] != other.shape[1:]:
             with self.refused(DtypeError, ShapeError):
-                one.merge(other)
+                left.merge(other)
 
-    def _count_merge(self, one: Contract, other: Contract) -> None:
-        both = {one, other}
+    def _count_merge(self, contract: Contract, other: Contract) -> None:
+        both = {contract, other}
         self.reached("merge of exact with bound", both == {Contract.EXACT, Contract.UPPER_BOUND})
         self.reached("merge of host_only with exact", both == {Contract.EXACT, Contract.HOST_ONLY})
         self.reached("merge with device_only", Contract.DEVICE_ONLY in both and len(both) == 2)
 
-    @rule(target=VALUES, one=VALUES, data=st.data())
-    def split(self, one: Modelled, data: st.DataObject) -> Any:
+    @rule(target=VALUES, model=VALUES, data=st.data())
+    def split(self, model: Modelled, data: st.DataObject) -> Any:
         """`split` covers every row once, in order."""
-        sizes = data.draw(split_sizes(len(one)), label="sizes")
+        sizes = data.draw(split_sizes(len(model)), label="sizes")
         stops = np.cumsum(sizes)[:-1]
-        parts = one.value.split(sizes)
+        parts = model.value.split(sizes)
         agree(len(sizes), len(parts), "pieces of a split")
         pieces = []
         for value, start, size in zip(parts, [0, *stops], sizes, strict=True):
             rows = slice(start, start + size)
-            pieces.append(self.derived(one, one.moved(value, itemgetter(rows))))
+            pieces.append(self.derived(model, model.moved(value, itemgetter(rows))))
         return multiple(*pieces)
 
-    @rule(target=VALUES, one=VALUES, more=st.integers(0, 3), value=st.sampled_from([0, 0, 1]))
-    def pad(self, one: Modelled, more: int, value: int) -> Modelled:
+    @rule(target=VALUES, model=VALUES, more=st.integers(0, 3), value=st.sampled_from([0, 0, 1]))
+    def pad(self, model: Modelled, more: int, value: int) -> Modelled:
         """`pad` appends rows of one value; padded slots have no request."""
-        if one.value.unit is not None:
+        if model.value.unit is not None:
             value = 0
-        elif one.value.dtype is torch.bool:
+        elif model.value.dtype is torch.bool:
             value = bool(value)
-        if len(one) + more > 2 * MOST_ROWS:
+        if len(model) + more > 2 * MOST_ROWS:
             more = 0
 
         def padded(array: Array, value: int = value) -> Array:
             return np.concatenate([array, np.full((more, *array.shape[1:]), value, dtype=array.dtype)])
 
-        return self.derived(one, one.moved(one.value.pad(len(one) + more, value), padded))
+        return self.derived(model, model.moved(model.value.pad(len(model) + more, value), padded))
 
-    @rule(target=VALUES, one=VALUES, data=st.data())
-    def update(self, one: Modelled, data: st.DataObject) -> Modelled:
+    @rule(target=VALUES, model=VALUES, data=st.data())
+    def update(self, model: Modelled, data: st.DataObject) -> Modelled:
         """`update` replaces rows on both sides and leaves the old value alone."""
-        rows = data.draw(row_lists(len(one)).map(lambda rows: list(dict.fromkeys(rows))), label="rows")
-        new = data.draw(column_values(one.value.dtype, len(rows), one.value.shape[1:]), label="values")
+        rows = data.draw(row_lists(len(model)).map(lambda rows: list(dict.fromkeys(rows))), label="rows")
+        new = data.draw(column_values(model.value.dtype, len(rows), model.value.shape[1:]), label="values")
         generations = np.arange(len(rows), dtype=np.int64) + 5
-        given: Any = new
-        if isinstance(one.value, Handles):
-            given = type(one.value).from_host(self.rt, new, generations=generations)
+        values: Any = new
+        if isinstance(model.value, Handles):
+            values = type(model.value).from_host(self.rt, new, generations=generations)
 
         def replaced(array: Array, by: Array) -> Array:
             result = array.copy()
@@ -382,12 +378,12 @@ class MirroredTensorMachine(Machine):
             return result
 
         updated = Modelled(
-            one.value.update(rows, given),
-            None if one.host is None else replaced(one.host, new),
-            replaced(one.device, new),
-            None if one.generations is None else replaced(one.generations, generations),
+            model.value.update(rows, values),
+            None if model.host is None else replaced(model.host, new),
+            replaced(model.device, new),
+            None if model.generations is None else replaced(model.generations, generations),
         )
-        return self.derived(one, updated)
+        return self.derived(model, updated)
 
     @rule(
         target=VALUES,
@@ -417,73 +413,73 @@ class MirroredTensorMachine(Machine):
 
     # Arithmetic
 
-    @rule(target=VALUES, one=VALUES, data=st.data(), minus=st.booleans())
-    def add(self, one: Modelled, data: st.DataObject, minus: bool) -> Any:
+    @rule(target=VALUES, model=VALUES, data=st.data(), minus=st.booleans())
+    def add(self, model: Modelled, data: st.DataObject, minus: bool) -> Any:
         """`+` and `-` are exact integer arithmetic, or refused."""
-        near = amounts(len(one))
-        amount = data.draw(st.one_of(near, near, near, amounts(len(one), _FAR, _FAR)), label="amount")
-        kind = one.device.dtype.kind
-        if kind in "bf" or one.value.unit is not None:
+        near = amounts(len(model))
+        amount = data.draw(st.one_of(near, near, near, amounts(len(model), _FAR, _FAR)), label="amount")
+        kind = model.device.dtype.kind
+        if kind in "bf" or model.value.unit is not None:
             with self.refused(DtypeError):
-                _ = one.value + amount
+                _ = model.value + amount
             return multiple()
         sign = -1 if minus else 1
-        bounds = one.host if one.value.contract is Contract.UPPER_BOUND else None
+        bounds = model.host if model.value.contract is Contract.UPPER_BOUND else None
         down = min(0, int(np.min(sign * np.asarray(amount)))) if bounds is not None and bounds.size else 0
-        floor = np.iinfo(one.device.dtype).min // 2
+        floor = np.iinfo(model.device.dtype).min // 2
         if down and bounds is not None and (kind == "u" or int(bounds.min()) + down < floor):
             with self.refused(ContractError):  # the device side may be smaller than what is taken off
-                _ = one.value - amount if minus else one.value + amount
+                _ = model.value - amount if minus else model.value + amount
             return multiple()
-        if one.host is not None and not fits(one.host, sign * np.asarray(amount)):
+        if model.host is not None and not fits(model.host, sign * np.asarray(amount)):
             self.reached("overflow refused")
             with self.refused(ValueOverflowError):
-                _ = one.value - amount if minus else one.value + amount
+                _ = model.value - amount if minus else model.value + amount
             return multiple()
-        if not fits(one.device, sign * np.asarray(amount)):
+        if not fits(model.device, sign * np.asarray(amount)):
             return multiple()  # the host cannot know that a number which only the device has leaves its dtype
-        value = one.value - amount if minus else one.value + amount
-        return self.derived(one, one.moved(value, lambda array: plus(array, sign * np.asarray(amount))))
+        value = model.value - amount if minus else model.value + amount
+        return self.derived(model, model.moved(value, lambda array: plus(array, sign * np.asarray(amount))))
 
     # Contracts
 
-    @rule(target=VALUES, one=VALUES, contract=contracts())
-    def weaken(self, one: Modelled, contract: Contract) -> Any:
+    @rule(target=VALUES, model=VALUES, contract=contracts())
+    def weaken(self, model: Modelled, contract: Contract) -> Any:
         """A contract gets weaker, never stronger."""
-        bound_of_indices = contract is Contract.UPPER_BOUND and one.value.unit is not None
-        weaker = weaker_contract(contract, one.value.contract) is contract and contract is not Contract.HOST_ONLY
+        bound_of_indices = contract is Contract.UPPER_BOUND and model.value.unit is not None
+        weaker = weaker_contract(contract, model.value.contract) is contract and contract is not Contract.HOST_ONLY
         if bound_of_indices or not weaker:
             with self.refused(ContractError):
-                one.value.weaken(contract)
+                model.value.weaken(contract)
             return multiple()
-        value = one.value.weaken(contract)
-        host = None if contract is Contract.DEVICE_ONLY else one.host
+        value = model.value.weaken(contract)
+        host = None if contract is Contract.DEVICE_ONLY else model.host
         agree(contract, value.contract, "contract after weaken")
-        return self.derived(one, Modelled(value, host, one.device, one.generations))
+        return self.derived(model, Modelled(value, host, model.device, model.generations))
 
-    @rule(target=VALUES, one=VALUES, bound=st.booleans())
-    def resolve(self, one: Modelled, bound: bool) -> Modelled:
+    @rule(target=VALUES, model=VALUES, bound=st.booleans())
+    def resolve(self, model: Modelled, bound: bool) -> Modelled:
         """`resolve` brings the exact numbers to the host, and says that it waits; `bound` prefers the newest bound."""
         if bound:
             bounds = [other for other in self.alive if other.value.contract is Contract.UPPER_BOUND]
-            one = bounds[-1] if bounds else one
-        waits = one.value.contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY)
+            model = bounds[-1] if bounds else model
+        waits = model.value.contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY)
         before = self.rt.counters.forced_syncs
-        value = one.value.resolve()
+        value = model.value.resolve()
         agree(int(waits), self.rt.counters.forced_syncs - before, "forced syncs of resolve")
-        self.reached("a bound resolved", one.value.contract is Contract.UPPER_BOUND)
-        return self.derived(one, Modelled(value, one.device, one.device, one.generations))
+        self.reached("a bound resolved", model.value.contract is Contract.UPPER_BOUND)
+        return self.derived(model, Modelled(value, model.device, model.device, model.generations))
 
-    @rule(target=VALUES, one=VALUES, side=st.sampled_from(["host", "device"]), moves=st.booleans())
-    def stale_window(self, one: Modelled, side: str, moves: bool) -> Modelled:
+    @rule(target=VALUES, model=VALUES, side=st.sampled_from(["host", "device"]), moves=st.booleans())
+    def stale_window(self, model: Modelled, side: str, moves: bool) -> Modelled:
         """In a stale window that side is not read, neither here nor in values derived inside; afterwards it is."""
-        with one.value.stale(side, reason="a forward is about to change it"):
-            late = one.value.filter(np.arange(len(one))) if moves else one.value.pad(len(one))
-            for value in (one.value, late):
+        with model.value.stale(side, reason="a forward is about to change it"):
+            late = model.value.filter(np.arange(len(model))) if moves else model.value.pad(len(model))
+            for value in (model.value, late):
                 self._refused_as_stale(value, side)
         self.reached("read in a stale window refused")
-        ask(one.check)
-        return self.derived(one, one.moved(late, lambda array: array))
+        ask(model.check)
+        return self.derived(model, model.moved(late, lambda array: array))
 
     def _refused_as_stale(self, value: MirroredTensor, side: str) -> None:
         try:
@@ -497,19 +493,19 @@ class MirroredTensorMachine(Machine):
     # Misuse
 
     @rule(
-        one=VALUES,
+        model=VALUES,
         side=st.sampled_from(["host", "device"]),
         counted=st.booleans(),
         bound=st.booleans(),
         chosen=st.integers(0, len(OPERATIONS) - 1),
     )
-    def write_from_outside(self, one: Modelled, side: str, counted: bool, bound: bool, chosen: int) -> None:
-        """A write in place is found by the next operation, whether torch saw it or not."""
-        if not levels.full or not one.device.size or (side == "host" and one.host is None):
+    def write_from_outside(self, model: Modelled, side: str, counted: bool, bound: bool, chosen: int) -> None:
+        """A write in place is noticed by the next operation, whether torch saw it or not."""
+        if not levels.full or not model.device.size or (side == "host" and model.host is None):
             return
         for at in range(chosen, chosen + (1 if self.tried_all else len(OPERATIONS))):
-            victim = one.value.take(range(len(one)))  # in memory of its own
-            if bound and one.host is not None and victim.unit is None:
+            victim = model.value.take(range(len(model)))  # in memory of its own
+            if bound and model.host is not None and victim.unit is None:
                 victim = victim.weaken("upper_bound")
             if side == "device":
                 _ = victim.device
@@ -522,15 +518,15 @@ class MirroredTensorMachine(Machine):
             self.reached("write from outside found")
         self.tried_all = True
 
-    @rule(one=VALUES, misuse=st.sampled_from(MISUSES))
-    def misuse(self, one: Modelled, misuse: Misuse[MirroredTensor]) -> None:
-        """What cannot be meant is refused, and changes nothing."""
-        self.refuses(misuse, one.value)
+    @rule(model=VALUES, misuse=st.sampled_from(MISUSES))
+    def misuse(self, model: Modelled, misuse: Misuse[MirroredTensor]) -> None:
+        """A misuse is refused, and changes nothing."""
+        self.refuses(misuse, model.value)
 
 
-def _alike(one: Modelled, other: Modelled) -> bool:
-    first, second = one.value, other.value
+def _alike(model: Modelled, other: Modelled) -> bool:
+    first, second = model.value, other.value
     return (
         (first.unit, first.dtype, first.shape[1:]) == (second.unit, second.dtype, second.shape[1:])
         and len(first) + len(second) <= 2 * MOST_ROWS
-    ) or one is other
+    ) or model is other

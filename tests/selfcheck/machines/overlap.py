@@ -72,7 +72,7 @@ class OverlapBatch(ScheduledBatch):
 @final
 @attrs.define(eq=False)
 class DeviceState:
-    """What the device holds for a request once everything launched has run."""
+    """The memory of a request on the device, once everything launched has run."""
 
     state: int  # its row of the table of states
     kv: list[tuple[int, int]] = attrs.field(factory=list)  # the KV row of each token

@@ -16,11 +16,10 @@ from batchstate.pools import SlotPool
 from batchstate.testing.fences import ManualFence
 from batchstate.violations import Code
 from tests.selfcheck.machine import agree, agree_on, misuses
-from tests.selfcheck.machines.pools import KVOwner, PagesMachine, TableModel
+from tests.selfcheck.machines.pools import HAS_REQUESTS, KVOwner, PagesMachine, TableModel
 
 T = TypeVar("T")
 
-HAS_REQUESTS = precondition(lambda self: bool(self.requests))
 EXHAUSTED = {True: "exhausted while pending would suffice", False: "exhausted for good"}
 
 
@@ -83,8 +82,7 @@ _MISUSES = misuses(
 )
 
 
-_NAMED = 12
-"""Rows that are remembered, of pages that were given out lately."""
+_NAMED = 12  # rows kept of pages that were given out lately
 
 
 class PagePoolMachine(PagesMachine):
@@ -141,11 +139,11 @@ class PagePoolMachine(PagesMachine):
 
     def check(self) -> None:
         super().check()
-        for slot, one in self.requests.items():
-            agree(len(one.tokens), int(self.pages.committed(one.owner)[0]), f"committed tokens of slot {slot}")
+        for slot, holder in self.requests.items():
+            agree(len(holder.tokens), int(self.pages.committed(holder.owner)[0]), f"committed tokens of slot {slot}")
             allocated = self.rooms[slot] * self.pages.page_size
-            agree(allocated, int(self.pages.allocated(one.owner)[0]), f"allocated tokens of slot {slot}")
-            agree(allocated - one.first, len(self.pages_of(one)) * self.pages.page_size, f"pages of slot {slot}")
+            agree(allocated, int(self.pages.allocated(holder.owner)[0]), f"allocated tokens of slot {slot}")
+            agree(allocated - holder.first, len(self.pages_of(holder)) * self.pages.page_size, f"pages of slot {slot}")
         stats = self.pages.stats
         if not self.steps.depth:
             agree(0, stats.pending, "pages pending when no step is in flight")
@@ -166,19 +164,19 @@ class PagePoolMachine(PagesMachine):
     def _lengths(self, slots: list[int], more: int) -> list[int]:
         return [max(0, len(self.requests[slot].tokens) + more) for slot in slots]
 
-    def _write(self, one: KVOwner, length: int) -> range:
+    def _write(self, holder: KVOwner, length: int) -> range:
         """Gives each token up to `length` a stamp of its own; their positions."""
-        positions = range(len(one.tokens), length)
-        self.put(one, [self.stamp + 1 + at for at in range(len(positions))])
+        positions = range(len(holder.tokens), length)
+        self.put(holder, [self.stamp + 1 + at for at in range(len(positions))])
         self.stamp += len(positions)
         return positions
 
     def _writable(self, slots: list[int], lengths: list[int]) -> bool:
         """Whether the next token of each, up to its length, lies on a page without another holder."""
         held, size = self.held_pages(), self.pages.page_size
-        for one, length in zip((self.requests[slot] for slot in slots), lengths, strict=True):
-            start = len(one.tokens)
-            if length > start and start % size and held[self.pages_of(one)[(start - one.first) // size]] > 1:
+        for holder, length in zip((self.requests[slot] for slot in slots), lengths, strict=True):
+            start = len(holder.tokens)
+            if length > start and start % size and held[self.pages_of(holder)[(start - holder.first) // size]] > 1:
                 return False
         return True
 
@@ -208,21 +206,21 @@ class PagePoolMachine(PagesMachine):
         self.extend_to(slots, self._lengths(slots, more))
 
     def extend_to(self, slots: list[int], lengths: list[int]) -> bool:
-        """Extends requests, or finds the call refused as it has to be; whether it went through."""
+        """Extends requests, or finds the call refused as it has to be. Whether it went through."""
         return self._grown(slots, lengths, lambda: self.pages.extend(self.handles(slots), np.array(lengths, np.int64)))
 
     @HAS_REQUESTS
-    @rule(data=st.data(), counts=st.lists(st.integers(0, 2), min_size=4, max_size=4), one=st.booleans())
-    def advance(self, data: st.DataObject, counts: list[int], one: bool) -> None:
+    @rule(data=st.data(), counts=st.lists(st.integers(0, 2), min_size=4, max_size=4), single=st.booleans())
+    def advance(self, data: st.DataObject, counts: list[int], single: bool) -> None:
         """A decode step: one token each, or some more."""
         slots = self.some(data)
-        more = [1] * len(slots) if one else counts[: len(slots)]
+        more = [1] * len(slots) if single else counts[: len(slots)]
         lengths = [len(self.requests[slot].tokens) + n for slot, n in zip(slots, more, strict=True)]
-        n = 1 if one else np.array(more, dtype=np.int64)
+        n = 1 if single else np.array(more, dtype=np.int64)
         self._grown(slots, lengths, lambda: self.pages.advance(self.handles(slots), n))
 
     def _grown(self, slots: list[int], lengths: list[int], call: Callable[[], Extension]) -> bool:
-        """Runs a call that extends, and expects what the model does. Whether it went through."""
+        """Runs a call that extends, and compares it with the model. Whether it went through."""
         self.reached("a write into a shared page refused", not self._writable(slots, lengths))
         extension = self._allowed(slots, lengths, call, writes=True)
         if extension is None:
@@ -230,11 +228,11 @@ class PagePoolMachine(PagesMachine):
         agree_on(np.diff([0, *np.cumsum(extension.counts)]), extension.counts, "counts")
         expected: list[tuple[int, int, int]] = []
         for slot, length in zip(slots, lengths, strict=True):
-            one = self.requests[slot]
-            expected += [(slot, at, self.location(one, at)) for at in self._write(one, length)]
+            holder = self.requests[slot]
+            expected += [(slot, at, self.location(holder, at)) for at in self._write(holder, length)]
         columns = (extension.slots, extension.positions, extension.locations.np)
-        found = list(zip(*(column.tolist() for column in columns), strict=True))
-        agree(expected, found, "slot, position and location of an extension")
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        agree(expected, rows, "slot, position and location of an extension")
         if len(extension):
             write = extension.entry(self.table)
             agree_on(
@@ -247,21 +245,21 @@ class PagePoolMachine(PagesMachine):
         return True
 
     def _check_rows(self, slots: list[int], counts: list[int]) -> None:
-        """What was just written: the new tokens of each slot, and the rest of a page that began with one of them."""
+        """Each row has its new tokens, and the rest of a page that began with one of them."""
         size = self.pages.page_size
         for slot, n in zip(slots, counts, strict=True):
             if n:
-                one = self.requests[slot]
-                length = stop = len(one.tokens)
+                holder = self.requests[slot]
+                length = stop = len(holder.tokens)
                 if (length - 1) % size < n:
                     stop = min(-(-length // size) * size, self.most)
-                row = self.table.host_for(one.owner)[0]
-                expected = [self.location(one, position) for position in range(length - n, stop)]
+                row = self.table.host_for(holder.owner)[0]
+                expected = [self.location(holder, position) for position in range(length - n, stop)]
                 agree(expected, row[length - n : stop].tolist(), f"row of slot {slot}")
                 self.reached("a page written to its end", stop > length)
 
     def _name_rows(self, extension: Extension) -> None:
-        """Rows of new tokens are read too early, then written, or by their next owner; some older ones are read too."""
+        """Rows of new tokens are read too early, then written, or by their next owner; older ones are read too."""
         new: list[tuple[TableModel, Handles]] = [
             (self.by_location, extension.locations),
             (self.by_page, self.pages.pages_of(extension.owners.take([0]))),
@@ -274,22 +272,22 @@ class PagePoolMachine(PagesMachine):
             self._use_rows(*self.named[self.stamp % len(self.named)], writes=False)
         self.named = [*self.named[-_NAMED:], *new]
 
-    def _use_rows(self, one: TableModel, handles: Handles, *, writes: bool) -> None:
-        """Rows by page and by location belong to whom the page was given; the next owner finds them unwritten."""
-        held, pages = self.held_pages(), handles.np // (self.pages.page_size if one is self.by_location else 1)
+    def _use_rows(self, model: TableModel, handles: Handles, *, writes: bool) -> None:
+        """Rows by page and by location belong to the holder of the page; the next owner finds them unwritten."""
+        held, pages = self.held_pages(), handles.np // (self.pages.page_size if model is self.by_location else 1)
         ours = zip(pages.tolist(), handles.generations.tolist(), strict=True)
         good = all(page in held and self.generations[page] == generation for page, generation in ours)
         if not good:
             self.reached("handles of pages that were given back refused")
             with self.refused(Code.SLOT_STALE_HANDLE):
-                one.table.clear(handles)
+                model.table.clear(handles)
         if good and writes:
             self.stamp += 1
             values = self.stamp * 100 + np.arange(len(handles))
-            one.table.write(handles, None, values)
-            one.write(handles, None, values)
+            model.table.write(handles, None, values)
+            model.write(handles, None, values)
         else:
-            self.read_rows(one, handles, good)
+            self.read_rows(model, handles, good)
 
     @HAS_REQUESTS
     @rule(data=st.data(), side=st.booleans())
@@ -304,13 +302,13 @@ class PagePoolMachine(PagesMachine):
 
     def _forward(self, slots: list[int], side: bool = False) -> None:
         with self.on(side):
-            for one in (self.requests[slot] for slot in slots):
-                length, written = len(one.tokens), one.written
-                self.pages.writes.launched(one.owner.np, np.array([length]), np.array([written]))
-                self.launch_forward(one, length, side)
+            for holder in (self.requests[slot] for slot in slots):
+                length, written = len(holder.tokens), holder.written
+                self.pages.writes.launched(holder.owner.np, np.array([length]), np.array([written]))
+                self.launch_forward(holder, length, side)
 
     def _allowed(self, slots: list[int], lengths: list[int], call: Callable[[], T], *, writes: bool) -> T | None:
-        """What a call that grows requests returns; None where it is refused, as it has to be."""
+        """The result of a call that grows requests; None where it is refused, as it has to be."""
         before = [self.pages_of(self.requests[slot]) for slot in slots]
         if any(length > self.most for length in lengths):
             self.reached("a request too long refused")
@@ -321,17 +319,17 @@ class PagePoolMachine(PagesMachine):
             with self.refused(Code.PAGE_OWNER):
                 call()
             return None
-        found = self._tried(call)
-        if found is not None:
+        result = self._tried(call)
+        if result is not None:
             for slot, length, older in zip(slots, lengths, before, strict=True):
                 pages = self.pages_of(self.requests[slot])
                 agree(older, pages[: len(older)], f"older pages of slot {slot}")
                 self.taken(pages[len(older) :])
                 self.rooms[slot] = max(self.rooms[slot], -(-length // self.pages.page_size))
-        return found
+        return result
 
     def _tried(self, call: Callable[[], T]) -> T | None:
-        """What a call returns; None where too few pages are free, and then nothing has changed."""
+        """The result of a call; None where too few pages are free, and then nothing has changed."""
         before = self.snapshot()
         try:
             return call()
@@ -348,11 +346,11 @@ class PagePoolMachine(PagesMachine):
         self._grow(self.some(data), length)
 
     def _grow(self, slots: list[int], length: int) -> None:
-        def call() -> bool:
+        def grow() -> bool:
             self.pages.grow(self.handles(slots), length)
             return True
 
-        self._allowed(slots, [length] * len(slots), call, writes=False)
+        self._allowed(slots, [length] * len(slots), grow, writes=False)
 
     @HAS_REQUESTS
     @rule(data=st.data(), more=st.integers(1, 3))
@@ -366,21 +364,21 @@ class PagePoolMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data(), length=st.integers(0, 8))
     def commit(self, data: st.DataObject, length: int) -> None:
-        """What is allocated is committed; what is not, and fewer than before, is refused."""
+        """Allocated tokens are committed; others, and fewer than before, are refused."""
         self._commit(self.some(data)[0], length)
 
     def _commit(self, slot: int, length: int) -> None:
-        one = self.requests[slot]
-        handle = one.owner
-        fits = len(one.tokens) <= length <= min(self.most, self.rooms[slot] * self.pages.page_size)
+        holder = self.requests[slot]
+        handle = holder.owner
+        fits = len(holder.tokens) <= length <= min(self.most, self.rooms[slot] * self.pages.page_size)
         if not fits or not self._writable([slot], [length]):
             with self.refused(Code.LENGTH_ORDER if not fits else Code.PAGE_OWNER):
                 self.pages.commit(handle, length)
             return
-        self.reached("allocated first and committed later", length > len(one.tokens))
+        self.reached("allocated first and committed later", length > len(holder.tokens))
         self.pages.commit(handle, length)
-        self._write(one, length)
-        self.launch_forward(one, length)
+        self._write(holder, length)
+        self.launch_forward(holder, length)
 
     @HAS_REQUESTS
     @rule(data=st.data(), back=st.integers(0, 4))
@@ -401,9 +399,9 @@ class PagePoolMachine(PagesMachine):
         ones = [self.requests[slot] for slot in slots]
         with self.giving_back(ones, fence):
             self.pages.truncate(self.handles(slots), np.array(lengths, np.int64), after=fence)
-            for slot, one, length in zip(slots, ones, lengths, strict=True):
-                del one.tokens[length:]
-                one.written = min(one.written, length)
+            for slot, holder, length in zip(slots, ones, lengths, strict=True):
+                del holder.tokens[length:]
+                holder.written = min(holder.written, length)
                 self.rooms[slot] = -(-length // self.pages.page_size)
 
     @HAS_REQUESTS
@@ -421,35 +419,39 @@ class PagePoolMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data(), window=st.integers(1, 3), back=st.integers(0, 1), leave=st.booleans())
     def slide(self, data: st.DataObject, window: int, back: int, leave: bool) -> None:
-        """A request goes on, and what lies before its window is given back, at times with a rejected token behind."""
+        """A request goes on, and pages before its window are given back, at times with a rejected token behind."""
         slots, fence = self.some(data)[:1], self.fence(data)
         (slot,) = slots
-        one, size = self.requests[slot], self.pages.page_size
-        for length in range(len(one.tokens) + 1, self.most + 1):
+        holder, size = self.requests[slot], self.pages.page_size
+        for length in range(len(holder.tokens) + 1, self.most + 1):
             self.extend_to(slots, [length])
         self.settle()
-        total = max(0, len(one.tokens) - back)
+        total = max(0, len(holder.tokens) - back)
         first = max(0, total - window)
-        if total < one.first:
+        if total < holder.first:
             return
         ends = {"total_lens": total} if back else {}
-        with self.giving_back([one], fence):
-            self.pages.truncate(one.owner, **ends, first=first, after=fence)
-            del one.tokens[total:]
-            one.written = min(one.written, total)
-            self.rooms[slot], one.first = -(-total // size), max(one.first, first // size * size)
-        agree(one.first, int(self.pages.first_positions(one.owner)[0]), f"first position of slot {slot}")
-        self.reached("pages before a window given back", one.first > 0)
+        with self.giving_back([holder], fence):
+            self.pages.truncate(holder.owner, **ends, first=first, after=fence)
+            del holder.tokens[total:]
+            holder.written = min(holder.written, total)
+            self.rooms[slot], holder.first = -(-total // size), max(holder.first, first // size * size)
+        agree(holder.first, int(self.pages.first_positions(holder.owner)[0]), f"first position of slot {slot}")
+        self.reached("pages before a window given back", holder.first > 0)
         self._forward([slot])
-        if one.first:
+        if holder.first:
             self.reached("truncated into what was given back refused")
             with self.refused(Code.LENGTH_ORDER):
-                self.pages.truncate(one.owner, one.first - 1)
+                self.pages.truncate(holder.owner, holder.first - 1)
             with self.refused(Code.PAGE_RELEASED):
-                self.pages.hold(one.owner, size)
+                self.pages.hold(holder.owner, size)
             with self.refused(Code.PAGE_RELEASED):
-                self.pages.locations(one.owner, one.first - 1, total)
-            agree(total - one.first, len(self.pages.locations(one.owner, one.first, total)), "tokens in the window")
+                self.pages.locations(holder.owner, holder.first - 1, total)
+            agree(
+                total - holder.first,
+                len(self.pages.locations(holder.owner, holder.first, total)),
+                "tokens in the window",
+            )
         if leave:
             self._finish(slots, None)
 
@@ -458,11 +460,11 @@ class PagePoolMachine(PagesMachine):
     def map_to_window(self, data: st.DataObject, window: int, leave: bool) -> None:
         """A chain of tables: the second pool has the same tokens, then those of a window alone; a map names them."""
         slot = self.some(data)[0]
-        one, held = self.requests[slot], self.held_pages()
-        handle = one.owner
-        self.extend_to([slot], [max(len(one.tokens), min(self.most, window + self.pages.page_size))])
-        length = len(one.tokens)
-        if one.first or any(held[page] > 1 for page in self.pages_of(one)) or not length:
+        holder, held = self.requests[slot], self.held_pages()
+        handle = holder.owner
+        self.extend_to([slot], [max(len(holder.tokens), min(self.most, window + self.pages.page_size))])
+        length = len(holder.tokens)
+        if holder.first or any(held[page] > 1 for page in self.pages_of(holder)) or not length:
             return
         self._commit(slot, length)
         self.swa.release(handle)
@@ -492,14 +494,14 @@ class PagePoolMachine(PagesMachine):
 
     def _check_chain(self, slot: int, first: int) -> None:
         """Position -> location -> location in the window -> state, through the tables, ends where the pools say."""
-        one, size = self.requests[slot], self.pages.page_size
+        holder, size = self.requests[slot], self.pages.page_size
         if not levels.full:
             return
-        full = np.array([self.location(one, position) for position in range(len(one.tokens))])
-        found = self.rt.inspect(self.full_to_swa.device_for(self.pages.locations(one.owner, 0, full.size)))[full]
+        full = np.array([self.location(holder, position) for position in range(len(holder.tokens))])
+        places = self.rt.inspect(self.full_to_swa.device_for(self.pages.locations(holder.owner, 0, full.size)))[full]
         row, at = self.swa.page_table[slot].astype(np.int64), np.arange(full.size)
-        agree_on(np.where(at < first, 0, row[at // size] * size + at % size).astype(np.int32), found, "a map")
-        states = self.rt.inspect(self.swa_to_state.device_for(self.swa.pages_of(one.owner)))[found[first:] // size]
+        agree_on(np.where(at < first, 0, row[at // size] * size + at % size).astype(np.int32), places, "a map")
+        states = self.rt.inspect(self.swa_to_state.device_for(self.swa.pages_of(holder.owner)))[places[first:] // size]
         agree_on((row[at // size] + 100)[first:].astype(np.int32), states, "states at the end of a chain")
 
     # Sharing
@@ -509,12 +511,12 @@ class PagePoolMachine(PagesMachine):
         """KV arrives on pages that no request has yet; if too few are free, nothing is taken."""
         lease = self._tried(lambda: self.pages.take(n))
         if lease is not None:
-            one = KVOwner(lease, taken=True)
+            holder = KVOwner(lease, taken=True)
             self.taken(lease.pages.tolist())
-            self._write(one, lease.tokens)
-            self.leases.append(one)
+            self._write(holder, lease.tokens)
+            self.leases.append(holder)
             if self.launches:
-                self._arrive(one, False)
+                self._arrive(holder, False)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), side=st.booleans())
@@ -522,10 +524,10 @@ class PagePoolMachine(PagesMachine):
         """KV arrives on the pages of a lease, on one of the two streams."""
         self._arrive(data.draw(st.sampled_from(self.leases), label="lease"), side)
 
-    def _arrive(self, one: KVOwner, side: bool) -> None:
+    def _arrive(self, holder: KVOwner, side: bool) -> None:
         with self.on(side):
-            self.pages.commit(one.owner, len(one.tokens))
-            self.launch_forward(one, len(one.tokens), side)
+            self.pages.commit(holder.owner, len(holder.tokens))
+            self.launch_forward(holder, len(holder.tokens), side)
 
     @HAS_REQUESTS
     @rule(data=st.data(), pages=st.integers(0, 3), n=st.integers(1, 2))
@@ -537,11 +539,11 @@ class PagePoolMachine(PagesMachine):
     @rule(data=st.data(), n=st.integers(1, 2))
     def share_cached(self, data: st.DataObject, n: int) -> None:
         """New requests begin with a prefix that is held for them."""
-        one = data.draw(st.sampled_from(self.leases), label="lease")
+        lease = data.draw(st.sampled_from(self.leases), label="lease")
         if not self.slots.stats.free and self.requests:
             self._finish([list(self.requests)[-1]], None)
-        shared = self._share(one, 9, n) > 0
-        self.reached("begun on pages taken before" if one.taken else "a prefix shared from a lease", shared)
+        shared = self._share(lease, 9, n) > 0
+        self.reached("begun on pages taken before" if lease.taken else "a prefix shared from a lease", shared)
 
     def _share(self, source: KVOwner, pages: int, n: int) -> int:
         size = self.pages.page_size
@@ -562,8 +564,8 @@ class PagePoolMachine(PagesMachine):
             tokens = source.written // size * size
         extension = self.pages.share(source.owner, self.handles(slots), tokens)
         for slot in slots:
-            one, self.rooms[slot] = self.requests[slot], tokens // size
-            one.tokens, one.written, one.side = source.tokens[:tokens], tokens, source.side
+            holder, self.rooms[slot] = self.requests[slot], tokens // size
+            holder.tokens, holder.written, holder.side = source.tokens[:tokens], tokens, source.side
         expected = [self.location(source, position) for position in range(tokens)] * len(slots)
         agree(expected, extension.locations.np.tolist(), "locations of a shared prefix")
         self.extend_to(slots, [min(tokens + 1, self.most)] * len(slots))
@@ -574,44 +576,30 @@ class PagePoolMachine(PagesMachine):
         data=st.data(), more=st.integers(0, 2), then=st.sampled_from(["write on", "take one back and write", "leave"])
     )
     def hold(self, data: st.DataObject, more: int, then: str) -> None:
-        """A prefix cache keeps what a request has in whole pages; the request goes on, or leaves."""
+        """A prefix cache keeps the whole pages of a request, which goes on, or leaves."""
         slot = self.some(data)[0]
-        one, size = self.requests[slot], self.pages.page_size
-        self.extend_to([slot], [min(max(size, len(one.tokens)) + more, self.most)])
-        held = len(one.tokens) // size * size
-        if held and one.first:
+        holder, size = self.requests[slot], self.pages.page_size
+        self.extend_to([slot], [min(max(size, len(holder.tokens)) + more, self.most)])
+        held = len(holder.tokens) // size * size
+        if held and holder.first:
             with self.refused(Code.PAGE_RELEASED):
-                self.pages.hold(one.owner, held)
+                self.pages.hold(holder.owner, held)
             return
-        if held > one.written:
+        if held > holder.written:
             if levels.cheap:
                 with self.refused(Code.PAGE_UNWRITTEN):
-                    self.pages.hold(one.owner, held)
+                    self.pages.hold(holder.owner, held)
             self._forward([slot])
-        self.leases.append(KVOwner(self.pages.hold(one.owner, held), one.tokens[:held], 0, held, one.side))
+        self.leases.append(KVOwner(self.pages.hold(holder.owner, held), holder.tokens[:held], 0, held, holder.side))
         if then == "leave":
             self._finish([slot], self.fence(data))
             return
-        length = len(one.tokens)
+        length = len(holder.tokens)
         if then != "write on":
             length = max(0, length - 1 if length % size else held - 1)
             self.settle()
             self._cut([slot], [length], None)
         self.extend_to([slot], [min(length + 1, self.most)])
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def end_lease(self, data: st.DataObject) -> None:
-        """The cache forgets a prefix, once."""
-        at = data.draw(st.integers(0, len(self.leases) - 1), label="lease")
-        fence = self.fence(data)
-        self.settle()
-        one = self.leases[at]
-        with self.giving_back([one], fence):
-            self.leases.remove(one)
-            one.owner.release(after=fence)
-        with self.refused(Code.SLOT_DOUBLE_FREE):
-            one.owner.release()
 
     # Leaving
 
@@ -628,7 +616,7 @@ class PagePoolMachine(PagesMachine):
     def _finish(self, slots: list[int], fence: ManualFence | None) -> None:
         self.settle()
         ones, handles = [self.requests[slot] for slot in slots], self.handles(slots)
-        owned = any(self.pages_of(one) for one in ones)
+        owned = any(self.pages_of(holder) for holder in ones)
         if owned:
             with self.refused(Code.SLOT_CONSERVATION):
                 self.slots.free(handles, after=fence)
@@ -662,8 +650,8 @@ class PagePoolMachine(PagesMachine):
                 self.leases.pop().owner.release()
         slots = self.take(2)
         self.extend_to(slots, [self.pages.page_size] * 2)
-        found = slots, [self.pages_of(self.requests[slot]) for slot in slots]
-        agree(([1, 2], [[1], [2]]), found, "slots and pages after a clear")
+        pages = [self.pages_of(self.requests[slot]) for slot in slots]
+        agree(([1, 2], [[1], [2]]), (slots, pages), "slots and pages after a clear")
 
     @HAS_REQUESTS
     @rule(data=st.data())
@@ -674,8 +662,8 @@ class PagePoolMachine(PagesMachine):
         ones = [self.requests[slot] for slot in slots]
         with self.giving_back(ones, fence):
             self.pages.release(self.handles(slots), after=fence)
-        for slot, one in zip(slots, ones, strict=True):
-            one.tokens, one.first, one.written, self.rooms[slot] = [], 0, 0, 0
+        for slot, holder in zip(slots, ones, strict=True):
+            holder.tokens, holder.first, holder.written, self.rooms[slot] = [], 0, 0, 0
 
     @HAS_REQUESTS
     @rule(more=st.integers(2, 6))
@@ -696,7 +684,7 @@ class PagePoolMachine(PagesMachine):
 
     @rule()
     def prefill_apart(self) -> None:
-        """A prompt is written on the second stream, and a request that begins with it runs on the first at once."""
+        """A prompt is written on the second stream; a request that begins with it runs on the first, and a third so."""
         slots = self.take(1) if self.slots.stats.free > 1 else []
         launches, self.launches = self.launches, False
         grown = slots and self.extend_to(slots, [self.pages.page_size])
@@ -704,7 +692,9 @@ class PagePoolMachine(PagesMachine):
         if grown:
             self._forward(slots, side=True)
             if self._share(self.requests[slots[0]], 1, 1):
-                self._forward([list(self.requests)[-1]])
+                second = list(self.requests)[-1]
+                self._forward([second])
+                self._share(self.requests[second], 1, 1)
 
     @HAS_REQUESTS
     @rule()

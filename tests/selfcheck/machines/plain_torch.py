@@ -29,11 +29,11 @@ WAYS = ("event", "event by stream", "stream", "event on the host", "stream on th
 """How a stream comes behind another one."""
 
 SOURCES = ("pageable memory", "pinned until an event is over", "pinned until a stream is idle", "pinned until a wait")
-"""What is copied to the device, and when it is refilled."""
+"""The source of a copy to the device, and when it is refilled."""
 
 
 def come_behind(stream: Any, last: Any, way: str, buffer: torch.Tensor) -> None:
-    """Orders what a stream does next behind all that another one has, which has used a buffer last."""
+    """Orders a stream behind another one, which has used a buffer last."""
     event: Any = cuda.Event()
     if way == "event":
         with cuda.stream(last):
@@ -143,36 +143,32 @@ class PlainTorchMachine(Machine):
 
     @rule(number=st.integers(1, 9), way=st.sampled_from(WAYS))
     def add(self, number: int, way: str) -> None:
-        """On both streams."""
         self.counts.add(number, way)
         self.expected += 2 * number
         self.reached(f"behind by {way}")
 
     @rule(number=st.integers(1, 9), on_side=st.booleans())
     def replay(self, number: int, on_side: bool) -> None:
-        """On either stream."""
         self.counts.replay(number, on_side)
         self.expected = -self.expected + number + 1
         self.reached("a replay")
 
     @rule(number=st.integers(1, 9))
     def lend(self, number: int) -> None:
-        """To the side stream."""
         self.counts.lend(number)
         self.expected += number
         self.reached("memory lent")
 
     @rule(number=st.integers(1, 9), source=st.sampled_from(SOURCES))
     def upload(self, number: int, source: str) -> None:
-        """On the side stream."""
         self.counts.upload(number, source)
         self.expected += number
         self.reached(source)
 
     def check(self) -> None:
         for side in (self.counts.host, self.counts.device):
-            found = np.array(side.tolist())
-            ask(invariants.mirror_equal, np.full(4, self.expected), found, object="counts", operation="check")
+            actual = np.array(side.tolist())
+            ask(invariants.mirror_equal, np.full(4, self.expected), actual, object="counts", operation="check")
 
 
 @final
@@ -188,18 +184,13 @@ class PlainTorchOnSimMachine(PlainTorchMachine):
 
 
 @contextlib.contextmanager
-def watched_over(window: CudaRuntime, **given: Any) -> Iterator[WatchedCuda]:
-    """A window of `watch_cuda` inside of one of `cuda_on_cpu`, which stands for the GPU.
-
-    Args:
-        window: its tensors, streams, events and graphs count as the GPU's.
-        given: what `watch_cuda` takes.
-    """
+def watched_over(window: CudaRuntime, **options: Any) -> Iterator[WatchedCuda]:
+    """A window of `watch_cuda` inside of one of `cuda_on_cpu`, whose tensors, streams and graphs count as the GPU's."""
     with contextlib.ExitStack() as stack:
         replace(stack, _window, "_open", [])
         replace(stack, watching, "KINDS", (_streams._Stream, _streams._Event, _streams._Graph))
         replace(stack, watching.WatchTracer, "on_device", lambda self, tensor: window.tracer.on_device(tensor))
-        yield stack.enter_context(watch_cuda(**given))
+        yield stack.enter_context(watch_cuda(**options))
 
 
 @final
@@ -217,7 +208,7 @@ class PlainTorchWatchedMachine(PlainTorchMachine):
     def write_rows(self, row: int) -> None:
         """Two streams write rows of one table that their indices name, and nothing orders them: the rows are apart."""
         table = torch.zeros(8, 2, device="cuda")
-        indices = [torch.tensor([place], device="cuda") for place in (row, row + 1)]
+        indices = [torch.tensor([index], device="cuda") for index in (row, row + 1)]
         values = torch.ones(1, 2, device="cuda")
         cuda.synchronize()
         for stream, index in zip((self.counts.default, self.counts.side), indices, strict=True):

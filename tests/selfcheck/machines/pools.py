@@ -28,25 +28,20 @@ from tests.selfcheck.models import AllocatorModel, snapshot_pages, snapshot_slot
 
 Ints = npt.NDArray[np.int64]
 
+HAS_REQUESTS = precondition(lambda self: bool(self.requests))
+
 _STALE = (Code.SLOT_STALE_HANDLE, Code.SLOT_DOUBLE_FREE)
 _WIDTH = 3
 
 
 @attrs.define(eq=False)
 class TableModel:
-    """What a table holds, and for which generation each row was written.
-
-    Attributes:
-        table: the real one.
-        rows: as many as the table has.
-        written: int64[capacity].
-        writes: int64[capacity], how often each row was written.
-    """
+    """The rows of a table."""
 
     table: Table
     rows: npt.NDArray[Any] = attrs.field(init=False)
-    written: Ints = attrs.field(init=False)
-    writes: Ints = attrs.field(init=False)
+    written: Ints = attrs.field(init=False)  # the generation that each row was written for, int64[capacity]
+    writes: Ints = attrs.field(init=False)  # how often each was written, int64[capacity]
 
     def __attrs_post_init__(self) -> None:
         memory = self.table.memory
@@ -65,12 +60,7 @@ class TableModel:
 
 
 class PoolMachine(Machine):
-    """Steps in flight, which the machine completes by hand, and calls that cannot be meant.
-
-    Attributes:
-        MISUSES: the calls.
-        steps: what is in flight.
-    """
+    """Steps in flight, which the machine completes by hand, and misuses."""
 
     MISUSES: ClassVar[tuple[Misuse[Any], ...]] = ()
 
@@ -79,32 +69,31 @@ class PoolMachine(Machine):
         self.steps = ManualStream()
 
     def check(self) -> None:
-        """Counts how deep the machine runs."""
         self.reached("two steps in flight", self.steps.depth >= 2)
 
     def misused(self, data: st.DataObject) -> Any:
-        """What a misuse takes."""
+        """The argument of a misuse."""
         raise NotImplementedError
 
     def fence(self, data: st.DataObject) -> ManualFence | None:
         return data.draw(st.sampled_from([None, *self.steps.in_flight]), label="after")
 
-    def read_rows(self, one: TableModel, handles: Handles, good: bool, padding: int = 0) -> None:
+    def read_rows(self, model: TableModel, handles: Handles, good: bool, padding: int = 0) -> None:
         """A forward reads rows that their owners have written; others are refused, whatever they hold."""
         padded = handles.pad(len(handles) + padding)
         if not good:
             with self.refused(Code.SLOT_STALE_HANDLE):
-                one.table.device_for(padded)
-        elif not one.readable(handles):
-            self.reached("a row of the last owner refused", bool(one.rows[handles.np].any()))
+                model.table.device_for(padded)
+        elif not model.readable(handles):
+            self.reached("a row of the last owner refused", bool(model.rows[handles.np].any()))
             with self.refused(Code.ROW_UNWRITTEN):
-                one.table.device_for(padded)
+                model.table.device_for(padded)
         else:
             self.reached("rows read", len(handles) > 0)
-            found = self.rt.inspect(one.table.device_for(padded).index_select(0, padded.device))
-            agree_on(one.rows[padded.np], found, "rows that were read")
-            if one.table.host_memory is not None:
-                agree_on(one.rows[handles.np], one.table.host_for(handles), "rows on the host")
+            values = self.rt.inspect(model.table.device_for(padded).index_select(0, padded.device))
+            agree_on(model.rows[padded.np], values, "rows that were read")
+            if model.table.host_memory is not None:
+                agree_on(model.rows[handles.np], model.table.host_for(handles), "rows on the host")
 
     @rule(launched=st.integers(0, 2), ended=st.integers(0, 3))
     def run(self, launched: int, ended: int) -> None:
@@ -115,7 +104,7 @@ class PoolMachine(Machine):
 
     @rule(data=st.data())
     def misuse(self, data: st.DataObject) -> None:
-        """What cannot be meant is refused, and changes nothing."""
+        """A misuse is refused, and changes nothing."""
         misuse, it = data.draw(st.sampled_from(self.MISUSES), label="misuse"), self.misused(data)
         if it is not None:
             self.refuses(misuse, it)
@@ -124,24 +113,15 @@ class PoolMachine(Machine):
 @final
 @attrs.define(eq=False)
 class KVOwner:
-    """A request or a lease, and the KV that it has to find.
+    """A request or a lease, and the KV that it has to find."""
 
-    Attributes:
-        owner: one handle, or a lease.
-        tokens: what lies at each position; those before `first` are not its own.
-        written: how many are written, by forwards that were launched; the others are to come.
-        side: whether the last forward was on the second stream.
-        text: what its tokens begin with.
-        taken: its pages were taken without a request.
-    """
-
-    owner: Any
-    tokens: list[Any] = attrs.field(factory=list)
+    owner: Any  # one handle, or a lease
+    tokens: list[Any] = attrs.field(factory=list)  # of each position; those before `first` are not its own
     first: int = 0
-    written: int = 0
-    side: bool = False
-    text: int = 0
-    taken: bool = False
+    written: int = 0  # by forwards that were launched; the other tokens are to come
+    side: bool = False  # the last forward was on the second stream
+    text: int = 0  # that its tokens begin with
+    taken: bool = False  # its pages were taken without a request
 
 
 class PagesMachine(PoolMachine):
@@ -149,13 +129,6 @@ class PagesMachine(PoolMachine):
 
     Each owner must find its tokens for as long as it lives: a page that two have, or that was handed out too early, has
     another's token.
-
-    Attributes:
-        requests: slot -> what it has.
-        leases: pages held without a slot.
-        memory: location -> token.
-        behind: page -> fences of those that left since it was taken.
-        generations: page -> how often it was taken.
     """
 
     def open_pages(self, size: int, num_pages: int, page_size: int, most: int) -> None:
@@ -164,14 +137,14 @@ class PagesMachine(PoolMachine):
         self.slots, self.most = SlotPool(self.rt, size), most
         self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=most)
         self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
-        self.requests: dict[int, KVOwner] = {}
-        self.leases: list[KVOwner] = []
-        self.memory: dict[int, Any] = {}
-        self.behind: dict[int, list[ManualFence]] = {}
-        self.generations: Counter[int] = Counter()
+        self.requests: dict[int, KVOwner] = {}  # by slot
+        self.leases: list[KVOwner] = []  # pages held without a slot
+        self.memory: dict[int, Any] = {}  # location -> token
+        self.behind: dict[int, list[ManualFence]] = {}  # page -> fences of those that left since it was taken
+        self.generations: Counter[int] = Counter()  # page -> how often it was taken
 
     def check(self) -> None:
-        """Who has which page, what lies on it, and every invariant of both pools."""
+        """Holders and tokens of each page, and every invariant of both pools."""
         super().check()
         self.slots.verify()
         held, stats = self.held_pages(), self.pages.stats
@@ -180,35 +153,37 @@ class PagesMachine(PoolMachine):
         waiting = [page for page, fences in self.behind.items() if page not in held and not _all_complete(fences)]
         if stats.pending < len(waiting):
             disagree(f"{stats.pending} pages are pending, {len(waiting)} have to be")
-        for one in (*self.requests.values(), *self.leases):
-            pages = self.pages_of(one)
-            found = [self.memory.get(self.location(one, at, pages)) for at in range(one.first, len(one.tokens))]
-            agree(one.tokens[one.first :], found, "tokens of", one)
+        for holder in (*self.requests.values(), *self.leases):
+            pages = self.pages_of(holder)
+            tokens = [
+                self.memory.get(self.location(holder, at, pages)) for at in range(holder.first, len(holder.tokens))
+            ]
+            agree(holder.tokens[holder.first :], tokens, "tokens of", holder)
 
     def snapshot(self) -> tuple[object, ...]:
         return snapshot_slots(self.slots), snapshot_pages(self.pages)
 
-    def pages_of(self, one: KVOwner) -> list[int]:
+    def pages_of(self, holder: KVOwner) -> list[int]:
         """Its pages, from that of its first own token on."""
-        pages: list[int] = self.pages.pages_of(one.owner).np.tolist()
+        pages: list[int] = self.pages.pages_of(holder.owner).np.tolist()
         return pages
 
     def held_pages(self) -> Counter[int]:
         """Page -> how many have it."""
-        return Counter(page for one in (*self.requests.values(), *self.leases) for page in self.pages_of(one))
+        return Counter(page for holder in (*self.requests.values(), *self.leases) for page in self.pages_of(holder))
 
-    def location(self, one: KVOwner, position: int, pages: list[int] | None = None) -> int:
-        """Where a position lies; on page 0 if the owner has too few pages."""
-        size, pages = self.pages.page_size, self.pages_of(one) if pages is None else pages
-        at = (position - one.first) // size
+    def location(self, holder: KVOwner, position: int, pages: list[int] | None = None) -> int:
+        """The location of a position; on page 0 if the owner has too few pages."""
+        size, pages = self.pages.page_size, self.pages_of(holder) if pages is None else pages
+        at = (position - holder.first) // size
         return (pages[at] if at < len(pages) else 0) * size + position % size
 
-    def put(self, one: KVOwner, tokens: list[Any]) -> None:
+    def put(self, holder: KVOwner, tokens: list[Any]) -> None:
         """An owner gets further tokens, on pages that it has already."""
-        pages = self.pages_of(one)
+        pages = self.pages_of(holder)
         for token in tokens:
-            self.memory[self.location(one, len(one.tokens), pages)] = token
-            one.tokens.append(token)
+            self.memory[self.location(holder, len(holder.tokens), pages)] = token
+            holder.tokens.append(token)
 
     def taken(self, pages: list[int]) -> None:
         """Pages were handed out: they have no other holder, and those that had them are done."""
@@ -219,28 +194,40 @@ class PagesMachine(PoolMachine):
     @contextlib.contextmanager
     def giving_back(self, ones: Sequence[KVOwner], after: ManualFence | None) -> Iterator[None]:
         """A window in which some give pages back, behind `after`, or leave."""
-        before = [(one, self.pages_of(one)) for one in ones]
+        before = [(holder, self.pages_of(holder)) for holder in ones]
         yield
         here = (*self.requests.values(), *self.leases)
-        for one, pages in before:
-            for page in set(pages) - set(self.pages_of(one) if one in here else ()):
+        for holder, pages in before:
+            for page in set(pages) - set(self.pages_of(holder) if holder in here else ()):
                 self.behind.setdefault(page, []).extend(() if after is None else (after,))
 
-    def launch_forward(self, one: KVOwner, length: int, side: bool = False) -> None:
+    def launch_forward(self, holder: KVOwner, length: int, side: bool = False) -> None:
         """A forward on the current stream reads the tokens that are written, and writes those up to `length`."""
-        pages = self.pages_of(one)
-        self.reached("written on one stream and read on another", one.written > 0 and side is not one.side)
-        for at in range(one.first, length):
-            self.use_kv(self.location(one, at, pages), None if at < one.written else at)
-        one.written, one.side = length, side
+        pages = self.pages_of(holder)
+        self.reached("written on one stream and read on another", holder.written > 0 and side is not holder.side)
+        for at in range(holder.first, length):
+            self.use_kv(self.location(holder, at, pages), None if at < holder.written else at)
+        holder.written, holder.side = length, side
 
     def use_kv(self, location: int, value: int | None) -> None:
         """A forward reads what is written at a location, or writes a value there."""
-        place = self.kv[location : location + 1]
+        row = self.kv[location : location + 1]
         if value is None:
-            self.rt.launch(place.clone, reads=(place,), name="forward reads KV")
+            self.rt.launch(row.clone, reads=(row,), name="forward reads KV")
         else:
-            self.rt.launch(place.fill_, value, writes=(place,), name="forward writes KV")
+            self.rt.launch(row.fill_, value, writes=(row,), name="forward writes KV")
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        """A lease is given back, once."""
+        fence, holder = self.fence(data), data.draw(st.sampled_from(self.leases), label="lease")
+        self.settle()
+        with self.giving_back([holder], fence):
+            self.leases.remove(holder)
+            holder.owner.release(after=fence)
+        with self.refused(Code.SLOT_DOUBLE_FREE):
+            holder.owner.release()
 
     def settle(self) -> None:
         """Orders both streams, as fences of forwards do for pages that are given back."""
@@ -257,23 +244,14 @@ def _all_complete(fences: Sequence[ManualFence]) -> bool:
 
 @attrs.define
 class Part:
-    """What each slot owns of one allocator, itself or states.
-
-    Attributes:
-        name: of one of them.
-        model: of the allocator.
-        per_slot: how many a slot owns.
-        stats: asks the pool for its numbers.
-        of: which ones the slots int64[n] own.
-        freed_behind: index -> fence of its last free.
-    """
+    """The indices of one allocator that each slot owns: itself, or states."""
 
     name: str
     model: AllocatorModel
     per_slot: int
-    stats: Callable[[], SlotStats]
-    of: Callable[[Ints], list[int]]
-    freed_behind: dict[int, ManualFence | None] = attrs.field(factory=dict)
+    stats: Callable[[], SlotStats]  # of the pool
+    of: Callable[[Ints], list[int]]  # the indices that slots int64[n] own
+    freed_behind: dict[int, ManualFence | None] = attrs.field(factory=dict)  # by index
 
 
 def _forged(pool: SlotPool, slot: int) -> Slots:
@@ -281,7 +259,7 @@ def _forged(pool: SlotPool, slot: int) -> Slots:
 
 
 class SlotMachine(PoolMachine):
-    """Takes and frees slots in a pool so small that they are used again and again; subclasses say what a slot owns."""
+    """Takes and frees slots in a pool so small that they are used again and again; subclasses add states and tables."""
 
     TARGETS: ClassVar[tuple[str, ...]] = (
         "two steps in flight",
@@ -334,7 +312,7 @@ class SlotMachine(PoolMachine):
     pool: SlotPool
 
     def start(self, *others: Part) -> None:
-        """The models of `pool`; `others` are what a slot owns besides itself."""
+        """The models of `pool`, of the slots and of `others` that they own."""
         pool, self.model = self.pool, AllocatorModel(self.pool.size, self.pool.reserve)
         self.parts = (Part("slot", self.model, 1, lambda: pool.stats, lambda rows: rows.tolist()), *others)
         self.foreign = SlotPool(self.rt, 2, name="other").take(1)
@@ -379,7 +357,7 @@ class SlotMachine(PoolMachine):
 
     @rule(target=handles, n=st.integers(0, 3), reserved=st.booleans(), ended=st.integers(0, 2))
     def take(self, n: int, reserved: bool, ended: int) -> Slots:
-        """What is free is handed out, after `ended` steps have ended; what is pending is not."""
+        """Free slots are handed out, after `ended` steps have ended; pending ones are not."""
         self.steps.complete(ended)
         return self._take(n, reserved)
 
@@ -412,7 +390,6 @@ class SlotMachine(PoolMachine):
         return slots
 
     def needs(self, part: Part, n: int) -> int:
-        """How many of a part `n` slots need."""
         return n * part.per_slot
 
     def asking(self, n: int) -> dict[str, Any]:
@@ -420,12 +397,12 @@ class SlotMachine(PoolMachine):
         return {}
 
     def taken(self, slots: Slots) -> None:
-        """Uses slots that were just taken, before the models know of them."""
+        """Uses new slots, before the models know of them."""
 
-    @rule(target=handles, one=handles, data=st.data())
-    def some(self, one: Slots, data: st.DataObject) -> Slots:
+    @rule(target=handles, slots=handles, data=st.data())
+    def some(self, slots: Slots, data: st.DataObject) -> Slots:
         """Handles are moved like any other value."""
-        return one.filter(data.draw(st.permutations(range(len(one))), label="rows")[: max(1, len(one) - 1)])
+        return slots.filter(data.draw(st.permutations(range(len(slots))), label="rows")[: max(1, len(slots) - 1)])
 
     # Freeing
 
@@ -452,7 +429,7 @@ class SlotMachine(PoolMachine):
         behind = fence is not None and fence is not self.steps.last and bool(numbers)
         self.reached("freed behind step N while N+1 is in flight", behind)
 
-    # Compound: what an engine does in one go
+    # Compound, as in an engine
 
     @rule(target=handles, n=st.integers(1, 3), more=st.integers(0, 1))
     def finish_and_admit(self, n: int, more: int) -> Slots:
@@ -482,7 +459,7 @@ class SlotMachine(PoolMachine):
     @precondition(lambda self: not self.cleared)
     @rule(target=handles, n=st.integers(1, 3), behind=st.integers(0, 2))
     def clear_pool(self, n: int, behind: int) -> Slots:
-        """The pool begins anew, once; while something waits for a step, that is refused."""
+        """The pool begins anew, once; while a slot waits for a step, that is refused."""
         self._free(self.live(behind), self.steps.record())
         if any(part.model.pending for part in self.parts):
             self.reached("clearing behind a step in flight refused")
@@ -516,8 +493,6 @@ class SlotMachine(PoolMachine):
 
 
 class Rows(Batch):
-    """Requests that are uploaded."""
-
     slots = slot_column()
 
 
@@ -525,7 +500,7 @@ class Rows(Batch):
 class Gathered:
     """Rows that were gathered from a table, and the model of them then."""
 
-    one: TableModel
+    model: TableModel
     slots: Slots
     rows: TableRows
     values: npt.NDArray[np.int32]
@@ -533,7 +508,7 @@ class Gathered:
 
     def rewritten(self) -> bool:
         """Whether a row was written since."""
-        return bool((self.one.writes[self.slots.np] != self.writes).any())
+        return bool((self.model.writes[self.slots.np] != self.writes).any())
 
 
 class SlotPoolMachine(SlotMachine):
@@ -570,106 +545,106 @@ class SlotPoolMachine(SlotMachine):
     def taken(self, slots: Slots) -> None:
         """Every second time the requests that join write their rows, of one table or both."""
         self.joins += 1
-        for one in self.tables[: self.joins % 4]:
+        for model in self.tables[: self.joins % 4]:
             if self.joins % 2:
                 new = np.arange(slots.np.size * _WIDTH, dtype=np.int32).reshape(-1, _WIDTH)
-                one.table.write(slots, None, new)
-                one.write(slots, None, new)
+                model.table.write(slots, None, new)
+                model.write(slots, None, new)
 
     def check(self) -> None:
         super().check()
         live = self.live(len(self.model.live))
-        for one in self.tables:
-            agree_on(one.rows, self.rt.inspect(one.table.memory), "a table")
-            agree_on(one.written[live.np] == live.generations, one.table.written(live), "rows that are written")
+        for model in self.tables:
+            agree_on(model.rows, self.rt.inspect(model.table.memory), "a table")
+            agree_on(model.written[live.np] == live.generations, model.table.written(live), "rows that are written")
 
     def snapshot(self) -> object:
-        return super().snapshot(), [snapshot_table(one.table) for one in self.tables]
+        return super().snapshot(), [snapshot_table(model.table) for model in self.tables]
 
-    def _one(self, data: st.DataObject) -> TableModel:
+    def _table(self, data: st.DataObject) -> TableModel:
         return self.tables[data.draw(st.integers(0, 1), label="table")]
 
     @rule(slots=SlotMachine.handles, data=st.data(), whole=st.booleans())
     def write(self, slots: Slots, data: st.DataObject, whole: bool) -> None:
         """Writes through live handles reach the table, now or later; one through others, or beyond it, is refused."""
-        n, one = len(slots), self._one(data)
+        n, model = len(slots), self._table(data)
         drawn = data.draw(st.lists(st.integers(0, _WIDTH - 1), min_size=n, max_size=n), label="positions")
         places: Ints | None = None if whole else np.array(drawn, dtype=np.int64)
         size = (n, _WIDTH) if whole else (n,)
         new = np.arange(1, int(np.prod(size)) + 1, dtype=np.int32).reshape(size)
         if n:
             with self.refused(RowIndexError, Code.SLOT_STALE_HANDLE):
-                one.table.write(slots, np.full(n, _WIDTH), np.zeros(n, np.int32))
+                model.table.write(slots, np.full(n, _WIDTH), np.zeros(n, np.int32))
         with self.refused(ArgumentError):
-            one.table.write(self.foreign, [0], [1])
+            model.table.write(self.foreign, [0], [1])
         with self.refused(ArgumentError):
-            one.table.clear(self.foreign)
+            model.table.clear(self.foreign)
         if not self.good(slots):
             self.reached("write through a stale handle refused")
             with self.refused(Code.SLOT_STALE_HANDLE):
-                one.table.write(slots, places, new)
+                model.table.write(slots, places, new)
         elif whole and data.draw(st.booleans(), label="later"):
-            self.entries.append((one, slots, one.table.entry(slots, None, new)))
+            self.entries.append((model, slots, model.table.entry(slots, None, new)))
         else:
-            one.table.write(slots, places, new)
-            one.write(slots, places, new)
+            model.table.write(slots, places, new)
+            model.write(slots, places, new)
 
     @rule(slots=SlotMachine.handles, data=st.data())
     def clear(self, slots: Slots, data: st.DataObject) -> None:
         """Rows of live slots become zero, or what a kernel of the engine writes."""
         if self.good(slots):
-            one = self._one(data)
-            if one.table.host_memory is None and data.draw(st.booleans(), label="by a kernel"):
-                one.table.memory.index_fill_(0, slots.device, 7)
-                one.table.note_write(slots)
-                one.write(slots, None, 7)
+            model = self._table(data)
+            if model.table.host_memory is None and data.draw(st.booleans(), label="by a kernel"):
+                model.table.memory.index_fill_(0, slots.device, 7)
+                model.table.note_write(slots)
+                model.write(slots, None, 7)
             else:
-                one.table.clear(slots)
-                one.write(slots, None, 0)
+                model.table.clear(slots)
+                model.write(slots, None, 0)
 
     @rule(slots=SlotMachine.handles, data=st.data())
     def read(self, slots: Slots, data: st.DataObject) -> None:
         """A forward reads rows that their owners have written; others are refused, whatever they hold."""
-        one, padding = self._one(data), data.draw(st.integers(0, 2), label="padded rows")
+        model, padding = self._table(data), data.draw(st.integers(0, 2), label="padded rows")
         self.reached(
-            "rows read beside padding", padding > 0 and len(slots) > 0 and self.good(slots) and one.readable(slots)
+            "rows read beside padding", padding > 0 and len(slots) > 0 and self.good(slots) and model.readable(slots)
         )
-        self.read_rows(one, slots, self.good(slots), padding)
+        self.read_rows(model, slots, self.good(slots), padding)
 
     @rule(n=st.integers(1, 2), rewrites=st.booleans(), along=st.booleans())
     def gather(self, n: int, rewrites: bool, along: bool) -> None:
         """Rows are gathered for several steps; an upload may write them meanwhile."""
         for late in self.gathered[-2:]:
             self._use_gathered(late)
-        slots, one = self.live(n), self.tables[0]
+        slots, model = self.live(n), self.tables[0]
         if not len(slots):
             return
-        if not one.readable(slots):
-            self.reached("a row of the last owner refused", bool(one.rows[slots.np].any()))
+        if not model.readable(slots):
+            self.reached("a row of the last owner refused", bool(model.rows[slots.np].any()))
             with self.refused(Code.ROW_UNWRITTEN):
-                one.table.gather(slots)
-            one.table.write(slots, None, one.rows[slots.np] + 1)
-            one.write(slots, None, one.rows[slots.np] + 1)
+                model.table.gather(slots)
+            model.table.write(slots, None, model.rows[slots.np] + 1)
+            model.write(slots, None, model.rows[slots.np] + 1)
         padded = slots.pad(len(slots) + 1)
         self.reached("rows read beside padding")
-        gathered = one.table.gather(padded)
-        self.gathered.append(Gathered(one, slots, gathered, one.rows[padded.np], one.writes[slots.np]))
+        gathered = model.table.gather(padded)
+        self.gathered.append(Gathered(model, slots, gathered, model.rows[padded.np], model.writes[slots.np]))
         if rewrites:
-            self.entries.append((one, slots, one.table.entry(slots, None, one.rows[slots.np] + 1)))
+            self.entries.append((model, slots, model.table.entry(slots, None, model.rows[slots.np] + 1)))
             self.upload(slots, along)
         self._use_gathered(self.gathered[-1])
 
-    def _use_gathered(self, one: Gathered) -> None:
-        if not self.good(one.slots):
+    def _use_gathered(self, gathered: Gathered) -> None:
+        if not self.good(gathered.slots):
             with self.refused(Code.SLOT_STALE_HANDLE):
-                _ = one.rows.device
-        elif one.rewritten():
+                _ = gathered.rows.device
+        elif gathered.rewritten():
             self.reached("gathered rows that were rewritten refused")
             with self.refused(Code.DERIVED_STALE):
-                _ = one.rows.device
+                _ = gathered.rows.device
         else:
             self.reached("gathered rows used late")
-            agree_on(one.values, self.rt.inspect(one.rows.device), "gathered rows")
+            agree_on(gathered.values, self.rt.inspect(gathered.rows.device), "gathered rows")
 
     @rule(slots=SlotMachine.handles, along=st.booleans())
     def upload(self, slots: Slots, along: bool) -> None:
@@ -684,11 +659,15 @@ class SlotPoolMachine(SlotMachine):
         due = [entry for entry in self.entries if self.good(entry[1])]
         self.entries.clear()
         self.reached("a write that was left behind", bool(due) and not along)
-        last = {(id(one), slot): at for at, (one, slots, _) in enumerate(due) for slot in slots.np.tolist()}
-        due = [one for at, one in enumerate(due) if all(last[id(one[0]), slot] == at for slot in one[1].np.tolist())]
+        last = {(id(model), slot): at for at, (model, slots, _) in enumerate(due) for slot in slots.np.tolist()}
+        due = [
+            entry
+            for at, entry in enumerate(due)
+            if all(last[id(entry[0]), slot] == at for slot in entry[1].np.tolist())
+        ]
         batch.upload(writes=[write for _, _, write in due] if along else [])
-        for one, owners, write in due if along else []:
-            one.write(owners, None, write.values.reshape(-1, _WIDTH))
+        for model, owners, write in due if along else []:
+            model.write(owners, None, write.values.reshape(-1, _WIDTH))
 
 
 class HybridMachine(SlotMachine):
@@ -736,8 +715,8 @@ class HybridMachine(SlotMachine):
         states = self.states[kind]
 
         def owned(rows: Ints) -> list[int]:
-            found: list[int] = states[rows][states[rows] > 0].tolist()
-            return found
+            indices: list[int] = states[rows][states[rows] > 0].tolist()
+            return indices
 
         return Part(kind, AllocatorModel(size), states.shape[1], lambda: self.pool.state_stats(kind), owned)
 

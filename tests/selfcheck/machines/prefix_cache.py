@@ -13,7 +13,7 @@ from batchstate.mirror import Slots
 from batchstate.testing.fences import ManualFence
 from batchstate.violations import Code
 from tests.selfcheck.machine import agree, misuses
-from tests.selfcheck.machines.pools import KVOwner, PagesMachine
+from tests.selfcheck.machines.pools import HAS_REQUESTS, KVOwner, PagesMachine
 
 Key = tuple[int, ...]
 """All ids up to the end of a page. A token stands for its id and all before it: the last one of a page is its key."""
@@ -73,23 +73,22 @@ class PrefixCacheMachine(PagesMachine):
         self.cache = PrefixCache(self.pages, notices=True)
         self.keys: dict[Key, int] = {}  # the cache, key -> page
         self.order: list[Key] = []  # those that are free, the next to be evicted first
-        self._admit((1, page_size + 1), False)
+        self.admit((1, page_size + 1), False)
 
     def misused(self, data: st.DataObject) -> It | None:
-        slot = self._some(data)
-        return None if slot is None else (self.cache, self.requests[slot].owner)
+        return (self.cache, self._some(data).owner) if self.requests else None
 
     def snapshot(self) -> tuple[object, ...]:
         """Both pools and the cache, with the order of eviction."""
         return *super().snapshot(), dict(self.cache._cached.pages), self._evictions()
 
     def check(self) -> None:
-        """What is cached too, and in which order it is evicted."""
+        """The keys, and their order of eviction."""
         super().check()
         agree(self.keys, dict(self.cache._cached.pages), "keys")
-        for one in (*self.requests.values(), *self.leases):
-            pages = -(-len(one.tokens[one.first :]) // self.pages.page_size)
-            agree(pages, len(self.pages_of(one)), "pages of", one)
+        for holder in (*self.requests.values(), *self.leases):
+            pages = -(-len(holder.tokens[holder.first :]) // self.pages.page_size)
+            agree(pages, len(self.pages_of(holder)), "pages of", holder)
         self._look()
         if not self.steps.depth:
             held = self.held_pages()
@@ -98,14 +97,14 @@ class PrefixCacheMachine(PagesMachine):
 
     # Requests
 
-    def _some(self, data: st.DataObject) -> int | None:
-        return data.draw(st.sampled_from([*self.requests]), label="slot") if self.requests else None
+    def _some(self, data: st.DataObject) -> KVOwner:
+        return self.requests[data.draw(st.sampled_from([*self.requests]), label="slot")]
 
     def _keys(self, tokens: list[Key]) -> list[Key]:
         return tokens[self.pages.page_size - 1 :: self.pages.page_size]
 
     def _look(self) -> None:
-        """Which cached pages are free now: new ones stand behind those that were."""
+        """Free cached pages: new ones stand behind those that were free before."""
         order = self._evictions()
         stayed = [key for key in self.order if key in order]
         agree(stayed, order[: len(stayed)], "the order of eviction")
@@ -114,26 +113,25 @@ class PrefixCacheMachine(PagesMachine):
     def _evictions(self) -> list[Key]:
         return list(self.cache.fit(self.pages.stats.free).evicted)  # type: ignore[arg-type]
 
-    def _found(self, keys: list[Key]) -> int:
+    def _hits(self, keys: list[Key]) -> int:
         misses = [at for at, key in enumerate(keys) if key not in self.keys]
         return misses[0] if misses else len(keys)
 
     def _match(self, keys: list[Key]) -> PageLease:
-        found = keys[: self._found(keys)]
+        hits = keys[: self._hits(keys)]
         live = self.held_pages()
-        self.reached("a hit of two pages", len(found) > 1)
-        for key in found:
+        self.reached("a hit of two pages", len(hits) > 1)
+        for key in hits:
             self.reached("a hit on a free page", key in self.order)
             self.reached("a hit on a page in use", self.keys[key] in live)
             waits = not all(fence.query() for fence in self.behind.get(self.keys[key], ()))
             self.reached("a hit on a page that waits for a fence", waits and self.keys[key] not in live)
-        self.order = [key for key in self.order if key not in found]
+        self.order = [key for key in self.order if key not in hits]
         lease = self.cache.match(keys)
-        agree([self.keys[key] for key in found], lease.pages.tolist(), "pages of a hit")
+        agree([self.keys[key] for key in hits], lease.pages.tolist(), "pages of a hit")
         return lease
 
     def _taken(self, pages: list[int], evicted: tuple[Any, ...]) -> None:
-        """Pages were taken, for which these keys were evicted."""
         agree(self.order[: len(evicted)], list(evicted), "evicted keys")
         agree(list(evicted), self.cache.take_evicted(), "keys that were reported")
         self.order = self.order[len(evicted) :]
@@ -148,115 +146,108 @@ class PrefixCacheMachine(PagesMachine):
         ids = [int(at >= text * self.pages.page_size) for at in range(min(stop, self.most))]
         return [tuple(ids[: at + 1]) for at in range(start, len(ids))]
 
-    def _admit(self, drawn: tuple[int, int], insert: bool) -> None:
+    def _grow(self, holder: KVOwner, tokens: list[Key], evicted: tuple[Any, ...]) -> None:
+        before = self.pages_of(holder)
+        self.pages.extend(holder.owner, len(holder.tokens) + len(tokens))
+        self._taken(self.pages_of(holder)[len(before) :], evicted)
+        self.put(holder, tokens)
+
+    def _forward(self, holder: KVOwner, side: bool = False) -> None:
+        with self.on(side):
+            self.pages.commit(holder.owner, len(holder.tokens))
+            self.launch_forward(holder, len(holder.tokens), side)
+
+    def _leave(self, holder: KVOwner, fence: ManualFence | None) -> None:
+        self.settle()
+        with self.giving_back([holder], fence):
+            del self.requests[int(holder.owner.np[0])]
+            self.pages.release_requests(holder.owner, after=fence)
+
+    @precondition(lambda self: self.slots.stats.free)
+    @rule(drawn=PROMPTS, insert=st.booleans())
+    def admit(self, drawn: tuple[int, int], insert: bool) -> None:
+        """A request begins with the cached pages of its prompt, and its prefill may be cached."""
         self._look()
         handle, prompt = self.slots.take(1), self._text(drawn[0], 0, drawn[1])
-        one, keys = KVOwner(handle, text=drawn[0]), self._keys(prompt[:-1])
+        holder, keys = KVOwner(handle, text=drawn[0]), self._keys(prompt[:-1])
         fit = self.cache.fit(-(-len(prompt) // self.pages.page_size), keys)
-        agree(self._found(keys), fit.hits, "pages of a hit foretold")
+        agree(self._hits(keys), fit.hits, "pages of a hit foretold")
         lease = self._match(keys)
         self.pages.share(lease, handle, lease.tokens)
         lease.release()
-        one.tokens = prompt[: lease.tokens]
-        one.written, one.side = lease.tokens, False
-        self.requests[int(handle.np[0])] = one
+        holder.tokens = prompt[: lease.tokens]
+        holder.written, holder.side = lease.tokens, False
+        self.requests[int(handle.np[0])] = holder
         if not fit.fits:
             self.reached("too few pages with all evicted")
             with self.refused(PoolExhaustedError):
                 self.pages.extend(handle, len(prompt))
-            self._leave(int(handle.np[0]), None)
+            self._leave(holder, None)
             return
-        self._grow(one, prompt[lease.tokens :], fit.evicted)
-        self._forward(one)
+        self._grow(holder, prompt[lease.tokens :], fit.evicted)
+        self._forward(holder)
         if insert:
-            self._insert(one)
+            self._insert(holder)
 
-    def _grow(self, one: KVOwner, tokens: list[Key], evicted: tuple[Any, ...]) -> None:
-        before = self.pages_of(one)
-        self.pages.extend(one.owner, len(one.tokens) + len(tokens))
-        self._taken(self.pages_of(one)[len(before) :], evicted)
-        self.put(one, tokens)
-
-    def _forward(self, one: KVOwner, side: bool = False) -> None:
-        with self.on(side):
-            self.pages.commit(one.owner, len(one.tokens))
-            self.launch_forward(one, len(one.tokens), side)
-
-    def _leave(self, slot: int, fence: ManualFence | None) -> None:
-        self.settle()
-        one = self.requests[slot]
-        with self.giving_back([one], fence):
-            self.pages.release_requests(self.requests.pop(slot).owner, after=fence)
-
-    @precondition(lambda self: self.slots.stats.free)
-    @rule(prompt=PROMPTS, insert=st.booleans())
-    def admit(self, prompt: tuple[int, int], insert: bool) -> None:
-        """A request begins with what is cached of its prompt, and its prefill may be cached."""
-        self._admit(prompt, insert)
-
+    @HAS_REQUESTS
     @rule(data=st.data(), more=st.integers(1, 3), forward=st.booleans(), side=st.booleans())
     def extend(self, data: st.DataObject, more: int, forward: bool, side: bool) -> None:
         """A request gets tokens, and a forward may write them, on one of two streams."""
-        slot = self._some(data)
-        if slot is not None:
-            self._extend(self.requests[slot], more, forward, side)
+        self._extend(self._some(data), more, forward, side)
 
-    def _extend(self, one: KVOwner, more: int, forward: bool, side: bool = False) -> None:
+    def _extend(self, holder: KVOwner, more: int, forward: bool, side: bool = False) -> None:
         self._look()
         size = self.pages.page_size
-        tokens = self._text(one.text, len(one.tokens), len(one.tokens) + more)
+        tokens = self._text(holder.text, len(holder.tokens), len(holder.tokens) + more)
         held = self.held_pages()
-        partial = self.pages_of(one)[-1] if tokens and len(one.tokens) % size else 0
-        fit = self.cache.fit(-(-(len(one.tokens) + len(tokens)) // size) - len(self.pages_of(one)))
+        partial = self.pages_of(holder)[-1] if tokens and len(holder.tokens) % size else 0
+        fit = self.cache.fit(-(-(len(holder.tokens) + len(tokens)) // size) - len(self.pages_of(holder)))
         if partial and (held[partial] > 1 or partial in self.keys.values()):
             self.reached("a write into a cached page refused", partial in self.keys.values())
             with self.refused(Code.PAGE_OWNER):
-                self.pages.extend(one.owner, len(one.tokens) + len(tokens))
+                self.pages.extend(holder.owner, len(holder.tokens) + len(tokens))
         elif not fit.fits:
             with self.refused(PoolExhaustedError):
-                self.pages.extend(one.owner, len(one.tokens) + len(tokens))
+                self.pages.extend(holder.owner, len(holder.tokens) + len(tokens))
         else:
-            self._grow(one, tokens, fit.evicted)
+            self._grow(holder, tokens, fit.evicted)
             if forward:
-                self._forward(one, side)
+                self._forward(holder, side)
 
+    @HAS_REQUESTS
     @rule(data=st.data(), back=st.integers(1, 4), again=st.booleans())
     def truncate(self, data: st.DataObject, back: int, again: bool) -> None:
         """Tokens are taken back, and perhaps written again."""
-        slot = self._some(data)
-        if slot is not None:
-            one, fence = self.requests[slot], self.fence(data)
-            self.settle()
-            length = max(0, len(one.tokens) - back)
-            with self.giving_back([one], fence):
-                self.pages.truncate(one.owner, length, after=fence)
-            del one.tokens[length:]
-            one.written = min(one.written, length)
-            if again:
-                self._extend(one, 1, True)
+        holder, fence = self._some(data), self.fence(data)
+        self.settle()
+        length = max(0, len(holder.tokens) - back)
+        with self.giving_back([holder], fence):
+            self.pages.truncate(holder.owner, length, after=fence)
+        del holder.tokens[length:]
+        holder.written = min(holder.written, length)
+        if again:
+            self._extend(holder, 1, True)
 
+    @HAS_REQUESTS
     @rule(data=st.data())
     def finish_and_return(self, data: st.DataObject) -> None:
         """A request leaves behind a step in flight, and one with the same prompt comes."""
-        slot = self._some(data)
-        if slot is not None:
-            one = self.requests[slot]
-            self._leave(slot, self.steps.record())
-            if self.slots.stats.free:
-                self._admit((one.text, max(1, len(one.tokens))), True)
+        holder = self._some(data)
+        self._leave(holder, self.steps.record())
+        if self.slots.stats.free:
+            self.admit((holder.text, max(1, len(holder.tokens))), True)
 
+    @HAS_REQUESTS
     @rule(data=st.data())
     def insert_early(self, data: st.DataObject) -> None:
         """A request has got a page that no forward writes yet; once one does, on a second stream, another begins so."""
-        slot = self._some(data)
-        if slot is not None:
-            one = self.requests[slot]
-            self._extend(one, self.pages.page_size, False)
-            self._cache(one)
-            self._forward(one, True)
-            self._cache(one)
-            if self.slots.stats.free:
-                self._admit((one.text, len(one.tokens) + 1), False)
+        holder = self._some(data)
+        self._extend(holder, self.pages.page_size, False)
+        self._cache(holder)
+        self._forward(holder, True)
+        self._cache(holder)
+        if self.slots.stats.free:
+            self.admit((holder.text, len(holder.tokens) + 1), False)
 
     @rule()
     def two_copies(self) -> None:
@@ -264,67 +255,64 @@ class PrefixCacheMachine(PagesMachine):
         if self.slots.stats.free > 1:
             before = set(self.requests)
             for _ in range(2):
-                self._admit((0, self.pages.page_size + 1), False)
+                self.admit((0, self.pages.page_size + 1), False)
             for slot in set(self.requests) - before:
                 self._insert(self.requests[slot])
                 self._rebase(self.requests[slot], None)
 
+    @HAS_REQUESTS
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        """A request leaves or is aborted, behind a step or none; what is cached of it stays."""
-        slot = self._some(data)
-        if slot is not None:
-            self._leave(slot, self.fence(data))
+        """A request leaves, behind a step or none; its cached pages stay."""
+        self._leave(self._some(data), self.fence(data))
 
     @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), insert=st.booleans())
     def churn(self, prompts: list[tuple[int, int]], insert: bool) -> None:
         """All requests leave, the steps end, and others come, one after the other."""
         self.steps.complete(self.steps.depth)
         for prompt in prompts:
-            while self.requests:
-                self._leave(next(iter(self.requests)), None)
-            self._admit(prompt, insert)
+            for holder in list(self.requests.values()):
+                self._leave(holder, None)
+            self.admit(prompt, insert)
 
     # The cache
 
+    @HAS_REQUESTS
     @rule(data=st.data(), rebase=st.booleans())
     def insert(self, data: st.DataObject, rebase: bool) -> None:
         """The whole pages of a request are cached; where they are already, it may be put onto those."""
-        slot = self._some(data)
-        if slot is None:
-            return
-        one = self.requests[slot]
-        self._cache(one)
+        holder = self._some(data)
+        self._cache(holder)
         if rebase:
-            self._rebase(one, self.fence(data))
+            self._rebase(holder, self.fence(data))
 
-    def _cache(self, one: KVOwner) -> None:
-        keys = self._keys(one.tokens)
-        if len(keys) * self.pages.page_size > one.written:
+    def _cache(self, holder: KVOwner) -> None:
+        keys = self._keys(holder.tokens)
+        if len(keys) * self.pages.page_size > holder.written:
             if levels.cheap:
                 self.reached("cached before it is written refused")
                 with self.refused(Code.PAGE_UNWRITTEN):
-                    self.cache.insert(one.owner, keys)
-            keys = self._keys(one.tokens[: one.written])
-        self._insert(one, keys)
+                    self.cache.insert(holder.owner, keys)
+            keys = self._keys(holder.tokens[: holder.written])
+        self._insert(holder, keys)
 
-    def _rebase(self, one: KVOwner, fence: ManualFence | None) -> None:
+    def _rebase(self, holder: KVOwner, fence: ManualFence | None) -> None:
         self.settle()
-        keys, before, size = self._keys(one.tokens[: one.written]), self.pages_of(one), self.pages.page_size
+        keys, before, size = self._keys(holder.tokens[: holder.written]), self.pages_of(holder), self.pages.page_size
         lease, length = self._match(keys), len(keys) * size
-        with self.giving_back([one], fence):
-            moved = self.pages.rebase(one.owner, lease, length, after=fence)
+        with self.giving_back([holder], fence):
+            moved = self.pages.rebase(holder.owner, lease, length, after=fence)
         pages = lease.pages.tolist()
         agree([pages[at // size] * size + at % size for at in range(length)], moved.locations.np.tolist(), "locations")
         lease.release()
-        self.reached("rebased onto other pages", before != self.pages_of(one))
-        self._forward(one)
+        self.reached("rebased onto other pages", before != self.pages_of(holder))
+        self._forward(holder)
 
-    def _insert(self, one: KVOwner, keys: list[Key] | None = None) -> None:
-        keys = self._keys(one.tokens[: one.written]) if keys is None else keys
-        own = self.pages_of(one)
+    def _insert(self, holder: KVOwner, keys: list[Key] | None = None) -> None:
+        keys = self._keys(holder.tokens[: holder.written]) if keys is None else keys
+        own = self.pages_of(holder)
         copies = sum(self.keys.get(key, page) != page for key, page in zip(keys, own, strict=False))
-        agree(copies, self.cache.insert(one.owner, keys), "second copies")
+        agree(copies, self.cache.insert(holder.owner, keys), "second copies")
         self.reached("a second copy found", copies > 0)
         for key, page in zip(keys, own, strict=False):
             self.keys.setdefault(key, page)
@@ -336,64 +324,51 @@ class PrefixCacheMachine(PagesMachine):
         lease = self._match(self._keys(tokens))
         self.leases.append(KVOwner(lease, tokens[: lease.tokens], 0, lease.tokens, text=prompt[0]))
 
+    @HAS_REQUESTS
     @rule(data=st.data(), first=st.integers(0, 2), number=st.integers(0, 3))
     def hold(self, data: st.DataObject, first: int, number: int) -> None:
-        """A range of what a request has written is held."""
-        slot, size = self._some(data), self.pages.page_size
-        if slot is not None:
-            one = self.requests[slot]
-            stop = min(first + number, one.written // size) * size
-            begin = min(first * size, stop)
-            lease = self.pages.hold(one.owner, stop, first=begin)
-            self.leases.append(KVOwner(lease, one.tokens[:stop], begin, stop, text=one.text))
+        """A range of the written pages of a request is held."""
+        holder, size = self._some(data), self.pages.page_size
+        stop = min(first + number, holder.written // size) * size
+        self._hold(holder, min(first * size, stop), stop)
+
+    def _hold(self, holder: KVOwner, begin: int, stop: int) -> None:
+        lease = self.pages.hold(holder.owner, stop, first=begin)
+        self.leases.append(KVOwner(lease, holder.tokens[:stop], begin, stop, text=holder.text))
 
     @rule(begin=st.booleans())
     def split_a_prefix(self, begin: bool) -> None:
         """A request of two pages leaves them to a lease, which becomes two."""
-        size = self.pages.page_size
-        found = [slot for slot, one in self.requests.items() if one.written >= 2 * size]
-        if found:
-            one = self.requests[found[0]]
-            lease = self.pages.hold(one.owner, 2 * size)
-            self.leases.append(KVOwner(lease, one.tokens[: 2 * size], 0, 2 * size, text=one.text))
-            self._split(len(self.leases) - 1, 1, begin)
+        two = 2 * self.pages.page_size
+        if long := [holder for holder in self.requests.values() if holder.written >= two]:
+            self._hold(long[0], 0, two)
+            self._split(self.leases[-1], 1, begin)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), at=st.integers(0, 2), begin=st.booleans())
     def split(self, data: st.DataObject, at: int, begin: bool) -> None:
         """A lease becomes two, and a request may begin with both."""
-        self._split(data.draw(st.integers(0, len(self.leases) - 1), label="lease"), at, begin)
+        self._split(data.draw(st.sampled_from(self.leases), label="lease"), at, begin)
 
-    def _split(self, number: int, at: int, begin: bool) -> None:
-        one = self.leases.pop(number)
-        tokens = min(at * self.pages.page_size, one.owner.tokens)
-        parts, cut = one.owner.split(tokens), one.first + tokens
+    def _split(self, holder: KVOwner, at: int, begin: bool) -> None:
+        self.leases.remove(holder)
+        tokens = min(at * self.pages.page_size, holder.owner.tokens)
+        parts, cut = holder.owner.split(tokens), holder.first + tokens
         self.leases += [
-            KVOwner(parts[0], one.tokens[:cut], one.first, cut, text=one.text),
-            KVOwner(parts[1], one.tokens, cut, one.written, text=one.text),
+            KVOwner(parts[0], holder.tokens[:cut], holder.first, cut, text=holder.text),
+            KVOwner(parts[1], holder.tokens, cut, holder.written, text=holder.text),
         ]
         with self.refused(Code.SLOT_DOUBLE_FREE):
-            one.owner.release()
+            holder.owner.release()
         if begin and self.requests and not self.slots.stats.free:
-            self._leave(next(iter(self.requests)), None)
-        if begin and not one.first and self.slots.stats.free and one.tokens:
+            self._leave(next(iter(self.requests.values())), None)
+        if begin and not holder.first and self.slots.stats.free and holder.tokens:
             handle = self.slots.take(1)
-            shared = self.pages.share(parts, handle, len(one.tokens))
+            shared = self.pages.share(parts, handle, len(holder.tokens))
             agree(self.pages.pages_of(handle).np.tolist(), [page for part in parts for page in part.pages], "a chain")
-            agree(len(one.tokens), len(shared), "tokens of a chain")
-            self.requests[int(handle.np[0])] = KVOwner(handle, list(one.tokens), 0, one.written, text=one.text)
-            self.reached("begun with a chain of leases", 0 < tokens < len(one.tokens))
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        """A lease is given back."""
-        fence = self.fence(data)
-        self.settle()
-        one = self.leases[data.draw(st.integers(0, len(self.leases) - 1), label="lease")]
-        with self.giving_back([one], fence):
-            self.leases.remove(one)
-            one.owner.release(after=fence)
+            agree(len(holder.tokens), len(shared), "tokens of a chain")
+            self.requests[int(handle.np[0])] = KVOwner(handle, list(holder.tokens), 0, holder.written, text=holder.text)
+            self.reached("begun with a chain of leases", 0 < tokens < len(holder.tokens))
 
     @rule(number=st.integers(0, 3))
     def evict(self, number: int) -> None:

@@ -42,7 +42,6 @@ class Rank:
 
     @classmethod
     def opened(cls, size: int, pages: int, host_pages: int) -> "Rank":
-        """With pools that are too small for all requests."""
         runtime = LateRuntime(steps_in_flight=8)
         group = runtime.join_group()
         slots = SlotPool(runtime, size)
@@ -52,7 +51,7 @@ class Rank:
         return cls(runtime, group, slots, device, host, HiSparse(device, host, kv, hot_tokens=HOT))
 
     def state(self) -> Any:
-        """All that ranks have to have alike."""
+        """Pools and states, which are alike on all ranks."""
         return (
             self.slots.stats,
             self.slots.live_slots().tolist(),
@@ -83,7 +82,7 @@ class Rank:
         self.requests[number] = slot
 
     def admit(self) -> list[int]:
-        """The requests that decode from now on: what every rank has."""
+        """The requests that decode from now on: those that every rank has."""
         admitted = []
         for number, (_, _, arrived) in list(self.writers.items()):
             if number in self.requests and arrived.complete:
@@ -145,8 +144,8 @@ class RanksMachine(Machine):
                 exhausted += 1
         agree(exhausted in (0, len(self.ranks)), True, "exhausted on all ranks or on none")
         self.reached("exhausted on both", exhausted == len(self.ranks))
-        for one in answers[1:]:
-            agree(answers[0], one, "answers of two ranks")
+        for answer in answers[1:]:
+            agree(answers[0], answer, "answers of two ranks")
         return answers
 
     @rule(tokens=st.integers(1, 7), room=st.integers(0, 6), staged=st.booleans())
@@ -159,7 +158,7 @@ class RanksMachine(Machine):
     @precondition(lambda self: any(rank.requests for rank in self.ranks))
     @rule(which=st.integers(0, 3))
     def leave(self, which: int) -> None:
-        """A request leaves in whatever state it is, behind work that the devices have not finished."""
+        """A request leaves in any state, behind work that the devices have not finished."""
         numbers = sorted(set.intersection(*(set(rank.requests) for rank in self.ranks)))
         if numbers:
             number = numbers[which % len(numbers)]
@@ -172,17 +171,17 @@ class RanksMachine(Machine):
         rank.runtime.complete(fences)
         for stream, _, _ in list(rank.writers.values())[:writers]:
             stream.complete()
-        open_fences = [set(one.group.report()[2:]) for one in self.ranks]
+        open_fences = [set(rank.group.report()[2:]) for rank in self.ranks]
         self.reached("seen complete on one rank alone", open_fences[0] != open_fences[1])
 
     @rule(fences=st.integers(1, 4), step=st.booleans())
     def turn(self, fences: int, step: bool) -> None:
-        """Both devices get on, differently; the ranks exchange what they have seen, and admit what all have."""
+        """Both devices get on, differently; the ranks exchange reports, and admit requests that all have."""
         for number, rank in enumerate(self.ranks):
             rank.runtime.complete(fences + number)
             for stream, _, _ in list(rank.writers.values())[: fences + number]:
                 stream.complete()
-        self._exchange()
+        self.exchange()
         before = set(self.ranks[0].staged)
         for admitted in self.each(Rank.admit):
             self.reached("a request admitted", bool(admitted))
@@ -192,10 +191,7 @@ class RanksMachine(Machine):
 
     @rule()
     def exchange(self) -> None:
-        """The ranks tell each other what they have seen."""
-        self._exchange()
-
-    def _exchange(self) -> None:
+        """The ranks tell each other which fences they have seen complete."""
         reports: Sequence[list[int]] = [rank.group.report() for rank in self.ranks]
         for rank in self.ranks:
             self.reached("something agreed", rank.group.agree(list(reversed(reports))) > 0)
@@ -227,7 +223,7 @@ class RanksMachine(Machine):
             for stream, _, _ in rank.writers.values():
                 stream.complete()
             rank.writers.clear()
-        self._exchange()
+        self.exchange()
         for stats in self.each(lambda rank: rank.host.stats):
             agree(stats.size, stats.free, "free host locations, all gone")
         self.each(lambda rank: np.asarray(rank.slots.stats.free).item())

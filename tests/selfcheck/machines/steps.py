@@ -41,20 +41,15 @@ SIZE, NUM_PAGES = 6, 18
 @final
 @attrs.define(eq=False)
 class StepRequest:
-    """A request and its tokens, the prompt first. `adds` stands in a column, and goes into each of its tokens.
+    """A request and its tokens, the prompt first."""
 
-    Its pages have `encoder` tokens before these.
-    """
-
-    adds: int
+    adds: int  # in a column, and part of each of its tokens
     tokens: list[int]
     prompt: int
-    encoder: int
+    encoder: int  # tokens that its pages have before the first
 
 
 class StepBatch(Batch):
-    """Columns of three widths, and the requests."""
-
     slots = slot_column()
     seq_lens = mirrored(torch.int64)
     adds = mirrored(torch.int64)
@@ -68,7 +63,7 @@ OPERATIONS: Operations = (
     ("inputs", lambda it: it.step.inputs()),
     ("plan", lambda it: it.planner.plan(it.step.sent)),
 )
-"""What a step does with a batch that was written from outside, by the name that it has in reports."""
+"""Operations on a batch that was written from outside, by the name that they have in reports."""
 
 
 @final
@@ -83,8 +78,6 @@ class Written:
 @final
 @attrs.frozen(eq=False)
 class Launched:
-    """A step whose results were not read."""
-
     requests: Sequence[StepRequest]
     expected: list[int]
     results: Prefetched
@@ -186,7 +179,7 @@ class StepMachine(Machine):
     def fail_to_join(self, arriving: list[int]) -> None:
         """The copy of a step fails, and those that were to join with it have nothing."""
         arrived, joining = self._arrived(arriving, columns=True)
-        first = {"token": [one.tokens[-1] for one in arrived]}
+        first = {"token": [req.tokens[-1] for req in arrived]}
         with contextlib.suppress(PoolExhaustedError, PlantedError), failing(self.rt, "_copied_to_device", 1):
             self.planner.plan(self.batch, joining=joining, published=first)
         self.rt.record().wait()  # no forward comes behind its copy
@@ -202,9 +195,9 @@ class StepMachine(Machine):
     @rule(adds=st.integers(0, 6))
     def replace(self, adds: int) -> None:
         """Other values in a column, and the rows stay."""
-        values = [(one.adds + adds) % 7 for one in self.batch.requests]
-        for one, value in zip(self.batch.requests, values, strict=True):
-            one.adds = value
+        values = [(req.adds + adds) % 7 for req in self.batch.requests]
+        for req, value in zip(self.batch.requests, values, strict=True):
+            req.adds = value
         self.batch = self.batch.replace(adds=values)
 
     # Steps
@@ -224,8 +217,8 @@ class StepMachine(Machine):
         if not running:
             return
         arrived, joining = self._arrived(arriving, columns)
-        requests = [one for one, _ in running] + arrived
-        prompts: list[Any] = [one.tokens if not length else None for one, length in running] + [None] * len(arrived)
+        requests = [req for req, _ in running] + arrived
+        prompts: list[Any] = [req.tokens if not length else None for req, length in running] + [None] * len(arrived)
         queries = np.array([1 if ids is None else len(ids) for ids in prompts])
         if len(self.in_flight) == 2:
             self.read()
@@ -233,19 +226,15 @@ class StepMachine(Machine):
         steps = self.planner._steps
         before = None if steps is None else steps.requests
         rows = len(requests) + 1 if padded else None
-        kinds = (
-            None
-            if not typed or all(ids is None for ids in prompts)
-            else {"kinds": TokenArray(prompts, torch.int32, fill=9)}
-        )
         options: dict[str, Any] = {"pad_rows": rows, "pad_tokens": queries.sum() + 1} if padded else {}
-        if kinds is not None:
-            options["token_arrays"] = kinds
+        typed = typed and any(ids is not None for ids in prompts)
+        if typed:
+            options["token_arrays"] = {"kinds": TokenArray(prompts, torch.int32, fill=9)}
         if not all(stays):
             after = self.in_flight[-1].done if self.in_flight else None
             options |= {"keep": np.array(stays), "after": after}
         if arrived:
-            options |= {"joining": joining, "published": {"token": [one.tokens[-1] for one in arrived]}}
+            options |= {"joining": joining, "published": {"token": [req.tokens[-1] for req in arrived]}}
         try:
             step = self.planner.plan(self.batch, queries, prompt_ids=prompts, **options)
         except PoolExhaustedError:
@@ -256,11 +245,11 @@ class StepMachine(Machine):
             while self.in_flight:  # a step without a launch: an engine reads what is under way, and tries again
                 self.read()
             return
-        requests_of = step._requests if isinstance(step, DecodeStep) else None
-        one_piece = requests_of is not None
+        planned = step._requests if isinstance(step, DecodeStep) else None
+        one_piece = planned is not None
         self.reached("a decode step in one piece", one_piece)
-        self.reached("the same requests again", one_piece and requests_of is before)
-        self.reached("others in their place", one_piece and before is not None and requests_of is not before)
+        self.reached("the same requests again", one_piece and planned is before)
+        self.reached("others in their place", one_piece and before is not None and planned is not before)
         self.reached("a page begins", one_piece and bool((self.batch.seq_lens.np % PAGE_SIZE == 0).any()))
         mixed = None in prompts and any(ids is not None for ids in prompts)
         self.reached("a mixed step", mixed)
@@ -268,19 +257,19 @@ class StepMachine(Machine):
         self.reached("padded", padded)
         self.reached("requests leave and arrive with a step in one piece", one_piece and len(options) == 4)
         self.reached("requests arrive as columns", columns and bool(arrived))
-        self.reached("tokens of an encoder", any(one.encoder for one in requests))
-        expected = [(one.tokens[-1] + 1 + one.adds) % 1000 for one in requests]
+        self.reached("tokens of an encoder", any(req.encoder for req in requests))
+        expected = [(req.tokens[-1] + 1 + req.adds) % 1000 for req in requests]
         with self.rt.use(self.side):
             inputs = step.inputs()
-            if kinds is not None and levels.full:
-                known = [one for ids, n in zip(prompts, queries.tolist(), strict=True) for one in ids or [9] * n]
-                agree(known, self.rt.inspect(inputs.arrays["kinds"]).tolist()[: len(known)], "values of tokens")
+            if typed and levels.full:
+                values = [value for ids, n in zip(prompts, queries.tolist(), strict=True) for value in ids or [9] * n]
+                agree(values, self.rt.inspect(inputs.arrays["kinds"]).tolist()[: len(values)], "values of tokens")
             step.publish(token=self._forward(step, inputs))
             done = self.rt.record()
         if self.pages.req_to_token is not None:
             self.pages.req_to_token.read_until(done)
-        for one, token in zip(requests, expected, strict=True):
-            one.tokens.append(token)
+        for req, token in zip(requests, expected, strict=True):
+            req.tokens.append(token)
         self.batch = step.batch  # type: ignore[assignment]
         self.in_flight.append(Launched(requests, expected, step.results, done))
         self.reached("two steps in flight", len(self.in_flight) == 2)
@@ -311,11 +300,11 @@ class StepMachine(Machine):
         return StepRequest(self._drawn % 7, tokens, prompt, self._drawn % 4 if encoder else 0)
 
     def _columns(self, requests: list[StepRequest], lens: list[int]) -> dict[str, Any]:
-        adds = np.array([one.adds for one in requests], dtype=np.int64)
+        adds = np.array([req.adds for req in requests], dtype=np.int64)
         return {
             "seq_lens": np.array(lens, dtype=np.int64),
             "adds": adds,
-            "encoder": np.array([one.encoder for one in requests], dtype=np.int64),
+            "encoder": np.array([req.encoder for req in requests], dtype=np.int64),
             "narrow": adds,
             "small": adds % 2 == 0,
             "requests": requests,
@@ -360,7 +349,7 @@ class StepMachine(Machine):
         side=st.sampled_from(("device", "host")),
     )
     def write_from_outside(self, column: str, side: str) -> None:
-        """What is written into either side of a column of a planned batch is found before a forward reads it."""
+        """A write into either side of a column of a planned batch is noticed before a forward reads it."""
         committed = self.pages.committed(self.batch.slots)
         for chosen in range(len(OPERATIONS)):
             try:
@@ -383,17 +372,16 @@ class StepMachine(Machine):
         return len(batch) > 0 and bool((batch.seq_lens.np > 0).all())
 
     def _fits(self) -> bool:
-        return len(self.batch) > 0 and all(len(one.tokens) + one.encoder < LONGEST for one in self.batch.requests)
+        return len(self.batch) > 0 and all(len(req.tokens) + req.encoder < LONGEST for req in self.batch.requests)
 
     def snapshot(self) -> object:
-        """What a refused call must leave as it is."""
         return self.slots.stats, self.pages.stats, self.pages.committed_lengths.tolist()
 
     def check(self) -> None:
-        for one, length in self._with_lengths():
-            agree(0 if len(one.tokens) == one.prompt else len(one.tokens) - 1, length, "the length of", one)
+        for req, length in self._with_lengths():
+            agree(0 if len(req.tokens) == req.prompt else len(req.tokens) - 1, length, "the length of", req)
         committed: npt.NDArray[np.int64] = self.pages.committed(self.batch.slots)
-        held = [length + one.encoder if length else 0 for one, length in self._with_lengths()]
+        held = [length + req.encoder if length else 0 for req, length in self._with_lengths()]
         agree(held, committed.tolist(), "committed tokens")
         for part in (self.slots, self.pages):
             ask(part.verify)
@@ -401,9 +389,9 @@ class StepMachine(Machine):
         ask(self.batch.check)
 
 
-def _put(kv: torch.Tensor, places: torch.Tensor, ids: torch.Tensor) -> None:
-    kv.index_copy_(0, places, ids)
+def _put(kv: torch.Tensor, locations: torch.Tensor, ids: torch.Tensor) -> None:
+    kv.index_copy_(0, locations, ids)
 
 
-def _next(kv: torch.Tensor, places: torch.Tensor, last: torch.Tensor, adds: torch.Tensor) -> torch.Tensor:
-    return (kv.index_select(0, places.index_select(0, last)) + 1 + adds) % 1000
+def _next(kv: torch.Tensor, locations: torch.Tensor, last: torch.Tensor, adds: torch.Tensor) -> torch.Tensor:
+    return (kv.index_select(0, locations.index_select(0, last)) + 1 + adds) % 1000

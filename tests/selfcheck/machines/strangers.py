@@ -36,37 +36,28 @@ from tests.selfcheck.machine import Machine, ask
 from tests.selfcheck.machines.transfers import LAYERS
 
 HEAD = MAC + 4
-KEPT = 150
-"""Sockets of strangers that are kept open."""
-PATIENCE = 0.002
-"""Seconds that the listener waits for one who has to be heard; for all others it takes what is there."""
+KEPT = 150  # sockets of strangers that stay open
+PATIENCE = 0.002  # seconds that the listener waits for a caller who has to be heard; it does not wait for others
 
 
 @final
 @attrs.define(eq=False)
 class Relay:
-    """Two ends of a connection, and an attacker between them who passes messages on, changed or not.
-
-    Attributes:
-        ends: of the two sides.
-        wires: towards each of them.
-        sent: what each side has said and the other has not taken, oldest first.
-        seen: messages as they travelled, by the side that said them.
-    """
+    """Two ends of a connection, and an attacker between them who passes messages on, changed or not."""
 
     ends: tuple[Connection, Connection]
-    wires: tuple[socket.socket, socket.socket]
-    sent: tuple[list[bytes], list[bytes]]
-    seen: tuple[list[bytes], list[bytes]]
+    wires: tuple[socket.socket, socket.socket]  # towards each of them
+    sent: tuple[list[bytes], list[bytes]]  # messages of each side that the other has not taken, oldest first
+    seen: tuple[list[bytes], list[bytes]]  # messages as they travelled, by the side that said them
 
     @classmethod
     def opened(cls) -> "Relay":
-        (one, to_one), (other, to_other) = socket.socketpair(), socket.socketpair()
+        (here, to_one), (other, to_other) = socket.socketpair(), socket.socketpair()
         keys = _keys(new_secret(), new_secret())
-        return cls((Connection(one, keys), Connection(other, keys[::-1])), (to_one, to_other), ([], []), ([], []))
+        return cls((Connection(here, keys), Connection(other, keys[::-1])), (to_one, to_other), ([], []), ([], []))
 
     def say(self, side: int, message: bytes) -> bytes:
-        """A side says something; how it travels."""
+        """A side says something. The message as it travels."""
         self.ends[side].send_bytes(message)
         travelled = self.wires[side].recv(HEAD + len(message))
         self.sent[side].append(message)
@@ -74,8 +65,8 @@ class Relay:
         return travelled
 
     def close(self) -> None:
-        for one in (*self.ends, *self.wires):
-            one.close()
+        for wire in (*self.ends, *self.wires):
+            wire.close()
 
 
 class StrangersMachine(Machine):
@@ -128,7 +119,7 @@ class StrangersMachine(Machine):
         self._let_in(False)
 
     def _let_in(self, wanted: bool) -> None:
-        """What came in since the last time is the one caller that knows the secret, or nothing."""
+        """The only caller that came in since the last time knows the secret, or nobody did."""
         expected, actual = b"came in" * wanted, b"came in" * len(self.arrived)
         ask(invariants.peer_unknown, expected, actual, object=self.listener, operation="calling")
 
@@ -145,7 +136,7 @@ class StrangersMachine(Machine):
         return wire
 
     def _said(self, wire: socket.socket, count: int) -> bytes:
-        """What the listener answers, maybe nothing."""
+        """The answer of the listener, maybe nothing."""
         self._turn(PATIENCE)
         with contextlib.suppress(OSError):
             return wire.recv(count)
@@ -208,7 +199,7 @@ class StrangersMachine(Machine):
     @precondition(lambda self: self.recorded)
     @rule()
     def replay(self) -> None:
-        """A stranger says again what a caller has said that came in."""
+        """A stranger repeats the messages of a caller that came in."""
         hello, proof = self.dice.choice(self.recorded)
         wire = self._reach()
         with contextlib.suppress(OSError):
@@ -268,7 +259,7 @@ class StrangersMachine(Machine):
         self._take(to)
 
     def _take(self, side: int) -> None:
-        """A side takes what came: what the other has said next, or nothing ever again."""
+        """A side takes the next message of the other, or nothing ever again."""
         relay = self.relay
         try:
             while relay.ends[side].poll():
@@ -317,7 +308,7 @@ class StrangersMachine(Machine):
         self.writer._socket.sendto(changed.get(how, travels), box.path)
         taken += box.received()
         expected = tag if how == "pass" else b""
-        ask(invariants.peer_unknown, expected, b"".join(one.tag for one in taken), object=box, operation="receiving")
+        ask(invariants.peer_unknown, expected, b"".join(mail.tag for mail in taken), object=box, operation="receiving")
         self.reached("mail refused", how != "pass")
         self.reached("mail behind a crowd", how == "pass" and noise > 10)
 
@@ -327,10 +318,10 @@ class StrangersMachine(Machine):
     def damage(self, how: str) -> None:
         """An endpoint is changed on its way, or put together from two."""
         regions = {0: RemoteRegion(0, LAYERS[0], 4096, 4096)}
-        one, other = (
+        endpoint, other = (
             Endpoint("nixl", f"{number:016x}", new_secret(), regions, self.dice.randbytes(8)) for number in range(2)
         )
-        fields, others = json.loads(one.to_bytes()), json.loads(other.to_bytes())
+        fields, others = json.loads(endpoint.to_bytes()), json.loads(other.to_bytes())
         if how == "region":
             fields["regions"][0][2] += 4096
         else:
@@ -340,4 +331,10 @@ class StrangersMachine(Machine):
         except HandshakeError:
             self.reached("an endpoint refused")
             return
-        ask(invariants.peer_unknown, one.to_bytes(), taken.to_bytes(), object=taken, operation="reading an endpoint")
+        ask(
+            invariants.peer_unknown,
+            endpoint.to_bytes(),
+            taken.to_bytes(),
+            object=taken,
+            operation="reading an endpoint",
+        )

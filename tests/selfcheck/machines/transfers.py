@@ -40,12 +40,11 @@ HEADS, HEAD_BYTES = 2, 2
 OTHERS = (KVBuffer("index", (3,), torch.uint8, on_device=True), KVBuffer("state", (5,), torch.uint8, on_device=True))
 """Index keys have a row per token, and a state one per request; every rank of its stage has all of it."""
 SOURCE_PAGES = 24
-POISON = 0xC3
-"""What a pool writes, at `full`, over memory that is free."""
+POISON = 0xC3  # written by a pool, at `full`, over memory that is free
 
 
 def layouts_of(page_size: int, stage: int = 0, stages: int = 1, rank: int = 0, degree: int = 1) -> Layouts:
-    """Of one worker. Of two stages the first has keys and states, the second values and index keys."""
+    """The layouts of a worker: of two stages the first has keys and states, the second values and index keys."""
     keys, values = LAYERS
     first, second = (stage == 0, stage == stages - 1)
     of_kv = KVLayout(page_size, "uint8", LAYERS, HEADS * HEAD_BYTES // degree, rank, degree, HEADS)
@@ -69,34 +68,25 @@ HURRICANE = attrs.evolve(STORM, delay=6, failed=0.05, unknown=0.25, lost_tag=0.0
 
 def rows_of(spans: Iterable[tuple[int, int]], memories: Mapping[str, Bytes]) -> set[tuple[str, int]]:
     """Buffer and row of each byte in spans of memory: addresses, and how many bytes from there on."""
-    found = set[tuple[str, int]]()
+    rows = set[tuple[str, int]]()
     for address, nbytes in spans:
         for name, memory in memories.items():
             begin, size = address - memory.ctypes.data, memory.shape[1]
             if 0 <= begin < memory.nbytes:
-                found |= {(name, row) for row in range(begin // size, (begin + nbytes - 1) // size + 1)}
-    return found
+                rows |= {(name, row) for row in range(begin // size, (begin + nbytes - 1) // size + 1)}
+    return rows
 
 
 @attrs.define(eq=False)
 class Attempt:
-    """One attempt of one request.
-
-    Attributes:
-        lease: of the receiver.
-        kv: what is to arrive, uint8[rows, bytes] for each buffer by its name.
-        ranges: the host locations; None where it needs none.
-        row: the row of its state.
-        told: the final state, as `poll` has said it.
-        ended: whether the lease had ended when the memory was last looked at.
-    """
+    """One attempt of one request."""
 
     lease: Lease
-    kv: dict[str, Bytes]
-    ranges: HostRanges | None
-    row: HostRanges
-    told: LeaseState | None = None
-    ended: bool = False
+    kv: dict[str, Bytes]  # that is to arrive, uint8[rows, bytes] for each buffer by its name
+    ranges: HostRanges | None  # None where it needs no host locations
+    row: HostRanges  # of its state
+    told: LeaseState | None = None  # the final state, as `poll` has said it
+    ended: bool = False  # when the memory was last looked at
 
     @property
     def tokens(self) -> Ints:
@@ -109,29 +99,18 @@ class Attempt:
 
 @attrs.define(eq=False)
 class PrefillInstance:
-    """One instance of a prefill worker.
-
-    Attributes:
-        name: of the worker.
-        layouts: of its buffers.
-        engine: its end of the network.
-        sender: of the library.
-        memories: uint8[rows, bytes] for each buffer that it has, by its name.
-        free: source pages that are not used.
-        pages: of each transfer.
-        forwards: of each transfer, the fence of the forward that computes its KV, and what it writes: rows and values.
-        stream: the forwards, which run late.
-    """
+    """One instance of a prefill worker."""
 
     name: str
     layouts: Layouts
     engine: InProcessEngine
     sender: Sender
-    memories: dict[str, Bytes]
-    free: list[int]
+    memories: dict[str, Bytes]  # uint8[rows, bytes] for each buffer by its name
+    free: list[int]  # source pages
     pages: dict[Transfer, list[int]] = attrs.field(factory=dict)
     forwards: dict[Transfer, tuple[ManualFence, Ints, dict[str, Bytes]]] = attrs.field(factory=dict)
-    stream: ManualStream = attrs.field(factory=ManualStream)
+    """Transfer -> the fence of the forward that computes its KV, the rows that it writes, and the values."""
+    stream: ManualStream = attrs.field(factory=ManualStream)  # of the forwards, which run late
 
     def run_forwards(self) -> None:
         held = self.layouts[0].held
@@ -219,7 +198,7 @@ class TransfersMachine(Machine):
         self.engine = InProcessEngine(self.network, self.faults, max_rows=self.max_rows)
         buffers = (*self.host.contiguous_buffers(), *self.states.contiguous_buffers())
         regions = [self.engine.register(buffer.memory, buffer.name) for buffer in buffers]
-        self.memories = {one.name: one.memory.reshape(-1, one.item_bytes) for one in buffers}
+        self.memories = {buffer.name: buffer.memory.reshape(-1, buffer.item_bytes) for buffer in buffers}
         self.of_host = {
             name: bytes_of(memory).reshape(memory.shape)
             for name, memory in self.memories.items()
@@ -252,7 +231,7 @@ class TransfersMachine(Machine):
         layouts = layouts_of(self.page_size, stage, self.stages, rank, self.degree)
         rows = (SOURCE_PAGES + 1) * self.page_size
         memories: dict[str, Bytes] = {
-            layer: np.zeros((rows, one.item_bytes), dtype=np.uint8) for one in layouts for layer in one.stage
+            layer: np.zeros((rows, layout.item_bytes), dtype=np.uint8) for layout in layouts for layer in layout.stage
         }
         regions = [engine.register(memory, layer) for layer, memory in memories.items()]
         description = Description(name, engine.instance, layouts, engine.endpoint())
@@ -297,13 +276,13 @@ class TransfersMachine(Machine):
         for attempt in leased:
             if not attempt.ended and attempt.lease.ended.query():
                 attempt.ended = True
-                spans = [(one.target, one.nbytes) for one in self.network.under_way(self.engine)]
+                spans = [(write.target, write.nbytes) for write in self.network.under_way(self.engine)]
                 held = {(name, row) for name in self.of_host for row in attempt.rows(name).tolist()}
                 agree(set(), rows_of(spans, self.of_host) & held, "rows that are still written", attempt.lease)
         self.freed = [attempt for attempt in self.freed if not attempt.ended]
 
     def _delivered(self, attempt: Attempt) -> None:
-        """What has arrived is right, and all of it is there. Then decoding goes on, on its own memory."""
+        """All KV has arrived, and it is right. Then decoding goes on, on its own memory."""
         agree(True, attempt.lease.ended.query(), "ended", attempt.lease)
         self._look()
         for name, kv in attempt.kv.items():
@@ -318,7 +297,7 @@ class TransfersMachine(Machine):
     def request(self, tokens: int, times: int) -> None:
         """A request is admitted: a lease, host memory, a grant."""
         self._request(tokens)
-        self._serve(times, True)
+        self.serve(times, True)
 
     def _request(self, tokens: int, again: Lease | None = None) -> None:
         try:
@@ -370,8 +349,8 @@ class TransfersMachine(Machine):
 
     @rule(times=TURNS, free=st.booleans(), retry=st.booleans())
     def collect(self, times: int, free: bool, retry: bool) -> None:
-        """The receiver says what has come of its leases; memory of those that failed is freed, behind their end."""
-        self._serve(times, False)
+        """The receiver reports its leases; memory of those that failed is freed, behind their end."""
+        self.serve(times, False)
         self._collect()
         if free:
             self._free_failed(retry)
@@ -386,11 +365,11 @@ class TransfersMachine(Machine):
                     self._request(attempt.lease.num_tokens, attempt.lease)
 
     def _collect(self) -> None:
-        known = {attempt.lease: attempt for attempt in self.attempts}
+        attempts = {attempt.lease: attempt for attempt in self.attempts}
         for lease in self.receiver.poll():
             agree(False, lease in self.told, "told before", lease)
             self.told.add(lease)
-            attempt = known.get(lease)
+            attempt = attempts.get(lease)
             if attempt is not None:
                 attempt.told = lease.state
                 self.reached(f"a lease {lease.state.value}")
@@ -406,35 +385,35 @@ class TransfersMachine(Machine):
             self.host.free(attempt.ranges)
         self.states.free(attempt.row)
 
-    @precondition(lambda self: any(one.told is LeaseState.DELIVERED for one in self.attempts))
+    @precondition(lambda self: any(attempt.told is LeaseState.DELIVERED for attempt in self.attempts))
     @rule(times=TURNS)
     def finish(self, times: int) -> None:
         """All requests that were delivered leave, and another takes their memory."""
         self._finish()
-        self._serve(times, True)
+        self.serve(times, True)
         self._request(1)
 
     def _finish(self) -> None:
-        for attempt in [one for one in self.attempts if one.told is LeaseState.DELIVERED]:
+        for attempt in [attempt for attempt in self.attempts if attempt.told is LeaseState.DELIVERED]:
             self._free(attempt)
 
     @precondition(lambda self: self.attempts)
     @rule(times=TURNS)
     def abort(self, times: int) -> None:
-        """A request is given up, in whatever state its attempt is."""
-        self._serve(times, False)
+        """A request is given up, in any state."""
+        self.serve(times, False)
         self.receiver.abort(self.dice.choice(self.attempts).lease)
 
     @rule(tokens=st.integers(0, 6), times=TURNS, steps=st.integers(0, 6), which=st.integers(0, 3))
     def suspect(self, tokens: int, times: int, steps: int, which: int) -> None:
         """A writer is suspected to be gone; it writes on, and introduces itself again."""
         self._request(tokens)
-        self._serve(times, True)
+        self.serve(times, True)
         writer = self.writers[which % len(self.writers)]
         self.receiver.peer_lost(writer.name)
         self._collect()
         self._free_failed(False)
-        self._pass(steps)
+        self.time_passes(steps)
         self.receiver.accept(writer.sender.introduce())
 
     # The prefill worker
@@ -444,13 +423,13 @@ class TransfersMachine(Machine):
         """Three requests are served for a while; they may be aborted and retried, and leave once they have arrived."""
         for _ in range(3):
             self._request(tokens)
-        self._serve(times, whole)
+        self.serve(times, whole)
         for attempt in self.attempts if end > 1 else ():
             self.receiver.abort(attempt.lease)
         self._collect()
         self._free_failed(end > 1)
         for _ in range(max(times, 6)):
-            self._serve(2, whole)
+            self.serve(2, whole)
             self._collect()
             if end:
                 self._finish()
@@ -458,9 +437,6 @@ class TransfersMachine(Machine):
     @rule(times=st.integers(1, 8), whole=st.booleans())
     def serve(self, times: int, whole: bool) -> None:
         """Messages, writes and time go on."""
-        self._serve(times, whole)
-
-    def _serve(self, times: int, whole: bool) -> None:
         self._use_the_rest()
         for _ in range(times):
             self._carry(0.8)
@@ -472,10 +448,7 @@ class TransfersMachine(Machine):
 
     @rule(steps=st.integers(1, 4))
     def time_passes(self, steps: int) -> None:
-        """What is under way lands."""
-        self._pass(steps)
-
-    def _pass(self, steps: int) -> None:
+        """Writes under way land."""
         self._use_the_rest()
         for _ in range(steps):
             self.network.step()
@@ -508,9 +481,9 @@ class TransfersMachine(Machine):
 
     def _prefill(self, writer: PrefillInstance, whole: bool) -> None:
         writer.sender.poll()
-        for transfer in [one for one in writer.pages if one.sources_free.query()]:
+        for transfer in [transfer for transfer in writer.pages if transfer.sources_free.query()]:
             pages = writer.pages.pop(transfer)
-            spans = [(one.source, one.nbytes) for one in self.network.under_way(writer.engine)]
+            spans = [(write.source, write.nbytes) for write in self.network.under_way(writer.engine)]
             for name, memory in writer.memories.items():
                 rows = np.array(pages) if name == "state" else self._rows(pages)
                 read = rows_of(spans, {name: memory}) & {(name, row) for row in rows.tolist()}
@@ -560,8 +533,8 @@ class TransfersMachine(Machine):
 
     @rule(times=TURNS, told=st.booleans(), steps=st.integers(0, 3), which=st.integers(0, 3))
     def writer_dies(self, times: int, told: bool, steps: int, which: int) -> None:
-        """A prefill process ends, as is known at once or later; what it has sent lands for a while. Another starts."""
-        self._serve(times, True)
+        """A prefill process ends, as is known at once or later; its writes land for a while. Another starts."""
+        self.serve(times, True)
         number = which % len(self.writers)
         writer = self.writers[number]
         self._lose_half(True, writer.name)
@@ -571,31 +544,31 @@ class TransfersMachine(Machine):
             self.receiver.peer_ended(writer.name)
             self._collect()
             self._free_failed(False)
-            self._pass(steps)
+            self.time_passes(steps)
         else:
-            self._serve(steps, True)
+            self.serve(steps, True)
         self.earlier.append(writer.sender.introduce())
         self.writers[number] = self._start_writer(number)
 
     def _lose_half(self, by_writer: bool, *names: str) -> None:
-        """Loses half of what a process that ends has said."""
+        """Loses half of the messages of a process that ends."""
         self._carry(0.0)
-        said = [one for one in self.channel if one[0] == by_writer and one[1] in names]
+        said = [message for message in self.channel if message[0] == by_writer and message[1] in names]
         lost = self.dice.sample(said, len(said) // 2)
-        self.channel = [one for one in self.channel if one not in lost]
+        self.channel = [message for message in self.channel if message not in lost]
 
     @precondition(lambda self: len(self.told) > 2)
     @rule(times=TURNS, told=st.integers(0, 3), steps=st.integers(0, 3))
     def decode_worker_dies(self, times: int, told: int, steps: int) -> None:
         """The decode process ends, with all its memory; some writers hear of it. Another starts, and all meet it."""
         self._request(9)
-        self._serve(times, True)
+        self.serve(times, True)
         self.reached("the decode worker died while it was written to", bool(self.network.under_way(self.engine)))
         self._lose_half(False, *self.names)
         self.network.kill(self.engine)
         for writer in self.writers[:told]:
             writer.sender.peer_ended("decode", self.engine.instance)
-        self._serve(steps, True)
+        self.serve(steps, True)
         self._start_decode()
 
     @precondition(lambda self: self.earlier)
@@ -616,9 +589,9 @@ class TransfersMachine(Machine):
             for _ in range(200):
                 if all(lease.ended.query() for lease in self.receiver.leases()):
                     break
-                self._serve(1, True)
+                self.serve(1, True)
                 self._collect()
-            agree([], [one for one in self.receiver.leases() if not one.ended.query()], "leases that never end")
+            agree([], [lease for lease in self.receiver.leases() if not lease.ended.query()], "leases that never end")
             self.reached("all leases ended by themselves")
         else:
             for number in range(len(self.writers)):

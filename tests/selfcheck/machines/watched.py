@@ -187,8 +187,8 @@ class WatchedMachine(Machine):
             ),
             watch_copy(HandStaging, "copy_to_gpu", host="cpu", device="gpu"),
         ]
-        for one in (self.audited, *pools):
-            self._windows.enter_context(one)
+        for window in (self.audited, *pools):
+            self._windows.enter_context(window)
         self.pages, self.slots, self.staging = HandPages(), HandSlots(), HandStaging(self.on_device)
         self.drawn = 0
         self.batch = self._new([])

@@ -42,7 +42,7 @@ class Patch:
         else:  # inherited: what the base has comes to light again
             self._undo.callback(delattr, owner, name)
         setattr(owner, name, after)
-        return original  # type: ignore[no-any-return]
+        return original
 
 
 Switch = Callable[[Patch], None]
