@@ -58,8 +58,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, Slots
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import Fence, OfThisProcess, check_fence
-from batchstate.runtime.memory import PackedUpload, packed_places
-from batchstate.runtime.ordered_memory import ReadyTensor
+from batchstate.runtime.memory import PackedUpload, ReadyTensor, packed_places
 from batchstate.tables import Table, TableWrite
 
 __all__ = ["PlannedStep", "StepPlanner"]
