@@ -225,12 +225,15 @@ MOST_ELEMENTS = 2**58
 """Elements of one tensor: their bytes are still int64."""
 
 
-def shape_of(shape: Iterable[SupportsIndex], subject: str, *, rows: int = 1) -> tuple[int, ...]:
+def shape_of(shape: Iterable[SupportsIndex] | int, subject: str, *, rows: int = 1) -> tuple[int, ...]:
     """`shape` as counts.
 
     Raises:
+        ShapeError: one number, as numpy takes it.
         DtypeError, ArgumentError: something else than counts, or more elements in `rows` rows than a tensor can have.
     """
+    if isinstance(shape, int):
+        raise ShapeError(f"{subject}: expected a shape, got {shape!r}", shape, f"pass a tuple, as `({shape},)`")
     sizes = tuple(count(size, f"{subject}: shape") for size in shape)
     elements = math.prod(sizes) * rows
     if elements > MOST_ELEMENTS:

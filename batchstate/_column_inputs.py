@@ -38,7 +38,7 @@ from batchstate.errors import (
 )
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.runtime.base import Runtime
-from batchstate.runtime.ordered_memory import ReadyTensor
+from batchstate.runtime.memory import ReadyTensor
 
 Objects = npt.NDArray[np.object_]
 

@@ -24,8 +24,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import Runtime, Stream
-from batchstate.runtime.memory import ALIGNMENT, PackedUpload, Place, StagingBlock
-from batchstate.runtime.ordered_memory import ReadyTensor
+from batchstate.runtime.memory import ALIGNMENT, PackedUpload, Place, ReadyTensor, StagingBlock
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:

@@ -38,8 +38,7 @@ from batchstate.errors import DeclarationError, DtypeError, one_of
 from batchstate.invariants import times_checked
 from batchstate.mirror import DeviceSide
 from batchstate.runtime.base import Runtime
-from batchstate.runtime.memory import ALIGNMENT, numpy_dtype
-from batchstate.runtime.ordered_memory import ReadyTensor
+from batchstate.runtime.memory import ALIGNMENT, ReadyTensor, numpy_dtype
 from batchstate.violations import Code, Where
 
 GENERATION_SUFFIX = ".generation"

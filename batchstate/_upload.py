@@ -15,8 +15,7 @@ from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
 from batchstate.errors import ArgumentError, another_runtime, one_of
 from batchstate.mirror import DeviceSide, MirroredTensor, rows_of, write_count
 from batchstate.runtime.base import OfThisProcess, Runtime
-from batchstate.runtime.memory import PackedUpload
-from batchstate.runtime.ordered_memory import ReadyTensor
+from batchstate.runtime.memory import PackedUpload, ReadyTensor
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 

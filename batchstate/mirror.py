@@ -64,8 +64,7 @@ from batchstate.errors import (
     wrong_shape,
 )
 from batchstate.runtime.base import OfThisProcess, Runtime
-from batchstate.runtime.memory import NUMPY_DTYPES, host_dtype, numpy_dtype, torch_dtype
-from batchstate.runtime.ordered_memory import ReadyTensor
+from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, host_dtype, numpy_dtype, torch_dtype
 from batchstate.violations import Where
 
 __all__ = ["Contract", "MirroredTensor"]

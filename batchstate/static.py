@@ -21,8 +21,7 @@ from batchstate.batch import Batch
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.runtime.memory import ALIGNMENT, PackedUpload, Place, packed_places, view_at
-from batchstate.runtime.ordered_memory import FixedMemory, ReadyTensor
+from batchstate.runtime.memory import ALIGNMENT, FixedMemory, PackedUpload, Place, ReadyTensor, packed_places, view_at
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 

@@ -31,8 +31,7 @@ from batchstate.errors import (
 )
 from batchstate.mirror import Handles, MirroredTensor
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.runtime.memory import numpy_dtype
-from batchstate.runtime.ordered_memory import FixedMemory, ReadyTensor
+from batchstate.runtime.memory import FixedMemory, ReadyTensor, numpy_dtype
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:

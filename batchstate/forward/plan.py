@@ -38,8 +38,7 @@ from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Runtime
-from batchstate.runtime.memory import NUMPY_DTYPES
-from batchstate.runtime.ordered_memory import ReadyTensor
+from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 

@@ -4,10 +4,11 @@ Nothing else in the library names a stream, an event or pinned memory, so the sa
 plain CPU and on test devices. `open_runtime` opens the runtime of a device.
 """
 
-from batchstate.runtime.base import Counters, Runtime
+from batchstate.runtime.base import Counters, DoneFence, Runtime, check_fence
 from batchstate.runtime.devices import AcceleratorRuntime, CpuRuntime, open_runtime
 from batchstate.runtime.memory import (
     NUMPY_DTYPES,
+    FixedMemory,
     MappedMemory,
     PackedUpload,
     Staging,
@@ -16,8 +17,7 @@ from batchstate.runtime.memory import (
     numpy_dtype,
     torch_dtype,
 )
-from batchstate.runtime.ordered_memory import FixedMemory
-from batchstate.runtime.streams import DoneFence, Fence, Stream, check_fence
+from batchstate.runtime.streams import Fence, Stream
 
 __all__ = [
     "NUMPY_DTYPES",

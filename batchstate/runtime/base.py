@@ -34,13 +34,43 @@ from batchstate.runtime.memory import (
     numpy_dtype,
     packed_places,
 )
-from batchstate.runtime.streams import Fence, Stream, check_fence, foreign_fence
+from batchstate.runtime.streams import Fence, Stream
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
     from batchstate.runtime.agreement import Agreement
 
 __all__ = ["Counters", "Download", "Fence", "OfThisProcess", "Runtime", "Stream", "check_fence", "foreign_fence"]
+
+
+@attrs.frozen
+class DoneFence:
+    """A complete fence: a device that runs everything at once records it."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+def foreign_fence(fence: object) -> ArgumentError:
+    """The error for a fence that another runtime recorded: this one cannot know when it completes."""
+    return ArgumentError(f"{fence!r} was not recorded by this runtime", fence, "record fences with `Runtime.record`")
+
+
+def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
+    """Refuses anything but a fence, or None unless a fence is `needed`.
+
+    Raises:
+        ArgumentError: `fence` has no method `query()`, or is a class.
+    """
+    if fence is None and not needed:
+        return
+    if isinstance(fence, type) or not callable(getattr(fence, "query", None)):
+        problem = f"{operation}: expected a fence as `after`, got {fence!r}"
+        raise ArgumentError(problem, fence, "pass what `Runtime.record()` returns")
 
 
 @attrs.define

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.runtime.base import Array, Counters, Runtime
+from batchstate.runtime.base import Array, Counters, DoneFence, Runtime, foreign_fence
 from batchstate.runtime.memory import MappedMemory, StagingBlock, device_view
-from batchstate.runtime.streams import DoneFence, Fence, Stream, foreign_fence
+from batchstate.runtime.streams import Fence, Stream
 
 MOST_EVENTS = 256
 """Events that are recorded anew once their fences are gone. Beyond this, the oldest that is still in use is dropped."""

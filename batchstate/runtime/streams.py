@@ -1,10 +1,11 @@
-"""Streams and fences: the order in which a device runs what is launched."""
+"""Streams and fences: the words in which the library speaks of the order of a device's work."""
+
+# ruff: noqa: D102 (the methods of `StreamOrder` are documented in `Runtime`)
 
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
-
-from batchstate.errors import ArgumentError
+import torch
 
 
 @runtime_checkable
@@ -21,51 +22,33 @@ class Fence(Protocol):
 
 
 @attrs.frozen
-class DoneFence:
-    """A complete fence: a device that runs everything at once records it."""
-
-    def query(self) -> bool:
-        """True."""
-        return True
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-
-@attrs.frozen(eq=False)
 class Stream:
     """A queue of device operations that run in order.
 
     Attributes:
         name: for reports.
         native: the backend's stream object, or None on a device without streams.
-        key: what two names of one backend stream have in common; streams compare by it.
+        key: common to all names of one backend stream; streams compare by it.
     """
 
-    name: str
-    native: Any
+    name: str = attrs.field(eq=False)
+    native: Any = attrs.field(eq=False)
     key: object
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self.key == other.key
 
-    def __hash__(self) -> int:
-        return hash(self.key)
+class StreamOrder(Protocol):
+    """The part of `Runtime` that orders the use of memory by several streams."""
 
+    @property
+    def current_stream(self) -> Stream: ...
 
-def foreign_fence(fence: object) -> ArgumentError:
-    """The error for a fence that another runtime recorded: this one cannot know when it completes."""
-    return ArgumentError(f"{fence!r} was not recorded by this runtime", fence, "record fences with `Runtime.record`")
+    @property
+    def capturing(self) -> bool: ...
 
+    def record(self, stream: Stream | None = None) -> Fence: ...
 
-def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
-    """Refuses anything but a fence, or None unless a fence is `needed`.
+    def wait(self, fence: Fence, *, stream: Stream | None = None) -> None: ...
 
-    Raises:
-        ArgumentError: `fence` has no method `query()`, or is a class.
-    """
-    if fence is None and not needed:
-        return
-    if isinstance(fence, type) or not callable(getattr(fence, "query", None)):
-        problem = f"{operation}: expected a fence as `after`, got {fence!r}"
-        raise ArgumentError(problem, fence, "pass what `Runtime.record()` returns")
+    def use_on_current_stream(
+        self, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, synchronised: set[object] | None
+    ) -> torch.Tensor: ...
