@@ -23,6 +23,31 @@ from tests.selfcheck.models import snapshot_slots
 # `slot_pool` compares all of it after every call.
 
 
+def test_last_freed_is_first_taken(rt: Runtime) -> None:
+    """Reuse is last in, first out; generations make that safe."""
+    pool = SlotPool(rt, 8)
+    first = pool.take(4)
+    pool.free(first.take([1, 2]))
+    assert pool.take(2).np.tolist() == first.np[[1, 2]].tolist()
+
+
+def test_pending_until_the_fence(rt: Runtime) -> None:
+    """A slot freed behind a fence is neither free nor live until that fence is complete, in whatever order they are."""
+    pool = SlotPool(rt, 4)
+    old, new = Gate(), Gate()
+    first, second = pool.take(2), pool.take(2)
+    pool.free(first, after=old)
+    pool.free(second, after=new)
+    assert (pool.stats.free, pool.stats.pending, pool.stats.live) == (0, 4, 0)
+    assert not pool.is_live(first.np).any()
+    with pytest.raises(PoolExhaustedError):
+        pool.take(1)
+    new.done = True
+    assert sorted(pool.take(2).np.tolist()) == sorted(second.np.tolist())
+    old.done = True
+    assert (pool.reap(), pool.reap(), pool.stats.free) == (2, 0, 2)
+
+
 def test_pending_says_which_fence_and_since_when(rt: Runtime) -> None:
     """A slot that does not come back can be traced to its fence, and to the step in which it was freed."""
     pool = SlotPool(rt, 8)

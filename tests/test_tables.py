@@ -36,6 +36,14 @@ def named(pool: SlotPool, numbers: Sequence[int]) -> Slots:
     return Slots.from_host(pool.runtime, numbers, generations=[1] * len(numbers), pool_id=pool.pool_id)
 
 
+def test_has_a_row_for_every_slot_and_for_padding(pool: SlotPool) -> None:
+    """A table has size + reserve + 1 rows of zeros."""
+    table = pool.table("kv", (3,), torch.int64)
+    assert tuple(table.memory.shape) == (7, 3)
+    assert table.capacity == pool.capacity == 7
+    assert not table.memory.any()
+
+
 def test_writes_elements(rt: Runtime, pool: SlotPool) -> None:
     """Element positions[i] of row slots[i] becomes values[i], and nothing else changes; rows may repeat."""
     table = pool.table("kv", (3,), torch.int32, host=True)

@@ -55,7 +55,7 @@ class LastLocation:
 
     @property
     def extras(self) -> dict[str, Ints]:
-        """What goes into the step's copy."""
+        """Arrays for the step's copy, by name."""
         index_rows = {} if self.host_locations is None else {"host_locations": self.host_locations.np}
         return {
             "hot_locations": self.locations.np,
