@@ -17,9 +17,6 @@ from batchstate.columns import MirroredColumn, TensorColumn, device_only, host_l
 from batchstate.errors import (
     ArgumentError,
     ContractError,
-    DeclarationError,
-    DeviceError,
-    DtypeError,
     RowIndexError,
     ShapeError,
     ValueOverflowError,
@@ -165,10 +162,6 @@ class Graph:
         return cls(buffers, buffers.bind(lambda: captured))
 
 
-class Another(Batch):
-    seq_lens = mirrored(torch.int64)
-
-
 def _bound(batch: Decode) -> MirroredTensor:
     return MirroredTensor.from_host(batch.runtime, np.zeros(len(batch), np.int64)).weaken("upper_bound")
 
@@ -179,32 +172,12 @@ def _zeros(batch: Decode, name: str, n: int) -> torch.Tensor:
     return of_dtype(batch.runtime.upload([zeros]).view(0).clone(), COLUMNS[name].dtype)
 
 
-def _verified(
-    name: str, rows: Sequence[int] = (), *, source: str | None = None, n: int = 0, bound: Any = None
-) -> Callable[[Decode], Decode]:
-    """Updates rows of a column by zeros for `n` rows of it, or of the column `source`."""
-    return lambda batch: batch.update_device(name, rows, _zeros(batch, source or name, n), bound)
-
-
-def _slots(batch: Decode, numbers: list[int], pool: int = 10**9) -> Slots:
-    return Slots.from_host(batch.runtime, numbers, pool_id=pool)
+def _verified(name: str, *, n: int = 0, bound: Any = None) -> Callable[[Decode], Decode]:
+    return lambda batch: batch.update_device(name, (), _zeros(batch, name, n), bound)
 
 
 def _every_slot(number: int) -> Callable[[Decode], Decode]:
-    return lambda batch: batch.replace(slots=_slots(batch, [number] * len(batch)))
-
-
-def _alone(batch: Decode, slots: Any) -> Decode:
-    """A batch of one request with the values of the padded row of `batch`."""
-    row = batch.filter([]).pad(1)
-    columns = {name: row[name].np for name in ("seq_lens", "small", "temperature", "greedy", "bias", "accepted")}
-    zeros: dict[str, Any] = {
-        "drafts": np.zeros((1, 2), np.int32),
-        "last_token": [0],
-        "hidden": np.zeros((1, 2), np.float32),
-    }
-    zeros["states"] = np.zeros((1, 2), np.int16)
-    return Decode.build(batch.runtime, slots=slots, requests=["one"], **columns, **zeros)
+    return lambda it: it.replace(slots=Slots.from_host(it.runtime, [number] * len(it), pool_id=_POOL))
 
 
 def _has_rows(batch: Decode) -> bool:
@@ -215,62 +188,33 @@ def _has_two(batch: Decode) -> bool:
     return len(batch) > 1
 
 
+def _rows_of_others(batch: Decode) -> Decode:
+    return batch.update_device("last_token", [0], batch.filter([1]).last_token)
+
+
+def _pages_for_slots(batch: Decode) -> Decode:
+    return batch.replace(slots=Pages.from_host(batch.runtime, [1] * len(batch), dtype=torch.int64))
+
+
+_POOL = 10**9  # id of the pool that the slots of every batch pretend to come from; no real one has it
+
 MISUSES = misuses(
-    ("a mask too long", ShapeError, lambda it: it.filter(np.ones(len(it) + 1, np.bool_))),
     ("a row kept twice", ArgumentError, lambda it: it.filter([0, 0]), _has_rows),
     ("a merge with itself", Code.SLOT_SHARED, lambda it: it.merge(it), _has_rows),
-    ("merge another declaration", DeclarationError, lambda it: it.merge(Another.build(it.runtime, seq_lens=[1]))),
-    ("a merge of two pools", ArgumentError, lambda it: it.merge(_alone(it, _slots(it, [9], 8))), _has_rows),
-    ("pad to fewer rows", ArgumentError, lambda it: it.pad(len(it) - 1)),
-    ("advance a float column", DtypeError, lambda it: it.advance("temperature", 1)),
-    ("advance slots", DtypeError, lambda it: it.advance("slots", 1)),
-    ("advance the requests", DeclarationError, lambda it: it.advance("requests", 1)),
-    ("advance one column twice", ArgumentError, lambda it: it.advance(["accepted", "accepted"], 1)),
-    ("advance by a half", DtypeError, lambda it: it.advance("seq_lens", 0.5)),
     ("advance beyond uint8", ValueOverflowError, lambda it: it.advance("small", 256), _has_rows),
-    ("one amount too many", ShapeError, lambda it: it.advance("seq_lens", np.ones(len(it) + 1, np.int64))),
-    ("update the slots", ArgumentError, lambda it: it.update("slots", [], [])),
     ("update the device alone", ArgumentError, lambda it: it.update("last_token", [], [])),
     ("update beyond the last row", RowIndexError, lambda it: it.update("seq_lens", [len(it)], 1)),
-    ("update one row with two", ShapeError, lambda it: it.update("seq_lens", [0], [1, 2]), _has_rows),
     ("verified rows of an exact column", ContractError, _verified("seq_lens", bound=0)),
     ("verified rows without a bound", ArgumentError, _verified("accepted")),
     ("a bound of a column without a host side", ArgumentError, _verified("last_token", bound=9)),
-    ("verified rows from the host", DeviceError, lambda it: it.update_device("last_token", [], [])),
-    ("verified rows of another dtype", DtypeError, _verified("last_token", source="hidden")),
-    ("one verified row too many", ShapeError, _verified("drafts", n=1, bound=9)),
-    ("bounds of too many rows", ShapeError, _verified("accepted", bound=[1, 2])),
+    ("a verified row too many", ShapeError, _verified("drafts", n=1, bound=9)),
     ("a bound beyond the dtype", ValueOverflowError, _verified("drafts", bound=2**40)),
-    ("a verified row beyond the last", RowIndexError, lambda it: _verified("last_token", [len(it)], n=1)(it)),
-    (
-        "rows of other requests",
-        Code.DERIVED_STALE,
-        lambda it: it.update_device("last_token", [0], it.filter([1]).last_token),
-        _has_two,
-    ),
-    ("hidden states as numbers", DtypeError, lambda it: it.replace(states=[[0.5, 1]] * len(it)), _has_rows),
-    ("replace something undeclared", DeclarationError, lambda it: it.replace(seqlens=[1] * len(it))),
-    ("replace too many rows", ShapeError, lambda it: it.replace(seq_lens=[1] * (len(it) + 1))),
+    ("rows of other requests", Code.DERIVED_STALE, _rows_of_others, _has_two),
     ("replace an exact column to a bound", ContractError, lambda it: it.replace(seq_lens=_bound(it))),
-    (
-        "replace a column of another dtype",
-        DtypeError,
-        lambda it: it.replace(seq_lens=it.temperature.np[:, 0]),
-        _has_rows,
-    ),
-    (
-        "replace slots to pages",
-        Code.UNIT_MISMATCH,
-        lambda it: it.replace(slots=Pages.from_host(it.runtime, [1] * len(it), dtype=torch.int64)),
-    ),
-    ("slots that are mere numbers", DtypeError, lambda it: it.replace(slots=[1] * len(it)), _has_rows),
+    ("replace slots to pages", Code.UNIT_MISMATCH, _pages_for_slots),
     ("two requests in one slot", Code.SLOT_SHARED, _every_slot(1), _has_two),
     ("a request in slot 0", Code.SLOT_ZERO_ALLOCATED, _every_slot(0), _has_rows),
     ("a request in slot -1", Code.SENTINEL_ESCAPED, _every_slot(-1), _has_rows),
-    ("build without columns", DeclarationError, lambda it: Decode.build(it.runtime)),
-    ("assign to a column", DeclarationError, lambda it: setattr(it, "seq_lens", [1])),
-    ("a column that is not there", DeclarationError, lambda it: it["seqlens"]),
-    ("objects of a tensor column", DeclarationError, lambda it: it.objects("seq_lens")),
 )
 
 OPERATIONS: Operations = (
@@ -322,7 +266,6 @@ class Written:
 BATCHES = Bundle("batches")
 
 GRAPH_ROWS = (4, 8)  # of the buffers of two graphs; the larger ones have a row for each slot
-_POOL = 10**9  # id of the pool that the slots of every batch pretend to come from; no real one has it
 _KEPT = 6  # newest batches, checked after every rule
 
 
