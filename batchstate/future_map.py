@@ -59,12 +59,7 @@ from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Download, Fence, OfThisProcess, Runtime, Stream
-<<<<<<< HEAD
-from batchstate.runtime.memory import NUMPY_DTYPES, host_dtype, numpy_dtype
-from batchstate.runtime.ordered_memory import ReadyTensor
-=======
-from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, dtype_meant, host_dtype, numpy_dtype
->>>>>>> h1
+from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, host_dtype, numpy_dtype
 from batchstate.tables import Table
 from batchstate.violations import Code, Where
 

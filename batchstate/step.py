@@ -57,14 +57,8 @@ from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, Slots
 from batchstate.nvtx import ranges
-<<<<<<< HEAD
 from batchstate.runtime.base import Fence, OfThisProcess
-from batchstate.runtime.memory import PackedUpload, packed_places
-from batchstate.runtime.ordered_memory import ReadyTensor
-=======
-from batchstate.runtime.base import Fence, OfThisProcess, check_fence
 from batchstate.runtime.memory import PackedUpload, ReadyTensor, packed_places
->>>>>>> h1
 from batchstate.tables import Table, TableWrite
 
 __all__ = ["PlannedStep", "StepPlanner"]
