@@ -30,14 +30,7 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate._arrays import count
 from batchstate._source_lines import Line, users_line
-from batchstate.errors import (
-    ArgumentError,
-    DtypeError,
-    PoolBrokenError,
-    PoolExhaustedError,
-    another_runtime,
-    expected,
-)
+from batchstate.errors import ArgumentError, DtypeError, PoolBrokenError, PoolExhaustedError, another_runtime, expected
 from batchstate.invariants import times_checked
 from batchstate.mirror import Handles, MirroredTensor, Slots
 from batchstate.runtime.agreement import QueriedFence
