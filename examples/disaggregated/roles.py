@@ -164,6 +164,9 @@ def serve_decode(
         if not error.violation:
             raise
         broken = str(error)
+    finally:
+        for channel in worker.arrivals.channels().values():
+            channel.close()
     cost = parts.runtime.counters - before
     return {
         "outputs": [request.output for request in requests],
@@ -205,9 +208,13 @@ class Joining:
     def join(self, rank: int, address: Address, seconds: float = STARTS_IN) -> None:
         """Connects to the prefill worker of a rank, which may begin to listen within so many seconds."""
         channel = call(address, self._authkey, writer_name(rank), seconds)
-        agreed(channel, shared_of(self._options, self._model, rank))
         arrivals = self._worker.arrivals
-        arrivals.connect(channel, introduced(channel, arrivals.receiver.introduce()))
+        try:
+            agreed(channel, shared_of(self._options, self._model, rank))
+            arrivals.connect(channel, introduced(channel, arrivals.receiver.introduce()))
+        except BaseException:
+            channel.close()
+            raise
 
     def heed(self, supervisor: Channel) -> None:
         """Words of the supervisor: a prefill worker has ended, or a new one is there."""
