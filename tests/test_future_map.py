@@ -480,7 +480,6 @@ def test_negative_stand_ins_are_found(rt: Runtime, pool: SlotPool, relay: Future
 TEXTS = {
     "publish an undeclared field": "publish of 'tokens', which is not declared",
     "publish nothing": "publish of no field",
-    "publish None": "publish of 'token'.* expected numbers",
     "publish int32": "expected torch.int64, got torch.int32",
     "publish a mirrored int32": "expected torch.int64, got torch.int32",
     "publish a row too many": r"relay: publish of 'token': expected shape \[2\], got \[3\]",
@@ -500,8 +499,6 @@ TEXTS = {
     "publish a good field and a bad host one": r"publish of 'lengths': expected shape \[2\], got \[3\]",
     "gather what only the host reads": "gather of 'accepted', which is read by the host",
     "gather an undeclared field": "use one of: token, drafts, lengths, accepted, hidden",
-    "gather by a list of names": r"gather of \['token'\], which is not declared",
-    "gather by numbers": "pass handles",
     "prefetch nothing": r"prefetch of \(\)",
     "prefetch a field twice": "name each field once",
     "prefetch what the host does not read": "prefetch of 'drafts', which is read by the next forward",
@@ -509,21 +506,13 @@ TEXTS = {
     "discard an undeclared field": "discard of 'no'",
     "states of an undeclared field": "states of 'tokens'",
     "a relay without fields": "got none",
-    "a relay of None": "got None",
-    "a relay of a dtype": "field 'token' is dtype",
     "a field with a space in its name": "cannot name a field",
-    "a field with a number for a name": "cannot name a field",
     "a field called slots": "cannot name a field",
-    "a relay over a runtime": "expected a SlotPool",
     "a field for an unknown reader": "device, host, both",
-    "a field for a list of readers": "device, host, both",
-    "a field of a numpy dtype": "pass torch.int64",
     "a field that torch cannot index": "float8",
     "a field for the host that numpy lacks": "bfloat16",
     "a field of ids that numpy lacks": "bfloat16",
-    "a field with a number for a shape": "pass a tuple",
     "a field of a negative size": "shape is -1",
-    "a field of half a size": "shape is 1.5",
 }
 """What the message of a misuse says, where the code of an invariant does not say it."""
 
