@@ -32,8 +32,6 @@ LEAST = {
     "a row rewritten while a step reads it": 14,
     "a row written on two streams": 5,
     "a row cleared on another stream": 210,
-    "nudged from another stream": 790,
-    "inputs gathered by hand": 450,
     "a forward of prompts and decodes": 430,
     "looked at while a step is in flight": 70,
     "results read out of order": 100,

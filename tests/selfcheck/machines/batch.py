@@ -132,7 +132,6 @@ class Rows(ShownByRepr):
         self.compare(devices, f"model of {self.batch!r}", "check")
 
     def compare(self, devices: Mapping[str, torch.Tensor], where: str, operation: str) -> None:
-        """Compares device tensors with the device sides of all columns."""
         for name in COLUMNS:
             actual, expected = rows_of(self.batch.runtime, devices[name]), self.side(name, "device")
             ask(invariants.mirror_equal, expected, actual, object=where, column=name, operation=operation)
@@ -253,7 +252,6 @@ class Written:
 
     @property
     def counted(self) -> str:
-        """A column of numbers that can be computed."""
         return self.written if self.written in COUNTED else "seq_lens"
 
     @property
@@ -275,16 +273,13 @@ class BatchMachine(Machine):
     NAME = "batch"
     TARGETS = (
         "merge of exact with bound",
-        "a bound made exact again",
         "a bounded column read on the device",
-        "padded rows read on the device",
         "a request in both batches refused",
         "overflow refused",
         "table writes of one table joined",
         "fewer requests in a graph than before",
         "leave, join and advance at once",
         "write from outside found",
-        "a graph replayed late",
         "a graph of another batch refused",
         "bounds tightened by results in another order",
         "some rows verified, and read with the others",
@@ -334,7 +329,6 @@ class BatchMachine(Machine):
         with self.on(side):
             model.check_devices()
         self.seen.append(model)
-        self.reached("padded rows read on the device", model.padding > 0)
         self.reached("a bounded column read on the device", bool(model.bounded) and len(model) > 0)
 
     # Building
@@ -389,7 +383,6 @@ class BatchMachine(Machine):
 
     @rule(target=BATCHES, model=BATCHES, data=st.data(), look=st.booleans())
     def filter(self, model: Rows, data: st.DataObject, look: bool) -> Rows:
-        """`filter` is indexing of the list."""
         keep = data.draw(keep_lists(len(model)), label="keep")
         return self.kept(model.moved(model.batch.filter(keep), [model.rows[at] for at in _rows(keep)]), look=look)
 
@@ -406,7 +399,6 @@ class BatchMachine(Machine):
 
     @rule(target=BATCHES, model=BATCHES, data=st.data(), look=st.booleans())
     def split(self, model: Rows, data: st.DataObject, look: bool) -> Any:
-        """`split` slices the list."""
         sizes = data.draw(split_sizes(len(model)), label="sizes")
         stops = np.cumsum(sizes).tolist()
         pieces = model.batch.split(sizes)
@@ -478,7 +470,6 @@ class BatchMachine(Machine):
     def replace(self, model: Rows, name: str, first: int, bounds: bool, look: bool) -> Rows:
         """`replace` gives one column other values, and with them perhaps another contract."""
         value, cells = self.column(name, len(model), first, bounds)
-        self.reached("a bound made exact again", name in model.bounded and not bounds)
         changed = model.changed(model.batch.replace(**{name: value}), name, lambda at, _: cells[at])
         bounded = model.bounded | {name} if name in BOUNDED and bounds else model.bounded - {name}
         return self.kept(Rows(changed.batch, changed.rows, bounded), look=look)
@@ -600,7 +591,6 @@ class BatchMachine(Machine):
         """A graph runs the batch in its buffers, however late, and no other."""
         graph = self.graphs[rows]
         if graph.filled is not None:
-            self.reached("a graph replayed late")
             graph.replay(graph.filled)
         if graph.filled is not model.batch:
             self.reached("a graph of another batch refused")
@@ -668,7 +658,6 @@ class BatchMachine(Machine):
 
     @rule(model=BATCHES, misuse=st.sampled_from(MISUSES))
     def misuse(self, model: Rows, misuse: Misuse[Decode]) -> None:
-        """A misuse is refused, and changes nothing."""
         self.refuses(misuse, model.batch)
 
 

@@ -293,7 +293,6 @@ class EngineMachine(Machine):
     # Told by the engine
 
     def on_join(self, request: EngineRequest, shared: Extension | None) -> None:
-        """The request finds the tokens of the shared prefix."""
         self.stamps[request.number] = [] if shared is None else [self.memory[token] for token in shared.locations.np]
         self.reached("a shared prefix", shared is not None and len(shared) > 0)
 
@@ -347,7 +346,6 @@ class EngineMachine(Machine):
             agree(self.stamps[request.number], stamps, f"tokens of request {request.number}")
 
     def _check_states(self, batch: EngineBatch) -> None:
-        """The newest state of each request has counted its own forwards."""
         if isinstance(self.slots, HybridSlotPool) and self.engine.states is not None:
             counts = self.rt.inspect(self.engine.states)[self.slots.state_turns(batch.slots).reads]
             agree([request.forwards for request in batch.requests], counts.tolist(), "forwards counted in states")
@@ -371,7 +369,6 @@ class EngineMachine(Machine):
 
     @rule(n=st.integers(1, 2), prompt=st.integers(1, 6), answer=st.integers(1, 4), shares=st.booleans())
     def arrive(self, n: int, prompt: int, answer: int, shares: bool) -> None:
-        """Requests come."""
         for _ in range(n):
             request = EngineRequest(len(self.requests) + 1, prompt, answer, shares)
             self.requests.append(request)
@@ -379,7 +376,6 @@ class EngineMachine(Machine):
 
     @rule(n=st.integers(1, 2))
     def step(self, n: int) -> None:
-        """The engine steps; the device lags behind."""
         for _ in range(n):
             self._step()
 
@@ -405,7 +401,6 @@ class EngineMachine(Machine):
 
     @rule(n=st.integers(1, 2))
     def end(self, n: int) -> None:
-        """The oldest steps end."""
         self.steps.complete(n)
 
     @precondition(lambda self: bool(self.engine.waiting) or len(self.engine.batch) > 0)

@@ -108,7 +108,6 @@ class FailureMachine(Machine):
 
     @initialize()
     def begin(self) -> None:
-        """Opens the pools."""
         self.open()
         self.make()
 
@@ -137,7 +136,6 @@ class FailureMachine(Machine):
         self.live += [slots.take([row]) for row in range(len(slots))]
 
     def forget(self, slots: Slots) -> None:
-        """A request has left."""
         self.live = [req for req in self.live if req is not slots]
         for slot in slots.np.tolist():
             self.values.pop(slot, None)
@@ -158,7 +156,6 @@ class FailureMachine(Machine):
 
     @rule(at=st.integers(0, 4), total=st.integers(0, 6))
     def extend(self, at: int, total: int) -> None:
-        """A request grows, and its KV is written."""
         slots = self.some(at)
         with contextlib.suppress(PoolExhaustedError, Violation):
             if total >= int(self.pages.committed(slots).max(initial=0)):
@@ -177,13 +174,11 @@ class FailureMachine(Machine):
 
     @rule(at=st.integers(0, 4))
     def end_lease(self, at: int) -> None:
-        """The cache forgets pages."""
         if self.leases:
             self.leases.pop(at % len(self.leases)).release()
 
     @rule(at=st.integers(0, 4), late=st.booleans())
     def leave(self, at: int, late: bool) -> None:
-        """A request leaves, behind a step or at once."""
         slots = self.some(at)
         after = ManualFence(1, None, True) if late else None  # type: ignore[arg-type]
         self.pages.release_requests(slots, after=after)
@@ -213,7 +208,6 @@ class FailureMachine(Machine):
 
     @rule(at=st.integers(0, 4))
     def gather(self, at: int) -> None:
-        """A forward reads what was published last."""
         self._gather(self.some(at))
 
     def _gather(self, slots: Slots) -> None:
@@ -274,7 +268,6 @@ class FailureMachine(Machine):
 
     @rule()
     def shut_down(self) -> None:
-        """All leave; nothing is left."""
         for lease in self.leases:
             lease.release()
         for slots in list(self.live):

@@ -24,7 +24,7 @@ from batchstate.future_map import EntryState, FutureMap, Prefetched, RelayField,
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor, Pages, Slots
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Runtime, Stream, open_runtime
+from batchstate.runtime import Fence, Stream, open_runtime
 from batchstate.testing.fences import LateRuntime
 from batchstate.violations import Code
 from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, is_behind, misuses
@@ -178,14 +178,12 @@ class Shape:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The fields that the ids of decodes come from."""
         if not self.has_ids:
             return ()
         return ("token", "drafts") if self.drafts else ("token",)
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """All fields that a decode takes."""
         lengths = self.bounded or (self.lengths and self.has_ids)
         return (*self.ids, "lengths") if lengths else self.ids
 
@@ -242,9 +240,14 @@ class RelayCase:
         """A device tensor with a row for each request."""
         return self.zeros(self.n, *shape, dtype=dtype)
 
-    def mirrored(self, rows: int, dtype: type = np.int64, runtime: Runtime | None = None) -> MirroredTensor:
-        """A mirrored value of the relay's runtime, or of another."""
-        return MirroredTensor.from_host(self.relay.runtime if runtime is None else runtime, np.zeros(rows, dtype))
+    def int32(self) -> torch.Tensor:
+        return self.column(dtype=torch.int32)
+
+    def mirrored(self, rows: int, dtype: type = np.int64) -> MirroredTensor:
+        return MirroredTensor.from_host(self.relay.runtime, np.zeros(rows, dtype))
+
+    def of_another_runtime(self) -> MirroredTensor:
+        return MirroredTensor.from_host(open_runtime(self.relay.runtime.device), np.zeros(self.n, np.int64))
 
 
 def _publish(**makes: Callable[[RelayCase], Any]) -> Callable[[RelayCase], object]:
@@ -255,9 +258,13 @@ def _not_ragged(case: RelayCase) -> bool:
     return not case.relay.fields["drafts"].ragged
 
 
-def _behind_padding(case: RelayCase) -> Slots:
+def _publish_behind_padding(case: RelayCase) -> None:
     zero = Slots.from_host(case.relay.runtime, [0], generations=[0], pool_id=case.relay.slots.pool_id)
-    return Slots.cat([zero, case.slots])
+    case.relay.publish(Slots.cat([zero, case.slots]), token=case.zeros(case.n + 1))
+
+
+def _publish_for_pages(case: RelayCase) -> None:
+    case.relay.publish(Pages.from_host(case.relay.runtime, [1]), token=case.zeros(1))
 
 
 def _relay_of(fields: Any) -> Callable[[RelayCase], object]:
@@ -271,7 +278,7 @@ def _field(*arguments: Any, **named: Any) -> Callable[[RelayCase], object]:
 MISUSES = misuses(
     ("publish an undeclared field", DeclarationError, _publish(tokens=RelayCase.column)),
     ("publish nothing", DeclarationError, _publish()),
-    ("publish int32", DtypeError, _publish(token=lambda case: case.column(dtype=torch.int32))),
+    ("publish int32", DtypeError, _publish(token=RelayCase.int32)),
     ("publish a mirrored int32", DtypeError, _publish(token=lambda case: case.mirrored(case.n, np.int32))),
     ("publish a row too many", ShapeError, _publish(token=lambda case: case.zeros(case.n + 1))),
     ("publish a mirrored row too many", ShapeError, _publish(token=lambda case: case.mirrored(case.n + 1))),
@@ -280,29 +287,13 @@ MISUSES = misuses(
     ("publish drafts of another shape", ShapeError, _publish(drafts=lambda case: case.column(3))),
     ("publish a scalar", ShapeError, _publish(token=RelayCase.zeros)),
     ("publish from another device", DeviceError, _publish(token=lambda case: torch.zeros(case.n, device="meta"))),
-    (
-        "publish a value of another runtime",
-        DeviceError,
-        _publish(token=lambda case: case.mirrored(case.n, runtime=open_runtime(case.relay.runtime.device))),
-    ),
+    ("publish a value of another runtime", DeviceError, _publish(token=RelayCase.of_another_runtime)),
     ("publish a sparse tensor", DtypeError, _publish(token=lambda case: case.column().to_sparse())),
-    (
-        "publish a good field and a bad one",
-        DtypeError,
-        _publish(token=RelayCase.column, lengths=lambda case: case.column(dtype=torch.int32)),
-    ),
+    ("publish a good field and a bad one", DtypeError, _publish(token=RelayCase.column, lengths=RelayCase.int32)),
     ("publish twice", Code.SLOT_SHARED, lambda case: case.relay.publish(case.slots.take([0, 0]), token=case.zeros(2))),
-    (
-        "publish behind a padded row",
-        Code.SLOT_ZERO_ALLOCATED,
-        lambda case: case.relay.publish(_behind_padding(case), token=case.zeros(case.n + 1)),
-    ),
+    ("publish behind a padded row", Code.SLOT_ZERO_ALLOCATED, _publish_behind_padding),
     ("publish for another pool", ArgumentError, lambda case: case.relay.publish(case.foreign, token=case.zeros(1))),
-    (
-        "publish for pages",
-        Code.UNIT_MISMATCH,
-        lambda case: case.relay.publish(Pages.from_host(case.relay.runtime, [1]), token=case.zeros(1)),
-    ),
+    ("publish for pages", Code.UNIT_MISMATCH, _publish_for_pages),
     ("publish a list of a row too few", ShapeError, _publish(token=lambda case: [0] * (case.n - 1))),
     ("publish a host number", ShapeError, _publish(token=lambda case: 5)),
     ("publish an array of drafts as numbers", ShapeError, _publish(drafts=lambda case: np.zeros(case.n, np.int64))),
@@ -310,12 +301,7 @@ MISUSES = misuses(
     ("publish None in a list", DtypeError, _publish(token=lambda case: [None] * case.n)),
     ("publish more than int64", ValueOverflowError, _publish(token=lambda case: [2**63] * case.n)),
     ("publish a stand-in", Code.SENTINEL_ESCAPED, _publish(token=lambda case: [0] * (case.n - 1) + [-1])),
-    (
-        "publish a stand-in as a draft",
-        Code.SENTINEL_ESCAPED,
-        _publish(drafts=lambda case: [[0, -1]] * case.n),
-        _not_ragged,
-    ),
+    ("publish a stand-in as a draft", Code.SENTINEL_ESCAPED, _publish(drafts=lambda c: [[0, -1]] * c.n), _not_ragged),
     (
         "publish a good field and a bad host one",
         ShapeError,
@@ -326,11 +312,7 @@ MISUSES = misuses(
     ("gather for a slot twice", Code.SLOT_SHARED, lambda case: case.relay.gather(case.slots.take([0, 0]), "token")),
     ("prefetch nothing", DeclarationError, lambda case: case.relay.prefetch(case.slots)),
     ("prefetch a field twice", DeclarationError, lambda case: case.relay.prefetch(case.slots, "token", "token")),
-    (
-        "prefetch what the host does not read",
-        DeclarationError,
-        lambda case: case.relay.prefetch(case.slots, "drafts", "token"),
-    ),
+    ("prefetch what the host does not read", DeclarationError, lambda c: c.relay.prefetch(c.slots, "drafts", "token")),
     ("resolve an undeclared field", DeclarationError, lambda case: case.relay.resolve(case.slots, "tokens")),
     ("discard an undeclared field", DeclarationError, lambda case: case.relay.discard(case.slots, "token", "no")),
     ("states of an undeclared field", DeclarationError, lambda case: case.relay.states(case.slots, "tokens")),
@@ -350,7 +332,6 @@ class FutureMapMachine(Machine):
     LAGS = True
     TARGETS = (
         "overwriting unread refused",
-        "a field that numpy lacks seeded by bits",
         "fewer drafts than there is room for",
         "read before the publish refused",
         "read a second time refused",
@@ -359,24 +340,14 @@ class FutureMapMachine(Machine):
         "cleared with an entry unread",
         "left with an entry unread",
         "left between launch and results",
-        "padded rows",
         "read on another stream than the publish",
         "fetched while the device was not there yet",
         "fetched after its slot was freed",
         "fetched after its entry was overwritten",
-        "a forward of prompts alone",
-        "a forward of decodes alone",
-        "a forward of prompts and decodes",
-        "a forward without ids",
         "true lengths of a forward without ids",
         "a forward without the relay",
         "tokens of an encoder before the first",
-        "a plan of another rank",
-        "values of tokens deferred",
-        "values of tokens in the step's copy",
-        "drafts put in",
         "bounded lengths set right",
-        "padded to a graph's size",
         "a plan used twice refused",
         "a plan used late",
         "a plan of pages that changed refused",
@@ -443,7 +414,6 @@ class FutureMapMachine(Machine):
             agree(expected, self._states(), "states of entries")
 
     def snapshot(self) -> object:
-        """States, pools, tokens in flight, and what was launched so far."""
         counted = self.rt.counters
         return (
             self._states(),
@@ -465,13 +435,11 @@ class FutureMapMachine(Machine):
 
     @rule(n=st.integers(1, 6))
     def complete(self, n: int) -> None:
-        """The device gets somewhere."""
         if isinstance(self.rt, LateRuntime):
             self.rt.complete(n)
 
     @rule()
     def synchronize(self) -> None:
-        """The host waits for everything."""
         self.rt.synchronize()
         agree(True, all(asked.prefetched.ready() for asked in self.asked), "ready when nothing is in flight")
 
@@ -545,7 +513,6 @@ class FutureMapMachine(Machine):
 
     def _padded(self, requests: Sequence[RelayRequest], pads: int) -> Slots:
         handles = self._handles(requests)
-        self.reached("padded rows", pads > 0)
         return handles.pad(len(handles) + pads) if pads else handles
 
     def _values(self, requests: Sequence[RelayRequest], names: Sequence[str]) -> dict[str, Array]:
@@ -578,7 +545,6 @@ class FutureMapMachine(Machine):
         """Host values: numbers, or the bits of a dtype that numpy lacks."""
         if self.model.fields[name].dtype is not torch.bfloat16:
             return array
-        self.reached("a field that numpy lacks seeded by bits")
         return torch.from_numpy(array).to(torch.bfloat16).view(torch.int16).numpy()
 
     def _published(
@@ -718,7 +684,6 @@ class FutureMapMachine(Machine):
         pads=_PADS,
     )
     def prefetch(self, data: st.DataObject, names: tuple[str, ...], stream: str, pads: int) -> None:
-        """The host asks for entries, and goes on."""
         requests = self._readers(data, names, HOST)
         with self.rt.use(self.streams[stream]):
             self._prefetch(requests, names, self._padded(requests, pads))
@@ -784,7 +749,6 @@ class FutureMapMachine(Machine):
     @precondition(lambda self: bool(self.requests))
     @rule(data=st.data(), name=st.sampled_from(["token", "accepted"]))
     def resolve(self, data: st.DataObject, name: str) -> None:
-        """The host asks and waits."""
         requests = self._readers(data, [name], HOST)
         slots = self._handles(requests)
         if not self._refused_read(requests, [name], HOST, lambda: self.relay.resolve(slots, name)):
@@ -840,7 +804,6 @@ class FutureMapMachine(Machine):
                 self._fetch(first, "default")
 
     def _launch(self, parts: Sequence[ForwardPart], shape: Shape, twice: bool) -> Launched:
-        """Plans, uploads, and makes the inputs at forward entry."""
         self.next_step()
         requests = [part.request for part in parts]
         self._make_exact([part.request for part in parts if not shape.bounded or part.prompt is not None])
@@ -882,7 +845,11 @@ class FutureMapMachine(Machine):
         ids = [self._ids(part, shape) for part in parts]
         if levels.full:
             self._check_inputs(launched, ids)
-        self._reached_by(launched)
+        self.reached("true lengths of a forward without ids", not shape.has_ids and plan.bounded)
+        self.reached("a forward without the relay", alone)
+        self.reached("tokens of an encoder before the first", plan.kv_offset is not None)
+        bounds = [req.bound > req.length + query for req, query in zip(requests, queries.tolist(), strict=True)]
+        self.reached("bounded lengths set right", plan.bounded and any(bounds))
         if twice:
             self.reached("a plan used twice refused")
             with self.rt.use(self.streams["forward"]), self.refused(Code.FUTURE_CONSUMED):
@@ -1063,27 +1030,6 @@ class FutureMapMachine(Machine):
             if fetched:
                 self._prefetch(here, ("token", "lengths", "accepted"), slots)
 
-    def _reached_by(self, launched: Launched) -> None:
-        decodes = [part.prompt is None for part in launched.parts]
-        shape = launched.shape
-        self.reached("a forward of prompts alone", not any(decodes))
-        self.reached("a forward of decodes alone", all(decodes))
-        self.reached("a forward of prompts and decodes", any(decodes) and not all(decodes))
-        self.reached("a forward without ids", not shape.has_ids)
-        self.reached("true lengths of a forward without ids", not shape.has_ids and launched.plan.bounded)
-        self.reached("a plan of another rank", shape.carried)
-        self.reached("a forward without the relay", shape.alone and not launched.plan.relay_rows.size)
-        self.reached("tokens of an encoder before the first", launched.plan.kv_offset is not None)
-        self.reached("values of tokens deferred", shape.arrays and shape.deferred)
-        self.reached("values of tokens in the step's copy", shape.arrays and not shape.deferred)
-        self.reached("drafts put in", shape.drafts and any(decodes))
-        self.reached("padded to a graph's size", bool(shape.pad_tokens))
-        self.reached(
-            "bounded lengths set right",
-            launched.plan.bounded
-            and any(part.request.bound > part.request.length + part.query for part in launched.parts),
-        )
-
     # Misuse
 
     @precondition(lambda self: bool(self.gone))
@@ -1107,5 +1053,4 @@ class FutureMapMachine(Machine):
     @precondition(lambda self: bool(self.requests))
     @rule(misuse=st.sampled_from(MISUSES))
     def misuse(self, misuse: Misuse[RelayCase]) -> None:
-        """A misuse is refused, and changes nothing."""
         self.refuses(misuse, RelayCase(self.relay, self._handles(self.requests), self.foreign))

@@ -141,13 +141,8 @@ class MirroredTensorMachine(Machine):
         "merge of exact with bound",
         "merge of host_only with exact",
         "merge with device_only",
-        "a row taken twice",
-        "an empty value",
-        "a bound resolved",
-        "read on a second stream",
         "overflow refused",
         "handles moved with their generations",
-        "read in a stale window refused",
         "write from outside found",
     )
 
@@ -185,8 +180,6 @@ class MirroredTensorMachine(Machine):
         ]
 
     def kept(self, model: Modelled) -> Modelled:
-        """A result of an operation: checked from now on."""
-        self.reached("an empty value", not len(model))
         self.alive.append(model)
         return model
 
@@ -224,7 +217,6 @@ class MirroredTensorMachine(Machine):
         """The device side is made at first use, on whichever stream uses it."""
         with self.on(side):
             model.check_device()
-        self.reached("read on a second stream", side)
 
     # Moving rows
 
@@ -239,9 +231,7 @@ class MirroredTensorMachine(Machine):
 
     @rule(target=VALUES, model=VALUES, data=st.data())
     def take(self, model: Modelled, data: st.DataObject) -> Modelled:
-        """`take` is numpy's index with repeats."""
         rows = data.draw(row_lists(len(model)), label="rows")
-        self.reached("a row taken twice", len(set(rows)) < len(rows))
         index = np.array(rows, dtype=np.int64)
         return self.derived(model, model.moved(model.value.take(rows), lambda array: array[index]))
 
@@ -286,7 +276,6 @@ class MirroredTensorMachine(Machine):
 
     @rule(target=VALUES, model=VALUES, data=st.data())
     def split(self, model: Modelled, data: st.DataObject) -> Any:
-        """`split` covers every row once, in order."""
         sizes = data.draw(split_sizes(len(model)), label="sizes")
         stops = np.cumsum(sizes)[:-1]
         parts = model.value.split(sizes)
@@ -314,7 +303,6 @@ class MirroredTensorMachine(Machine):
 
     @rule(target=VALUES, model=VALUES, data=st.data())
     def update(self, model: Modelled, data: st.DataObject) -> Modelled:
-        """`update` replaces rows on both sides and leaves the old value alone."""
         rows = data.draw(row_lists(len(model)).map(lambda rows: list(dict.fromkeys(rows))), label="rows")
         new = data.draw(column_values(model.value.dtype, len(rows), model.value.shape[1:]), label="values")
         generations = np.arange(len(rows), dtype=np.int64) + 5
@@ -417,7 +405,6 @@ class MirroredTensorMachine(Machine):
         before = self.rt.counters.forced_syncs
         value = model.value.resolve()
         agree(int(waits), self.rt.counters.forced_syncs - before, "forced syncs of resolve")
-        self.reached("a bound resolved", model.value.contract is Contract.UPPER_BOUND)
         return self.derived(model, Modelled(value, model.device, model.device, model.generations))
 
     @rule(target=VALUES, model=VALUES, side=st.sampled_from(["host", "device"]), moves=st.booleans())
@@ -427,7 +414,6 @@ class MirroredTensorMachine(Machine):
             late = model.value.filter(np.arange(len(model))) if moves else model.value.pad(len(model))
             for value in (model.value, late):
                 self._refused_as_stale(value, side)
-        self.reached("read in a stale window refused")
         ask(model.check)
         return self.derived(model, model.moved(late, lambda array: array))
 
@@ -470,7 +456,6 @@ class MirroredTensorMachine(Machine):
 
     @rule(model=VALUES, misuse=st.sampled_from(MISUSES))
     def misuse(self, model: Modelled, misuse: Misuse[MirroredTensor]) -> None:
-        """A misuse is refused, and changes nothing."""
         self.refuses(misuse, model.value)
 
 

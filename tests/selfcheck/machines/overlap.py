@@ -657,9 +657,7 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
             pages.truncate(batch.slots, lens, after=done)
         prompts = [prompt is not None for prompt in ids]
         self._reached("a forward of prompts and decodes", any(prompts) and not all(prompts))
-        self._reached("inputs gathered by hand", plan is None)
         self._reached("tokens taken back while a step writes them", choices.tries)
-        self._reached("nudged from another stream", choices.nudged)
 
     def _launched(
         self, sampled: Sequence[OverlapRequest], outcomes: Sequence[Outcome], results: Prefetched | None, done: Fence
@@ -838,8 +836,6 @@ class OverlapMachine(Machine):
         "a row rewritten while a step reads it",
         "a row written on two streams",
         "a row cleared on another stream",
-        "nudged from another stream",
-        "inputs gathered by hand",
         "a forward of prompts and decodes",
         "looked at while a step is in flight",
         "results read out of order",
@@ -913,7 +909,6 @@ class OverlapMachine(Machine):
         marked=st.booleans(),
     )
     def arrive(self, n: int, prompt: int, answer: int, arrival: Arrival, marked: bool) -> None:
-        """Requests arrive."""
         for _ in range(n):
             self._arrive(prompt, answer, arrival, marked)
 
@@ -945,7 +940,6 @@ class OverlapMachine(Machine):
 
     @rule(steps=st.lists(CHOICES, min_size=1, max_size=2))
     def run(self, steps: list[Choices]) -> None:
-        """The engine steps, one ahead of the device."""
         for choices in steps:
             self.engine.step(choices)
 
@@ -1066,5 +1060,4 @@ class OverlapMachine(Machine):
     @precondition(lambda self: self.engine.running)
     @rule()
     def wait(self) -> None:
-        """The host waits for the oldest forward that runs."""
         self.engine.wait()

@@ -97,11 +97,9 @@ class PagePoolMachine(PagesMachine):
         "a write into a shared page refused",
         "a request too long refused",
         "allocated first and committed later",
-        "tokens taken back",
         "pages before a window given back",
         "truncated into what was given back refused",
         "a prefix that was given back refused",
-        "a map to another pool read",
         "a map cleared where a window moved on",
         "exhausted while pending would suffice",
         "exhausted for good",
@@ -392,7 +390,6 @@ class PagePoolMachine(PagesMachine):
                 self.pages.truncate(self.handles(slots), np.array(lengths, dtype=np.int64), after=fence)
             return
         self._cut(slots, lengths, fence)
-        self.reached("tokens taken back", back > 0 and bool(slots))
 
     def _cut(self, slots: list[int], lengths: list[int], fence: ManualFence | None) -> None:
         """Takes back tokens, and the pages beyond them."""
@@ -478,7 +475,6 @@ class PagePoolMachine(PagesMachine):
         with self.refused(Code.SLOT_OUT_OF_RANGE):
             self.full_to_swa.entry(here, None, np.full(length, self.swa.location_capacity))
         self._check_chain(slot, 0)
-        self.reached("a map to another pool read")
         first = max(0, length - window)
         self.swa.truncate(handle, first=first)
         gone = int(self.swa.first_positions(handle)[0])
@@ -532,7 +528,6 @@ class PagePoolMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data(), pages=st.integers(0, 3), n=st.integers(1, 2))
     def share(self, data: st.DataObject, pages: int, n: int) -> None:
-        """New requests begin with whole pages of another's prefix."""
         self._share(self.requests[self.some(data)[0]], pages, n)
 
     @precondition(lambda self: self.leases)

@@ -131,7 +131,6 @@ class PlainTorchMachine(Machine):
 
     @initialize(scheduler=st.sampled_from(tuple(PORTFOLIO)), seed=st.integers(0, 99))
     def begin(self, scheduler: str, seed: int) -> None:
-        """Zeros, and a graph."""
         self._windows.enter_context(levels.checks(self.session.level))
         replace(self._windows, race, "PATIENCE", 20)  # `Counts.upload` polls: it would ask 10,000 times
         self._open(scheduler, seed)

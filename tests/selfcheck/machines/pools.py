@@ -55,7 +55,6 @@ class TableModel:
         self.writes[handles.np] += 1
 
     def readable(self, handles: Handles) -> bool:
-        """Whether the owners have written all of these rows."""
         return bool((self.written[handles.np] == handles.generations).all())
 
 
@@ -258,6 +257,14 @@ def _forged(pool: SlotPool, slot: int) -> Slots:
     return Slots.from_host(pool.runtime, [slot], generations=[1], pool_id=pool.pool_id)
 
 
+def _adopt(pool: SlotPool, *shape: int) -> object:
+    return pool.adopt(pool.runtime.device_zeros(shape, torch.int32), "adopted")
+
+
+def _hybrid(states: Any, states_per_slot: Any = 1) -> Callable[[SlotPool], object]:
+    return lambda pool: HybridSlotPool(pool.runtime, 1, states=states, states_per_slot=states_per_slot)
+
+
 class SlotMachine(PoolMachine):
     """Takes and frees slots in a pool so small that they are used again and again; subclasses add states and tables."""
 
@@ -283,29 +290,17 @@ class SlotMachine(PoolMachine):
         ("free beyond the last", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.free(_forged(pool, pool.capacity))),
         ("query a slot out of range", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.is_live([pool.capacity])),
         ("query half a slot", DtypeError, lambda pool: pool.is_live([0.5])),
-        (
-            "adopt a table sized by size",
-            Code.TABLE_CAPACITY,
-            lambda pool: pool.adopt(pool.runtime.device_zeros((pool.size,), torch.int32), "small"),
-        ),
-        ("adopt a scalar", ShapeError, lambda pool: pool.adopt(pool.runtime.device_zeros((), torch.int32), "scalar")),
+        ("adopt a table sized by size", Code.TABLE_CAPACITY, lambda pool: _adopt(pool, pool.size)),
+        ("adopt a scalar", ShapeError, _adopt),
         ("a table of a negative width", ArgumentError, lambda pool: pool.table("t", (-1,))),
         ("a pool of no slots", ArgumentError, lambda pool: SlotPool(pool.runtime, 0)),
         ("a pool beyond int32", ArgumentError, lambda pool: SlotPool(pool.runtime, 2**31 - 2, reserve=1)),
         ("a negative reserve", ArgumentError, lambda pool: SlotPool(pool.runtime, 1, reserve=-1)),
-        (
-            "states that do not suffice for one slot",
-            ArgumentError,
-            lambda pool: HybridSlotPool(pool.runtime, 1, states=1, states_per_slot=2),
-        ),
-        ("states of no kind", ArgumentError, lambda pool: HybridSlotPool(pool.runtime, 1, states={})),
-        ("states called slots", ArgumentError, lambda p: HybridSlotPool(p.runtime, 1, states={"slot": 1})),
-        (
-            "states per slot of a kind that is not there",
-            ArgumentError,
-            lambda pool: HybridSlotPool(pool.runtime, 1, states={"mamba": 2}, states_per_slot={"swa": 1}),
-        ),
-        ("no states per slot", ArgumentError, lambda p: HybridSlotPool(p.runtime, 1, states=1, states_per_slot=0)),
+        ("states that do not suffice for one slot", ArgumentError, _hybrid(1, 2)),
+        ("states of no kind", ArgumentError, _hybrid({})),
+        ("states called slots", ArgumentError, _hybrid({"slot": 1})),
+        ("states per slot of a kind that is not there", ArgumentError, _hybrid({"mamba": 2}, {"swa": 1})),
+        ("no states per slot", ArgumentError, _hybrid(1, 0)),
     )
 
     handles = Bundle("handles")
@@ -448,7 +443,6 @@ class SlotMachine(PoolMachine):
 
     @rule(target=handles, n=st.integers(1, 2))
     def late_exit(self, n: int) -> Slots:
-        """Requests are freed, their slots go to others, and then their second exit frees them again."""
         late = self.live(n)
         self._free(late, None)
         slots = self._take(n, True)
@@ -507,7 +501,6 @@ class Gathered:
     writes: Ints
 
     def rewritten(self) -> bool:
-        """Whether a row was written since."""
         return bool((self.model.writes[self.slots.np] != self.writes).any())
 
 
@@ -520,7 +513,6 @@ class SlotPoolMachine(SlotMachine):
         "write through a stale handle refused",
         "a row of the last owner refused",
         "rows read",
-        "rows read beside padding",
         "a write that was left behind",
         "a batch of a request that left refused",
         "gathered rows used late",
@@ -529,7 +521,6 @@ class SlotPoolMachine(SlotMachine):
 
     @initialize(size=st.integers(1, 5), reserve=st.integers(0, 2))
     def begin(self, size: int, reserve: int) -> None:
-        """Opens the pool."""
         self.open()
         self.pool = SlotPool(self.rt, size, reserve=reserve)
         self.start()
@@ -604,11 +595,7 @@ class SlotPoolMachine(SlotMachine):
 
     @rule(slots=SlotMachine.handles, data=st.data())
     def read(self, slots: Slots, data: st.DataObject) -> None:
-        """A forward reads rows that their owners have written; others are refused, whatever they hold."""
         model, padding = self._table(data), data.draw(st.integers(0, 2), label="padded rows")
-        self.reached(
-            "rows read beside padding", padding > 0 and len(slots) > 0 and self.good(slots) and model.readable(slots)
-        )
         self.read_rows(model, slots, self.good(slots), padding)
 
     @rule(n=st.integers(1, 2), rewrites=st.booleans(), along=st.booleans())
@@ -626,7 +613,6 @@ class SlotPoolMachine(SlotMachine):
             model.table.write(slots, None, model.rows[slots.np] + 1)
             model.write(slots, None, model.rows[slots.np] + 1)
         padded = slots.pad(len(slots) + 1)
-        self.reached("rows read beside padding")
         gathered = model.table.gather(padded)
         self.gathered.append(Gathered(model, slots, gathered, model.rows[padded.np], model.writes[slots.np]))
         if rewrites:
@@ -679,7 +665,6 @@ class HybridMachine(SlotMachine):
         "a state used again after its fence",
         "a window used again after its fence",
         "states exhausted while slots are free",
-        "the mapping written by the caller",
         "slots taken with and without states",
     )
     MISUSES: ClassVar[tuple[Misuse[Any], ...]] = (
@@ -698,7 +683,6 @@ class HybridMachine(SlotMachine):
 
     @initialize(size=st.integers(1, 4), reserve=st.integers(0, 2), per_slot=st.integers(1, 2), spare=st.integers(-2, 2))
     def begin(self, size: int, reserve: int, per_slot: int, spare: int) -> None:
-        """Opens the pool, with more or fewer states than all slots together need."""
         self.open()
         sizes = {"state": max(per_slot, (size + reserve) * per_slot + spare), "window": max(2, size + spare)}
         self.pool = HybridSlotPool(
@@ -746,7 +730,6 @@ class HybridMachine(SlotMachine):
             for kind in self.states:
                 entry = self.pool.state_entry(slots, kind)
                 self.pool.state_table(kind).write(slots, None, entry.values.reshape(len(slots), -1))
-            self.reached("the mapping written by the caller")
         return slots
 
     @rule(target=SlotMachine.handles, pattern=st.lists(st.integers(0, 2), min_size=1, max_size=3))

@@ -97,16 +97,12 @@ class StepMachine(Machine):
         "a mixed step",
         "a mixed step in one piece",
         "requests leave and arrive with a step in one piece",
-        "requests arrive as columns",
         "pages run out for those that arrive",
-        "padded",
-        "tokens of an encoder",
         "two steps in flight",
         "pages run out",
         "a stale batch refused",
         "a stale step refused",
         "a copy fails where requests join",
-        "idle",
         "write from outside found",
     )
 
@@ -167,12 +163,10 @@ class StepMachine(Machine):
     @precondition(lambda self: not self.in_flight)
     @rule()
     def end(self) -> None:
-        """All requests leave, and nothing is left of them."""
         self.pages.release_requests(self.batch.slots)
         self.batch = StepBatch.empty(self.rt)
         self.slots.expect_idle()
         self.pages.expect_idle()
-        self.reached("idle")
 
     @precondition(lambda self: self._ready(self.batch) and self._fits())
     @rule(arriving=st.lists(st.integers(1, 6), min_size=1, max_size=2))
@@ -188,13 +182,11 @@ class StepMachine(Machine):
     @precondition(lambda self: len(self.batch) > 1)
     @rule(seed=st.integers(0, 20))
     def change_places(self, seed: int) -> None:
-        """The same requests in another order."""
         self.batch = self.batch.filter(np.random.default_rng(seed).permutation(len(self.batch)))
 
     @precondition(lambda self: len(self.batch) > 0)
     @rule(adds=st.integers(0, 6))
     def replace(self, adds: int) -> None:
-        """Other values in a column, and the rows stay."""
         values = [(req.adds + adds) % 7 for req in self.batch.requests]
         for req, value in zip(self.batch.requests, values, strict=True):
             req.adds = value
@@ -254,10 +246,7 @@ class StepMachine(Machine):
         mixed = None in prompts and any(ids is not None for ids in prompts)
         self.reached("a mixed step", mixed)
         self.reached("a mixed step in one piece", mixed and step._checked)
-        self.reached("padded", padded)
         self.reached("requests leave and arrive with a step in one piece", one_piece and len(options) == 4)
-        self.reached("requests arrive as columns", columns and bool(arrived))
-        self.reached("tokens of an encoder", any(req.encoder for req in requests))
         expected = [(req.tokens[-1] + 1 + req.adds) % 1000 for req in requests]
         with self.rt.use(self.side):
             inputs = step.inputs()
@@ -277,7 +266,6 @@ class StepMachine(Machine):
     @precondition(lambda self: self._fits())
     @rule(times=st.integers(2, 5))
     def decode_on(self, times: int) -> None:
-        """Several steps of the same requests."""
         for _ in range(times):
             if self._fits():
                 self.step(False, set(), [], False, False)
@@ -324,7 +312,6 @@ class StepMachine(Machine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def read(self) -> None:
-        """The host takes the results of the oldest step."""
         launched = self.in_flight.popleft()
         agree(launched.expected, launched.results["token"].np.tolist(), "tokens of a step")
 

@@ -129,11 +129,9 @@ class TransfersMachine(Machine):
 
     NAME = "transfers"
     TARGETS = (
-        "a grant",
         "a lease delivered",
         "a lease failed",
         "a lease aborted",
-        "another attempt",
         "a tag twice",
         "a late tag",
         "a write refused",
@@ -222,7 +220,6 @@ class TransfersMachine(Machine):
         sender.accept(self.receiver.introduce())
 
     def now(self) -> float:
-        """The clock of both sides: steps of the network."""
         return float(self.network.now)
 
     def _start_writer(self, number: int) -> PrefillInstance:
@@ -295,7 +292,6 @@ class TransfersMachine(Machine):
 
     @rule(tokens=st.integers(0, 9), times=TURNS)
     def request(self, tokens: int, times: int) -> None:
-        """A request is admitted: a lease, host memory, a grant."""
         self._request(tokens)
         self.serve(times, True)
 
@@ -342,7 +338,6 @@ class TransfersMachine(Machine):
             self.host.free([ranges] if ranges is not None else [])
             self.states.free(row)
             return
-        self.reached("a grant")
         self.unkept += not kept and ranges is not None
         self.attempts.append(Attempt(lease, kv, ranges, row))
         self.granted[lease.epoch, lease.serial] = kv
@@ -361,7 +356,6 @@ class TransfersMachine(Machine):
                 self._free(attempt)
                 self.reached("freed before it has ended", not attempt.lease.ended.query())
                 if retry:
-                    self.reached("another attempt")
                     self._request(attempt.lease.num_tokens, attempt.lease)
 
     def _collect(self) -> None:
@@ -400,7 +394,6 @@ class TransfersMachine(Machine):
     @precondition(lambda self: self.attempts)
     @rule(times=TURNS)
     def abort(self, times: int) -> None:
-        """A request is given up, in any state."""
         self.serve(times, False)
         self.receiver.abort(self.dice.choice(self.attempts).lease)
 
@@ -436,7 +429,6 @@ class TransfersMachine(Machine):
 
     @rule(times=st.integers(1, 8), whole=st.booleans())
     def serve(self, times: int, whole: bool) -> None:
-        """Messages, writes and time go on."""
         self._use_the_rest()
         for _ in range(times):
             self._carry(0.8)
@@ -448,7 +440,6 @@ class TransfersMachine(Machine):
 
     @rule(steps=st.integers(1, 4))
     def time_passes(self, steps: int) -> None:
-        """Writes under way land."""
         self._use_the_rest()
         for _ in range(steps):
             self.network.step()

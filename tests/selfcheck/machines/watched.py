@@ -147,7 +147,6 @@ class WatchedMachine(Machine):
 
     @initialize()
     def begin(self) -> None:
-        """An empty batch."""
         self.open()
         self.watched = self._windows.enter_context(
             watch(
@@ -201,7 +200,6 @@ class WatchedMachine(Machine):
 
     @rule(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=3))
     def join(self, lengths: list[int]) -> None:
-        """Requests arrive in a batch of their own."""
         self.batch.merge(self._new(lengths))
         self.reached("requests joined", len(self.batch) > len(lengths))
 
@@ -217,7 +215,6 @@ class WatchedMachine(Machine):
 
     @rule()
     def decode(self) -> None:
-        """A step."""
         self.batch.step()
         self.reached("a long request", self.batch.has_long)
 
@@ -257,7 +254,6 @@ class WatchedMachine(Machine):
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """A request gives back what it has."""
         if not self.pages.held:
             return
         name = data.draw(st.sampled_from(sorted(self.pages.held)), label="name")
@@ -267,7 +263,6 @@ class WatchedMachine(Machine):
 
     @rule(num_rows=st.integers(1, NUM_STAGED), first=st.integers(1, 9))
     def stage(self, num_rows: int, first: int) -> None:
-        """The staging buffer is refilled and copied."""
         self.staging.cpu[:num_rows] = np.arange(first, first + num_rows)
         self.staging.copy_to_gpu(num_rows)
 
