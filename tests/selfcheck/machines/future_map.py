@@ -264,7 +264,8 @@ def _publish_behind_padding(case: RelayCase) -> None:
 
 
 def _publish_for_pages(case: RelayCase) -> None:
-    case.relay.publish(Pages.from_host(case.relay.runtime, [1]), token=case.zeros(1))
+    pages: Any = Pages.from_host(case.relay.runtime, [1])
+    case.relay.publish(pages, token=case.zeros(1))
 
 
 def _relay_of(fields: Any) -> Callable[[RelayCase], object]:
@@ -848,8 +849,8 @@ class FutureMapMachine(Machine):
         self.reached("true lengths of a forward without ids", not shape.has_ids and plan.bounded)
         self.reached("a forward without the relay", alone)
         self.reached("tokens of an encoder before the first", plan.kv_offset is not None)
-        bounds = [req.bound > req.length + query for req, query in zip(requests, queries.tolist(), strict=True)]
-        self.reached("bounded lengths set right", plan.bounded and any(bounds))
+        above = [req.bound > req.length + query for req, query in zip(requests, queries.tolist(), strict=True)]
+        self.reached("bounded lengths set right", plan.bounded and any(above))
         if twice:
             self.reached("a plan used twice refused")
             with self.rt.use(self.streams["forward"]), self.refused(Code.FUTURE_CONSUMED):
