@@ -210,7 +210,7 @@ TEXT = """
         test_benchmarks.py::test_a_direct_transfer_moves_half_the_bytes_of_a_staged_one, machine host_tier
     a host pool of single tokens, and a prefill of larger pages
         page size 1 of `MLATokenToKVPoolHost`, and that of the prefill
-        test_transport_handshake.py::test_pages_of_one_token_fit_all_pages,
+        test_transport_handshake.py::test_pages_stages_and_degrees_may_differ,
         test_transport_sessions.py::test_pages_of_another_size_are_said_in_the_log,
         test_transport_plan.py::test_moved_bytes_are_those_of_the_request
     a prefill of other stages and ranks, and one lease over all of its writers
@@ -221,7 +221,7 @@ TEXT = """
         one_writer_ends_the_lease
     index keys and states in device memory, with the same lease
         `state_data_ptrs`, `state_item_lens`, `state_types`
-        test_transport_sessions.py::test_two_stages_deliver_kv_index_keys_and_a_state, mutant
+        test_transport_sessions.py::test_wrong_states_and_stages_change_nothing, mutant
         state_of_another_request, machine transfers
     memory is free of a writer when that has ended, whatever became of the request
         `KVPoll.Failed`, `abort`, the bootstrap room that is used again

@@ -13,7 +13,6 @@ import attrs
 import pytest
 
 from batchstate.batch import Batch
-from batchstate.cli import main
 from batchstate.errors import ArgumentError, DeclarationError
 from batchstate.future_map import FutureMap
 from batchstate.hybrid import HybridSlotPool
@@ -27,6 +26,7 @@ from batchstate.pools import SlotPool
 from batchstate.tables import Table
 from batchstate.violations import Code
 from batchstate.watch import Watched
+from tests.selfcheck.__main__ import main
 from tests.selfcheck.machine import run_machine
 from tests.selfcheck.machines import MACHINES
 from tests.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, run, run_mutant
