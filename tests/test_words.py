@@ -18,7 +18,7 @@ PACKAGE = Path(batchstate.__file__).parent
 VAGUE = {"one", "found", "what", "known", "given", "place"}
 """Names that could hold anything."""
 
-MOST_VAGUE, MOST_RELATIVE, MOST_RAISE_LINES = 150, 60, 700
+MOST_VAGUE, MOST_RELATIVE, MOST_RAISE_LINES = 20, 10, 100
 
 RELATIVE = re.compile(r"(What|Which|Of)\b")
 """A sentence that begins with a relative clause instead of its subject."""
