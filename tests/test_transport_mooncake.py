@@ -174,6 +174,26 @@ def test_rejected_row_is_unknown_until_the_peer_ends(here: EngineSide, mortal: P
     until(lambda: here.drain(b"astray"), "the drain", 10)
 
 
+def test_an_interrupted_write_drains_behind_its_rows(
+    here: EngineSide, there: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write interrupted before its rows were handed over is UNKNOWN, and drained when all of them have landed."""
+    name, copies = joined(here, there), scattered(1000, ROW, 8 << 20, 8 << 20)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mooncake.Link, "turn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        here.write(name, copies, b"cut")
+    monkeypatch.undo()
+    handle = here.engine.begun(b"cut")
+    assert handle is not None
+    assert handle.status is Status.UNKNOWN
+    until(lambda: here.engine.drain(handle), "the drain", 10)
+    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], sentinels()))
+
+
 def changed(endpoint: bytes, **native: object) -> bytes:
     """An endpoint with other fields in its native part."""
     inner = json.loads(base64.b64decode(json.loads(endpoint)["native"]))
