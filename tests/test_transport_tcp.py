@@ -29,9 +29,9 @@ from tests.transport_peers import (
     altered,
     expected,
     joined,
+    peers_of,
     scattered,
     sentinels,
-    spawn_peer,
     until,
 )
 
@@ -50,16 +50,8 @@ def here() -> Iterator[EngineSide]:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Callable[[], PeerProcess]]:
-    """Gives a second process with a new engine: the last one, if it lives."""
-    with contextlib.ExitStack() as stack:
-        last: list[PeerProcess] = []
-
-        def get() -> PeerProcess:
-            if not last or not last[-1].process.is_alive():
-                last.append(stack.enter_context(spawn_peer(EngineSide, TcpEngine)))
-            last[-1].call("renew")
-            return last[-1]
-
+    """Gives a second process with a new engine."""
+    with peers_of(EngineSide, TcpEngine) as get:
         yield get
 
 
