@@ -1,7 +1,7 @@
 """What every engine has to keep: bytes, tags, refusals, ends. Each case runs over all engines that can be opened here.
 
-The engines of processes run between this one and a second one, over loopback; `BATCHSTATE_MOONCAKE=required` says that
-Mooncake's must not be left out.
+They run between this process and a second one, over loopback; `BATCHSTATE_MOONCAKE=required` says that Mooncake's must
+not be left out. The engine within a process is that of the machine `transfers`.
 """
 
 import base64
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,6 @@ from tests.transport_peers import (
 
 MIB = 1 << 20
 OPTIONS: dict[str, dict[str, Any]] = {
-    "in-process": {},
     "nixl": {},
     "nixl-tcp": {"interface": "lo", "tls": "tcp", "trusted_network": True},
     "tcp": {},
@@ -69,44 +68,6 @@ class Side(EngineSide):
         return int((self.memory[0] != value).sum())
 
 
-class LocalSide(Side):
-    """One of the engine within a process, where nothing moves but in a step of the network."""
-
-    def poll(self, tag: bytes) -> Status:
-        """Of the write of a tag."""
-        _network.step()
-        return super().poll(tag)
-
-    def completions(self) -> list[Delivery]:
-        """All that have arrived, ever."""
-        _network.step()
-        return super().completions()
-
-
-class LocalPeer:
-    """A peer of the engine within a process, called as one in another process is."""
-
-    def __init__(self, kind: str) -> None:
-        self.side = LocalSide(make, kind)
-        self.process = None
-        self.asked: list[Callable[[], Any]] = []
-
-    def call(self, method: str, *args: object) -> Any:
-        """Calls a method."""
-        return getattr(self.side, method)(*args)
-
-    def send(self, method: str, *args: object) -> None:
-        """Calls it when it is asked for the answer."""
-        self.asked.append(functools.partial(self.call, method, *args))
-
-    def answer(self) -> Any:
-        """What the first call that was sent returns."""
-        return self.asked.pop(0)()
-
-
-There = PeerProcess | LocalPeer
-
-
 @pytest.fixture(scope="module", params=OPTIONS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Each engine that can be opened here."""
@@ -120,11 +81,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def process(kind: str) -> Iterator[There]:
+def process(kind: str) -> Iterator[PeerProcess]:
     """A second process, which no test may kill."""
-    if kind == "in-process":
-        yield LocalPeer(kind)
-        return
     with spawn_peer(Side, make, kind) as peer:
         yield peer
 
@@ -132,8 +90,6 @@ def process(kind: str) -> Iterator[There]:
 @pytest.fixture
 def mortal(kind: str) -> Iterator[PeerProcess]:
     """An engine in a process that the test may kill."""
-    if kind == "in-process":
-        pytest.skip("its ends are those of the fault-injection tests")
     with spawn_peer(Side, make, kind) as peer:
         yield peer
 
@@ -141,20 +97,20 @@ def mortal(kind: str) -> Iterator[PeerProcess]:
 @pytest.fixture
 def here(kind: str) -> Iterator[EngineSide]:
     """This process's engine."""
-    side = LocalSide(make, kind) if kind == "in-process" else Side(make, kind)
+    side = Side(make, kind)
     yield side
     side.close()
 
 
 @pytest.fixture
-def there(process: There) -> There:
+def there(process: PeerProcess) -> PeerProcess:
     """A fresh engine in the second process."""
     process.call("renew")
     return process
 
 
 @pytest.fixture
-def name(here: EngineSide, there: There) -> str:
+def name(here: EngineSide, there: PeerProcess) -> str:
     """8 MiB of random bytes here, of sentinels there, and a connection from here to there."""
     return joined(here, there)
 
@@ -164,7 +120,7 @@ def one_row(source: int = 0, target: int = 0, length: int = 64, region: int = 0)
     return Copies([0], [source], [region], [target], [length])
 
 
-def served(here: EngineSide, name: str, there: There, tag: bytes = b"served") -> None:
+def served(here: EngineSide, name: str, there: PeerProcess, tag: bytes = b"served") -> None:
     """A peer takes a write, and its tag."""
     here.write(name, one_row(), tag)
     assert here.ended(tag) is Status.DONE
@@ -184,10 +140,10 @@ def ragged(rows: int) -> Copies:
     return Copies(zeros, random.integers(0, 8 * MIB - 9000, rows), zeros, places[order], lengths[order])
 
 
-def test_rows_land_where_they_belong(here: EngineSide, there: There, name: str) -> None:
+def test_rows_land_where_they_belong(here: EngineSide, there: PeerProcess, name: str) -> None:
     """Rows of all sizes, from and to any offset, arrive byte for byte, and no other byte changes."""
     target = sentinels()
-    sizes = [(1, 1), (100, 7), (300, 100), (500, 4096), (900, 1152), (16, 65_536), (3, MIB)]
+    sizes = [(1, 1), (100, 7), (300, 100), (500, 4096), (900, 1152), (16, 65_536), (3, MIB), (2, 2 * MIB + 7)]
     writes = [scattered(rows, nbytes, 8 * MIB, 8 * MIB, rows) for rows, nbytes in sizes]
     for number, copies in enumerate([*writes, ragged(1000)]):
         tag = b"%d" % number
@@ -199,7 +155,7 @@ def test_rows_land_where_they_belong(here: EngineSide, there: There, name: str) 
         assert there.call("checksum", 0) == zlib.crc32(target.data), f"write {number}"
 
 
-def test_several_regions_of_any_dtype(here: EngineSide, there: There) -> None:
+def test_several_regions_of_any_dtype(here: EngineSide, there: PeerProcess) -> None:
     """Rows of several regions go into the regions they name, in any order; memory may be a tensor of any dtype."""
     for seed in range(2):
         here.register(MIB, seed=seed)
@@ -223,7 +179,7 @@ def test_several_regions_of_any_dtype(here: EngineSide, there: There) -> None:
         np.testing.assert_array_equal(there.call("read", index), memory)
 
 
-def test_no_rows_deliver_the_tag(here: EngineSide, there: There, name: str) -> None:
+def test_no_rows_deliver_the_tag(here: EngineSide, there: PeerProcess, name: str) -> None:
     """A write of no rows ends as DONE, delivers its tag, of 1 to 128 bytes, once, and changes nothing."""
     tags = [b"\0", b"\xff" * 128]
     for tag in tags:
@@ -234,7 +190,7 @@ def test_no_rows_deliver_the_tag(here: EngineSide, there: There, name: str) -> N
     np.testing.assert_array_equal(there.call("read"), sentinels())
 
 
-def test_the_tag_comes_behind_the_data(here: EngineSide, there: There) -> None:
+def test_the_tag_comes_behind_the_data(here: EngineSide, there: PeerProcess) -> None:
     """In the moment of a tag's arrival all bytes of its write are there, each of fifty times."""
     name = joined(here, there, 2 * MIB)
     copies = scattered(512, 4096, 2 * MIB, 2 * MIB)
@@ -246,7 +202,7 @@ def test_the_tag_comes_behind_the_data(here: EngineSide, there: There) -> None:
         assert there.answer() == 0
 
 
-def test_many_writes_in_both_directions(here: EngineSide, there: There, name: str) -> None:
+def test_many_writes_in_both_directions(here: EngineSide, there: PeerProcess, name: str) -> None:
     """Writes under way together, in both directions, all land, and each tag arrives once, with its writer."""
     half, count, rows = 4 * MIB, 40, 16
     back = there.call("connect", here.endpoint())
@@ -271,7 +227,7 @@ def test_many_writes_in_both_directions(here: EngineSide, there: There, name: st
     assert len(there.call("completions")) == count
 
 
-def test_as_many_rows_as_it_takes(here: EngineSide, there: There) -> None:
+def test_as_many_rows_as_it_takes(here: EngineSide, there: PeerProcess) -> None:
     """A write of exactly `max_rows` rows lands; of one more no row does, and its tag may be used."""
     most = here.engine.capabilities.max_rows
     size = 8 if most > 10_000 else 512
@@ -291,7 +247,7 @@ def test_as_many_rows_as_it_takes(here: EngineSide, there: There) -> None:
 # What is refused before a byte moves
 
 
-def test_writes_are_checked_before_they_are_sent(here: EngineSide, there: There, name: str) -> None:
+def test_writes_are_checked_before_they_are_sent(here: EngineSide, there: PeerProcess, name: str) -> None:
     """Rows outside, unknown regions, overlaps, bad and used tags, foreign peers: an error, no byte, and a free tag."""
     for copies in (one_row(target=8 * MIB - 63), one_row(source=-1), one_row(length=0)):
         with pytest.raises(Violation, match="TRANSFER_BOUNDS"):
@@ -319,7 +275,7 @@ def test_memory_is_registered_once(here: EngineSide, name: str) -> None:
             here.engine.register(one, "wrong")
 
 
-def test_endpoints_that_lead_nowhere(here: EngineSide, there: There, name: str) -> None:
+def test_endpoints_that_lead_nowhere(here: EngineSide, there: PeerProcess, name: str) -> None:
     """Garbage, another engine's, the own, forged, damaged and connected ones are refused, and the pair goes on."""
     endpoint = there.call("endpoint")
     fields = json.loads(endpoint)
@@ -329,26 +285,24 @@ def test_endpoints_that_lead_nowhere(here: EngineSide, there: There, name: str) 
     bad = [json.dumps(fields | one).encode() for one in forged]  # whose MAC is that of another endpoint
     bad += [altered(endpoint, **one) for one in forged if set(one) != {"instance"}]
     for one in (*bad, b"", b"garbage", b"[]", endpoint[:-20], here.endpoint(), endpoint):
-        with pytest.raises(HandshakeError if here.engine.name != "in-process" else (HandshakeError, TransferError)):
+        with pytest.raises(HandshakeError):
             here.connect(one)
     assert list(here.engine._peers) == [name]
     served(here, name, there)
 
 
-def test_only_loopback_listens(kind: str, there: There, name: str) -> None:
+def test_only_loopback_listens(kind: str, there: PeerProcess, name: str) -> None:
     """By default no socket of the two processes listens beyond the loopback; NIXL's listen nowhere at all."""
-    if kind in ("in-process", "mooncake"):
-        pytest.skip("it listens nowhere, or on sockets that it ties to the loopback")
-    assert there.process is not None
+    if kind == "mooncake":
+        pytest.skip("it listens on sockets that it ties to the loopback")
     for process in (os.getpid(), there.process.pid):
         assert {address for address, _ in listening(process)} == (set() if kind == "nixl" else {"0100007F"})
 
 
-def test_strangers_at_every_port(kind: str, here: EngineSide, there: There) -> None:
+def test_strangers_at_every_port(kind: str, here: EngineSide, there: PeerProcess) -> None:
     """Silent, noisy and over-long callers change no byte, deliver no tag, and keep no peer out: it comes within 2 s."""
-    if kind in ("in-process", "nixl"):
+    if kind == "nixl":
         pytest.skip("it listens nowhere")
-    assert there.process is not None
     here.register(MIB, seed=1)
     there.call("register", MIB, SENTINEL)
     (port,) = [port for address, port in listening(there.process.pid) if address == "0100007F"]
@@ -369,7 +323,7 @@ def test_strangers_at_every_port(kind: str, here: EngineSide, there: There) -> N
 # Ends
 
 
-def test_a_peer_that_was_let_go_can_be_reached_again(here: EngineSide, there: There, name: str) -> None:
+def test_a_peer_that_was_let_go_can_be_reached_again(here: EngineSide, there: PeerProcess, name: str) -> None:
     """It takes no write until it is connected to again, and learns of memory that was registered since."""
     here.disconnect(name)
     here.disconnect(name)
@@ -383,7 +337,7 @@ def test_a_peer_that_was_let_go_can_be_reached_again(here: EngineSide, there: Th
     np.testing.assert_array_equal(there.call("read", index, 0, 4096), here.memory[0][:4096])
 
 
-def test_close_in_the_middle_of_writes(kind: str, here: EngineSide, there: There) -> None:
+def test_close_in_the_middle_of_writes(kind: str, here: EngineSide, there: PeerProcess) -> None:
     """Closing takes a bounded time, twice is fine, what follows is refused; the receiver serves on."""
     name = joined(here, there, 64 * MIB)
     for number in range(4):
@@ -394,12 +348,12 @@ def test_close_in_the_middle_of_writes(kind: str, here: EngineSide, there: There
     here.close()
     with pytest.raises(TransferError, match="closed"):
         here.endpoint()
-    with contextlib.closing(LocalSide(make, kind) if kind == "in-process" else Side(make, kind)) as other:
+    with contextlib.closing(Side(make, kind)) as other:
         other.register(MIB)
         served(other, other.connect(there.call("endpoint")), there)
 
 
-def test_a_peer_that_has_closed_is_noticed(here: EngineSide, there: There, name: str) -> None:
+def test_a_peer_that_has_closed_is_noticed(here: EngineSide, there: PeerProcess, name: str) -> None:
     """A peer's closed engine is lost, where an engine notices the end of engines and not of processes alone."""
     if here.engine.name not in ("tcp", "mooncake"):
         pytest.skip("it notices the end of a process")
@@ -407,7 +361,7 @@ def test_a_peer_that_has_closed_is_noticed(here: EngineSide, there: There, name:
     until(lambda: here.lost() == [name], "the loss", 5)
 
 
-def test_killed_receiver(here: EngineSide, there: There, mortal: PeerProcess) -> None:
+def test_killed_receiver(here: EngineSide, there: PeerProcess, mortal: PeerProcess) -> None:
     """Its writes end and are drained within seconds, it is lost, and others and its next instance are served."""
     name, old = joined(here, mortal, 64 * MIB), mortal.call("endpoint")
     there.call("register", MIB, SENTINEL)
@@ -439,7 +393,7 @@ def test_killed_receiver(here: EngineSide, there: There, mortal: PeerProcess) ->
     np.testing.assert_array_equal(there.call("read"), expected(copies, here.memory[0], sentinels(MIB)))
 
 
-def test_killed_writer(here: EngineSide, there: There, mortal: PeerProcess) -> None:
+def test_killed_writer(here: EngineSide, there: PeerProcess, mortal: PeerProcess) -> None:
     """The receiver, connected back, learns of it, delivers no tag of the cut write, and serves another writer."""
     here.register(64 * MIB, SENTINEL)
     mortal.call("register", 64 * MIB, 1)

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import shared_memory
 
 import numpy as np
@@ -32,9 +32,9 @@ from tests.transport_peers import (
     expected,
     joined,
     local_pair,
+    peers_of,
     scattered,
     sentinels,
-    spawn_peer,
     until,
 )
 
@@ -86,24 +86,16 @@ def here() -> Iterator[EngineSide]:
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[PeerProcess]:
-    """A second process."""
-    with spawn_peer(Side, make) as peer:
-        yield peer
+def processes() -> Iterator[Callable[[], PeerProcess]]:
+    """Gives a second process with a new engine."""
+    with peers_of(Side, make) as get:
+        yield get
 
 
 @pytest.fixture
-def there(process: PeerProcess) -> PeerProcess:
-    """A fresh engine in the second process, which outlives the test."""
-    process.call("renew")
-    return process
-
-
-@pytest.fixture
-def mortal() -> Iterator[PeerProcess]:
-    """An engine in a process that the test may kill."""
-    with spawn_peer(Side, make) as peer:
-        yield peer
+def there(processes: Callable[[], PeerProcess]) -> PeerProcess:
+    """A fresh engine in the second process."""
+    return processes()
 
 
 def test_many_writes_at_once(here: EngineSide, there: PeerProcess) -> None:
@@ -160,9 +152,9 @@ def test_peer_that_stands_still(here: EngineSide, there: PeerProcess) -> None:
     assert here.ended(b"slow") is Status.DONE
 
 
-def test_rejected_row_is_unknown_until_the_peer_ends(here: EngineSide, mortal: PeerProcess) -> None:
+def test_rejected_row_is_unknown_until_the_peer_ends(here: EngineSide, there: PeerProcess) -> None:
     """A row that the peer rejects ends its write as unknown; the peer is not lost, and drained only by its end."""
-    name = joined(here, mortal)
+    name = joined(here, there)
     here.engine._peers[name].regions[0] = type(here.engine._peers[name].regions[0])(0, "moved", 4096, 8 << 20)
     here.write(name, scattered(4, ROW, 8 << 20, 8 << 20), b"astray")
     assert here.ended(b"astray") is Status.UNKNOWN
@@ -170,8 +162,28 @@ def test_rejected_row_is_unknown_until_the_peer_ends(here: EngineSide, mortal: P
     assert not here.drain(b"astray")
     here.write(name, Copies.empty(), b"fine")
     assert here.ended(b"fine") is Status.DONE
-    mortal.kill()
+    there.kill()
     until(lambda: here.drain(b"astray"), "the drain", 10)
+
+
+def test_an_interrupted_write_drains_behind_its_rows(
+    here: EngineSide, there: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write interrupted before its rows were handed over is UNKNOWN, and drained when all of them have landed."""
+    name, copies = joined(here, there), scattered(1000, ROW, 8 << 20, 8 << 20)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mooncake.Link, "turn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        here.write(name, copies, b"cut")
+    monkeypatch.undo()
+    handle = here.engine.begun(b"cut")
+    assert handle is not None
+    assert handle.status is Status.UNKNOWN
+    until(lambda: here.engine.drain(handle), "the drain", 10)
+    assert np.array_equal(there.call("read"), expected(copies, here.memory[0], sentinels()))
 
 
 def changed(endpoint: bytes, **native: object) -> bytes:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -25,7 +25,7 @@ from batchstate.testing import ManualStream
 from batchstate.transport import sender as sender_module
 from batchstate.transport.engines.base import Copies, Delivery, Endpoint, Handle, Status
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
-from batchstate.transport.plan import KVLayout
+from batchstate.transport.plan import KVLayout, buffers_of
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.sender import Sender, Transfer, TransferState
 from batchstate.transport.wire import (
@@ -78,13 +78,25 @@ class Side:
         return attrs.evolve(Description.from_bytes(self.introduction), worker=self.name).to_bytes()
 
 
-def made(kind: type, network: Network, name: str, kv: KVLayout, faults: Faults | None = None, **rest: Any) -> Side:
+def made(
+    kind: type, network: Network, name: str, *layouts: KVLayout, faults: Faults | None = None, **rest: Any
+) -> Side:
     """A worker with a `Sender` or a `Receiver`."""
     engine = InProcessEngine(network, faults, max_rows=3)
-    memories = [np.full((TOKENS, kv.item_bytes), 0xEE, dtype=np.uint8) for _ in kv.layers]
-    regions = [engine.register(memory, layer) for memory, layer in zip(memories, kv.layers, strict=True)]
-    description = Description(name, engine.instance, kv, engine.endpoint())
+    buffers = buffers_of(layouts)
+    memories = [np.full((TOKENS, kv.item_bytes), 0xEE, dtype=np.uint8) for _, kv in buffers]
+    regions = [engine.register(memory, layer) for memory, (layer, _) in zip(memories, buffers, strict=True)]
+    description = Description(name, engine.instance, layouts, engine.endpoint())
     return Side(name, engine, memories, kind(engine, description, regions, clock=lambda: float(network.now), **rest))
+
+
+def carried(sides: Iterable[Side], repeat: int = 1) -> None:
+    """Every message arrives, `repeat` times."""
+    by_name = {side.name: side for side in sides}
+    for side in by_name.values():
+        messages, side.session.outbox = side.session.outbox, []
+        for to, data in messages * repeat:
+            by_name[to].session.on_message(data, side.name)
 
 
 RUNTIME = open_runtime("cpu")
@@ -118,7 +130,7 @@ class Pair:
         self.receiver: Receiver = self.decode.session
 
     def prefill(self, rank: int = 0, degree: int = 1) -> Side:
-        side = made(Sender, self.network, f"prefill-{rank}", layout(rank, degree), self.faults)
+        side = made(Sender, self.network, f"prefill-{rank}", layout(rank, degree), faults=self.faults)
         values = np.random.default_rng(rank)
         for memory in side.memories:
             memory[:] = values.integers(0, 200, memory.shape)
@@ -132,13 +144,7 @@ class Pair:
         return sender
 
     def carry(self, repeat: int = 1) -> None:
-        """Every message arrives, `repeat` times."""
-        sides = {side.name: side for side in (self.decode, *self.prefills)}
-        for source in sides.values():
-            outbox = list(source.session.outbox)
-            source.session.outbox.clear()
-            for to, data in outbox * repeat:
-                sides[to].session.on_message(data, source.name)
+        carried((self.decode, *self.prefills), repeat)
 
     def new(self, tokens: int = 10) -> Lease:
         """A lease before its grant."""
@@ -221,36 +227,18 @@ class Stages:
 
     def __init__(self) -> None:
         self.network = Network(3)
-        self.sides = {"decode": self._side(Receiver, "decode", (0, 1))}
+        self.sides = {"decode": self.side(Receiver, "decode", (0, 1))}
+        self.receiver: Receiver = self.sides["decode"].session
         for number in range(2):
-            side = self.sides[f"prefill-{number}"] = self._side(Sender, f"prefill-{number}", (number,))
-            for at, memory in enumerate(side.memories):
-                memory[:] = 10 * number + at + np.arange(memory.size).reshape(memory.shape) % 7
+            side = self.sides[f"prefill-{number}"] = self.side(Sender, f"prefill-{number}", (number,))
             self.receiver.accept(side.introduction)
             side.session.accept(self.sides["decode"].introduction)
 
-    @property
-    def receiver(self) -> Receiver:
-        receiver: Receiver = self.sides["decode"].session
-        return receiver
-
-    def _side(self, kind: type, name: str, stages: tuple[int, ...]) -> Side:
+    def side(self, kind: type, name: str, stages: tuple[int, ...]) -> Side:
         kv = layout(page_size=1 if name == "decode" else PAGE, stage=tuple(LAYERS[at] for at in stages))
         index = KVLayout(kv.page_size, "int8", ("index",), 3, replicated=True, stage=("index",) * (1 in stages))
         state = KVLayout(kv.page_size, "float32", ("ssm",), 12, replicated=True, per_request=True)
-        state = attrs.evolve(state, stage=("ssm",) * (0 in stages))
-        engine = InProcessEngine(self.network, max_rows=3)
-        buffers = [(layer, one) for one in (kv, index, state) for layer in one.stage]
-        memories = [np.full((TOKENS, one.item_bytes), 0xEE, dtype=np.uint8) for _, one in buffers]
-        regions = [engine.register(memory, layer) for memory, (layer, _) in zip(memories, buffers, strict=True)]
-        description = Description(name, engine.instance, (kv, index, state), engine.endpoint())
-        return Side(name, engine, memories, kind(engine, description, regions, clock=lambda: float(self.network.now)))
-
-    def carry(self) -> None:
-        for side in self.sides.values():
-            messages, side.session.outbox = side.session.outbox, []
-            for to, data in messages:
-                self.sides[to].session.on_message(data, side.name)
+        return made(kind, self.network, name, kv, index, attrs.evolve(state, stage=("ssm",) * (0 in stages)))
 
 
 def row_of(lease: Lease, start: int = 7, length: int = 1) -> HostRanges:
@@ -283,7 +271,7 @@ def test_wrong_states_and_stages_change_nothing(wrong: Callable[[Stages, Lease, 
     other = HostRanges(1, 1, 2, np.array([30]), np.array([4]), again.ended)
     with pytest.raises(ArgumentError, match="row 7 for states, which another lease may still write"):
         world.receiver.grant(again, other, row_of(again))
-    world.carry()
+    carried(world.sides.values())
     sender = world.sides["prefill-0"].session
     (transfer,) = sender.poll()
     for last, row in ((True, 0), (False, 5), (True, -1), (True, TOKENS)):
@@ -295,7 +283,7 @@ def test_wrong_states_and_stages_change_nothing(wrong: Callable[[Stages, Lease, 
     with pytest.raises(ArgumentError, match="expected no state_row, got 5"):
         side.send(other_transfer, at(np.arange(40, 44)), 0, True, after=WRITTEN, state_row=5)
     with pytest.raises(HandshakeError, match="stage of worker 'prefill-0'"):
-        world.receiver.accept(attrs.evolve(world._side(Sender, "prefill-1", (1,)), name="prefill-0").renamed())
+        world.receiver.accept(attrs.evolve(world.side(Sender, "prefill-1", (1,)), name="prefill-0").renamed())
 
 
 def test_a_receiver_whose_regions_have_other_names_is_refused() -> None:

@@ -27,11 +27,10 @@ from tests.transport_peers import (
     EngineSide,
     PeerProcess,
     altered,
-    expected,
     joined,
+    peers_of,
     scattered,
     sentinels,
-    spawn_peer,
     until,
 )
 
@@ -50,16 +49,8 @@ def here() -> Iterator[EngineSide]:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Callable[[], PeerProcess]]:
-    """Gives a second process with a new engine: the last one, if it lives."""
-    with contextlib.ExitStack() as stack:
-        last: list[PeerProcess] = []
-
-        def get() -> PeerProcess:
-            if not last or not last[-1].process.is_alive():
-                last.append(stack.enter_context(spawn_peer(EngineSide, TcpEngine)))
-            last[-1].call("renew")
-            return last[-1]
-
+    """Gives a second process with a new engine."""
+    with peers_of(EngineSide, TcpEngine) as get:
         yield get
 
 
@@ -93,18 +84,6 @@ def close_within(side: EngineSide, seconds: float) -> None:
 
 
 # Bytes
-
-
-def test_rows_longer_than_a_piece(here: EngineSide, processes: Callable[[], PeerProcess]) -> None:
-    """A row longer than a message is cut, and one write of many messages arrives whole."""
-    nbytes = 3 * tcp.PIECE + 12_345
-    peer = processes()
-    name = joined(here, peer, nbytes)
-    long = 2 * tcp.PIECE + 7
-    copies = Copies([0, 0], [nbytes - 100, 1], [0, 0], [0, 111], [100, long])
-    here.write(name, copies, b"long")
-    assert here.ended(b"long") is Status.DONE
-    assert np.array_equal(peer.call("read"), expected(copies, here.memory[0], sentinels(nbytes)))
 
 
 def test_two_engines_of_one_thread() -> None:

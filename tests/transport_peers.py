@@ -124,6 +124,21 @@ def spawn_peer(target: Callable[..., object], *args: object) -> Iterator[PeerPro
         peer.kill()
 
 
+@contextlib.contextmanager
+def peers_of(target: Callable[..., object], *args: object) -> Iterator[Callable[[], PeerProcess]]:
+    """Gives a second process with a new engine: the last one, if it lives."""
+    with contextlib.ExitStack() as stack:
+        last: list[PeerProcess] = []
+
+        def get() -> PeerProcess:
+            if not last or not last[-1].process.is_alive():
+                last.append(stack.enter_context(spawn_peer(target, *args)))
+            last[-1].call("renew")
+            return last[-1]
+
+        yield get
+
+
 class EngineSide:
     """One engine with its memory, driven from the test's process or in a peer's. Peers, handles, tags go by name."""
 
