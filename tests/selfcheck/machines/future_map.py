@@ -105,7 +105,6 @@ class RelayModel:
         return self.state(req, field) is EntryState.PUBLISHED
 
     def refusal(self, requests: Iterable[RelayRequest], fields: Iterable[str], reader: int) -> Code | None:
-        """Why a read is refused, or None."""
         for name in fields:
             entries = [self._entries.get((name, req.slot)) for req in requests]
             if None in entries:
@@ -122,7 +121,6 @@ class RelayModel:
         return self._entries.get((field, req.slot), (None, 0))[0]
 
     def take(self, requests: Sequence[RelayRequest], field: str, reader: int, num_rows: int) -> Array:
-        """The values that `reader` takes, [num_rows, *shape]; zeros for padded rows."""
         declared = self.fields[field]
         dtype = np.int64 if declared.dtype is torch.int64 else np.float32
         values = np.zeros((num_rows, *declared.shape), dtype)
@@ -237,7 +235,6 @@ class RelayCase:
         return torch.zeros(shape, dtype=dtype, device=self.relay.runtime.device)
 
     def column(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """A device tensor with a row for each request."""
         return self.zeros(self.n, *shape, dtype=dtype)
 
     def int32(self) -> torch.Tensor:
@@ -264,7 +261,8 @@ def _publish_behind_padding(case: RelayCase) -> None:
 
 
 def _publish_for_pages(case: RelayCase) -> None:
-    case.relay.publish(Pages.from_host(case.relay.runtime, [1]), token=case.zeros(1))
+    pages: Any = Pages.from_host(case.relay.runtime, [1])
+    case.relay.publish(pages, token=case.zeros(1))
 
 
 def _relay_of(fields: Any) -> Callable[[RelayCase], object]:
@@ -472,7 +470,6 @@ class FutureMapMachine(Machine):
     @precondition(lambda self: bool(self.requests))
     @rule(at=st.integers(0, 4), behind=st.sampled_from([None, "forward", "default"]))
     def leave(self, at: int, behind: str | None) -> None:
-        """A request leaves with its entries; its slot is free now or behind a fence."""
         self._leave(self.requests[at % len(self.requests)], behind)
 
     def _leave(self, req: RelayRequest, behind: str | None) -> None:
@@ -534,7 +531,6 @@ class FutureMapMachine(Machine):
         return values
 
     def _device_values(self, values: Mapping[str, Array], mirrored: bool = False) -> dict[str, Any]:
-        """Device values, made on the current stream, or mirrored ones."""
         made: dict[str, Any] = {}
         for name, array in values.items():
             if mirrored and name != "hidden":
@@ -644,7 +640,6 @@ class FutureMapMachine(Machine):
     @precondition(lambda self: bool(self.requests))
     @rule(data=st.data(), names=st.sampled_from([(), ("token",), ("lengths", "hidden")]))
     def discard(self, data: st.DataObject, names: tuple[str, ...]) -> None:
-        """Entries become unwritten, whatever they were."""
         requests = self._chosen(data)
         self.relay.discard(self._handles(requests), *names)
         self.model.clear(requests, names or self.model.fields)
@@ -850,8 +845,8 @@ class FutureMapMachine(Machine):
         self.reached("true lengths of a forward without ids", not shape.has_ids and plan.bounded)
         self.reached("a forward without the relay", alone)
         self.reached("tokens of an encoder before the first", plan.kv_offset is not None)
-        bounds = [req.bound > req.length + query for req, query in zip(requests, queries.tolist(), strict=True)]
-        self.reached("bounded lengths set right", plan.bounded and any(bounds))
+        loose = any(req.bound > req.length + query for req, query in zip(requests, queries.tolist(), strict=True))
+        self.reached("bounded lengths set right", plan.bounded and loose)
         if twice:
             self.reached("a plan used twice refused")
             with self.rt.use(self.streams["forward"]), self.refused(Code.FUTURE_CONSUMED):
@@ -948,7 +943,6 @@ class FutureMapMachine(Machine):
         return [int(number) for name in shape.ids for number in taken[name].reshape(-1)][: part.query]
 
     def _check_inputs(self, launched: Launched, ids_of_parts: Sequence[list[int]]) -> None:
-        """Builds the inputs of a forward again, token by token, and compares."""
         parts, inputs, plan, shape = launched.parts, launched.inputs, launched.plan, launched.shape
         ids = [number for of_part in ids_of_parts for number in of_part]
         tokens = [(part.request, part.request.length + at) for part in parts for at in range(part.query)]
@@ -1046,8 +1040,6 @@ class FutureMapMachine(Machine):
             lambda: self.relay.publish(slots, **{name: [0]}),
             lambda: self.relay.gather(slots, name),
             lambda: self.relay.prefetch(slots, name),
-            lambda: self.relay.discard(slots),
-            lambda: self.relay.states(slots, name),
         ):
             with self.refused(Code.SLOT_STALE_HANDLE):
                 call()

@@ -118,7 +118,6 @@ class PagePoolMachine(PagesMachine):
 
     @initialize(size=st.integers(2, 4), num_pages=st.integers(3, 8), page_size=st.integers(1, 3))
     def begin(self, size: int, num_pages: int, page_size: int) -> None:
-        """Opens a pool of slots and a pool of pages."""
         self.open_pages(size, num_pages, page_size, 4 * page_size - (page_size > 1))
         self.table = self.slots.table("req_to_token", (self.most,), holds="location", host=True)
         tensor = self.rt.device_zeros((self.pages.location_capacity,), torch.int64)
@@ -182,7 +181,6 @@ class PagePoolMachine(PagesMachine):
 
     @rule(n=st.integers(1, 2), length=st.integers(0, 6))
     def admit(self, n: int, length: int) -> None:
-        """Requests come with a prompt."""
         slots = self.take(n)
         self.extend_to(slots, [length] * len(slots))
 
@@ -381,7 +379,6 @@ class PagePoolMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data(), back=st.integers(0, 4))
     def truncate(self, data: st.DataObject, back: int) -> None:
-        """Tokens are taken back after rejected speculation."""
         slots, fence = self.some(data), self.fence(data)
         self.settle()
         lengths = self._lengths(slots, -back)
@@ -404,7 +401,6 @@ class PagePoolMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data(), drafts=st.integers(1, 3), accepted=st.integers(0, 3))
     def speculate(self, data: st.DataObject, drafts: int, accepted: int) -> None:
-        """Extend by drafts, launch, take the rejected ones back, extend again."""
         slots = self.some(data)
         before = self._lengths(slots, 0)
         if self.extend_to(slots, [length + drafts for length in before]):
@@ -517,7 +513,6 @@ class PagePoolMachine(PagesMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), side=st.booleans())
     def arrive(self, data: st.DataObject, side: bool) -> None:
-        """KV arrives on the pages of a lease, on one of the two streams."""
         self._arrive(data.draw(st.sampled_from(self.leases), label="lease"), side)
 
     def _arrive(self, holder: KVOwner, side: bool) -> None:
@@ -651,7 +646,6 @@ class PagePoolMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Requests give their pages back and keep their slots."""
         slots, fence = self.some(data), self.fence(data)
         self.settle()
         ones = [self.requests[slot] for slot in slots]
@@ -711,13 +705,7 @@ class PagePoolMachine(PagesMachine):
     @rule(back=st.integers(1, 3))
     def use_gone(self, back: int) -> None:
         """Handles of requests that left are refused everywhere."""
-        late = self.gone[-min(back, len(self.gone))]
-        for call in (
-            lambda: self.pages.extend(late, 1),
-            lambda: self.pages.advance(late),
-            lambda: self.pages.truncate(late, 0),
-            lambda: self.pages.release(late),
-            lambda: self.pages.committed(late),
-        ):
+        pages, late = self.pages, self.gone[-min(back, len(self.gone))]
+        for call in (lambda: pages.extend(late, 1), lambda: pages.release(late), lambda: pages.committed(late)):
             with self.refused(Code.SLOT_STALE_HANDLE):
                 call()

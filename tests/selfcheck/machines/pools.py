@@ -49,7 +49,6 @@ class TableModel:
         self.written, self.writes = np.zeros((2, len(self.rows)), np.int64)
 
     def write(self, handles: Handles, positions: Ints | None, values: Any) -> None:
-        """Rows, or elements of rows, are written by their owners."""
         self.rows[(handles.np,) if positions is None else (handles.np, positions)] = values
         self.written[handles.np] = handles.generations
         self.writes[handles.np] += 1
@@ -71,7 +70,6 @@ class PoolMachine(Machine):
         self.reached("two steps in flight", self.steps.depth >= 2)
 
     def misused(self, data: st.DataObject) -> Any:
-        """The argument of a misuse."""
         raise NotImplementedError
 
     def fence(self, data: st.DataObject) -> ManualFence | None:
@@ -96,7 +94,6 @@ class PoolMachine(Machine):
 
     @rule(launched=st.integers(0, 2), ended=st.integers(0, 3))
     def run(self, launched: int, ended: int) -> None:
-        """Steps begin on the device, and the oldest end."""
         for _ in range(launched):
             self.steps.record()
         self.steps.complete(ended)
@@ -163,12 +160,10 @@ class PagesMachine(PoolMachine):
         return snapshot_slots(self.slots), snapshot_pages(self.pages)
 
     def pages_of(self, holder: KVOwner) -> list[int]:
-        """Its pages, from that of its first own token on."""
         pages: list[int] = self.pages.pages_of(holder.owner).np.tolist()
         return pages
 
     def held_pages(self) -> Counter[int]:
-        """Page -> how many have it."""
         return Counter(page for holder in (*self.requests.values(), *self.leases) for page in self.pages_of(holder))
 
     def location(self, holder: KVOwner, position: int, pages: list[int] | None = None) -> int:
@@ -178,7 +173,6 @@ class PagesMachine(PoolMachine):
         return (pages[at] if at < len(pages) else 0) * size + position % size
 
     def put(self, holder: KVOwner, tokens: list[Any]) -> None:
-        """An owner gets further tokens, on pages that it has already."""
         pages = self.pages_of(holder)
         for token in tokens:
             self.memory[self.location(holder, len(holder.tokens), pages)] = token
@@ -345,7 +339,6 @@ class SlotMachine(PoolMachine):
         return Slots.from_host(self.rt, numbers, generations=self.generations[numbers], pool_id=self.pool.pool_id)
 
     def good(self, slots: Slots) -> bool:
-        """Whether all are live and of their present owner."""
         return {*slots.np.tolist()} <= self.model.live and bool((slots.generations == self.generations[slots.np]).all())
 
     # Taking
@@ -388,7 +381,6 @@ class SlotMachine(PoolMachine):
         return n * part.per_slot
 
     def asking(self, n: int) -> dict[str, Any]:
-        """Further arguments of a take of `n` slots."""
         return {}
 
     def taken(self, slots: Slots) -> None:
@@ -557,7 +549,6 @@ class SlotPoolMachine(SlotMachine):
 
     @rule(slots=SlotMachine.handles, data=st.data(), whole=st.booleans())
     def write(self, slots: Slots, data: st.DataObject, whole: bool) -> None:
-        """Writes through live handles reach the table, now or later; one through others, or beyond it, is refused."""
         n, model = len(slots), self._table(data)
         drawn = data.draw(st.lists(st.integers(0, _WIDTH - 1), min_size=n, max_size=n), label="positions")
         places: Ints | None = None if whole else np.array(drawn, dtype=np.int64)
@@ -705,7 +696,6 @@ class HybridMachine(SlotMachine):
         return Part(kind, AllocatorModel(size), states.shape[1], lambda: self.pool.state_stats(kind), owned)
 
     def needs(self, part: Part, n: int) -> int:
-        """As many window states as the pattern says."""
         return sum(self.pattern[:n]) if self.pattern and part.name == "window" else super().needs(part, n)
 
     def asking(self, n: int) -> dict[str, Any]:
