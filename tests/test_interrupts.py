@@ -6,18 +6,15 @@ tests try some of them.
 
 import contextlib
 import functools
-import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import batchstate
 from batchstate import Batch, StepPlanner, levels, mirrored, slot_column
 from batchstate._allocator import Allocator
 from batchstate.errors import PoolBrokenError
@@ -33,49 +30,7 @@ from batchstate.runtime import CpuRuntime
 from batchstate.step import PlannedStep
 from batchstate.violations import Violation
 from tests.doubles import Gate
-
-PACKAGE = batchstate.__path__[0]
-
-
-@final
-class Interrupt:
-    """Interrupts the package at its n-th call, line or return; with 0 it counts them.
-
-    Attributes:
-        events: calls, lines and returns so far.
-    """
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-        self.events = 0
-
-    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "call" and not (frame.f_code.co_filename.startswith(PACKAGE) and _raises(frame)):
-            return None
-        if event != "exception":
-            self.events += 1
-            if self.events == self.at:
-                raise KeyboardInterrupt
-        return self._trace
-
-    @contextlib.contextmanager
-    def armed(self) -> Iterator[None]:
-        """A window in which the interrupt comes."""
-        before, collects = sys.gettrace(), gc.isenabled()
-        gc.disable()  # Python drops what is raised in a finalizer
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-            if collects:
-                gc.enable()
-
-
-def _raises(frame: FrameType) -> bool:
-    """Whether what is raised there comes through. Python drops it in a finalizer, or where it closes a generator."""
-    caller = frame.f_back
-    return frame.f_code.co_name != "<genexpr>" and not (caller and caller.f_code.co_filename.endswith("weakref.py"))
+from tests.interrupts import Interrupt
 
 
 class World:
