@@ -1,7 +1,7 @@
 """`FutureMap` in use: forwards of prompts, decodes and both, results that come late, and every misuse."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -16,19 +16,19 @@ from batchstate._relay import DEVICE, HOST
 from batchstate._upload import Extras
 from batchstate.batch import Batch
 from batchstate.columns import mirrored, slot_column
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError, ValueOverflowError
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import EntryState, FutureMap, Prefetched, RelayField, relay_field
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import MirroredTensor, Pages, Slots
+from batchstate.mirror import MirroredTensor, Slots
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Stream, open_runtime
+from batchstate.runtime import Fence, Stream
 from batchstate.testing.fences import LateRuntime, is_behind
-from batchstate.testing.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
+from batchstate.testing.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask
 from batchstate.testing.models import snapshot_pages, snapshot_slots
 from batchstate.violations import Code
+from tests.refusals import RELAY, RelayCase
 
 Array = npt.NDArray[Any]
 
@@ -215,113 +215,6 @@ _SHAPES = st.builds(
     alone=st.booleans(),
     carried=st.sampled_from([False, False, True]),
     int32=st.sampled_from([(), ("positions",), ("last_token_indices", "slot_mapping")]),
-)
-
-
-@final
-@attrs.frozen(eq=False)
-class RelayCase:
-    """A relay to be misused, handles of its live requests, at least one, and handles of another pool."""
-
-    relay: FutureMap
-    slots: Slots
-    foreign: Slots
-
-    @property
-    def n(self) -> int:
-        return len(self.slots)
-
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.relay.runtime.device)
-
-    def column(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return self.zeros(self.n, *shape, dtype=dtype)
-
-    def int32(self) -> torch.Tensor:
-        return self.column(dtype=torch.int32)
-
-    def mirrored(self, rows: int, dtype: type = np.int64) -> MirroredTensor:
-        return MirroredTensor.from_host(self.relay.runtime, np.zeros(rows, dtype))
-
-    def of_another_runtime(self) -> MirroredTensor:
-        return MirroredTensor.from_host(open_runtime(self.relay.runtime.device), np.zeros(self.n, np.int64))
-
-
-def _publish(**makes: Callable[[RelayCase], Any]) -> Callable[[RelayCase], object]:
-    return lambda case: case.relay.publish(case.slots, **{name: make(case) for name, make in makes.items()})
-
-
-def _not_ragged(case: RelayCase) -> bool:
-    return not case.relay.fields["drafts"].ragged
-
-
-def _publish_behind_padding(case: RelayCase) -> None:
-    zero = Slots.from_host(case.relay.runtime, [0], generations=[0], pool_id=case.relay.slots.pool_id)
-    case.relay.publish(Slots.cat([zero, case.slots]), token=case.zeros(case.n + 1))
-
-
-def _publish_for_pages(case: RelayCase) -> None:
-    pages: Any = Pages.from_host(case.relay.runtime, [1])
-    case.relay.publish(pages, token=case.zeros(1))
-
-
-def _relay_of(fields: Any) -> Callable[[RelayCase], object]:
-    return lambda case: FutureMap(case.relay.slots, fields)
-
-
-def _field(*arguments: Any, **named: Any) -> Callable[[RelayCase], object]:
-    return lambda case: relay_field(*arguments, **named)
-
-
-MISUSES = misuses(
-    ("publish an undeclared field", DeclarationError, _publish(tokens=RelayCase.column)),
-    ("publish nothing", DeclarationError, _publish()),
-    ("publish int32", DtypeError, _publish(token=RelayCase.int32)),
-    ("publish a mirrored int32", DtypeError, _publish(token=lambda case: case.mirrored(case.n, np.int32))),
-    ("publish a row too many", ShapeError, _publish(token=lambda case: case.zeros(case.n + 1))),
-    ("publish a mirrored row too many", ShapeError, _publish(token=lambda case: case.mirrored(case.n + 1))),
-    ("publish rows for numbers", ShapeError, _publish(token=lambda case: case.column(1))),
-    ("publish drafts without a shape", ShapeError, _publish(drafts=RelayCase.column)),
-    ("publish drafts of another shape", ShapeError, _publish(drafts=lambda case: case.column(3))),
-    ("publish a scalar", ShapeError, _publish(token=RelayCase.zeros)),
-    ("publish from another device", DeviceError, _publish(token=lambda case: torch.zeros(case.n, device="meta"))),
-    ("publish a value of another runtime", DeviceError, _publish(token=RelayCase.of_another_runtime)),
-    ("publish a sparse tensor", DtypeError, _publish(token=lambda case: case.column().to_sparse())),
-    ("publish a good field and a bad one", DtypeError, _publish(token=RelayCase.column, lengths=RelayCase.int32)),
-    ("publish twice", Code.SLOT_SHARED, lambda case: case.relay.publish(case.slots.take([0, 0]), token=case.zeros(2))),
-    ("publish behind a padded row", Code.SLOT_ZERO_ALLOCATED, _publish_behind_padding),
-    ("publish for another pool", ArgumentError, lambda case: case.relay.publish(case.foreign, token=case.zeros(1))),
-    ("publish for pages", Code.UNIT_MISMATCH, _publish_for_pages),
-    ("publish a list of a row too few", ShapeError, _publish(token=lambda case: [0] * (case.n - 1))),
-    ("publish a host number", ShapeError, _publish(token=lambda case: 5)),
-    ("publish an array of drafts as numbers", ShapeError, _publish(drafts=lambda case: np.zeros(case.n, np.int64))),
-    ("publish half a token", DtypeError, _publish(token=lambda case: [0.5] * case.n)),
-    ("publish None in a list", DtypeError, _publish(token=lambda case: [None] * case.n)),
-    ("publish more than int64", ValueOverflowError, _publish(token=lambda case: [2**63] * case.n)),
-    ("publish a stand-in", Code.SENTINEL_ESCAPED, _publish(token=lambda case: [0] * (case.n - 1) + [-1])),
-    ("publish a stand-in as a draft", Code.SENTINEL_ESCAPED, _publish(drafts=lambda c: [[0, -1]] * c.n), _not_ragged),
-    (
-        "publish a good field and a bad host one",
-        ShapeError,
-        _publish(token=RelayCase.column, lengths=lambda case: [0] * (case.n + 1)),
-    ),
-    ("gather what only the host reads", DeclarationError, lambda case: case.relay.gather(case.slots, "accepted")),
-    ("gather an undeclared field", DeclarationError, lambda case: case.relay.gather(case.slots, "tokens")),
-    ("gather for a slot twice", Code.SLOT_SHARED, lambda case: case.relay.gather(case.slots.take([0, 0]), "token")),
-    ("prefetch nothing", DeclarationError, lambda case: case.relay.prefetch(case.slots)),
-    ("prefetch a field twice", DeclarationError, lambda case: case.relay.prefetch(case.slots, "token", "token")),
-    ("prefetch what the host does not read", DeclarationError, lambda c: c.relay.prefetch(c.slots, "drafts", "token")),
-    ("resolve an undeclared field", DeclarationError, lambda case: case.relay.resolve(case.slots, "tokens")),
-    ("discard an undeclared field", DeclarationError, lambda case: case.relay.discard(case.slots, "token", "no")),
-    ("states of an undeclared field", DeclarationError, lambda case: case.relay.states(case.slots, "tokens")),
-    ("a relay without fields", DeclarationError, _relay_of({})),
-    ("a field with a space in its name", DeclarationError, _relay_of({"a b": relay_field(torch.int64)})),
-    ("a field called slots", DeclarationError, _relay_of({"slots": relay_field(torch.int64)})),
-    ("a field for an unknown reader", DeclarationError, _field(torch.int64, read_by="nobody")),
-    ("a field that torch cannot index", DtypeError, _field(torch.float8_e4m3fn)),
-    ("a field for the host that numpy lacks", DtypeError, _field(torch.bfloat16, read_by="host")),
-    ("a field of ids that numpy lacks", DtypeError, _field(torch.bfloat16, non_negative=True)),
-    ("a field of a negative size", ArgumentError, _field(torch.int64, (-1,))),
 )
 
 
@@ -1045,6 +938,6 @@ class FutureMapMachine(Machine):
                 call()
 
     @precondition(lambda self: bool(self.requests))
-    @rule(misuse=st.sampled_from(MISUSES))
+    @rule(misuse=st.sampled_from(RELAY))
     def misuse(self, misuse: Misuse[RelayCase]) -> None:
         self.refuses(misuse, RelayCase(self.relay, self._handles(self.requests), self.foreign))

@@ -17,7 +17,7 @@ from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Handles, Pages, Slots
+from batchstate.mirror import Handles, Slots
 from batchstate.pools import SlotPool, SlotStats
 from batchstate.runtime import numpy_dtype
 from batchstate.tables import Table, TableRows, TableWrite
@@ -25,6 +25,7 @@ from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.testing.machine import Machine, Misuse, agree, agree_on, disagree, misuses
 from batchstate.testing.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
 from batchstate.violations import Code
+from tests import refusals
 
 Ints = npt.NDArray[np.int64]
 
@@ -247,18 +248,6 @@ class Part:
     freed_behind: dict[int, ManualFence | None] = attrs.field(factory=dict)  # by index
 
 
-def _forged(pool: SlotPool, slot: int) -> Slots:
-    return Slots.from_host(pool.runtime, [slot], generations=[1], pool_id=pool.pool_id)
-
-
-def _adopt(pool: SlotPool, *shape: int) -> object:
-    return pool.adopt(pool.runtime.device_zeros(shape, torch.int32), "adopted")
-
-
-def _hybrid(states: Any, states_per_slot: Any = 1) -> Callable[[SlotPool], object]:
-    return lambda pool: HybridSlotPool(pool.runtime, 1, states=states, states_per_slot=states_per_slot)
-
-
 class SlotMachine(PoolMachine):
     """Takes and frees slots in a pool so small that they are used again and again; subclasses add states and tables."""
 
@@ -275,27 +264,7 @@ class SlotMachine(PoolMachine):
         "cleared while slots are live",
         "clearing behind a step in flight refused",
     )
-    MISUSES: ClassVar[tuple[Misuse[Any], ...]] = misuses(
-        ("take -1", ArgumentError, lambda pool: pool.take(-1)),
-        ("free pages", Code.UNIT_MISMATCH, lambda pool: pool.free(Pages.from_host(pool.runtime, [1]))),
-        ("free a slot of no pool", ArgumentError, lambda pool: pool.free(Slots.from_host(pool.runtime, [1]))),
-        ("free slot 0", Code.SLOT_ZERO_ALLOCATED, lambda pool: pool.free(_forged(pool, 0))),
-        ("free slot -1", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.free(_forged(pool, -1))),
-        ("free beyond the last", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.free(_forged(pool, pool.capacity))),
-        ("query a slot out of range", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.is_live([pool.capacity])),
-        ("query half a slot", DtypeError, lambda pool: pool.is_live([0.5])),
-        ("adopt a table sized by size", Code.TABLE_CAPACITY, lambda pool: _adopt(pool, pool.size)),
-        ("adopt a scalar", ShapeError, _adopt),
-        ("a table of a negative width", ArgumentError, lambda pool: pool.table("t", (-1,))),
-        ("a pool of no slots", ArgumentError, lambda pool: SlotPool(pool.runtime, 0)),
-        ("a pool beyond int32", ArgumentError, lambda pool: SlotPool(pool.runtime, 2**31 - 2, reserve=1)),
-        ("a negative reserve", ArgumentError, lambda pool: SlotPool(pool.runtime, 1, reserve=-1)),
-        ("states that do not suffice for one slot", ArgumentError, _hybrid(1, 2)),
-        ("states of no kind", ArgumentError, _hybrid({})),
-        ("states called slots", ArgumentError, _hybrid({"slot": 1})),
-        ("states per slot of a kind that is not there", ArgumentError, _hybrid({"mamba": 2}, {"swa": 1})),
-        ("no states per slot", ArgumentError, _hybrid(1, 0)),
-    )
+    MISUSES: ClassVar[tuple[Misuse[Any], ...]] = refusals.SLOTS
 
     handles = Bundle("handles")
     pool: SlotPool
