@@ -31,8 +31,9 @@ from batchstate.runtime import AcceleratorRuntime, Fence, Runtime, numpy_dtype
 from batchstate.testing import LateRuntime
 from batchstate.violations import Code, Violation
 from tests.doubles import FakeModule, fake_accelerator, in_a_thread, refused
+from tests.refusals import RELAY, RelayCase
 from tests.selfcheck.machine import Misuse
-from tests.selfcheck.machines.future_map import MISUSES, RelayCase, declared
+from tests.selfcheck.machines.future_map import declared
 from tests.selfcheck.mutants.diffs import changed
 
 SHARED = [
@@ -491,10 +492,10 @@ TEXTS = {
 
 def test_each_text_belongs_to_a_misuse() -> None:
     """No text is left over from a misuse that has gone."""
-    assert TEXTS.keys() <= {misuse.name for misuse in MISUSES}
+    assert TEXTS.keys() <= {misuse.name for misuse in RELAY}
 
 
-@pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: str(misuse.name))
+@pytest.mark.parametrize("misuse", RELAY, ids=lambda misuse: str(misuse.name))
 def test_misuse_changes_nothing(rt: Runtime, pool: SlotPool, misuse: Misuse[RelayCase]) -> None:
     """A call that cannot be meant is refused with a typed error, before anything is launched or noted."""
     relay = FutureMap(pool, declared(torch.float32))

@@ -27,11 +27,9 @@ class FuzzReport:
 
     @property
     def violations(self) -> int:
-        """Failures of all machines."""
         return sum(result.violations for result in self.machines)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
         machines = [result.as_dict() for result in self.machines]
         return {"device": self.device, "seed": self.seed, "machines": machines, "violations": self.violations}
 

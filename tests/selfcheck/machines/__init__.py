@@ -9,11 +9,7 @@ from tests.selfcheck.machines.host_tier import HostTierMachine
 from tests.selfcheck.machines.mirrored_tensor import MirroredTensorMachine
 from tests.selfcheck.machines.overlap import OverlapMachine
 from tests.selfcheck.machines.page_pool import PagePoolMachine
-from tests.selfcheck.machines.plain_torch import (
-    PlainTorchMachine,
-    PlainTorchOnSimMachine,
-    PlainTorchWatchedMachine,
-)
+from tests.selfcheck.machines.plain_torch import PlainTorchMachine, PlainTorchOnSimMachine, PlainTorchWatchedMachine
 from tests.selfcheck.machines.pools import HybridMachine, SlotPoolMachine
 from tests.selfcheck.machines.prefix_cache import PrefixCacheMachine
 from tests.selfcheck.machines.ranks import RanksMachine
@@ -22,29 +18,28 @@ from tests.selfcheck.machines.strangers import StrangersMachine
 from tests.selfcheck.machines.transfers import TransfersMachine
 from tests.selfcheck.machines.watched import WatchedMachine
 
-__all__ = ["MACHINES"]
-
-_ALL: tuple[type[Machine], ...] = (
-    MirroredTensorMachine,
-    BatchMachine,
-    SlotPoolMachine,
-    PagePoolMachine,
-    PrefixCacheMachine,
-    HybridMachine,
-    EngineMachine,
-    FutureMapMachine,
-    StepMachine,
-    OverlapMachine,
-    HostTierMachine,
-    TransfersMachine,
-    StrangersMachine,
-    FailureMachine,
-    RanksMachine,
-    WatchedMachine,
-    PlainTorchMachine,
-    PlainTorchOnSimMachine,
-    PlainTorchWatchedMachine,
-)
-
-MACHINES: dict[str, type[Machine]] = {machine.NAME: machine for machine in _ALL}
+MACHINES: dict[str, type[Machine]] = {
+    machine.NAME: machine
+    for machine in (
+        MirroredTensorMachine,
+        BatchMachine,
+        SlotPoolMachine,
+        PagePoolMachine,
+        PrefixCacheMachine,
+        HybridMachine,
+        EngineMachine,
+        FutureMapMachine,
+        StepMachine,
+        OverlapMachine,
+        HostTierMachine,
+        TransfersMachine,
+        StrangersMachine,
+        FailureMachine,
+        RanksMachine,
+        WatchedMachine,
+        PlainTorchMachine,
+        PlainTorchOnSimMachine,
+        PlainTorchWatchedMachine,
+    )
+}
 """Name -> machine."""

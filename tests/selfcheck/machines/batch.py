@@ -137,7 +137,6 @@ class Rows(ShownByRepr):
             ask(invariants.mirror_equal, expected, actual, object=where, column=name, operation=operation)
 
     def moved(self, batch: Decode, rows: Sequence[Row], *, padding: int = 0) -> "Rows":
-        """The model of `batch`, which has `rows` of this one."""
         return Rows(batch, rows, self.bounded, padding)
 
     def changed(self, batch: Decode, name: str, change: Callable[[int, Cell], Cell]) -> "Rows":
@@ -288,7 +287,6 @@ class BatchMachine(Machine):
 
     @initialize()
     def begin(self) -> None:
-        """Opens the runtime, and a table for the writes that an upload packs."""
         self.open()
         self.alive: list[Rows] = []
         self.seen: list[Rows] = []
@@ -308,7 +306,6 @@ class BatchMachine(Machine):
         self.table.check()
 
     def snapshot(self) -> object:
-        """Versions, host sides and device sides that exist."""
         return [
             (
                 model.batch.version,
@@ -425,7 +422,6 @@ class BatchMachine(Machine):
 
     @rule(target=BATCHES, model=BATCHES, data=st.data(), look=st.booleans())
     def advance(self, model: Rows, data: st.DataObject, look: bool) -> Any:
-        """`advance` is exact integer arithmetic on both sides, or refused."""
         names = data.draw(st.lists(st.sampled_from(COUNTED), min_size=1, max_size=2, unique=True), label="columns")
         near = amounts(len(model))
         n = data.draw(st.one_of(near, near, near, amounts(len(model), 2**63 - 1, 2**63 - 1)), label="n")
@@ -446,7 +442,7 @@ class BatchMachine(Machine):
 
     @rule(target=BATCHES, model=BATCHES, data=st.data(), look=st.booleans())
     def update(self, model: Rows, data: st.DataObject, look: bool) -> Any:
-        """`update` changes some requests; a bounded column is refused, since its host side is not a copy."""
+        """Some requests change; a bounded column is refused, since its host side is not a copy."""
         name = data.draw(st.sampled_from(["seq_lens", "temperature", "bias", "accepted"]), label="column")
         rows = list(_rows(data.draw(keep_lists(len(model)), label="rows")))
         new = numbers(name, len(rows), 100)

@@ -58,7 +58,6 @@ class EngineRequest:
 
     @property
     def tokens_to_prefill(self) -> int:
-        """Tokens whose KV is computed before the next one is generated."""
         return self.prompt + self.num_generated
 
 
@@ -119,7 +118,6 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
         return completed
 
     def leave(self) -> None:
-        """Gives back the rows of requests that are complete or aborted; the first complete one leaves its prefix."""
         batch = self.batch
         done = batch.num_generated.np >= np.array([request.answer for request in batch.requests], np.int64)
         aborted = np.array([request.state == "aborted" for request in batch.requests], np.bool_)
@@ -138,7 +136,6 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
             self.cache = self.pages.hold(first.slots, int(first.seq_lens.np[0]) // size * size)
 
     def reclaim(self) -> bool:
-        """Releases the cached prefix, whose pages a step in flight may still read."""
         if self.cache is None:
             return False
         self.cache.release(after=self.steps.last)
@@ -311,7 +308,6 @@ class EngineMachine(Machine):
     # Checking
 
     def check(self) -> None:
-        """Lengths, tables, tokens and both sides of the batch agree; every invariant holds."""
         self.slots.verify()
         self.pages.verify()
         batch = self.engine.batch
@@ -433,7 +429,6 @@ class EngineMachine(Machine):
 
     @rule()
     def resolve(self) -> None:
-        """The host learns the exact lengths by waiting, and says so."""
         before = self.rt.counters.forced_syncs
         bounded = self.engine.batch.bound_lens.contract is Contract.UPPER_BOUND
         self.engine.resolve_bounds()

@@ -142,7 +142,6 @@ class FailureMachine(Machine):
 
     @rule(n=st.integers(1, 2), failure=_FAILURES)
     def take(self, n: int, failure: str | None) -> None:
-        """A take that fails leaves nothing taken."""
         with contextlib.ExitStack() as window:
             window.enter_context(contextlib.suppress(PoolExhaustedError))
             if failure is not None:
@@ -164,7 +163,6 @@ class FailureMachine(Machine):
 
     @rule(at=st.integers(0, 4), cached=st.booleans(), fails=st.booleans())
     def hold(self, at: int, cached: bool, fails: bool) -> None:
-        """A cache takes pages, or keeps those of a request; if a check fails behind it, it has got nothing."""
         slots = self.some(at)
         whole = int(self.pages.committed(slots).max(initial=0)) // 2 * 2
         self.pages.commit(slots, self.pages.committed(slots))

@@ -1,7 +1,7 @@
 """`FutureMap` in use: forwards of prompts, decodes and both, results that come late, and every misuse."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -16,18 +16,18 @@ from batchstate._relay import DEVICE, HOST
 from batchstate._upload import Extras
 from batchstate.batch import Batch
 from batchstate.columns import mirrored, slot_column
-from batchstate.errors import ArgumentError, DeclarationError, DeviceError, DtypeError, ShapeError, ValueOverflowError
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import EntryState, FutureMap, Prefetched, RelayField, relay_field
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import MirroredTensor, Pages, Slots
+from batchstate.mirror import MirroredTensor, Slots
 from batchstate.pools import SlotPool
-from batchstate.runtime import Fence, Stream, open_runtime
+from batchstate.runtime import Fence, Stream
 from batchstate.testing.fences import LateRuntime
 from batchstate.violations import Code
-from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, is_behind, misuses
+from tests.refusals import RELAY, RelayCase
+from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, is_behind
 from tests.selfcheck.models import snapshot_pages, snapshot_slots
 
 Array = npt.NDArray[Any]
@@ -105,7 +105,6 @@ class RelayModel:
         return self.state(req, field) is EntryState.PUBLISHED
 
     def refusal(self, requests: Iterable[RelayRequest], fields: Iterable[str], reader: int) -> Code | None:
-        """Why a read is refused, or None."""
         for name in fields:
             entries = [self._entries.get((name, req.slot)) for req in requests]
             if None in entries:
@@ -122,7 +121,6 @@ class RelayModel:
         return self._entries.get((field, req.slot), (None, 0))[0]
 
     def take(self, requests: Sequence[RelayRequest], field: str, reader: int, num_rows: int) -> Array:
-        """The values that `reader` takes, [num_rows, *shape]; zeros for padded rows."""
         declared = self.fields[field]
         dtype = np.int64 if declared.dtype is torch.int64 else np.float32
         values = np.zeros((num_rows, *declared.shape), dtype)
@@ -217,112 +215,6 @@ _SHAPES = st.builds(
     alone=st.booleans(),
     carried=st.sampled_from([False, False, True]),
     int32=st.sampled_from([(), ("positions",), ("last_token_indices", "slot_mapping")]),
-)
-
-
-@final
-@attrs.frozen(eq=False)
-class RelayCase:
-    """A relay to be misused, handles of its live requests, at least one, and handles of another pool."""
-
-    relay: FutureMap
-    slots: Slots
-    foreign: Slots
-
-    @property
-    def n(self) -> int:
-        return len(self.slots)
-
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.relay.runtime.device)
-
-    def column(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """A device tensor with a row for each request."""
-        return self.zeros(self.n, *shape, dtype=dtype)
-
-    def int32(self) -> torch.Tensor:
-        return self.column(dtype=torch.int32)
-
-    def mirrored(self, rows: int, dtype: type = np.int64) -> MirroredTensor:
-        return MirroredTensor.from_host(self.relay.runtime, np.zeros(rows, dtype))
-
-    def of_another_runtime(self) -> MirroredTensor:
-        return MirroredTensor.from_host(open_runtime(self.relay.runtime.device), np.zeros(self.n, np.int64))
-
-
-def _publish(**makes: Callable[[RelayCase], Any]) -> Callable[[RelayCase], object]:
-    return lambda case: case.relay.publish(case.slots, **{name: make(case) for name, make in makes.items()})
-
-
-def _not_ragged(case: RelayCase) -> bool:
-    return not case.relay.fields["drafts"].ragged
-
-
-def _publish_behind_padding(case: RelayCase) -> None:
-    zero = Slots.from_host(case.relay.runtime, [0], generations=[0], pool_id=case.relay.slots.pool_id)
-    case.relay.publish(Slots.cat([zero, case.slots]), token=case.zeros(case.n + 1))
-
-
-def _publish_for_pages(case: RelayCase) -> None:
-    pages: Any = Pages.from_host(case.relay.runtime, [1])
-    case.relay.publish(pages, token=case.zeros(1))
-
-
-def _relay_of(fields: Any) -> Callable[[RelayCase], object]:
-    return lambda case: FutureMap(case.relay.slots, fields)
-
-
-def _field(*arguments: Any, **named: Any) -> Callable[[RelayCase], object]:
-    return lambda case: relay_field(*arguments, **named)
-
-
-MISUSES = misuses(
-    ("publish an undeclared field", DeclarationError, _publish(tokens=RelayCase.column)),
-    ("publish nothing", DeclarationError, _publish()),
-    ("publish int32", DtypeError, _publish(token=RelayCase.int32)),
-    ("publish a mirrored int32", DtypeError, _publish(token=lambda case: case.mirrored(case.n, np.int32))),
-    ("publish a row too many", ShapeError, _publish(token=lambda case: case.zeros(case.n + 1))),
-    ("publish a mirrored row too many", ShapeError, _publish(token=lambda case: case.mirrored(case.n + 1))),
-    ("publish rows for numbers", ShapeError, _publish(token=lambda case: case.column(1))),
-    ("publish drafts without a shape", ShapeError, _publish(drafts=RelayCase.column)),
-    ("publish drafts of another shape", ShapeError, _publish(drafts=lambda case: case.column(3))),
-    ("publish a scalar", ShapeError, _publish(token=RelayCase.zeros)),
-    ("publish from another device", DeviceError, _publish(token=lambda case: torch.zeros(case.n, device="meta"))),
-    ("publish a value of another runtime", DeviceError, _publish(token=RelayCase.of_another_runtime)),
-    ("publish a sparse tensor", DtypeError, _publish(token=lambda case: case.column().to_sparse())),
-    ("publish a good field and a bad one", DtypeError, _publish(token=RelayCase.column, lengths=RelayCase.int32)),
-    ("publish twice", Code.SLOT_SHARED, lambda case: case.relay.publish(case.slots.take([0, 0]), token=case.zeros(2))),
-    ("publish behind a padded row", Code.SLOT_ZERO_ALLOCATED, _publish_behind_padding),
-    ("publish for another pool", ArgumentError, lambda case: case.relay.publish(case.foreign, token=case.zeros(1))),
-    ("publish for pages", Code.UNIT_MISMATCH, _publish_for_pages),
-    ("publish a list of a row too few", ShapeError, _publish(token=lambda case: [0] * (case.n - 1))),
-    ("publish a host number", ShapeError, _publish(token=lambda case: 5)),
-    ("publish an array of drafts as numbers", ShapeError, _publish(drafts=lambda case: np.zeros(case.n, np.int64))),
-    ("publish half a token", DtypeError, _publish(token=lambda case: [0.5] * case.n)),
-    ("publish None in a list", DtypeError, _publish(token=lambda case: [None] * case.n)),
-    ("publish more than int64", ValueOverflowError, _publish(token=lambda case: [2**63] * case.n)),
-    ("publish a stand-in", Code.SENTINEL_ESCAPED, _publish(token=lambda case: [0] * (case.n - 1) + [-1])),
-    ("publish a stand-in as a draft", Code.SENTINEL_ESCAPED, _publish(drafts=lambda c: [[0, -1]] * c.n), _not_ragged),
-    (
-        "publish a good field and a bad host one",
-        ShapeError,
-        _publish(token=RelayCase.column, lengths=lambda case: [0] * (case.n + 1)),
-    ),
-    ("gather what only the host reads", DeclarationError, lambda case: case.relay.gather(case.slots, "accepted")),
-    ("gather an undeclared field", DeclarationError, lambda case: case.relay.gather(case.slots, "tokens")),
-    ("gather for a slot twice", Code.SLOT_SHARED, lambda case: case.relay.gather(case.slots.take([0, 0]), "token")),
-    ("prefetch nothing", DeclarationError, lambda case: case.relay.prefetch(case.slots)),
-    ("prefetch a field twice", DeclarationError, lambda case: case.relay.prefetch(case.slots, "token", "token")),
-    ("prefetch what the host does not read", DeclarationError, lambda c: c.relay.prefetch(c.slots, "drafts", "token")),
-    ("resolve an undeclared field", DeclarationError, lambda case: case.relay.resolve(case.slots, "tokens")),
-    ("discard an undeclared field", DeclarationError, lambda case: case.relay.discard(case.slots, "token", "no")),
-    ("states of an undeclared field", DeclarationError, lambda case: case.relay.states(case.slots, "tokens")),
-    ("a relay without fields", DeclarationError, _relay_of({})),
-    ("a field for an unknown reader", DeclarationError, _field(torch.int64, read_by="nobody")),
-    ("a field that torch cannot index", DtypeError, _field(torch.float8_e4m3fn)),
-    ("a field for the host that numpy lacks", DtypeError, _field(torch.bfloat16, read_by="host")),
-    ("a field of ids that numpy lacks", DtypeError, _field(torch.bfloat16, non_negative=True)),
-    ("a field of a negative size", ArgumentError, _field(torch.int64, (-1,))),
 )
 
 
@@ -471,7 +363,6 @@ class FutureMapMachine(Machine):
     @precondition(lambda self: bool(self.requests))
     @rule(at=st.integers(0, 4), behind=st.sampled_from([None, "forward", "default"]))
     def leave(self, at: int, behind: str | None) -> None:
-        """A request leaves with its entries; its slot is free now or behind a fence."""
         self._leave(self.requests[at % len(self.requests)], behind)
 
     def _leave(self, req: RelayRequest, behind: str | None) -> None:
@@ -533,7 +424,6 @@ class FutureMapMachine(Machine):
         return values
 
     def _device_values(self, values: Mapping[str, Array], mirrored: bool = False) -> dict[str, Any]:
-        """Device values, made on the current stream, or mirrored ones."""
         made: dict[str, Any] = {}
         for name, array in values.items():
             if mirrored and name != "hidden":
@@ -643,7 +533,6 @@ class FutureMapMachine(Machine):
     @precondition(lambda self: bool(self.requests))
     @rule(data=st.data(), names=st.sampled_from([(), ("token",), ("lengths", "hidden")]))
     def discard(self, data: st.DataObject, names: tuple[str, ...]) -> None:
-        """Entries become unwritten, whatever they were."""
         requests = self._chosen(data)
         self.relay.discard(self._handles(requests), *names)
         self.model.clear(requests, names or self.model.fields)
@@ -849,8 +738,8 @@ class FutureMapMachine(Machine):
         self.reached("true lengths of a forward without ids", not shape.has_ids and plan.bounded)
         self.reached("a forward without the relay", alone)
         self.reached("tokens of an encoder before the first", plan.kv_offset is not None)
-        above = [req.bound > req.length + query for req, query in zip(requests, queries.tolist(), strict=True)]
-        self.reached("bounded lengths set right", plan.bounded and any(above))
+        loose = any(req.bound > req.length + query for req, query in zip(requests, queries.tolist(), strict=True))
+        self.reached("bounded lengths set right", plan.bounded and loose)
         if twice:
             self.reached("a plan used twice refused")
             with self.rt.use(self.streams["forward"]), self.refused(Code.FUTURE_CONSUMED):
@@ -947,7 +836,6 @@ class FutureMapMachine(Machine):
         return [int(number) for name in shape.ids for number in taken[name].reshape(-1)][: part.query]
 
     def _check_inputs(self, launched: Launched, ids_of_parts: Sequence[list[int]]) -> None:
-        """Builds the inputs of a forward again, token by token, and compares."""
         parts, inputs, plan, shape = launched.parts, launched.inputs, launched.plan, launched.shape
         ids = [number for of_part in ids_of_parts for number in of_part]
         tokens = [(part.request, part.request.length + at) for part in parts for at in range(part.query)]
@@ -1045,13 +933,11 @@ class FutureMapMachine(Machine):
             lambda: self.relay.publish(slots, **{name: [0]}),
             lambda: self.relay.gather(slots, name),
             lambda: self.relay.prefetch(slots, name),
-            lambda: self.relay.discard(slots),
-            lambda: self.relay.states(slots, name),
         ):
             with self.refused(Code.SLOT_STALE_HANDLE):
                 call()
 
     @precondition(lambda self: bool(self.requests))
-    @rule(misuse=st.sampled_from(MISUSES))
+    @rule(misuse=st.sampled_from(RELAY))
     def misuse(self, misuse: Misuse[RelayCase]) -> None:
         self.refuses(misuse, RelayCase(self.relay, self._handles(self.requests), self.foreign))

@@ -115,7 +115,6 @@ class TieredRequest:
         return int(self.content.shape[1])
 
     def host_locations(self, stop: int) -> Ints:
-        """Where the host has the positions up to `stop`, int64[stop]."""
         return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, stop)
 
     def device_locations(self, pages: npt.NDArray[np.int32], page_size: int, hot_tokens: int) -> Ints:
@@ -333,7 +332,6 @@ class HostTierMachine(Machine):
     # Checks
 
     def check(self) -> None:
-        """Every invariant; then the owner of each host location; then every byte of every request."""
         self._write_late()
         with self.on(self.apart):
             self.tier.verify()
@@ -422,7 +420,6 @@ class HostTierMachine(Machine):
             writer.scribble()
 
     def _take(self, n: int) -> list[TieredRequest]:
-        """Up to `n` new requests, without pages or host locations."""
         taken = self.slots.take(min(n, self.slots.stats.free))
         empty = np.empty((LAYERS, 0, ITEM), dtype=np.int64)
         new = [TieredRequest(taken.take([row]), empty) for row in range(len(taken))]
@@ -469,7 +466,6 @@ class HostTierMachine(Machine):
                 start = stop
 
     def _begin_step(self) -> None:
-        """Waits until the step before the present one is over, on all streams."""
         with self.on(self.apart):
             self.ends.append(self.rt.record())
         while len(self.ends) >= IN_FLIGHT:
@@ -679,7 +675,6 @@ class HostTierMachine(Machine):
 
     @rule()
     def poll_staged(self) -> None:
-        """Requests whose copy is over may decode."""
         copied = self.tier.poll_staged()
         ready = [req for req in self.of(STAGED) if self.tier.ready(req.slot)[0]]
         with self.on(self.apart):
@@ -886,7 +881,6 @@ class HostTierMachine(Machine):
     @_READY
     @rule(data=st.data(), raw=st.booleans())
     def finish(self, data: st.DataObject, raw: bool) -> None:
-        """Requests leave behind the last forward; a second exit is refused."""
         self._finish(self._some(data, self.of(READY)), raw)
 
     def _finish(self, requests: list[TieredRequest], raw: bool) -> None:
@@ -989,11 +983,8 @@ class HostTierMachine(Machine):
         for call in (
             lambda: tier.reserve(slot, 1, 1),
             lambda: tier.admit_direct(slot),
-            lambda: tier.admit_staged(slot, 1),
             lambda: tier.map_last_location(slot, late.length + 1),
             lambda: tier.states(slot),
-            lambda: tier.ready(slot),
-            lambda: tier.lengths(slot),
             lambda: tier.host_locations(slot, 1),
             lambda: tier.abort(slot),
         ):

@@ -155,12 +155,10 @@ class MirroredTensorMachine(Machine):
         self.open()
 
     def check(self) -> None:
-        """The newest values are as they were, since values are immutable; the others are looked at in the end."""
         for model in self.alive[-_KEPT:]:
             model.check()
 
     def teardown(self) -> None:
-        """Every value ever made is as it was."""
         try:
             if sys.exc_info()[0] is None and not self.automatic:
                 for model in self.alive:
@@ -194,7 +192,6 @@ class MirroredTensorMachine(Machine):
 
     @rule(target=VALUES, data=st.data(), contract=contracts("exact", "upper_bound", "host_only", "device_only"))
     def make(self, data: st.DataObject, contract: Contract) -> Modelled:
-        """A value like the others."""
         alike = mirrored_tensors(
             self.rt, dtypes=st.just(self.dtype), contracts=st.just(contract), shapes=st.just(self.shape)
         )
@@ -222,7 +219,6 @@ class MirroredTensorMachine(Machine):
 
     @rule(target=VALUES, model=VALUES, data=st.data(), side=st.booleans())
     def filter(self, model: Modelled, data: st.DataObject, side: bool) -> Modelled:
-        """`filter` is numpy's index."""
         keep = data.draw(keep_lists(len(model)), label="keep")
         rows = np.asarray(keep) if len(keep) else np.empty(0, np.int64)
         with self.on(side):
@@ -288,7 +284,6 @@ class MirroredTensorMachine(Machine):
 
     @rule(target=VALUES, model=VALUES, more=st.integers(0, 3), value=st.sampled_from([0, 0, 1]))
     def pad(self, model: Modelled, more: int, value: int) -> Modelled:
-        """`pad` appends rows of one value; padded slots have no request."""
         if model.value.unit is not None:
             value = 0
         elif model.value.dtype is torch.bool:
@@ -383,7 +378,6 @@ class MirroredTensorMachine(Machine):
 
     @rule(target=VALUES, model=VALUES, contract=contracts())
     def weaken(self, model: Modelled, contract: Contract) -> Any:
-        """A contract gets weaker, never stronger."""
         bound_of_indices = contract is Contract.UPPER_BOUND and model.value.unit is not None
         weaker = weaker_contract(contract, model.value.contract) is contract and contract is not Contract.HOST_ONLY
         if bound_of_indices or not weaker:

@@ -107,12 +107,10 @@ class OverlapRequest(ShownByRepr):
 
     @property
     def length(self) -> int:
-        """Tokens in KV memory after the last launched step."""
         return len(self.held.kv)
 
     @property
     def over(self) -> bool:
-        """Whether it leaves before the next step."""
         return self.aborted or self.num_generated >= self.answer
 
     @property
@@ -187,7 +185,6 @@ def forward(request: OverlapRequest, query: int, salt: int, nudge: int) -> Outco
 
 
 def column(requests: Sequence[OverlapRequest], name: str) -> Array:
-    """One number of the device state of each request, int64[n]."""
     return np.array([getattr(req.held, name) for req in requests], np.int64)
 
 
@@ -231,12 +228,10 @@ class Choices(ShownByRepr):
 
     @property
     def readings(self) -> tuple[str, ...]:
-        """`READINGS` in the order of this step."""
         return READINGS[self.first :] + READINGS[: self.first]
 
     @classmethod
     def numbered(cls, number: int) -> "Choices":
-        """The choices of that number; 0 is the plainest."""
         values: dict[str, Any] = {}
         for name, options in _OPTIONS.items():
             number, digit = divmod(number, options)
@@ -428,7 +423,6 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         return True
 
     def read_all_but(self, newest: int) -> None:
-        """Reads the results of all but the newest steps, oldest first."""
         while len(self.unread) > newest:
             self.read(0)
 
@@ -612,7 +606,6 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
     # Launching
 
     def _launch(self, choices: Choices, step: StepPlan) -> None:
-        """All requests grow; one upload; the forward; and speculative locations are given back."""
         pages, queries, requests = self.pages, step.chunks, self.batch.requests
         ids = [req.ids(query) for req, query in zip(requests, queries.tolist(), strict=True)]
         ends = step.samples
@@ -847,7 +840,6 @@ class OverlapMachine(Machine):
 
     @initialize(size=st.integers(2, 4), page_size=st.integers(1, 3), spare=st.integers(0, 8), chunk=st.integers(2, 6))
     def begin(self, size: int, page_size: int, spare: int, chunk: int) -> None:
-        """Opens an engine so small that slots and pages are used again and again."""
         self.open()
         num_pages = -(-MAX_TOKENS // page_size) + spare
         self.engine = OverlapEngine(self.rt, size, num_pages, page_size, chunk=chunk, reached=self.reached)
@@ -986,7 +978,6 @@ class OverlapMachine(Machine):
 
     @rule(prompt=st.integers(3, 6), steps=st.tuples(CHOICES, CHOICES))
     def crowd(self, prompt: int, steps: tuple[Choices, Choices]) -> None:
-        """More arrives than fits: requests grow until one has to give its pages back."""
         while len(self.engine.waiting) < _MAX_WAITING:
             self._arrive(prompt, 4, Arrival.PROMPT, False)
         self.run([*steps])
@@ -1010,7 +1001,6 @@ class OverlapMachine(Machine):
     @precondition(lambda self: len(self.engine.batch) > 0)
     @rule(at=st.integers(0, 3), temperature=st.integers(1, 9), age=st.integers(0, 50))
     def retune(self, at: int, temperature: int, age: int) -> None:
-        """Values of one request change on both sides, between two steps."""
         engine, held = self.engine, self._running(at).held
         row = at % len(engine.batch)
         engine.batch = engine.batch.update("temperature", [row], float(temperature))
@@ -1053,7 +1043,6 @@ class OverlapMachine(Machine):
 
     @rule(n=st.integers(1, 6))
     def complete(self, n: int) -> None:
-        """The device makes progress, and the host could know."""
         if isinstance(self.rt, LateRuntime):
             self.rt.complete(n)
 

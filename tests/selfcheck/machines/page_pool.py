@@ -1,7 +1,7 @@
 """`PagePool` against a memory of stamps: growing, speculation, shared prefixes, fenced releases, exhaustion."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -9,77 +9,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import levels
-from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, ShapeError
+from batchstate.errors import ArgumentError, PoolExhaustedError
 from batchstate.kv.pages import Extension, PagePool
-from batchstate.mirror import Handles, Locations, Pages, Slots
-from batchstate.pools import SlotPool
+from batchstate.mirror import Handles, Locations, Slots
 from batchstate.testing.fences import ManualFence
 from batchstate.violations import Code
-from tests.selfcheck.machine import agree, agree_on, misuses
+from tests import refusals
+from tests.selfcheck.machine import agree, agree_on
 from tests.selfcheck.machines.pools import HAS_REQUESTS, KVOwner, PagesMachine, TableModel
 
 T = TypeVar("T")
 
 EXHAUSTED = {True: "exhausted while pending would suffice", False: "exhausted for good"}
-
-
-# Ways to misuse a `PagePool`, from the pool and the handle of a live request.
-
-It = tuple[PagePool, Slots]
-
-
-def _pages_of_two(it: It) -> bool:
-    return it[0].page_size > 1
-
-
-def _has_pages(it: It) -> bool:
-    return bool(it[0].allocated(it[1])[0])
-
-
-def _none(it: It) -> Slots:
-    return it[0].slots.take(0)
-
-
-def _foreign(it: It) -> Slots:
-    return SlotPool(it[0].runtime, 2).take(1)
-
-
-def _made(it: It, **options: Any) -> PagePool:
-    arguments = {"slots": it[0].slots, "num_pages": 4, "page_size": 4, "max_tokens_per_request": 4}
-    return PagePool(it[0].runtime, **{**arguments, **options})
-
-
-_MISUSES = misuses(
-    ("grow to -1", Code.LENGTH_ORDER, lambda it: it[0].grow(it[1], -1)),
-    ("grow beyond a row", Code.LENGTH_ORDER, lambda it: it[0].grow(it[1], it[0].max_tokens_per_request + 1)),
-    ("grow to half a token", DtypeError, lambda it: it[0].grow(it[1], 0.5)),
-    ("one length too many", ShapeError, lambda it: it[0].grow(it[1], np.array([1, 1]))),
-    ("advance by -1", ArgumentError, lambda it: it[0].advance(it[1], -1)),
-    ("advance beyond int64", Code.LENGTH_ORDER, lambda it: it[0].advance(it[1], 2**63 - 1)),
-    ("truncate to more", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], it[0].committed(it[1]) + 1)),
-    ("give back too much", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], first=it[0].committed(it[1]) + 1)),
-    ("give back before -1", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], first=-1)),
-    ("give back half a token", DtypeError, lambda it: it[0].truncate(it[1], first=0.5)),
-    ("give back for too many", ShapeError, lambda it: it[0].truncate(it[1], first=np.array([0, 0]))),
-    ("truncate to -1", Code.LENGTH_ORDER, lambda it: it[0].truncate(it[1], -1)),
-    ("take -1 pages", ArgumentError, lambda it: it[0].take(-1)),
-    ("hold half a page", Code.PAGE_ALIGNMENT, lambda it: it[0].hold(it[1], 1), _pages_of_two),
-    ("hold what is not committed", Code.LENGTH_ORDER, lambda it: it[0].hold(it[1], 8 * it[0].page_size)),
-    ("share half a page", Code.PAGE_ALIGNMENT, lambda it: it[0].share(it[1], _none(it), 1), _pages_of_two),
-    ("share what is not committed", Code.LENGTH_ORDER, lambda it: it[0].share(it[1], _none(it), 8 * it[0].page_size)),
-    ("share beyond int64", ArgumentError, lambda it: it[0].share(it[1], _none(it), 2**63)),
-    ("share from no request", ArgumentError, lambda it: it[0].share(_none(it), _none(it), 0)),
-    ("grow requests of another pool", ArgumentError, lambda it: it[0].grow(_foreign(it), 1)),
-    ("hold two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].hold(it[1].take([0, 0]), 0)),
-    ("share into a request with pages", ArgumentError, lambda it: it[0].share(it[1], it[1], 0), _has_pages),
-    ("one request twice", Code.SLOT_SHARED, lambda it: it[0].advance(it[1].take([0, 0]))),
-    ("leave twice in one call", Code.SLOT_DOUBLE_FREE, lambda it: it[0].release_requests(it[1].take([0, 0]))),
-    ("release padding", Code.SLOT_ZERO_ALLOCATED, lambda it: it[0].release(it[1].pad(2))),
-    ("release pages as slots", Code.UNIT_MISMATCH, lambda it: it[0].release(Pages.from_host(it[0].runtime, [1]))),
-    ("a page size beyond int64", ArgumentError, lambda it: _made(it, page_size=2**62)),
-    ("requests beyond int64", ArgumentError, lambda it: _made(it, max_tokens_per_request=2**63)),
-    ("pages of no tokens", ArgumentError, lambda it: _made(it, page_size=0)),
-)
 
 
 _NAMED = 12  # rows kept of pages that were given out lately
@@ -114,11 +55,10 @@ class PagePoolMachine(PagesMachine):
         "cleared with a lease and a request",
         "clearing behind a step in flight refused",
     )
-    MISUSES = _MISUSES
+    MISUSES = refusals.PAGES
 
     @initialize(size=st.integers(2, 4), num_pages=st.integers(3, 8), page_size=st.integers(1, 3))
     def begin(self, size: int, num_pages: int, page_size: int) -> None:
-        """Opens a pool of slots and a pool of pages."""
         self.open_pages(size, num_pages, page_size, 4 * page_size - (page_size > 1))
         self.table = self.slots.table("req_to_token", (self.most,), holds="location", host=True)
         tensor = self.rt.device_zeros((self.pages.location_capacity,), torch.int64)
@@ -156,7 +96,7 @@ class PagePoolMachine(PagesMachine):
     def some(self, data: st.DataObject, least: int = 1) -> list[int]:
         return data.draw(st.lists(st.sampled_from(list(self.requests)), min_size=least, unique=True), label="slots")
 
-    def misused(self, data: st.DataObject) -> It | None:
+    def misused(self, data: st.DataObject) -> refusals.PageCase | None:
         return (self.pages, self.requests[self.some(data)[0]].owner) if self.requests else None
 
     def _lengths(self, slots: list[int], more: int) -> list[int]:
@@ -182,7 +122,6 @@ class PagePoolMachine(PagesMachine):
 
     @rule(n=st.integers(1, 2), length=st.integers(0, 6))
     def admit(self, n: int, length: int) -> None:
-        """Requests come with a prompt."""
         slots = self.take(n)
         self.extend_to(slots, [length] * len(slots))
 
@@ -381,7 +320,6 @@ class PagePoolMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data(), back=st.integers(0, 4))
     def truncate(self, data: st.DataObject, back: int) -> None:
-        """Tokens are taken back after rejected speculation."""
         slots, fence = self.some(data), self.fence(data)
         self.settle()
         lengths = self._lengths(slots, -back)
@@ -404,7 +342,6 @@ class PagePoolMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data(), drafts=st.integers(1, 3), accepted=st.integers(0, 3))
     def speculate(self, data: st.DataObject, drafts: int, accepted: int) -> None:
-        """Extend by drafts, launch, take the rejected ones back, extend again."""
         slots = self.some(data)
         before = self._lengths(slots, 0)
         if self.extend_to(slots, [length + drafts for length in before]):
@@ -517,7 +454,6 @@ class PagePoolMachine(PagesMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), side=st.booleans())
     def arrive(self, data: st.DataObject, side: bool) -> None:
-        """KV arrives on the pages of a lease, on one of the two streams."""
         self._arrive(data.draw(st.sampled_from(self.leases), label="lease"), side)
 
     def _arrive(self, holder: KVOwner, side: bool) -> None:
@@ -651,7 +587,6 @@ class PagePoolMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Requests give their pages back and keep their slots."""
         slots, fence = self.some(data), self.fence(data)
         self.settle()
         ones = [self.requests[slot] for slot in slots]
@@ -711,13 +646,7 @@ class PagePoolMachine(PagesMachine):
     @rule(back=st.integers(1, 3))
     def use_gone(self, back: int) -> None:
         """Handles of requests that left are refused everywhere."""
-        late = self.gone[-min(back, len(self.gone))]
-        for call in (
-            lambda: self.pages.extend(late, 1),
-            lambda: self.pages.advance(late),
-            lambda: self.pages.truncate(late, 0),
-            lambda: self.pages.release(late),
-            lambda: self.pages.committed(late),
-        ):
+        pages, late = self.pages, self.gone[-min(back, len(self.gone))]
+        for call in (lambda: pages.extend(late, 1), lambda: pages.release(late), lambda: pages.committed(late)):
             with self.refused(Code.SLOT_STALE_HANDLE):
                 call()

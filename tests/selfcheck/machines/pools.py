@@ -17,12 +17,13 @@ from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
 from batchstate.hybrid import HybridSlotPool
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Handles, Pages, Slots
+from batchstate.mirror import Handles, Slots
 from batchstate.pools import SlotPool, SlotStats
 from batchstate.runtime import numpy_dtype
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.violations import Code
+from tests import refusals
 from tests.selfcheck.machine import Machine, Misuse, agree, agree_on, disagree, misuses
 from tests.selfcheck.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
 
@@ -49,7 +50,6 @@ class TableModel:
         self.written, self.writes = np.zeros((2, len(self.rows)), np.int64)
 
     def write(self, handles: Handles, positions: Ints | None, values: Any) -> None:
-        """Rows, or elements of rows, are written by their owners."""
         self.rows[(handles.np,) if positions is None else (handles.np, positions)] = values
         self.written[handles.np] = handles.generations
         self.writes[handles.np] += 1
@@ -71,7 +71,6 @@ class PoolMachine(Machine):
         self.reached("two steps in flight", self.steps.depth >= 2)
 
     def misused(self, data: st.DataObject) -> Any:
-        """The argument of a misuse."""
         raise NotImplementedError
 
     def fence(self, data: st.DataObject) -> ManualFence | None:
@@ -96,7 +95,6 @@ class PoolMachine(Machine):
 
     @rule(launched=st.integers(0, 2), ended=st.integers(0, 3))
     def run(self, launched: int, ended: int) -> None:
-        """Steps begin on the device, and the oldest end."""
         for _ in range(launched):
             self.steps.record()
         self.steps.complete(ended)
@@ -163,12 +161,10 @@ class PagesMachine(PoolMachine):
         return snapshot_slots(self.slots), snapshot_pages(self.pages)
 
     def pages_of(self, holder: KVOwner) -> list[int]:
-        """Its pages, from that of its first own token on."""
         pages: list[int] = self.pages.pages_of(holder.owner).np.tolist()
         return pages
 
     def held_pages(self) -> Counter[int]:
-        """Page -> how many have it."""
         return Counter(page for holder in (*self.requests.values(), *self.leases) for page in self.pages_of(holder))
 
     def location(self, holder: KVOwner, position: int, pages: list[int] | None = None) -> int:
@@ -178,7 +174,6 @@ class PagesMachine(PoolMachine):
         return (pages[at] if at < len(pages) else 0) * size + position % size
 
     def put(self, holder: KVOwner, tokens: list[Any]) -> None:
-        """An owner gets further tokens, on pages that it has already."""
         pages = self.pages_of(holder)
         for token in tokens:
             self.memory[self.location(holder, len(holder.tokens), pages)] = token
@@ -253,18 +248,6 @@ class Part:
     freed_behind: dict[int, ManualFence | None] = attrs.field(factory=dict)  # by index
 
 
-def _forged(pool: SlotPool, slot: int) -> Slots:
-    return Slots.from_host(pool.runtime, [slot], generations=[1], pool_id=pool.pool_id)
-
-
-def _adopt(pool: SlotPool, *shape: int) -> object:
-    return pool.adopt(pool.runtime.device_zeros(shape, torch.int32), "adopted")
-
-
-def _hybrid(states: Any, states_per_slot: Any = 1) -> Callable[[SlotPool], object]:
-    return lambda pool: HybridSlotPool(pool.runtime, 1, states=states, states_per_slot=states_per_slot)
-
-
 class SlotMachine(PoolMachine):
     """Takes and frees slots in a pool so small that they are used again and again; subclasses add states and tables."""
 
@@ -281,27 +264,7 @@ class SlotMachine(PoolMachine):
         "cleared while slots are live",
         "clearing behind a step in flight refused",
     )
-    MISUSES: ClassVar[tuple[Misuse[Any], ...]] = misuses(
-        ("take -1", ArgumentError, lambda pool: pool.take(-1)),
-        ("free pages", Code.UNIT_MISMATCH, lambda pool: pool.free(Pages.from_host(pool.runtime, [1]))),
-        ("free a slot of no pool", ArgumentError, lambda pool: pool.free(Slots.from_host(pool.runtime, [1]))),
-        ("free slot 0", Code.SLOT_ZERO_ALLOCATED, lambda pool: pool.free(_forged(pool, 0))),
-        ("free slot -1", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.free(_forged(pool, -1))),
-        ("free beyond the last", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.free(_forged(pool, pool.capacity))),
-        ("query a slot out of range", Code.SLOT_OUT_OF_RANGE, lambda pool: pool.is_live([pool.capacity])),
-        ("query half a slot", DtypeError, lambda pool: pool.is_live([0.5])),
-        ("adopt a table sized by size", Code.TABLE_CAPACITY, lambda pool: _adopt(pool, pool.size)),
-        ("adopt a scalar", ShapeError, _adopt),
-        ("a table of a negative width", ArgumentError, lambda pool: pool.table("t", (-1,))),
-        ("a pool of no slots", ArgumentError, lambda pool: SlotPool(pool.runtime, 0)),
-        ("a pool beyond int32", ArgumentError, lambda pool: SlotPool(pool.runtime, 2**31 - 2, reserve=1)),
-        ("a negative reserve", ArgumentError, lambda pool: SlotPool(pool.runtime, 1, reserve=-1)),
-        ("states that do not suffice for one slot", ArgumentError, _hybrid(1, 2)),
-        ("states of no kind", ArgumentError, _hybrid({})),
-        ("states called slots", ArgumentError, _hybrid({"slot": 1})),
-        ("states per slot of a kind that is not there", ArgumentError, _hybrid({"mamba": 2}, {"swa": 1})),
-        ("no states per slot", ArgumentError, _hybrid(1, 0)),
-    )
+    MISUSES: ClassVar[tuple[Misuse[Any], ...]] = refusals.SLOTS
 
     handles = Bundle("handles")
     pool: SlotPool
@@ -345,7 +308,6 @@ class SlotMachine(PoolMachine):
         return Slots.from_host(self.rt, numbers, generations=self.generations[numbers], pool_id=self.pool.pool_id)
 
     def good(self, slots: Slots) -> bool:
-        """Whether all are live and of their present owner."""
         return {*slots.np.tolist()} <= self.model.live and bool((slots.generations == self.generations[slots.np]).all())
 
     # Taking
@@ -388,7 +350,6 @@ class SlotMachine(PoolMachine):
         return n * part.per_slot
 
     def asking(self, n: int) -> dict[str, Any]:
-        """Further arguments of a take of `n` slots."""
         return {}
 
     def taken(self, slots: Slots) -> None:
@@ -557,7 +518,6 @@ class SlotPoolMachine(SlotMachine):
 
     @rule(slots=SlotMachine.handles, data=st.data(), whole=st.booleans())
     def write(self, slots: Slots, data: st.DataObject, whole: bool) -> None:
-        """Writes through live handles reach the table, now or later; one through others, or beyond it, is refused."""
         n, model = len(slots), self._table(data)
         drawn = data.draw(st.lists(st.integers(0, _WIDTH - 1), min_size=n, max_size=n), label="positions")
         places: Ints | None = None if whole else np.array(drawn, dtype=np.int64)
@@ -705,7 +665,6 @@ class HybridMachine(SlotMachine):
         return Part(kind, AllocatorModel(size), states.shape[1], lambda: self.pool.state_stats(kind), owned)
 
     def needs(self, part: Part, n: int) -> int:
-        """As many window states as the pattern says."""
         return sum(self.pattern[:n]) if self.pattern and part.name == "window" else super().needs(part, n)
 
     def asking(self, n: int) -> dict[str, Any]:

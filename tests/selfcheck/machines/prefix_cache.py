@@ -72,7 +72,6 @@ class PrefixCacheMachine(PagesMachine):
         return *super().snapshot(), dict(self.cache._cached.pages), self._evictions()
 
     def check(self) -> None:
-        """The keys, and their order of eviction."""
         super().check()
         agree(self.keys, dict(self.cache._cached.pages), "keys")
         for holder in (*self.requests.values(), *self.leases):
@@ -181,7 +180,6 @@ class PrefixCacheMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data(), more=st.integers(1, 3), forward=st.booleans(), side=st.booleans())
     def extend(self, data: st.DataObject, more: int, forward: bool, side: bool) -> None:
-        """A request gets tokens, and a forward may write them, on one of two streams."""
         self._extend(self._some(data), more, forward, side)
 
     def _extend(self, holder: KVOwner, more: int, forward: bool, side: bool = False) -> None:
@@ -312,7 +310,6 @@ class PrefixCacheMachine(PagesMachine):
     @HAS_REQUESTS
     @rule(data=st.data(), first=st.integers(0, 2), number=st.integers(0, 3))
     def hold(self, data: st.DataObject, first: int, number: int) -> None:
-        """A range of the written pages of a request is held."""
         holder, size = self._some(data), self.pages.page_size
         stop = min(first + number, holder.written // size) * size
         self._hold(holder, min(first * size, stop), stop)
@@ -332,7 +329,6 @@ class PrefixCacheMachine(PagesMachine):
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), at=st.integers(0, 2), begin=st.booleans())
     def split(self, data: st.DataObject, at: int, begin: bool) -> None:
-        """A lease becomes two, and a request may begin with both."""
         self._split(data.draw(st.sampled_from(self.leases), label="lease"), at, begin)
 
     def _split(self, holder: KVOwner, at: int, begin: bool) -> None:

@@ -51,7 +51,6 @@ class Rank:
         return cls(runtime, group, slots, device, host, HiSparse(device, host, kv, hot_tokens=HOT))
 
     def state(self) -> Any:
-        """Pools and states, which are alike on all ranks."""
         return (
             self.slots.stats,
             self.slots.live_slots().tolist(),
@@ -123,7 +122,6 @@ class RanksMachine(Machine):
         self.named = 0
 
     def check(self) -> None:
-        """The ranks have the same slots, pages, host locations and states, and every invariant holds."""
         first, second = (rank.state() for rank in self.ranks)
         agree(first, second, "what the ranks have")
         for rank in self.ranks:
@@ -154,7 +152,6 @@ class RanksMachine(Machine):
     @precondition(lambda self: any(rank.requests for rank in self.ranks))
     @rule(which=st.integers(0, 3))
     def leave(self, which: int) -> None:
-        """A request leaves in any state, behind work that the devices have not finished."""
         numbers = sorted(set.intersection(*(set(rank.requests) for rank in self.ranks)))
         if numbers:
             number = numbers[which % len(numbers)]

@@ -91,8 +91,6 @@ class StepMachine(Machine):
     NAME = "steps"
     TARGETS = (
         "a decode step in one piece",
-        "the same requests again",
-        "others in their place",
         "a page begins",
         "a mixed step",
         "a mixed step in one piece",
@@ -134,7 +132,6 @@ class StepMachine(Machine):
 
     @rule(prompts=st.lists(st.integers(1, 7), min_size=1, max_size=3))
     def join(self, prompts: list[int]) -> None:
-        """Requests that will put in their prompt with the next step."""
         free = self.slots.stats.free
         prompts = prompts[:free]
         if not prompts:
@@ -147,7 +144,6 @@ class StepMachine(Machine):
     @precondition(lambda self: len(self.batch) > 0)
     @rule(rows=st.sets(st.integers(0, SIZE - 1), min_size=1, max_size=2))
     def leave(self, rows: set[int]) -> None:
-        """Requests leave, with all that they have, behind the last step."""
         keep = np.array([row not in rows for row in range(len(self.batch))], dtype=np.bool_)
         after = self.in_flight[-1].done if self.in_flight else None
         leaving, before = self.batch.filter(~keep), self.batch
@@ -215,8 +211,6 @@ class StepMachine(Machine):
         if len(self.in_flight) == 2:
             self.read()
         self.rt.next_step()
-        steps = self.planner._steps
-        before = None if steps is None else steps.requests
         rows = len(requests) + 1 if padded else None
         options: dict[str, Any] = {"pad_rows": rows, "pad_tokens": queries.sum() + 1} if padded else {}
         typed = typed and any(ids is not None for ids in prompts)
@@ -237,11 +231,8 @@ class StepMachine(Machine):
             while self.in_flight:  # a step without a launch: an engine reads what is under way, and tries again
                 self.read()
             return
-        planned = step._requests if isinstance(step, DecodeStep) else None
-        one_piece = planned is not None
+        one_piece = isinstance(step, DecodeStep)
         self.reached("a decode step in one piece", one_piece)
-        self.reached("the same requests again", one_piece and planned is before)
-        self.reached("others in their place", one_piece and before is not None and planned is not before)
         self.reached("a page begins", one_piece and bool((self.batch.seq_lens.np % PAGE_SIZE == 0).any()))
         mixed = None in prompts and any(ids is not None for ids in prompts)
         self.reached("a mixed step", mixed)
@@ -355,7 +346,6 @@ class StepMachine(Machine):
         return list(zip(self.batch.requests, self.batch.seq_lens.np.tolist(), strict=True))
 
     def _ready(self, batch: StepBatch) -> bool:
-        """Whether each request has its prompt in."""
         return len(batch) > 0 and bool((batch.seq_lens.np > 0).all())
 
     def _fits(self) -> bool:

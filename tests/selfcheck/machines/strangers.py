@@ -133,7 +133,6 @@ class StrangersMachine(Machine):
         return wire
 
     def _said(self, wire: socket.socket, count: int) -> bytes:
-        """The answer of the listener, maybe nothing."""
         self._turn(PATIENCE)
         with contextlib.suppress(OSError):
             return wire.recv(count)
@@ -194,7 +193,6 @@ class StrangersMachine(Machine):
     @precondition(lambda self: self.recorded)
     @rule()
     def replay(self) -> None:
-        """A stranger repeats the messages of a caller that came in."""
         hello, proof = self.dice.choice(self.recorded)
         wire = self._reach()
         with contextlib.suppress(OSError):
@@ -229,7 +227,6 @@ class StrangersMachine(Machine):
         size=st.sampled_from([0, 1, 30, 300]),
     )
     def message(self, side: int, how: str, at: int, size: int) -> None:
-        """One side says something, and an attacker changes it on its way."""
         relay, message = self.relay, self.dice.randbytes(size)
         travels = relay.say(side, message)
         to = 1 - side

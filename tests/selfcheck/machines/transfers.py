@@ -93,7 +93,6 @@ class Attempt:
         return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, self.lease.num_tokens)
 
     def rows(self, name: str) -> Ints:
-        """The rows of a buffer that it takes, int64[n]."""
         return self.row.locations() if name == "state" else self.tokens
 
 
@@ -382,7 +381,6 @@ class TransfersMachine(Machine):
     @precondition(lambda self: any(attempt.told is LeaseState.DELIVERED for attempt in self.attempts))
     @rule(times=TURNS)
     def finish(self, times: int) -> None:
-        """All requests that were delivered leave, and another takes their memory."""
         self._finish()
         self.serve(times, True)
         self._request(1)
@@ -542,7 +540,6 @@ class TransfersMachine(Machine):
         self.writers[number] = self._start_writer(number)
 
     def _lose_half(self, by_writer: bool, *names: str) -> None:
-        """Loses half of the messages of a process that ends."""
         self._carry(0.0)
         said = [message for message in self.channel if message[0] == by_writer and message[1] in names]
         lost = self.dice.sample(said, len(said) // 2)

@@ -53,7 +53,6 @@ class MutantResult:
         return fired and (self.mutant.seeded is None or self.simulated is not None)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
         mutant = self.mutant
         figures: dict[str, Any] = {
             "name": mutant.name,
@@ -81,22 +80,18 @@ class MutantReport:
 
     @property
     def killed(self) -> int:
-        """Mutants that one of their invariants found."""
         return sum(result.killed for result in self.results)
 
     @property
     def total(self) -> int:
-        """Mutants that were switched on."""
         return len(self.results)
 
     @property
     def clean_examples(self) -> int:
-        """Examples run without a mutant."""
         return sum(result.examples for result in self.clean)
 
     @property
     def false_reports(self) -> int:
-        """Failures without a mutant."""
         return sum(result.violations for result in self.clean)
 
     @property
@@ -105,7 +100,6 @@ class MutantReport:
         return self.killed == self.total and not self.false_reports
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
         names = ("killed", "total", "false_reports", "clean_examples")
         mutants = [result.as_dict() for result in self.results]
         return {"device": self.device, "mutants": mutants} | {name: getattr(self, name) for name in names}
@@ -195,7 +189,6 @@ def _simulated(mutant: Mutant) -> tuple[str, str, int] | None:
 
 
 def _shares(examples: int, machines: Sequence[str]) -> dict[str, int]:
-    """Machine -> its part of the examples; those that get none are left out."""
     each, more = divmod(examples, max(len(machines), 1))
     shares = {name: each + (number < more) for number, name in enumerate(machines)}
     return {name: share for name, share in shares.items() if share}
