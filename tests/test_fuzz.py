@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.stateful import initialize, rule
 
-from batchstate.cli import main
+from batchstate import cli
 from batchstate.errors import ArgumentError
 from batchstate.pools import SlotPool
 from batchstate.races import RaceKind, RaceReport
 from batchstate.races.sim import PORTFOLIO
 from batchstate.testing import Machine, run_machine
+from tests.selfcheck.__main__ import main
 from tests.selfcheck.fuzzing import fuzz
 from tests.selfcheck.machines import MACHINES
 from tests.selfcheck.mutants import MUTANTS
@@ -214,5 +215,5 @@ def test_command_line_keeps_a_race(
     assert "batchstate race race-page_pool.json --out race.html" in errors
     report = RaceReport.load(tmp_path / "race-page_pool.json")
     assert report.kind is RaceKind.READ_AFTER_WRITE
-    assert main(["race", "race-page_pool.json", "--out", "race.html"]) == 0
+    assert cli.main(["race", "race-page_pool.json", "--out", "race.html"]) == 0
     assert "missing edge" in (tmp_path / "race.html").read_text()
