@@ -81,7 +81,7 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def diffs() -> dict[str, Diff]:
     """The mutants that are diffs."""
-    return {name: one._switch for name, one in MUTANTS.items() if isinstance(one._switch, Diff)}
+    return {name: mutant._switch for name, mutant in MUTANTS.items() if isinstance(mutant._switch, Diff)}
 
 
 def test_every_diff_applies() -> None:
@@ -156,9 +156,9 @@ def test_changes_that_do_not_fit(sample: ModuleType, where: str, before: str, af
 
 def test_one_block_per_function() -> None:
     """Two blocks that change one function would undo each other."""
-    one = Change("sample:plain", (("n", "m"),))
+    change = Change("sample:plain", (("n", "m"),))
     with pytest.raises(DeclarationError, match="expected one block per function"):
-        Diff((one, one))
+        Diff((change, change))
 
 
 @pytest.mark.parametrize(

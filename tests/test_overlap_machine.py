@@ -110,7 +110,7 @@ def test_simplest_example_is_busy() -> None:
     assert result.reached["two steps in flight"] >= 40
 
 
-# What is broken is found
+# Bugs are found
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_mutants_are_found(name: str, level: str, code: str) -> None:
 
 @pytest.mark.parametrize("name", ["_write_kv", "_attend", "_next_state"])
 def test_forward_that_forgets_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a forward does not write or does not read changes a token."""
+    """Memory that a forward does not write or does not read changes a token."""
     forgets = {
-        "_write_kv": lambda kv, places, ids, positions: None,
-        "_attend": lambda kv, places, weights: torch.zeros_like(places[:, 0]),
+        "_write_kv": lambda kv, locs, ids, positions: None,
+        "_attend": lambda kv, locs, weights: torch.zeros_like(locs[:, 0]),
         "_next_state": lambda state, mix: state,
     }
     monkeypatch.setattr(overlap_forward, name, forgets[name])
@@ -152,7 +152,7 @@ def test_forward_that_forgets_is_found(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_nudge_of_another_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another stream seeds counts, row by row."""
+    """Values that another stream publishes count, row by row."""
     original = FutureMap.publish
 
     def seed(self: FutureMap, slots: Slots, /, **values: object) -> None:
@@ -185,7 +185,7 @@ def test_unread_results_are_compared_at_the_end() -> None:
     machine.run([Choices(unread=True)])
     machine.engine.unread[0].requests[0].held.token = 0  # the model's, which is not asked again
     wrong = machine.engine.unread[0]
-    machine.engine.unread[0] = attrs.evolve(wrong, outcomes=[one._replace(token=1) for one in wrong.outcomes])
+    machine.engine.unread[0] = attrs.evolve(wrong, outcomes=[outcome._replace(token=1) for outcome in wrong.outcomes])
     with pytest.raises(DisagreementError, match="tokens of step 1"):
         machine.teardown()
 
@@ -218,10 +218,10 @@ def test_numbers_name_every_way() -> None:
     """Number 0 is the plainest way to run a step, and every value of every choice has numbers."""
     every = [Choices.numbered(number) for number in range(2560)]
     assert every[0] == Choices()
-    assert {one.first for one in every} == set(range(len(READINGS)))
-    assert {one.readings[0] for one in every} == set(READINGS)
+    assert {choices.first for choices in every} == set(range(len(READINGS)))
+    assert {choices.readings[0] for choices in every} == set(READINGS)
     for field in attrs.fields(Choices)[1:]:
-        assert {getattr(one, field.name) for one in every} == {False, True}, field.name
+        assert {getattr(choices, field.name) for choices in every} == {False, True}, field.name
     assert {Choices.numbered(2560 + number) for number in range(50)} == set(every[:50])
     assert "max_value=2559" in repr(CHOICES)
 

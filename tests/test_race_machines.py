@@ -35,12 +35,12 @@ def test_machines_have_no_race(name: str, fences: str, device: str) -> None:
 
     result = run_machine(MACHINES[name], examples=8, steps=20, seed=5, runtimes=open_one, level="cheap")
     assert result.failure is None, result.failure
-    assert sum(one.accesses for one in opened) > 0 or name in UNSEEN
-    assert not any(one.races for one in opened)
-    waits = {call for one in opened for call in one.synchronised}
+    assert sum(runtime.accesses for runtime in opened) > 0 or name in UNSEEN
+    assert not any(runtime.races for runtime in opened)
+    waits = {call for runtime in opened for call in runtime.synchronised}
     assert waits <= WAITS.get(name, set()), "a machine waits inside torch"
     if fences == "race" and name in OVERLAPPED:
-        assert max(one.in_flight_depth_max for one in opened) >= 2
+        assert max(runtime.in_flight_depth_max for runtime in opened) >= 2
 
 
 @final
