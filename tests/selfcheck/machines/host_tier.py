@@ -25,7 +25,7 @@ from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Contract, MirroredTensor, Pages, Slots
+from batchstate.mirror import Contract, MirroredTensor, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime
 from batchstate.runtime.base import Download
@@ -207,15 +207,8 @@ def _next(it: It) -> Ints:
     return it[0].lengths(it[1]) + 1
 
 
-def _backed(it: It) -> Ints:
-    """Tokens that were there before the last step: what came behind may have been rejected."""
-    return it[0]._requests.backed[it[1].np]
-
-
-def _decode(lens: Callable[[It], Any], drafts: int = 1, confirmed: Callable[[It], Ints] | None = None) -> Any:
-    return lambda it: it[0].map_last_location(
-        it[1], lens(it), drafts, confirmed=None if confirmed is None else confirmed(it)
-    )
+def _decode(lens: Callable[[It], Any], confirmed: Callable[[It], Ints] | None = None) -> Any:
+    return lambda it: it[0].map_last_location(it[1], lens(it), confirmed=None if confirmed is None else confirmed(it))
 
 
 MISUSES = misuses(
@@ -229,20 +222,14 @@ MISUSES = misuses(
     ("finish what is not ready", _TIER, lambda it: it[0].finish(it[1]), _not_ready),
     ("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
     ("abort one twice", Code.SLOT_SHARED, lambda it: it[0].abort(it[1].take([0, 0])), _inside),
-    ("decode no new token", _LENGTHS, _decode(_backed), _ready),
     ("decode two tokens", _LENGTHS, _decode(lambda it: _next(it) + 1), _ready),
     ("confirm what is not there", _LENGTHS, _decode(_next, confirmed=_next), _ready),
-    ("decode mere bounds", ArgumentError, _decode(lambda it: _bound(it[0].runtime, _next(it))), _ready),
-    ("back up into less than no room", _LENGTHS, lambda it: it[0].map_last_location(it[1], 99, backups=-1), _ready),
     ("decode one twice", Code.SLOT_SHARED, lambda it: it[0].map_last_location(it[1].take([0, 0]), _next(it)), _ready),
     ("free a request with device pages", Code.SLOT_CONSERVATION, lambda it: it[0].slots.free(it[1]), _ready),
     ("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1), _paged),
     ("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1]), _paged),
     ("free the ranges of a request", ArgumentError, lambda it: it[0].host.free(_ranges(it)), _inside),
-    ("locations beyond the ranges", ArgumentError, lambda it: it[0].host_locations(it[1], 10_000), _inside),
     ("locations outside of the tier", _TIER, lambda it: it[0].host_locations(it[1], 1), _outside),
-    ("finish slots of another pool", ArgumentError, lambda it: it[0].finish(SlotPool(it[0].runtime, 1).take(1))),
-    ("abort pages", Code.UNIT_MISMATCH, lambda it: it[0].abort(Pages.from_host(it[0].runtime, [1]))),
 )
 
 _READY = precondition(lambda self: bool(self.of(READY)))

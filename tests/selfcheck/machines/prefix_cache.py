@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import levels
-from batchstate.errors import ArgumentError, PoolExhaustedError
+from batchstate.errors import PoolExhaustedError
 from batchstate.kv.pages import PageLease
 from batchstate.kv.prefix_cache import PrefixCache
-from batchstate.mirror import Slots
 from batchstate.testing.fences import ManualFence
 from batchstate.violations import Code
-from tests.selfcheck.machine import agree, misuses
+from tests import refusals
+from tests.selfcheck.machine import agree
 from tests.selfcheck.machines.pools import HAS_REQUESTS, KVOwner, PagesMachine
 
 Key = tuple[int, ...]
@@ -20,18 +20,6 @@ Key = tuple[int, ...]
 
 PROMPTS = st.tuples(st.integers(0, 2), st.integers(1, 12))
 """After how many pages a text parts from the others, and how many tokens of it there are."""
-
-
-It = tuple[PrefixCache, Slots]
-
-_MISUSES = misuses(
-    ("a second cache", ArgumentError, lambda it: PrefixCache(it[0].pages)),
-    ("insert what is not committed", Code.LENGTH_ORDER, lambda it: it[0].insert(it[1], list(range(99)))),
-    ("insert two requests", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].insert(it[1].take([0, 0]), [])),
-    ("fit more keys than pages", ArgumentError, lambda it: it[0].fit(1, [(1,), (1, 2)])),
-    ("rebase two", (ArgumentError, Code.SLOT_SHARED), lambda it: it[0].pages.rebase(it[1].take([0, 0]), it[1], 0)),
-    ("hold backwards", Code.LENGTH_ORDER, lambda it: it[0].pages.hold(it[1], 0, first=it[0].pages.page_size)),
-)
 
 
 class PrefixCacheMachine(PagesMachine):
@@ -54,7 +42,7 @@ class PrefixCacheMachine(PagesMachine):
         "written on one stream and read on another",
         "a key removed from a page in use",
     )
-    MISUSES = _MISUSES
+    MISUSES = refusals.PAGES
 
     @initialize(size=st.integers(2, 4), num_pages=st.integers(4, 9), page_size=st.integers(1, 3))
     def begin(self, size: int, num_pages: int, page_size: int) -> None:
@@ -65,8 +53,8 @@ class PrefixCacheMachine(PagesMachine):
         self.order: list[Key] = []  # those that are free, the next to be evicted first
         self.admit((1, page_size + 1), False)
 
-    def misused(self, data: st.DataObject) -> It | None:
-        return (self.cache, self._some(data).owner) if self.requests else None
+    def misused(self, data: st.DataObject) -> refusals.PageCase | None:
+        return (self.pages, self._some(data).owner) if self.requests else None
 
     def snapshot(self) -> tuple[object, ...]:
         return *super().snapshot(), dict(self.cache._cached.pages), self._evictions()
