@@ -128,6 +128,7 @@ class TransfersMachine(Machine):
 
     NAME = "transfers"
     TARGETS = (
+        "a grant",
         "a lease delivered",
         "a lease failed",
         "a lease aborted",
@@ -337,6 +338,7 @@ class TransfersMachine(Machine):
             self.host.free([ranges] if ranges is not None else [])
             self.states.free(row)
             return
+        self.reached("a grant")
         self.unkept += not kept and ranges is not None
         self.attempts.append(Attempt(lease, kv, ranges, row))
         self.granted[lease.epoch, lease.serial] = kv
