@@ -7,12 +7,11 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate import Batch, FutureMap, PagePool, Runtime, SlotPool, StepPlanner, mirrored, relay_field, slot_column
+from batchstate import Batch, FutureMap, Runtime, StepPlanner, mirrored, relay_field, slot_column
 from batchstate.mirror import Slots
 from batchstate.step import PlannedStep
 from tests.selfcheck.machines.failures import failing
-
-LONGEST, PAGE_SIZE = 24, 4
+from tests.worlds import LONGEST, Pools
 
 
 class Running(Batch):
@@ -45,22 +44,18 @@ def columns(rows: Any, lens: list[int]) -> dict[str, Any]:
 
 
 @attrs.define(eq=False)
-class World:
+class World(Pools):
     """An engine's state. Its steps come from a planner, or from the parts alone."""
 
-    rt: Runtime
-    slots: SlotPool
-    pages: PagePool
-    table: Any  # the token table
-    relay: FutureMap
-    planner: StepPlanner
-    batch: Any
-    in_one_piece: bool
+    relay: FutureMap = attrs.field(init=False)
+    planner: StepPlanner = attrs.field(init=False)
+    batch: Any = attrs.field(init=False)
+    in_one_piece: bool = True
     prompts: dict[tuple[int, int], list[int]] = attrs.field(factory=dict)  # of handles: what was not put in yet
     fails: tuple[object, str, int] | None = None  # a method of a part that fails in the plan of the next steps, when
 
     @classmethod
-    def of(
+    def planned(
         cls,
         rt: Runtime,
         size: int = 8,
@@ -70,16 +65,18 @@ class World:
         in_one_piece: bool = True,
         **options: Any,
     ) -> "World":
-        """No requests yet."""
-        slots = SlotPool(rt, size)
-        table = slots.table("req_to_token", (longest,), torch.int32, holds="location", host=True)
-        pool = PagePool(rt, slots, pages, PAGE_SIZE, max_tokens_per_request=longest, req_to_token=table)
+        """No requests yet; `options` are of the planner."""
+        world = cls.of(rt, size, pages=pages, longest=longest)
         fields = {"last": relay_field(torch.int64, read_by="both"), "logit": relay_field(torch.float32, read_by="host")}
-        relay = FutureMap(slots, fields)
-        planner = StepPlanner(Running, pages=pool, relay=relay, **{"ids": "last", "results": ("last",), **options})
+        world.relay, world.in_one_piece = FutureMap(world.slots, fields), in_one_piece
+        options = {"ids": "last", "results": ("last",), **options}
+        world.batch, world.planner = (
+            Running.empty(rt),
+            StepPlanner(Running, pages=world.pages, relay=world.relay, **options),
+        )
         if not in_one_piece:
-            planner._steps = None
-        return cls(rt, slots, pool, table, relay, planner, Running.empty(rt), in_one_piece)
+            world.planner._steps = None
+        return world
 
     def join(self, lens: list[int]) -> None:
         """Requests whose prompt is there, and the first token after it, 10 * slot."""
@@ -207,9 +204,7 @@ class World:
         """Each row of the token table says where the tokens of its request lie, and the pools are whole."""
         memory, lens = self.rt.inspect(self.table.memory), self.batch.seq_lens.np
         for row, n in zip(self.batch.slots.np.tolist(), lens.tolist(), strict=True):
-            places = np.arange(n)
-            held = self.pages.page_table[row][places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
-            assert memory[row, :n].tolist() == held.tolist()
+            assert memory[row, :n].tolist() == self.locations(row, range(n))
         self.slots.verify()
         self.pages.verify()
 

@@ -41,9 +41,9 @@ from benchmarks.decode_steps import Scene, declared
 from benchmarks.steady_steps import Steady
 from benchmarks.timing import no_collector
 from benchmarks.whole_steps import EngineState
-from tests import forward_world
 from tests.doubles import FakeEvent, FakeStream, fake_accelerator
-from tests.step_world import LONGEST, World
+from tests.step_world import World
+from tests.worlds import LONGEST, ForwardWorld
 
 PACKAGE = str(Path(batchstate.__file__).parent)
 
@@ -89,7 +89,7 @@ class Budget:
 
 def steady(rt: Runtime, n: int, chunks: bool = False) -> Run:
     """Decode steps from the plan to the results; with `chunks` one request more puts in chunks of its prompt."""
-    world = World.of(rt, n + chunks, pages=8 * n)
+    world = World.planned(rt, n + chunks, pages=8 * n)
     world.join([5] * n)
     tokens: dict[str, Any] = {}
     if chunks:
@@ -241,7 +241,7 @@ def planned_step(steps: int) -> Callable[[Runtime, int], Run]:
     """A decode step behind some others, of requests with 3 tokens and pages of 4."""
 
     def make(rt: Runtime, n: int) -> Run:
-        world = World.of(rt)
+        world = World.planned(rt)
         world.join([3] * 8)
         for _ in range(steps):
             rt.next_step()
@@ -256,7 +256,7 @@ def planned_step(steps: int) -> Callable[[Runtime, int], Run]:
 
 def turn_over(rt: Runtime, leave: int) -> Run:
     """Some requests leave and as many join: columns, token rows, first ids and the step itself cross together."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3] * 4)
     world.step()
     joining, keep = world.arrived([5, 6][:leave]), np.arange(4) >= leave
@@ -302,7 +302,7 @@ def inputs(prompts: list[Any] | None, padding: int = 0) -> Callable[[Runtime, in
     """The inputs of two requests at forward entry."""
 
     def make(rt: Runtime, n: int) -> Run:
-        world = forward_world.World.of(rt)
+        world = ForwardWorld.of(rt)
         slots = world.take([5, 6])
         world.publish(slots)
         padded = 2 + padding
@@ -318,7 +318,7 @@ def true_lengths(width: int, padding: int = 0, prompt: bool = False) -> Callable
     """The same of three requests whose true lengths the relay has, with the locations of the tokens."""
 
     def make(rt: Runtime, n: int) -> Run:
-        world = forward_world.World.of(rt)
+        world = ForwardWorld.of(rt)
         slots = world.take([9, 9, 9])
         world.publish(slots)
         world.relay.publish(slots, lens=[4, 5, 9 - width])

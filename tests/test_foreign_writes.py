@@ -29,6 +29,7 @@ from tests.selfcheck.machines.mirrored_tensor import write_uncounted
 from tests.selfcheck.machines.steps import OPERATIONS as OF_STEPS
 from tests.selfcheck.mutants import MUTANTS
 from tests.selfcheck.mutants.diffs import changed
+from tests.worlds import Pools
 
 ROW = 1
 
@@ -197,29 +198,19 @@ def test_cheap_reads_nothing_back(tool: Runtime) -> None:
 # Handles that are given to pools, tables and relays
 
 
-@attrs.frozen
-class World:
-    """Pools over the slots, with two requests that have a token each; one field of theirs is published."""
+@attrs.define(eq=False)
+class World(Pools):
+    """Two requests that have a token each; one field of theirs is published. Their slots are on both sides."""
 
-    slots: SlotPool
-    pages: PagePool
-    table: Table
-    relay: FutureMap
-    two: Slots
+    relay: FutureMap = attrs.field(init=False)
+    two: Slots = attrs.field(init=False)
 
-    @classmethod
-    def of(cls, rt: Runtime) -> "World":
-        """Slots on both sides, which may be written from outside."""
-        slots = SlotPool(rt, 4)
-        pages = PagePool(rt, slots, 8, 4, max_tokens_per_request=8)
-        relay = FutureMap(slots, {"ids": relay_field(torch.int64, read_by="both")})
-        table = slots.table("table", (2,), host=True)
-        two = slots.take(2)
-        pages.extend(two, [1, 1])
-        relay.publish(two, ids=[5, 6])
-        table.write(two, [0, 0], [1, 1])
-        _ = two.device
-        return cls(slots, pages, table, relay, two)
+    def __attrs_post_init__(self) -> None:
+        self.relay = FutureMap(self.slots, {"ids": relay_field(torch.int64, read_by="both")})
+        self.two = self.slots.take(2)
+        self.pages.extend(self.two, [1, 1]).entry().launch()
+        self.relay.publish(self.two, ids=[5, 6])
+        _ = self.two.device
 
 
 BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
@@ -274,7 +265,7 @@ BY_NUMBER = {(SlotPool, "is_live"), (SlotPool, "check_leaving")}
 def test_handles_are_compared_when_they_are_used(tool: Runtime, kind: type, side: str) -> None:
     """Slots of which a side was written name another request: every call that takes handles refuses them."""
     for call in BY_HANDLE[kind].values():
-        it = World.of(tool)
+        it = World.of(tool, 4)
         before = it.slots.stats, it.pages.stats, it.relay.states(it.two, "ids")
         write_uncounted(it.two, side, ROW)
         with pytest.raises(Violation) as caught:
@@ -298,7 +289,7 @@ def _takes_handles(function: Any) -> bool:
 
 def test_a_value_is_compared_when_a_relay_takes_it(tool: Runtime) -> None:
     """A mirrored value whose side was written is not published."""
-    it = World.of(tool)
+    it = World.of(tool, 4)
     it.relay.gather(it.two, "ids")
     for side in ("host", "device"):
         ids = MirroredTensor.from_host(tool, [4, 4], name="ids")
@@ -335,7 +326,7 @@ def test_fixed_addresses_are_compared_before_they_are_used(tool: Runtime, name: 
 def test_inputs_of_a_forward_are_what_was_sent(tool: Runtime) -> None:
     """What the plan laid out and a kernel wrote before the forward entered is reported at its entry, by name."""
     for name in ("positions", "kv_lens", "slot_mapping", "query_start_loc"):
-        it = World.of(tool)
+        it = World.of(tool, 4)
         batch = Lens.build(tool, seq_lens=[2, 2])
         extension = it.pages.extend(it.two, [2, 2])
         plan = ForwardPlan.of(it.two, [2, 2], pages=it.pages)

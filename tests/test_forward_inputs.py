@@ -30,16 +30,16 @@ from batchstate.runtime import Runtime
 from batchstate.testing import LateRuntime, no_hidden_sync
 from batchstate.violations import Code
 from tests.doubles import fake_accelerator, in_a_thread, refused
-from tests.forward_world import LONGEST, PAGE_SIZE, Running, World, values
 from tests.refusals import Expected, refuses
+from tests.worlds import LONGEST, PAGE_SIZE, ForwardWorld, Running, values
 
 some = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
 @pytest.fixture
-def world(rt: Runtime) -> World:
+def world(rt: Runtime) -> ForwardWorld:
     """8 requests at most."""
-    return World.of(rt)
+    return ForwardWorld.of(rt)
 
 
 # Ids
@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_ids_of_any_batch(device: str, case: Case) -> None:
     """Prompts' ids come from the host and all others from the relay, each at its token, and padding is 0."""
-    world = World.of(open_device(device))
+    world = ForwardWorld.of(open_device(device))
     rt, relay = world.rt, world.relay
     slots = world.take(case.seq_lens)
     world.publish(slots)
@@ -111,7 +111,7 @@ def test_ids_of_any_batch(device: str, case: Case) -> None:
         assert world.states(slots, field) == wanted
 
 
-def test_forward_entry_publishes_what_the_forward_writes(rt: Runtime, world: World) -> None:
+def test_forward_entry_publishes_what_the_forward_writes(rt: Runtime, world: ForwardWorld) -> None:
     """A prefix is shared one step after its prefill was launched: nothing waits on that stream, another one does."""
     slots, pages, later = world.take([8, 6]), world.pages, world.slots
     first, other = slots.take([0]), slots.take([1])
@@ -134,7 +134,7 @@ def test_forward_entry_publishes_what_the_forward_writes(rt: Runtime, world: Wor
 
 
 @pytest.mark.usefixtures("full")
-def test_full_finds_padding_that_is_not_finite(rt: Runtime, world: World) -> None:
+def test_full_finds_padding_that_is_not_finite(rt: Runtime, world: ForwardWorld) -> None:
     """The forward that would read NaN in page 0 of the KV memory is refused at its entry."""
     kv = rt.device_zeros((world.pages.location_capacity, 2), torch.float32)
     world.pages.register_kv(kv)
@@ -149,7 +149,7 @@ def test_full_finds_padding_that_is_not_finite(rt: Runtime, world: World) -> Non
 
 
 @pytest.mark.usefixtures("full")
-def test_full_compares_the_column_with_the_relay(rt: Runtime, world: World) -> None:
+def test_full_compares_the_column_with_the_relay(rt: Runtime, world: ForwardWorld) -> None:
     """A bounded column whose device side holds other lengths than the last forward published is MIRROR_EQUAL."""
     slots = world.take([9, 9])
     world.relay.publish(slots, last_token=[1, 2], lens=[5, 6])
@@ -159,7 +159,7 @@ def test_full_compares_the_column_with_the_relay(rt: Runtime, world: World) -> N
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_an_idle_step(rt: Runtime, world: World, full: None, rows: int) -> None:
+def test_an_idle_step(rt: Runtime, world: ForwardWorld, full: None, rows: int) -> None:
     """A step of no requests has inputs too: none, or padded lanes."""
     batch = Running.empty(rt).pad(rows)
     plan = ForwardPlan.of(batch.slots, batch.seq_lens, pages=world.pages, pad_tokens=rows)
@@ -169,7 +169,7 @@ def test_an_idle_step(rt: Runtime, world: World, full: None, rows: int) -> None:
     assert repr(inputs) == "ForwardInputs(ForwardPlan(0 requests, 0 tokens, 0 by the relay))"
 
 
-def test_no_stand_in_becomes_an_id(rt: Runtime, world: World) -> None:
+def test_no_stand_in_becomes_an_id(rt: Runtime, world: ForwardWorld) -> None:
     """A request that the relay is to feed, and has nothing for, is an error: no zero and no -1 goes to the model."""
     slots = world.take([5, 6])
     world.publish(slots.take([0]))
@@ -181,7 +181,7 @@ def test_no_stand_in_becomes_an_id(rt: Runtime, world: World) -> None:
             assert str(violation.reader).startswith("resolve_forward_inputs in step 0")
 
 
-def test_negative_ids_are_found_on_the_device(rt: Runtime, world: World, full: None) -> None:
+def test_negative_ids_are_found_on_the_device(rt: Runtime, world: ForwardWorld, full: None) -> None:
     """At level `full` a stand-in that a forward has published is found before a model embeds it."""
     slots = world.take([5, 6])
     world.relay.publish(slots, last_token=rt.upload([np.array([5, -1])]).view(0))
@@ -221,10 +221,10 @@ def bounded_cases(draw: st.DrawFn) -> Bounded:
 def test_lengths_that_only_the_device_knows(device: str, case: Bounded) -> None:
     """Positions, KV lengths, starts and locations follow the true lengths; prompts, and the batch, stay as they are."""
     with checks("full"):
-        follow_true_lengths(World.of(open_device(device)), case)
+        follow_true_lengths(ForwardWorld.of(open_device(device)), case)
 
 
-def follow_true_lengths(world: World, case: Bounded) -> None:
+def follow_true_lengths(world: ForwardWorld, case: Bounded) -> None:
     """Plans with bounds, resolves, and compares with a loop over true lengths."""
     rt, width = world.rt, case.width
     queries = [width if chunk is None else chunk for chunk in case.chunks]
@@ -282,7 +282,7 @@ def follow_true_lengths(world: World, case: Bounded) -> None:
     assert world.states(slots, "lens") == wanted
 
 
-def test_a_prompt_beside_a_bound_stays_as_planned(rt: Runtime, world: World) -> None:
+def test_a_prompt_beside_a_bound_stays_as_planned(rt: Runtime, world: ForwardWorld) -> None:
     """Of a request whose ids the host gives nothing is looked up: its length is what the host says, bound or not."""
     slots = world.take([8, 8])
     world.publish(slots)
@@ -298,7 +298,7 @@ def test_a_prompt_beside_a_bound_stays_as_planned(rt: Runtime, world: World) -> 
     ]
 
 
-def test_narrow_lengths(rt: Runtime, world: World) -> None:
+def test_narrow_lengths(rt: Runtime, world: ForwardWorld) -> None:
     """Lengths may be int32 in the relay; positions are int64 all the same."""
     slots = world.take([8, 8])
     world.publish(slots)
@@ -311,7 +311,7 @@ def test_narrow_lengths(rt: Runtime, world: World) -> None:
     assert values(rt, inputs.kv_lens) == [5, 6]
 
 
-def test_lengths_that_the_host_knows_are_taken_unread(rt: Runtime, world: World) -> None:
+def test_lengths_that_the_host_knows_are_taken_unread(rt: Runtime, world: ForwardWorld) -> None:
     """Where lengths are exact their entries are used up without a launch, and at `full` compared with the host's."""
     slots = world.take([8, 8])
     for level, true in (("cheap", [4, 5]), ("full", [4, 5]), ("full", [4, 6])):
@@ -338,7 +338,7 @@ def test_lengths_that_the_host_knows_are_taken_unread(rt: Runtime, world: World)
 # Once, and whole
 
 
-def test_a_plan_is_used_once(rt: Runtime, world: World) -> None:
+def test_a_plan_is_used_once(rt: Runtime, world: ForwardWorld) -> None:
     """A second forward from one plan would repeat the step: it is refused, and takes nothing."""
     slots = world.take([5, 6])
     world.publish(slots)
@@ -356,7 +356,7 @@ def test_a_plan_is_used_once(rt: Runtime, world: World) -> None:
         assert rt.counters == before
 
 
-def test_nothing_is_taken_where_one_field_is_missing(rt: Runtime, world: World) -> None:
+def test_nothing_is_taken_where_one_field_is_missing(rt: Runtime, world: ForwardWorld) -> None:
     """If the second of two fields is unwritten, the first is not used up; the plan serves when the cause is mended."""
     slots = world.take([5, 6])
     world.relay.publish(slots, last_token=[50, 60])
@@ -399,7 +399,7 @@ WRONG: dict[str, tuple[Expected, str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) -> None:
+def test_wrong_arguments_change_nothing(rt: Runtime, world: ForwardWorld, name: str) -> None:
     """What the relay cannot serve is a typed error before anything is taken; the plan can still be used."""
     expected, words, planned, asked = WRONG[name]
     slots = world.take([8, 8])
@@ -426,7 +426,7 @@ def test_wrong_arguments_change_nothing(rt: Runtime, world: World, name: str) ->
         assert len(world.resolve(plan, uploaded).input_ids) == 2
 
 
-def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) -> None:
+def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: ForwardWorld) -> None:
     """Another upload than the plan's own, a table of another pool, or a relay of another pool or runtime."""
     slots = world.take([8, 8])
     world.publish(slots)
@@ -434,7 +434,7 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
     plan, other = ForwardPlan.of(batch.slots, batch.seq_lens), ForwardPlan.of(batch.slots, batch.seq_lens)
     uploaded = batch.upload(extras={**plan.extras, "temperature": [0.5, 1.0]})
     theirs, bare = batch.upload(extras=other.extras), batch.upload()
-    others, far = World.of(rt), World.of(open_device(device))
+    others, far = ForwardWorld.of(rt), ForwardWorld.of(open_device(device))
     not_uploaded = "kv_lens, last_token_indices, positions, query_start_loc of ForwardPlan.* were not uploaded"
     acts: list[tuple[Expected, str, Callable[[], object]]] = [
         (ArgumentError, not_uploaded, lambda: world.resolve(plan, bare)),
@@ -453,7 +453,7 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: World) ->
     assert values(rt, world.resolve(plan, uploaded).input_ids) == (10 * slots.np).tolist()
 
 
-def test_requests_that_left_are_refused(rt: Runtime, world: World) -> None:
+def test_requests_that_left_are_refused(rt: Runtime, world: ForwardWorld) -> None:
     """A plan of requests that are gone is refused, wherever their ids come from."""
     for ids in (None, [[1], [2]]):
         slots = world.slots.take(2)
@@ -471,7 +471,7 @@ def test_none_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs are made before the replay, not inside the graph."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     rt, module = fake_accelerator(monkeypatch)
-    world = World.of(rt)
+    world = ForwardWorld.of(rt)
     slots = world.take([8, 8])
     world.publish(slots)
     plan, uploaded = world.planned(slots, [8, 8])
@@ -490,10 +490,10 @@ def test_none_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_is_one_copy(rt: Runtime, level: str, speculating: bool) -> None:
     """256 requests leave, join and advance, with table writes and all inputs: one copy, two with prompts, no sync."""
     with checks(level), no_hidden_sync(rt):
-        run_steps(World.of(rt, 280), speculating)
+        run_steps(ForwardWorld.of(rt, 280), speculating)
 
 
-def run_steps(world: World, speculating: bool) -> None:
+def run_steps(world: ForwardWorld, speculating: bool) -> None:
     """Four steps of 256 requests, the second with prompts among them."""
     rt, relay, width = world.rt, world.relay, 3 if speculating else 1
     ids = ("last_token", "drafts") if speculating else ("last_token",)
@@ -557,7 +557,7 @@ def run_steps(world: World, speculating: bool) -> None:
 def test_inputs_are_made_on_the_forwards_stream() -> None:
     """A forward on its own stream gets its inputs without the host waiting, although nothing has run yet."""
     rt = LateRuntime()
-    world = World.of(rt)
+    world = ForwardWorld.of(rt)
     slots = world.take([5, 6])
     forward = rt.stream("forward")
     with rt.use(forward):
@@ -570,7 +570,7 @@ def test_inputs_are_made_on_the_forwards_stream() -> None:
     assert rt.pending() > 0
 
 
-def test_padded_rows_may_have_an_entry_everywhere(rt: Runtime, world: World) -> None:
+def test_padded_rows_may_have_an_entry_everywhere(rt: Runtime, world: ForwardWorld) -> None:
     """Lengths, ids and the mask of samples may have one entry per padded row, which is ignored."""
     slots = world.take([5, 6])
     plan, uploaded = world.planned(
@@ -582,7 +582,7 @@ def test_padded_rows_may_have_an_entry_everywhere(rt: Runtime, world: World) -> 
 
 
 @pytest.mark.usefixtures("full")
-def test_a_false_bound_is_found_before_it_is_used_as_an_index(rt: Runtime, world: World) -> None:
+def test_a_false_bound_is_found_before_it_is_used_as_an_index(rt: Runtime, world: ForwardWorld) -> None:
     """A true length beyond the host's bound, by which pages were allocated, is reported, and no lookup fails."""
     slots = world.take([8, 9])
     world.relay.publish(slots, last_token=[1, 2], lens=[4, LONGEST + 10])
@@ -593,7 +593,7 @@ def test_a_false_bound_is_found_before_it_is_used_as_an_index(rt: Runtime, world
     assert (violation.row, violation.column) == (1, "kv_lens")
 
 
-def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: World) -> None:
+def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: ForwardWorld) -> None:
     """A plan whose requests lost pages since is refused, and nothing is taken."""
     slots = world.take([9])
     world.publish(slots)
@@ -606,7 +606,7 @@ def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: World) -> No
 
 
 @pytest.mark.usefixtures("full")
-def test_locations_that_were_not_uploaded_are_found(rt: Runtime, world: World) -> None:
+def test_locations_that_were_not_uploaded_are_found(rt: Runtime, world: ForwardWorld) -> None:
     """A forgotten `extension.entry()` is MIRROR_EQUAL at full, naming the table; with it the plan is served."""
     slots = world.take([8])
     batch = Running.build(rt, slots=slots, seq_lens=[10])

@@ -16,8 +16,8 @@ from batchstate.forward.plan import ForwardPlan, flash_attention
 from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
 from tests.doubles import refused
-from tests.forward_world import LONGEST, World
 from tests.refusals import Expected, refuses
+from tests.worlds import LONGEST, ForwardWorld
 
 some = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
@@ -44,7 +44,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(seq_lens, query_lens, samples, draw(padding), draw(padding), draw(st.sampled_from([1, 2, 4, 16])))
 
 
-def plan_of(case: Case, world: World, slots: Slots, **others: Any) -> ForwardPlan:
+def plan_of(case: Case, world: ForwardWorld, slots: Slots, **others: Any) -> ForwardPlan:
     """The plan of a case, all ids by the host: token p of request i has id 100 * i + p."""
     lengths = zip(case.seq_lens, case.query_lens, strict=True)
     ids = [[100 * row + p for p in range(length - query, length)] for row, (length, query) in enumerate(lengths)]
@@ -64,7 +64,7 @@ def plan_of(case: Case, world: World, slots: Slots, **others: Any) -> ForwardPla
 @given(cases())
 def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
     """Ids, positions, starts, lengths, last tokens and locations are those of a loop; padding is zero, starts go on."""
-    world = World.of(open_device(device), page_size=case.page_size)
+    world = ForwardWorld.of(open_device(device), page_size=case.page_size)
     slots = world.take(case.seq_lens)
     plan = plan_of(case, world, slots)
     ids, positions, locations, starts, last = [], [], [], [0], []
@@ -109,7 +109,7 @@ def test_arrays_of_tokens_and_requests(device: str, case: Case) -> None:
 @given(cases())
 def test_layout_of_flash_attention(device: str, case: Case) -> None:
     """`cu_seqlens_k` and `block_table` name the location of every token of every request, in int32."""
-    world = World.of(open_device(device), page_size=case.page_size)
+    world = ForwardWorld.of(open_device(device), page_size=case.page_size)
     slots = world.take(case.seq_lens)
     extras = plan_of(case, world, slots, layouts="flash_attention").extras
     starts, table, size = extras["kv_start_loc"], extras["block_table"], case.page_size
@@ -129,7 +129,7 @@ def test_layout_of_flash_attention(device: str, case: Case) -> None:
 @given(cases())
 def test_layout_of_flashinfer(device: str, case: Case) -> None:
     """`paged_kv_indptr`, `paged_kv_indices` and `paged_kv_last_page_len` name the location of every token, in int32."""
-    world = World.of(open_device(device), page_size=case.page_size)
+    world = ForwardWorld.of(open_device(device), page_size=case.page_size)
     slots = world.take(case.seq_lens)
     extras = plan_of(case, world, slots, layouts=["flashinfer"]).extras
     indptr, indices, last = (extras[f"kv_{name}"] for name in ("page_indptr", "page_indices", "last_page_len"))
@@ -147,7 +147,7 @@ def test_layout_of_flashinfer(device: str, case: Case) -> None:
 
 def test_both_layouts_at_once(rt: Runtime) -> None:
     """Layouts are named one by one or together; without any there are none, without pages no locations either."""
-    world = World.of(rt)
+    world = ForwardWorld.of(rt)
     slots = world.take([5, 6])
     both = ForwardPlan.of(slots, [5, 6], pages=world.pages, layouts=("flashinfer", "flash_attention")).extras
     assert {"kv_start_loc", "block_table", "kv_page_indptr", "kv_page_indices", "kv_last_page_len"} < set(both)
@@ -157,7 +157,7 @@ def test_both_layouts_at_once(rt: Runtime) -> None:
 
 def test_a_window_reads_what_is_left(rt: Runtime) -> None:
     """Without its window a plan over pages that were given back is refused; with it they are page 0 in page lists."""
-    world = World.of(rt, page_size=4)
+    world = ForwardWorld.of(rt, page_size=4)
     slots = world.take([11, 3])
     world.pages.truncate(slots, first=[6, 0])
     table = world.pages.page_table[slots.np]
@@ -323,19 +323,19 @@ def test_placeholders_are_reported_with_their_token(rt: Runtime) -> None:
 
 def test_refuses_tokens_without_pages(rt: Runtime) -> None:
     """Tokens have their pages before they are planned: no location is made up."""
-    world = World.of(rt)
+    world = ForwardWorld.of(rt)
     slots = world.take([5, 6])
     world.pages.grow(slots, 8)
     with pytest.raises(ArgumentError, match="row 1 has 9 tokens and pages for 8"):
         ForwardPlan.of(slots, [8, 9], pages=world.pages)
-    others = World.of(rt)
+    others = ForwardWorld.of(rt)
     with pytest.raises(ArgumentError, match="expected slots of pool"):
         ForwardPlan.of(others.take([5]), [5], pages=world.pages)
 
 
 def test_refuses_bounds_for_flashinfer(rt: Runtime) -> None:
     """The layout of flashinfer counts pages on the host, which bounds do not tell."""
-    world = World.of(rt)
+    world = ForwardWorld.of(rt)
     slots = world.take([5, 6])
     bounds = MirroredTensor.from_pair(rt, [5, 6], rt.upload([np.array([4, 5])]).view(0), contract="upper_bound")
     with pytest.raises(ContractError, match="flashinfer"):

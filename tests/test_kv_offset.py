@@ -22,24 +22,24 @@ from batchstate.errors import ArgumentError, BatchStateError, ContractError, Dty
 from batchstate.runtime import Runtime
 from batchstate.violations import Code
 from tests.doubles import refused
-from tests.forward_world import PAGE_SIZE, Running, World, values
+from tests.worlds import PAGE_SIZE, ForwardWorld, Running, values
 
 ENCODER = [5, 0, 4]
 LENS = [3, 6, 2]
 
 
 @pytest.fixture
-def world(rt: Runtime) -> World:
+def world(rt: Runtime) -> ForwardWorld:
     """8 requests at most."""
-    return World.of(rt)
+    return ForwardWorld.of(rt)
 
 
-def mixed(world: World) -> Slots:
+def mixed(world: ForwardWorld) -> Slots:
     """Requests whose pages have the tokens of an encoder first."""
     return world.take([a + b for a, b in zip(ENCODER, LENS, strict=True)])
 
 
-def test_kv_lies_behind_the_encoder(rt: Runtime, world: World, full: None) -> None:
+def test_kv_lies_behind_the_encoder(rt: Runtime, world: ForwardWorld, full: None) -> None:
     """Positions and lengths do not count the encoder's tokens, locations do."""
     slots = mixed(world)
     plan, uploaded = world.planned(
@@ -57,7 +57,7 @@ def test_kv_lies_behind_the_encoder(rt: Runtime, world: World, full: None) -> No
     ]
 
 
-def test_the_first_forward_writes_the_encoder(rt: Runtime, world: World) -> None:
+def test_the_first_forward_writes_the_encoder(rt: Runtime, world: ForwardWorld) -> None:
     """With position 0 the tokens of the encoder are written: all of a request's pages can be shared afterwards."""
     slots = world.take([8])
     refused(Code.PAGE_UNWRITTEN, lambda: world.pages.hold(slots, 8))
@@ -66,13 +66,13 @@ def test_the_first_forward_writes_the_encoder(rt: Runtime, world: World) -> None
     world.pages.hold(slots, 8).release()
 
 
-def test_lengths_without_the_encoder_are_not_those_of_the_pages(rt: Runtime, world: World) -> None:
+def test_lengths_without_the_encoder_are_not_those_of_the_pages(rt: Runtime, world: ForwardWorld) -> None:
     """A plan that forgets the encoder is refused: its lengths are not what the pages were given."""
     slots = mixed(world)
     refused(Code.DERIVED_STALE, lambda: ForwardPlan.of(slots, LENS, prompt_ids=[[1]] * 3, pages=world.pages))
 
 
-def test_true_lengths_behind_the_encoder(rt: Runtime, world: World, full: None) -> None:
+def test_true_lengths_behind_the_encoder(rt: Runtime, world: ForwardWorld, full: None) -> None:
     """With bounds the device looks locations up in the token table, behind the encoder's tokens."""
     slots = world.take([5 + 8, 4 + 9, 3])
     fed = slots.take([0, 1])
@@ -96,7 +96,7 @@ def test_true_lengths_behind_the_encoder(rt: Runtime, world: World, full: None) 
 
 
 @pytest.mark.parametrize("layout", ["flash_attention", "flashinfer"])
-def test_page_lists_begin_behind_the_encoder(rt: Runtime, world: World, layout: str) -> None:
+def test_page_lists_begin_behind_the_encoder(rt: Runtime, world: ForwardWorld, layout: str) -> None:
     """Attention over the prompt reads the pages from position 0 on; an encoder that ends within a page is refused."""
     slots = world.take([PAGE_SIZE + 6, 3])
     plan = ForwardPlan.of(
@@ -123,7 +123,7 @@ WRONG: dict[str, tuple[type[BatchStateError], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_refuses_arguments(rt: Runtime, world: World, name: str) -> None:
+def test_refuses_arguments(rt: Runtime, world: ForwardWorld, name: str) -> None:
     """Offsets that cannot be meant are typed errors, on the host alone."""
     error, match, wrong = WRONG[name]
     slots = world.take(LENS)

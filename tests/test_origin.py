@@ -14,13 +14,13 @@ from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, Prefetched, relay_field
 from batchstate.violations import Code
 from tests.doubles import refused
-from tests.forward_world import Running, World
+from tests.worlds import ForwardWorld, Running
 
 
 @pytest.fixture
-def world(rt: Runtime) -> World:
+def world(rt: Runtime) -> ForwardWorld:
     """Pools, pages, a token table and a relay."""
-    return World.of(rt)
+    return ForwardWorld.of(rt)
 
 
 def nothing_moves(rt: Runtime, call: Callable[[], object], code: Code = Code.DERIVED_STALE) -> Violation:
@@ -34,7 +34,7 @@ def nothing_moves(rt: Runtime, call: Callable[[], object], code: Code = Code.DER
 # Pages that have changed
 
 
-def test_a_plan_older_than_a_release(rt: Runtime, world: World) -> None:
+def test_a_plan_older_than_a_release(rt: Runtime, world: ForwardWorld) -> None:
     """A request gives its pages back and gets others: the plan from before would write into those of its neighbour."""
     one, other = world.take([5]), world.take([5])
     world.publish(one)
@@ -52,7 +52,7 @@ def test_a_plan_older_than_a_release(rt: Runtime, world: World) -> None:
 
 
 @pytest.mark.parametrize("change", ["release", "truncate", "shared anew"])
-def test_a_write_older_than_its_pages(rt: Runtime, world: World, change: str) -> None:
+def test_a_write_older_than_its_pages(rt: Runtime, world: ForwardWorld, change: str) -> None:
     """Locations are not written to the table once their tokens were taken back, whatever the slot has since."""
     one, other = world.slots.take(2).split([1, 1])
     extension = world.pages.extend(one, 5)
@@ -70,7 +70,7 @@ def test_a_write_older_than_its_pages(rt: Runtime, world: World, change: str) ->
         assert nothing_moves(rt, late).slot == int(one.np[0])
 
 
-def test_what_adds_keeps_everything_good(rt: Runtime, world: World) -> None:
+def test_what_adds_keeps_everything_good(rt: Runtime, world: ForwardWorld) -> None:
     """Growing and committing leave plans and extensions as they are, and so does what happens to other requests."""
     one, other = world.take([5]), world.take([7])
     world.publish(one)
@@ -87,7 +87,7 @@ def test_what_adds_keeps_everything_good(rt: Runtime, world: World) -> None:
     refused(Code.DERIVED_STALE, first.entry)
 
 
-def test_a_page_that_others_use_is_not_written_by_an_older_plan(rt: Runtime, world: World) -> None:
+def test_a_page_that_others_use_is_not_written_by_an_older_plan(rt: Runtime, world: ForwardWorld) -> None:
     """Once a request shares the page that a plan writes, the plan is refused; sharing what it only reads is fine."""
     one, two, three = world.take([8]), *world.slots.take(2).split([1, 1])
     world.publish(one)
@@ -102,7 +102,7 @@ def test_a_page_that_others_use_is_not_written_by_an_older_plan(rt: Runtime, wor
 # Rows of another batch
 
 
-def test_a_plan_of_other_rows(rt: Runtime, world: World) -> None:
+def test_a_plan_of_other_rows(rt: Runtime, world: ForwardWorld) -> None:
     """The arrays of a plan go with the batch that it was made of, or one of the same requests in the same order."""
     slots = world.take([3, 5, 7])
     world.publish(slots)
@@ -118,7 +118,7 @@ def test_a_plan_of_other_rows(rt: Runtime, world: World) -> None:
     world.resolve(plan, same.upload(extras=plan.extras))
 
 
-def test_rows_of_two_sets_make_no_plan(rt: Runtime, world: World) -> None:
+def test_rows_of_two_sets_make_no_plan(rt: Runtime, world: ForwardWorld) -> None:
     """Slots of one batch and lengths of another, in another order, are refused."""
     batch = Running.build(rt, slots=world.take([3, 5]), seq_lens=[3, 5])
     turned = batch.filter([1, 0])
@@ -130,7 +130,7 @@ def test_rows_of_two_sets_make_no_plan(rt: Runtime, world: World) -> None:
 
 
 @pytest.mark.parametrize("lens", [[5, 5], [6, 8]])
-def test_lengths_that_are_not_those_of_the_pages(rt: Runtime, world: World, lens: list[int]) -> None:
+def test_lengths_that_are_not_those_of_the_pages(rt: Runtime, world: ForwardWorld, lens: list[int]) -> None:
     """Exact lengths of a plan are the committed ones: one behind or ahead would read or write a token beside them."""
     slots = world.take([5, 6])
     violation = refused(Code.DERIVED_STALE, lambda: ForwardPlan.of(slots, lens, pages=world.pages))
@@ -144,7 +144,7 @@ def test_lengths_that_are_not_those_of_the_pages(rt: Runtime, world: World, lens
 
 
 @pytest.fixture
-def results(rt: Runtime, world: World) -> tuple[Running, Prefetched]:
+def results(rt: Runtime, world: ForwardWorld) -> tuple[Running, Prefetched]:
     """Three requests with bounds 9, and their true lengths 3, 5 and 7 on the way to the host."""
     slots = world.take([9, 9, 9])
     relay = FutureMap(world.slots, {"lens": relay_field(torch.int64, read_by="host")})
@@ -153,7 +153,7 @@ def results(rt: Runtime, world: World) -> tuple[Running, Prefetched]:
     return batch, relay.prefetch(slots, "lens")
 
 
-def test_results_go_by_handle(world: World, results: tuple[Running, Prefetched]) -> None:
+def test_results_go_by_handle(world: ForwardWorld, results: tuple[Running, Prefetched]) -> None:
     """A batch in another order, of fewer requests, finds the results of its own."""
     batch, found = results
     turned = batch.filter([2, 0])
@@ -175,7 +175,7 @@ def test_an_array_has_to_say_whose_rows_it_has(results: tuple[Running, Prefetche
         found["lens"].aligned(batch.seq_lens)
 
 
-def test_a_result_of_a_former_owner(rt: Runtime, world: World, results: tuple[Running, Prefetched]) -> None:
+def test_a_result_of_a_former_owner(rt: Runtime, world: ForwardWorld, results: tuple[Running, Prefetched]) -> None:
     """A request that left keeps its results: the next owner of its slot has none, and is named."""
     batch, found = results
     left = batch.filter([1]).slots
@@ -198,14 +198,14 @@ def test_a_result_of_a_former_owner(rt: Runtime, world: World, results: tuple[Ru
 def test_slots_of_another_pool_have_no_results(rt: Runtime, results: tuple[Running, Prefetched]) -> None:
     """Handles of two pools are never the same, though their numbers are."""
     _, found = results
-    other: Slots = World.of(rt).take([9, 9, 9])
+    other: Slots = ForwardWorld.of(rt).take([9, 9, 9])
     refused(Code.DERIVED_STALE, lambda: found["lens"].aligned(other))
 
 
 # Graphs and tables
 
 
-def test_a_graph_of_another_batch(rt: Runtime, world: World) -> None:
+def test_a_graph_of_another_batch(rt: Runtime, world: ForwardWorld) -> None:
     """A bound replay runs the batch that is in its buffers: not another, not the one that fills another graph's."""
     batch = Running.build(rt, slots=world.take([3, 5]), seq_lens=[3, 5])
     buffers = {rows: StaticBuffers(rt, Running, rows=rows) for rows in (4, 8)}
@@ -225,7 +225,7 @@ def test_a_graph_of_another_batch(rt: Runtime, world: World) -> None:
     assert ran == [4, 8]
 
 
-def test_a_graph_whose_pages_or_requests_went(rt: Runtime, world: World) -> None:
+def test_a_graph_whose_pages_or_requests_went(rt: Runtime, world: ForwardWorld) -> None:
     """Buffers that hold a plan are not replayed once its pages were given back, nor when a request has left."""
     slots = world.take([3, 5])
     batch = Running.build(rt, slots=slots, seq_lens=[3, 5])
@@ -241,7 +241,7 @@ def test_a_graph_whose_pages_or_requests_went(rt: Runtime, world: World) -> None
 
 
 @pytest.mark.parametrize("level", ["cheap", "full"])
-def test_rows_gathered_from_a_table_that_was_written(rt: Runtime, world: World, level: str) -> None:
+def test_rows_gathered_from_a_table_that_was_written(rt: Runtime, world: ForwardWorld, level: str) -> None:
     """Gathered rows serve until one of them is written or cleared; what happens to other rows does not matter."""
     with checks(level):
         values = world.slots.table("values", (2,), torch.int64, host=True)
@@ -262,7 +262,7 @@ def test_rows_gathered_from_a_table_that_was_written(rt: Runtime, world: World, 
         nothing_moves(rt, lambda: third.device, Code.SLOT_STALE_HANDLE)
 
 
-def test_values_given_to_a_batch_are_of_its_requests(rt: Runtime, world: World) -> None:
+def test_values_given_to_a_batch_are_of_its_requests(rt: Runtime, world: ForwardWorld) -> None:
     """Masks, amounts and values of another order are refused by every operation that would take them by position."""
     batch = Running.build(rt, slots=world.take([3, 5]), seq_lens=[3, 5])
     turned = batch.filter([1, 0])

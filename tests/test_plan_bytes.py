@@ -16,18 +16,18 @@ from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
 from batchstate.violations import Code
 from tests.doubles import refused
-from tests.forward_world import Running, World, values
+from tests.worlds import ForwardWorld, Running, values
 
 NAMES = ("slots", "input_ids", "positions", "slot_mapping", "query_start_loc", "kv_lens", "last_token_indices")
 
 
 @pytest.fixture
-def ranks(device: str) -> list[World]:
+def ranks(device: str) -> list[ForwardWorld]:
     """Two ranks that are given the same calls."""
-    return [World.of(open_device(device)) for _ in range(2)]
+    return [ForwardWorld.of(open_device(device)) for _ in range(2)]
 
 
-def both(ranks: list[World], lens: list[int]) -> list[Slots]:
+def both(ranks: list[ForwardWorld], lens: list[int]) -> list[Slots]:
     """The same requests on each."""
     slots = [world.take(lens) for world in ranks]
     for world, ours in zip(ranks, slots, strict=True):
@@ -35,7 +35,7 @@ def both(ranks: list[World], lens: list[int]) -> list[Slots]:
     return slots
 
 
-def planned(world: World, slots: Slots, **named: Any) -> ForwardPlan:
+def planned(world: ForwardWorld, slots: Slots, **named: Any) -> ForwardPlan:
     """A prompt, a decode with the relay's id, and a chunk that samples nothing, padded."""
     batch = Running.build(world.rt, slots=slots, seq_lens=[3, 6, 9]).pad(4)
     return ForwardPlan.of(
@@ -53,7 +53,7 @@ def planned(world: World, slots: Slots, **named: Any) -> ForwardPlan:
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-def test_another_rank_has_the_same_inputs(full: None, ranks: list[World], deferred: bool) -> None:
+def test_another_rank_has_the_same_inputs(full: None, ranks: list[ForwardWorld], deferred: bool) -> None:
     """The plan of rank 0 gives rank 1 the same inputs, from its own relay and pages, without planning."""
     slots = both(ranks, [3, 6, 9])
     arrays = {"types": TokenArray([[0, 1, 1], None, [2, 2]], fill=5)}
@@ -72,7 +72,7 @@ def test_another_rank_has_the_same_inputs(full: None, ranks: list[World], deferr
     refused(Code.FUTURE_CONSUMED, lambda: ranks[1].resolve(other, other.upload()))
 
 
-def test_a_rank_uploads_it_with_its_batch(ranks: list[World]) -> None:
+def test_a_rank_uploads_it_with_its_batch(ranks: list[ForwardWorld]) -> None:
     """A rank with a batch of its own packs the plan with it; of other rows it is refused."""
     slots = both(ranks, [3, 6, 9])
     data = planned(ranks[0], slots[0]).to_bytes()
@@ -87,7 +87,7 @@ def test_a_rank_uploads_it_with_its_batch(ranks: list[World]) -> None:
             refused(Code.DERIVED_STALE, functools.partial(rows.upload, extras=plan.extras))
 
 
-def test_a_rank_without_pools(rt: Runtime, ranks: list[World]) -> None:
+def test_a_rank_without_pools(rt: Runtime, ranks: list[ForwardWorld]) -> None:
     """Where nothing is shared but the plan, a runtime is enough if the host knows all ids."""
     slots = both(ranks, [3, 6, 9])[0]
     plan = planned(ranks[0], slots, prompt_ids=[[1, 2, 3], [9], [4, 5]])
@@ -97,7 +97,7 @@ def test_a_rank_without_pools(rt: Runtime, ranks: list[World]) -> None:
     assert values(rt, inputs.slot_mapping) == plan.extras["slot_mapping"].tolist()
 
 
-def test_bounds_travel_as_bounds(full: None, ranks: list[World]) -> None:
+def test_bounds_travel_as_bounds(full: None, ranks: list[ForwardWorld]) -> None:
     """A rank that gets bounds takes the true lengths from its own relay."""
     slots = both(ranks, [9, 9])
     for world, ours in zip(ranks, slots, strict=True):
@@ -111,7 +111,7 @@ def test_bounds_travel_as_bounds(full: None, ranks: list[World]) -> None:
     assert values(ranks[1].rt, inputs.positions) == [4, 6]
 
 
-def test_ranks_that_came_to_other_requests(ranks: list[World]) -> None:
+def test_ranks_that_came_to_other_requests(ranks: list[ForwardWorld]) -> None:
     """A slot that belongs to another request here, or to none, and a request of another length, are found at once."""
     slots = both(ranks, [3, 6, 9])
     data = planned(ranks[0], slots[0]).to_bytes()
@@ -134,7 +134,7 @@ def rewritten(data: bytes, change: Any) -> bytes:
     return data[:start] + struct.pack("<III", len(changed), zlib.crc32(changed), of_body) + changed + body
 
 
-def test_refuses_bytes_that_are_no_plan(ranks: list[World]) -> None:
+def test_refuses_bytes_that_are_no_plan(ranks: list[ForwardWorld]) -> None:
     """What was cut, changed or made up is a typed error, and leaves the rank as it was."""
     slots = both(ranks, [3, 6, 9])
     data = planned(ranks[0], slots[0]).to_bytes()

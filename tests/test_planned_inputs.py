@@ -8,10 +8,7 @@ import torch
 from batchstate import (
     Batch,
     Code,
-    FutureMap,
-    PagePool,
     Runtime,
-    SlotPool,
     StepPlanner,
     TokenArray,
     mirrored,
@@ -20,6 +17,7 @@ from batchstate import (
 )
 from batchstate.errors import ArgumentError
 from tests.doubles import refused
+from tests.worlds import Pools, Relayed
 
 
 class Running(Batch):
@@ -30,43 +28,35 @@ class Running(Batch):
     encoder_lens = mirrored(torch.int32)
 
 
-class World:
-    """Pools, a relay, and three requests that put in their prompt."""
-
-    def __init__(self, rt: Runtime) -> None:
-        self.rt = rt
-        self.slots = SlotPool(rt, 4)
-        table = self.slots.table("req_to_token", (24,), torch.int32, holds="location")
-        self.pages = PagePool(rt, self.slots, 40, 4, max_tokens_per_request=24, req_to_token=table)
-        self.relay = FutureMap(self.slots, {"last": relay_field(torch.int64), "narrow": relay_field(torch.int32)})
-        self.batch = Running.build(rt, slots=self.slots.take(3), seq_lens=[0, 0, 0], encoder_lens=[5, 0, 2])
-
-    def locations(self, row: int, index: list[int]) -> list[int]:
-        """Where tokens of a request lie in its pages."""
-        pages = self.pages.page_table[self.batch.slots.np[row]]
-        return [int(pages[at // 4]) * 4 + at % 4 for at in index]
+@pytest.fixture
+def world(rt: Runtime) -> Relayed:
+    """Pools and a relay."""
+    fields = {"last": relay_field(torch.int64), "narrow": relay_field(torch.int32)}
+    return Relayed.of(Pools.of(rt, 4, pages=40), fields)
 
 
 @pytest.fixture
-def world(rt: Runtime) -> World:
-    """Three requests."""
-    return World(rt)
+def batch(rt: Runtime, world: Relayed) -> Running:
+    """Three requests that put in their prompt."""
+    return Running.build(rt, slots=world.pools.slots.take(3), seq_lens=[0, 0, 0], encoder_lens=[5, 0, 2])
 
 
 PROMPTS: list[Any] = [[1, 2], [3], [4, 5, 6]]
 
 
-def test_a_planned_prompt_with_an_encoder(rt: Runtime, world: World, full: None) -> None:
+def test_a_planned_prompt_with_an_encoder(rt: Runtime, world: Relayed, batch: Running, full: None) -> None:
     """A planner that knows the column of encoder tokens gets pages for them, and decodes behind them."""
     planner = StepPlanner(
-        Running, pages=world.pages, relay=world.relay, ids="narrow", kv_offset="encoder_lens", int32=["input_ids"]
+        Running, pages=world.pools.pages, relay=world.relay, ids="narrow", kv_offset="encoder_lens", int32=["input_ids"]
     )
     arrays = {"types": TokenArray([[7, 8], None, [9, 9, 9]], torch.int32)}
-    step = planner.plan(world.batch, [2, 1, 3], prompt_ids=PROMPTS, token_arrays=arrays)
+    step = planner.plan(batch, [2, 1, 3], prompt_ids=PROMPTS, token_arrays=arrays)
     inputs = step.inputs()
-    assert world.pages.committed(world.batch.slots).tolist() == [7, 1, 5]
+    assert world.pools.pages.committed(batch.slots).tolist() == [7, 1, 5]
     assert inputs.slot_mapping is not None
-    expected = world.locations(0, [5, 6]) + world.locations(1, [0]) + world.locations(2, [2, 3, 4])
+    a, b, c = batch.slots.np.tolist()
+    at = world.pools.locations
+    expected = at(a, [5, 6]) + at(b, [0]) + at(c, [2, 3, 4])
     assert rt.inspect(inputs.slot_mapping).tolist() == expected
     assert rt.inspect(inputs.arrays["types"]).tolist() == [7, 8, 0, 9, 9, 9]
     assert inputs.input_ids.dtype == torch.int32
@@ -76,13 +66,13 @@ def test_a_planned_prompt_with_an_encoder(rt: Runtime, world: World, full: None)
     assert rt.inspect(inputs.input_ids).tolist() == [2, 3, 6]
     assert rt.inspect(inputs.positions).tolist() == [2, 1, 3]
     assert inputs.slot_mapping is not None
-    assert rt.inspect(inputs.slot_mapping).tolist() == [world.locations(i, [at])[0] for i, at in enumerate([7, 1, 5])]
+    assert rt.inspect(inputs.slot_mapping).tolist() == at(a, [7]) + at(b, [1]) + at(c, [5])
 
 
-def test_a_planner_without_a_relay(rt: Runtime, world: World, full: None) -> None:
+def test_a_planner_without_a_relay(rt: Runtime, world: Relayed, batch: Running, full: None) -> None:
     """Where the host knows all ids, steps are planned without a relay, and publish nothing."""
-    planner = StepPlanner(Running, pages=world.pages)
-    step = planner.plan(world.batch, [2, 1, 3], prompt_ids=PROMPTS)
+    planner = StepPlanner(Running, pages=world.pools.pages)
+    step = planner.plan(batch, [2, 1, 3], prompt_ids=PROMPTS)
     assert rt.inspect(step.inputs().input_ids).tolist() == [1, 2, 3, 4, 5, 6]
     step = planner.plan(step.batch, prompt_ids=[[7], [8], [9]])
     inputs = step.inputs()
@@ -98,10 +88,10 @@ def test_a_planner_without_a_relay(rt: Runtime, world: World, full: None) -> Non
     assert "no relay" in repr(planner)
 
 
-def test_a_planner_of_a_later_rank(rt: Runtime, world: World, full: None) -> None:
+def test_a_planner_of_a_later_rank(rt: Runtime, world: Relayed, batch: Running, full: None) -> None:
     """A rank that takes hidden states plans the same steps, without ids."""
-    planner = StepPlanner(Running, pages=world.pages, relay=world.relay, has_ids=False)
-    step = planner.plan(world.batch, [2, 1, 3], prompt_ids=PROMPTS)
+    planner = StepPlanner(Running, pages=world.pools.pages, relay=world.relay, has_ids=False)
+    step = planner.plan(batch, [2, 1, 3], prompt_ids=PROMPTS)
     assert rt.inspect(step.inputs().positions).tolist() == [0, 1, 0, 0, 1, 2]
     inputs = planner.plan(step.batch).inputs()
     assert rt.inspect(inputs.positions).tolist() == [2, 1, 3]

@@ -11,7 +11,7 @@ from batchstate.errors import DeclarationError, ShapeError
 from batchstate.forward.inputs import ForwardInputs
 from batchstate.future_map import FutureMap, relay_field
 from tests.doubles import refused
-from tests.forward_world import LONGEST, World
+from tests.worlds import LONGEST, ForwardWorld
 
 DRAFTS = [[11, 12, 13], [], [31], [41, 42]]
 IDS = ("last_token", "drafts")
@@ -19,9 +19,9 @@ LAST = [10, 20, 30, 40]
 
 
 @pytest.fixture
-def world(rt: Runtime) -> World:
+def world(rt: Runtime) -> ForwardWorld:
     """Pools, and a relay with up to three drafts for each request."""
-    world = World.of(rt)
+    world = ForwardWorld.of(rt)
     drafts = relay_field(torch.int64, (3,), non_negative=True, ragged=True)
     lens, last = relay_field(torch.int64, non_negative=True), relay_field(torch.int64, non_negative=True)
     world.relay = FutureMap(world.slots, {"last_token": last, "drafts": drafts, "lens": lens})
@@ -42,7 +42,7 @@ def put_in(drafts: Sequence[Sequence[int]]) -> list[int]:
 
 @pytest.mark.parametrize("level", ["cheap", "full"])
 @pytest.mark.parametrize("prompt", [False, True])
-def test_each_request_puts_in_its_own_number(rt: Runtime, world: World, level: str, prompt: bool) -> None:
+def test_each_request_puts_in_its_own_number(rt: Runtime, world: ForwardWorld, level: str, prompt: bool) -> None:
     """Lists of unequal lengths are published, and each request puts in its token and its drafts, beside a prompt."""
     with checks(level):
         queries = [1 + len(one) for one in DRAFTS]
@@ -65,7 +65,7 @@ def test_each_request_puts_in_its_own_number(rt: Runtime, world: World, level: s
 
 @pytest.mark.parametrize("level", ["cheap", "full"])
 @pytest.mark.parametrize("queries", [[4, 1, 2, 3], [2, 2, 2, 2], [1, 1, 1, 1], [4, 4, 4, 4]])
-def test_lengths_that_the_host_bounds(rt: Runtime, world: World, level: str, queries: list[int]) -> None:
+def test_lengths_that_the_host_bounds(rt: Runtime, world: ForwardWorld, level: str, queries: list[int]) -> None:
     """With bounds, positions, lengths and places are the true ones, up to the end of a row of the token table."""
     with checks(level):
         true = [5, 6, LONGEST - queries[2], 3]
@@ -88,7 +88,7 @@ def test_lengths_that_the_host_bounds(rt: Runtime, world: World, level: str, que
         assert values(rt, inputs.input_ids) == ids
 
 
-def test_more_drafts_than_were_published(rt: Runtime, world: World) -> None:
+def test_more_drafts_than_were_published(rt: Runtime, world: ForwardWorld) -> None:
     """At `full` a request that puts in what lies behind its drafts is SENTINEL_ESCAPED: no -1 goes to the model."""
     with checks("full"):
         slots = world.take([8, 8])
@@ -107,7 +107,7 @@ def test_more_drafts_than_were_published(rt: Runtime, world: World) -> None:
     ],
 )
 def test_what_the_relay_cannot_serve_is_refused(
-    rt: Runtime, world: World, queries: list[int], ids: tuple[str, ...], error: type[Exception], words: str
+    rt: Runtime, world: ForwardWorld, queries: list[int], ids: tuple[str, ...], error: type[Exception], words: str
 ) -> None:
     """More tokens than an entry has, or a ragged field that is not the last: a typed error, and nothing is taken."""
     slots = world.take([8, 8])
@@ -121,7 +121,7 @@ def test_what_the_relay_cannot_serve_is_refused(
 
 
 @pytest.mark.parametrize("drafts", [[[1, 2, 3, 4], []], [[1]], [1, 2]])
-def test_lists_that_do_not_fit_are_refused(world: World, drafts: object) -> None:
+def test_lists_that_do_not_fit_are_refused(world: ForwardWorld, drafts: object) -> None:
     """A request with more drafts than the field has, or too few requests, publishes nothing."""
     slots = world.take([8, 8])
     with pytest.raises(ShapeError):

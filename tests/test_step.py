@@ -46,14 +46,15 @@ from tests.doubles import fake_accelerator, refused
 from tests.refusals import Expected, refuses
 from tests.selfcheck.machines.failures import PlantedError, failing
 from tests.selfcheck.mutants.diffs import changed
-from tests.step_world import LONGEST, PAGE_SIZE, Running, RunningToo, World, columns, in_one_piece
+from tests.step_world import Running, RunningToo, World, columns, in_one_piece
+from tests.worlds import LONGEST, PAGE_SIZE
 
 both_ways = pytest.mark.parametrize("whole", [True, False], ids=["in one piece", "by the parts"])
 
 
 def test_a_prefetch_that_failed_is_waited_for() -> None:
     """It has read on the relay's stream before its copy failed: the next publish of these requests waits for that."""
-    world = World.of(open_runtime("cpu"), results=())
+    world = World.planned(open_runtime("cpu"), results=())
     world.relay._entries.fields["last"].must_read = False
     rt, waited = world.rt, []
     world.join([3, 5])
@@ -103,7 +104,7 @@ EVENTS = st.lists(
 def test_in_one_piece_as_by_the_parts(level: str, events: list[tuple[str, Any]]) -> None:
     """After any history, a step in one piece leaves what the parts leave, and hands the same to the forward."""
     with checks(level):
-        worlds = [World.of(open_runtime("cpu"), in_one_piece=whole) for whole in (True, False)]
+        worlds = [World.planned(open_runtime("cpu"), in_one_piece=whole) for whole in (True, False)]
         for event, value in events:
             seen = [happen(world, event, value) for world in worlds]
             assert seen[0] == seen[1]
@@ -143,7 +144,7 @@ def test_on_a_device_that_lags(device: str) -> None:
     if device != "cpu":
         pytest.skip("the lagging device is a stand-in for one with streams")
     rt = LateRuntime(steps_in_flight=2)
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 4, 5])
     rt.synchronize()
     schedule, forward = rt.stream("schedule"), rt.stream("forward")
@@ -164,7 +165,7 @@ def test_on_a_device_that_lags(device: str) -> None:
 
 def test_a_token_table_that_was_written_token_by_token_is_filled_to_the_end_of_each_page(rt: Runtime) -> None:
     """Steps that write whole pages miss no token of a page that began before them, after tokens went back too."""
-    world = World.of(rt)
+    world = World.planned(rt)
     slots, lens = world.slots.take(3), [5, 8, 2]
     extension = world.pages.extend(slots, lens)
     world.relay.publish(slots, last=slots.np)
@@ -185,7 +186,7 @@ def test_what_a_step_publishes_on_another_stream_comes_behind_reads_and_publishe
     """A publish waits for the gather of another stream, and, where nothing was gathered between, for the publish."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     rt, _ = fake_accelerator(monkeypatch)
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 4])
     one, two = rt.stream("one"), rt.stream("two")
     fences: list[Any] = []
@@ -223,7 +224,7 @@ def test_what_a_step_publishes_on_another_stream_comes_behind_reads_and_publishe
 
 def test_what_a_plan_shares_with_its_step_is_read_only(rt: Runtime) -> None:
     """The plan of a decode step is one object, made when it is asked for; its lengths and places cannot be written."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 4])
     for asked_before in (True, False):
         step = world.planner.plan(world.batch)
@@ -241,7 +242,7 @@ def test_what_a_plan_shares_with_its_step_is_read_only(rt: Runtime) -> None:
 @both_ways
 def test_what_is_broken_is_reported_as_by_the_parts(rt: Runtime, whole: bool) -> None:
     """Stale handles, a plan used twice, ids that are missing or unread: the same codes."""
-    world = World.of(rt, in_one_piece=whole)
+    world = World.planned(rt, in_one_piece=whole)
     world.join([3, 4])
     world.step()
     gone = world.batch
@@ -262,7 +263,7 @@ def test_what_is_broken_is_reported_as_by_the_parts(rt: Runtime, whole: bool) ->
 @both_ways
 def test_a_plan_is_refused_once_its_pages_have_changed(rt: Runtime, whole: bool) -> None:
     """Tokens taken back behind a planned step, and lengths that are not those of the pages, are DERIVED_STALE."""
-    world = World.of(rt, in_one_piece=whole)
+    world = World.planned(rt, in_one_piece=whole)
     world.join([3, 4])
     step = world.planner.plan(world.batch)
     world.pages.truncate(world.batch.slots, [3, 4])
@@ -283,7 +284,7 @@ def test_a_plan_is_refused_once_its_pages_have_changed(rt: Runtime, whole: bool)
 )
 def test_what_is_a_decode_step(rt: Runtime, arguments: dict[str, Any], decodes: bool) -> None:
     """Arrays that say so make a decode step too; all others are composed, and requests get the same ids."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 4])
     step = world.planner.plan(world.batch, **arguments)
     assert isinstance(step, DecodeStep) == decodes
@@ -294,7 +295,7 @@ def test_what_is_a_decode_step(rt: Runtime, arguments: dict[str, Any], decodes: 
 
 def test_pages_run_out(rt: Runtime) -> None:
     """A step that needs a page more than there are succeeds once there is one."""
-    world = World.of(rt, pages=2)
+    world = World.planned(rt, pages=2)
     world.join([PAGE_SIZE, PAGE_SIZE])
     with pytest.raises(PoolExhaustedError):
         world.planner.plan(world.batch)
@@ -308,7 +309,7 @@ def test_pages_behind_a_fence_that_completes(device: str) -> None:
     if device != "cpu":
         pytest.skip("the lagging device is a stand-in for one with streams")
     rt = LateRuntime(steps_in_flight=4)
-    world = World.of(rt, pages=2)
+    world = World.planned(rt, pages=2)
     world.join([PAGE_SIZE, 2])
     world.leave([1])
     with pytest.raises(PoolExhaustedError):
@@ -320,7 +321,7 @@ def test_pages_behind_a_fence_that_completes(device: str) -> None:
 @pytest.mark.parametrize("left", [None, 2])
 def test_a_row_of_the_token_table_may_end_within_a_page(rt: Runtime, left: int | None) -> None:
     """A page that begins there is written to the end of the row, and not into the next one, also where one leaves."""
-    world = World.of(rt, longest=LONGEST - 2)
+    world = World.planned(rt, longest=LONGEST - 2)
     world.join([LONGEST - 6, 5, 3])
     assert world.batch.slots.np.tolist() == [1, 2, 3]
     for k in range(4):
@@ -330,7 +331,7 @@ def test_a_row_of_the_token_table_may_end_within_a_page(rt: Runtime, left: int |
 
 def test_several_fields_are_published_together(rt: Runtime) -> None:
     """A field that only the host reads goes there beside the ids."""
-    world = World.of(rt, results=("last", "logit"))
+    world = World.planned(rt, results=("last", "logit"))
     world.join([3, 4])
     for k in range(3):
         step = world.planner.plan(world.batch)
@@ -382,7 +383,7 @@ def test_device_columns_extras_and_table_writes(rt: Runtime) -> None:
 
 def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
     """At `full` what crossed with a step is compared with its columns, and is what reading a column gives."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 4])
     world.step()
     with checks("full"):
@@ -404,7 +405,7 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime) -> None:
 
 def test_columns_written_from_outside_are_noticed(rt: Runtime) -> None:
     """A write into a column's device side is reported by the next step; one into an input of the forward is its own."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 4])
     inputs = world.run(world.planner.plan(world.batch))
     inputs.positions.add_(1)
@@ -420,7 +421,7 @@ def test_each_invariant_is_asked_once(rt: Runtime, mixed: bool) -> None:
     asked: dict[bool, dict[Code, int]] = {}
     for whole in (True, False):
         with checks("cheap"):
-            world = World.of(rt, in_one_piece=whole)
+            world = World.planned(rt, in_one_piece=whole)
             world.join([5, 6, 7])
             if mixed:
                 world.batch = world.batch.merge(world.prompted([9]))
@@ -445,7 +446,7 @@ def test_each_invariant_is_asked_once(rt: Runtime, mixed: bool) -> None:
 
 def test_no_step_is_planned_while_a_graph_is_captured(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything changes, and the step is planned once the capture is over."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([PAGE_SIZE, 3])
     world.step()
     allocated, before = world.pages.allocated(world.batch.slots).tolist(), rt.counters.snapshot()
@@ -460,7 +461,7 @@ def test_no_step_is_planned_while_a_graph_is_captured(rt: Runtime, monkeypatch: 
 
 def test_a_mask_that_keeps_all_changes_nothing_of_the_batch_given(rt: Runtime) -> None:
     """The lengths move on in the batch of the step alone: that of the step before stays what it was."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 5])
     before = world.batch
     step, _ = world.step(keep=np.ones(2, dtype=np.bool_))
@@ -475,7 +476,7 @@ def test_requests_join_as_columns(rt: Runtime, whole: bool, level: str) -> None:
     seen, first = [], {"last": [70, 80]}
     with checks(level):
         for as_columns in (True, False):
-            world = World.of(rt, in_one_piece=whole)
+            world = World.planned(rt, in_one_piece=whole)
             world.join([3, 5, 2])
             world.step()
             keep, lens = np.array([True, False, True]), [6, 4]
@@ -499,7 +500,7 @@ def test_requests_join_as_columns(rt: Runtime, whole: bool, level: str) -> None:
 
 def test_a_request_that_joins_may_have_its_slot(rt: Runtime) -> None:
     """One that begins with shared pages takes it before the step."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([4, 5])
     slots = world.slots.take(1)
     world.pages.share(world.batch.filter([0]).slots, slots, 4)
@@ -520,7 +521,7 @@ def test_turn_overs_that_fail_are_taken_back(seed: int, level: str, mixed: bool,
     """Copies, launches and fences that fail leave all as it was, and the step that is planned again is right."""
     rng = np.random.default_rng(seed)
     with checks(level):
-        worlds = [World.of(open_runtime("cpu"), in_one_piece=True) for _ in range(2)]
+        worlds = [World.planned(open_runtime("cpu"), in_one_piece=True) for _ in range(2)]
         for world in worlds:
             world.join([3, 6, 2, 7])
             if not whole:
@@ -581,7 +582,7 @@ DECLARED: dict[str, tuple[Expected, str, dict[str, Any]]] = {
 def test_refuses_declarations(rt: Runtime, name: str) -> None:
     """A planner is declared with the columns and fields that there are, and with parts of one slot pool."""
     expected, words, wrong = DECLARED[name]
-    world, other = World.of(rt), World.of(rt)
+    world, other = World.planned(rt), World.planned(rt)
     options: dict[str, Any] = {"pages": world.pages, "relay": world.relay, "ids": "last"}
     refuses(expected, words, lambda: StepPlanner(Running, **options | wrong))
     refuses(ArgumentError, "two slot pools", lambda: StepPlanner(Running, **options | {"relay": other.relay}))
@@ -601,7 +602,7 @@ def joining(**changes: Any) -> Callable[[World], dict[str, Any]]:
 
 def of_another_runtime(world: World) -> dict[str, Any]:
     """A batch whose rows have the same number there, as after the same calls."""
-    other = World.of(open_runtime("cpu"))
+    other = World.planned(open_runtime("cpu"))
     other.join([3, 5])
     return {"batch": other.batch}
 
@@ -664,7 +665,7 @@ PLANNED: dict[str, tuple[Expected, str, Options]] = {
 def test_a_plan_that_is_refused_changes_nothing(rt: Runtime, name: str, whole: bool) -> None:
     """Nothing is taken, released, committed or published, and the next plan goes through."""
     expected, words, make = PLANNED[name]
-    world = World.of(rt, pages=10, in_one_piece=whole)
+    world = World.planned(rt, pages=10, in_one_piece=whole)
     world.join([3, 5])
     world.step()
     options = {"batch": world.batch, **make(world)}
@@ -680,7 +681,7 @@ def test_a_plan_that_is_refused_changes_nothing(rt: Runtime, name: str, whole: b
 @both_ways
 def test_the_longest_request(rt: Runtime, whole: bool) -> None:
     """A token more than a request may have is refused before anything changes."""
-    world = World.of(rt, in_one_piece=whole)
+    world = World.planned(rt, in_one_piece=whole)
     world.join([LONGEST])
     refused(Code.LENGTH_ORDER, lambda: world.planner.plan(world.batch))
     assert world.pages.committed(world.batch.slots).tolist() == [LONGEST]
@@ -688,7 +689,7 @@ def test_the_longest_request(rt: Runtime, whole: bool) -> None:
 
 def test_what_a_step_in_one_piece_refuses(rt: Runtime) -> None:
     """An extra array named like one that a mixed step sends to the forward; results before there are any."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3])
     step = world.planner.plan(world.batch)
     refuses(ArgumentError, "has no results", lambda: step.results)
@@ -705,7 +706,7 @@ def test_what_a_step_in_one_piece_refuses(rt: Runtime) -> None:
 @pytest.mark.parametrize("published", [None, {"logit": [1.0]}])
 def test_a_request_that_joins_without_its_first_token_is_noticed(rt: Runtime, published: dict[str, Any] | None) -> None:
     """Entries of those that stay are not read again; one that joins has to have one, whatever else it has."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 4])
     world.step()
     new = world.arrived([5])
@@ -717,7 +718,7 @@ def test_a_request_that_joins_without_its_first_token_is_noticed(rt: Runtime, pu
 @pytest.mark.parametrize(("code", "act"), [(Code.FUTURE_UNWRITTEN, "discard"), (Code.FUTURE_CONSUMED, "gather")])
 def test_what_happens_to_those_that_stay_between_two_steps_is_noticed(rt: Runtime, code: Code, act: str) -> None:
     """An entry that was discarded, or taken, since the step before is none for the step in which others join."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 4])
     world.step()
     getattr(world.relay, act)(world.batch.filter([1]).slots, "last")
@@ -729,7 +730,7 @@ def test_what_happens_to_those_that_stay_between_two_steps_is_noticed(rt: Runtim
 
 def test_requests_arrive_with_pages(rt: Runtime) -> None:
     """Slots and pages of many are taken together or not at all, and their token rows are what `extend` would write."""
-    world = World.of(rt, pages=4)
+    world = World.planned(rt, pages=4)
     for lens in ([5, 9, 1], [LONGEST + 1]):
         with pytest.raises((PoolExhaustedError, Violation)):
             world.pages.take_requests(lens)
@@ -788,7 +789,7 @@ def test_joined_handles_are_checked_once_a_side_was_read(rt: Runtime) -> None:
 @both_ways
 def test_rows_of_requests_that_arrive_are_written_with_the_step(rt: Runtime, whole: bool) -> None:
     """No caller has to name them, and a caller that has written or names them does no harm."""
-    world = World.of(rt, in_one_piece=whole)
+    world = World.planned(rt, in_one_piece=whole)
     world.join([3])
     for named in ("by the step", "before it", "with it"):
         new = world.arrived([6])
@@ -804,7 +805,7 @@ def test_rows_of_requests_that_arrive_are_written_with_the_step(rt: Runtime, who
 def test_slots_written_by_a_forward_are_noticed_in_any_step(at: int) -> None:
     """The slots of a decode step are those of the next ones too: nothing is read or published by what was written."""
     with open_runtime("cpu") as rt:
-        world = World.of(rt)
+        world = World.planned(rt)
         world.join([3, 4])
         for _ in range(at):
             world.step()
@@ -822,7 +823,7 @@ def test_slots_written_by_a_forward_are_noticed_in_any_step(at: int) -> None:
 def test_tokens_of_a_step_that_was_never_launched_are_not_written(dropped: int, whole: bool) -> None:
     """A step that was planned and whose forward never ran leaves a gap: a prefix over it cannot be held."""
     with open_runtime("cpu") as rt:
-        world = World.of(rt, in_one_piece=whole)
+        world = World.planned(rt, in_one_piece=whole)
         world.join([3, 4])
         for turn in range(5):
             if turn != dropped:
@@ -838,7 +839,7 @@ def test_tokens_of_a_step_that_was_never_launched_are_not_written(dropped: int, 
 def test_what_a_step_finds_is_published_for_its_own_requests_alone(rt: Runtime, level: str, whole: bool) -> None:
     """A request that left since the step was planned has no inputs and no entry; the one in its slot has its own."""
     with checks(level):
-        world = World.of(rt, in_one_piece=whole)
+        world = World.planned(rt, in_one_piece=whole)
         world.join([3, 4])
         step = world.planner.plan(world.batch)
         ids = step.inputs().input_ids + 1
@@ -857,7 +858,7 @@ def test_another_rank_has_the_inputs_of_a_planned_step(rt: Runtime, has_ids: boo
     """The plan of a step in one piece says what the plan of the parts does, and travels as that does."""
     seen = []
     for whole in (True, False):
-        first, other = ranks = [World.of(rt, in_one_piece=whole) for _ in range(2)]
+        first, other = ranks = [World.planned(rt, in_one_piece=whole) for _ in range(2)]
         for world in ranks:
             world.join([3, 4])
         options: dict[str, Any] = {"relay": first.relay, "ids": "last"} if has_ids else {"has_ids": False}
@@ -879,7 +880,7 @@ def test_another_rank_has_the_inputs_of_a_planned_step(rt: Runtime, has_ids: boo
 @both_ways
 def test_the_row_of_a_request_that_arrives_and_pauses_is_written(rt: Runtime, whole: bool) -> None:
     """It is sent with the step in which the request joins, and the request is its owner from then on."""
-    world = World.of(rt, in_one_piece=whole)
+    world = World.planned(rt, in_one_piece=whole)
     world.join([3])
     new = world.arrived([6]).merge(world.prompted([4]))
     samples = np.array([True, False, False])
@@ -900,7 +901,7 @@ def begun_elsewhere(world: World, rows: list[int]) -> None:
 
 def test_a_page_that_was_begun_elsewhere_is_written_when_others_join(rt: Runtime) -> None:
     """An engine that writes its rows token by token leaves the rest of a page out: the step that comes next has it."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([3, 4])
     world.step()
     begun_elsewhere(world, [0])
@@ -912,7 +913,7 @@ def test_a_page_that_was_begun_elsewhere_is_written_when_others_join(rt: Runtime
 
 def test_a_row_is_written_by_the_step_after_one_that_failed(rt: Runtime) -> None:
     """The second step writes the rest of each page: if its copy fails, the next one has the place of its token too."""
-    world = World.of(rt)
+    world = World.planned(rt)
     world.join([4, 5])
     begun_elsewhere(world, [0, 1])
     world.step()
@@ -960,7 +961,7 @@ def test_a_plan_whose_arguments_release_requests_is_refused(
 ) -> None:
     """Whoever it releases, that runs or leaves, is released once, and the pools stay whole."""
     with checks(level):
-        world = World.of(rt, in_one_piece=whole)
+        world = World.planned(rt, in_one_piece=whole)
         world.join([3, 4, 5])
         world.step()
         meddling = Meddling(world, row, [7])

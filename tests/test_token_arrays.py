@@ -15,13 +15,13 @@ from batchstate.errors import (
 from batchstate.runtime import Runtime
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
-from tests.forward_world import Running, World, values
+from tests.worlds import ForwardWorld, Running, values
 
 
 @pytest.fixture
-def world(rt: Runtime) -> World:
+def world(rt: Runtime) -> ForwardWorld:
     """8 requests at most."""
-    return World.of(rt)
+    return ForwardWorld.of(rt)
 
 
 PROMPTS = [[11, 12, 13], None, [31]]
@@ -33,7 +33,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-def test_values_of_tokens_go_the_way_of_ids(rt: Runtime, world: World, full: None, deferred: bool) -> None:
+def test_values_of_tokens_go_the_way_of_ids(rt: Runtime, world: ForwardWorld, full: None, deferred: bool) -> None:
     """All values of tokens and the ids of prompts cross together: at forward entry, or in the step's copy."""
     slots = world.take([3, 4, 1])
     world.publish(slots)
@@ -59,7 +59,7 @@ def test_values_of_tokens_go_the_way_of_ids(rt: Runtime, world: World, full: Non
     assert list(inputs.arrays) == list(ARRAYS)
 
 
-def test_full_compares_values_of_tokens(rt: Runtime, world: World, full: None) -> None:
+def test_full_compares_values_of_tokens(rt: Runtime, world: ForwardWorld, full: None) -> None:
     """Values that change between plan and forward entry are MIRROR_EQUAL: the two sides of one array differ."""
     slots = world.take([3])
     batch = Running.build(rt, slots=slots, seq_lens=[3])
@@ -76,7 +76,7 @@ def test_full_compares_values_of_tokens(rt: Runtime, world: World, full: None) -
     assert refused(Code.MIRROR_EQUAL, lambda: world.resolve(plan, uploaded)).column == "types"
 
 
-def test_full_compares_the_slot_mapping_with_the_pages(rt: Runtime, world: World, full: None) -> None:
+def test_full_compares_the_slot_mapping_with_the_pages(rt: Runtime, world: ForwardWorld, full: None) -> None:
     """A slot mapping that an engine has changed after planning is MIRROR_EQUAL at forward entry, with its token."""
     slots = world.take([6])
     batch = Running.build(rt, slots=slots, seq_lens=[6])
@@ -87,7 +87,7 @@ def test_full_compares_the_slot_mapping_with_the_pages(rt: Runtime, world: World
     assert (violation.column, violation.row) == ("slot_mapping", 1)
 
 
-def test_a_rank_without_ids(rt: Runtime, world: World, full: None) -> None:
+def test_a_rank_without_ids(rt: Runtime, world: ForwardWorld, full: None) -> None:
     """A later rank of a pipeline gives its plan what the first does, lays out no ids, and takes none from the relay."""
     slots = world.take([3, 4])
     world.publish(slots)
@@ -108,7 +108,7 @@ def test_a_rank_without_ids(rt: Runtime, world: World, full: None) -> None:
         _ = inputs.input_ids
 
 
-def test_true_lengths_without_ids(rt: Runtime, world: World, full: None) -> None:
+def test_true_lengths_without_ids(rt: Runtime, world: ForwardWorld, full: None) -> None:
     """A rank without ids takes the true lengths of bounded requests from its relay, and of these alone."""
     slots = world.take([9, 3, 9])
     decodes = slots.take([0, 2])
@@ -131,7 +131,7 @@ def test_true_lengths_without_ids(rt: Runtime, world: World, full: None) -> None
     assert world.states(decodes, "lens") == ["consumed", "consumed"]
 
 
-def test_inputs_without_a_relay(rt: Runtime, world: World, full: None) -> None:
+def test_inputs_without_a_relay(rt: Runtime, world: ForwardWorld, full: None) -> None:
     """An engine that knows all ids has inputs without a relay and without a batch: in one copy, if it wants."""
     slots = world.take([3, 4])
     plan = ForwardPlan.of(
@@ -159,7 +159,7 @@ def test_inputs_without_a_relay(rt: Runtime, world: World, full: None) -> None:
 
 def test_ids_of_int32_come_from_a_field_of_int32(rt: Runtime) -> None:
     """Where kernels take ids as int32, the relay holds them so: no launch converts them."""
-    world = World.of(rt)
+    world = ForwardWorld.of(rt)
     slots = world.take([3, 4])
     world.relay.publish(slots, narrow=rt.upload([np.array([8, 9], np.int32)]).view(0))
     plan, uploaded = world.planned(slots, [3, 4], pages=world.pages, int32=["input_ids"])
@@ -183,7 +183,7 @@ def test_refuses_declarations() -> None:
             TokenArray(None, **arguments)
 
 
-def test_values_of_tokens_at_fixed_addresses(rt: Runtime, world: World, full: None) -> None:
+def test_values_of_tokens_at_fixed_addresses(rt: Runtime, world: ForwardWorld, full: None) -> None:
     """A graph reads ids and values of tokens where its buffers have them: all cross in the step's copy."""
     slots = world.take([3, 4])
     buffers: StaticBuffers | None = None
@@ -216,7 +216,7 @@ def test_values_of_tokens_at_fixed_addresses(rt: Runtime, world: World, full: No
             assert found.data_ptr() == addresses[name]
 
 
-def test_requests_without_a_batch_are_checked(rt: Runtime, world: World) -> None:
+def test_requests_without_a_batch_are_checked(rt: Runtime, world: ForwardWorld) -> None:
     """Where no batch does it, a plan refuses a request in two rows, and one that has left; and a second thread."""
     slots = world.take([3, 4])
     ids = [[1], [2]]

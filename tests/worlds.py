@@ -11,16 +11,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import attrs
+import numpy as np
 import torch
 
-from batchstate import FutureMap, PagePool, SlotPool, Slots
-from batchstate.future_map import RelayField
+from batchstate import FutureMap, MirroredTensor, PagePool, SlotPool, Slots
+from batchstate.batch import Batch, Extras
+from batchstate.columns import mirrored, slot_column
+from batchstate.forward.inputs import ForwardInputs
+from batchstate.forward.plan import ForwardPlan
+from batchstate.future_map import RelayField, relay_field
 from batchstate.kv.hisparse import HiSparse
 from batchstate.kv.host_pool import HostKVPool
 from batchstate.kv.pages import PageLease
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
 from tests.doubles import Gate
+
+LONGEST, PAGE_SIZE = 24, 4
 
 
 @attrs.define(eq=False)
@@ -42,13 +49,13 @@ class Pools:
         rt: Runtime,
         size: int = 8,
         *,
-        pages: int = 64,
-        page_size: int = 4,
-        longest: int = 24,
+        pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+        longest: int = LONGEST,
         slots: SlotPool | None = None,
     ) -> Self:
-        """Capacity for `size` requests of `longest` tokens; `slots` where they are of a special kind."""
-        slots = slots or SlotPool(rt, size)
+        """Capacity for `size` requests of `longest` tokens, or `pages`; `slots` where they are of a special kind."""
+        slots, pages = slots or SlotPool(rt, size), pages or size * longest
         table = slots.table("req_to_token", (longest,), torch.int32, holds="location", host=True)
         pool = PagePool(rt, slots, pages, page_size, max_tokens_per_request=longest, req_to_token=table)
         return cls(rt, slots, table, pool)
@@ -149,3 +156,72 @@ class Tiered:
             tier.reserve(slots, length, most)
         tier.admit_direct(ready)
         return cls(pools, host, kv, tier, reserved, ready, pools.joined([length]))
+
+
+class Running(Batch):
+    """The requests of a forward; the host may know bounds of their lengths alone."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64, contract="upper_bound")
+
+
+@attrs.define(eq=False)
+class ForwardWorld(Pools):
+    """A relay with a token, two drafts and a length for each request."""
+
+    relay: FutureMap = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.relay = FutureMap(
+            self.slots,
+            {
+                "last_token": relay_field(torch.int64, non_negative=True),
+                "drafts": relay_field(torch.int64, (2,), non_negative=True),
+                "lens": relay_field(torch.int64, non_negative=True),
+                "narrow": relay_field(torch.int32),
+                "pairs": relay_field(torch.int64, (2, 2)),
+                "outputs": relay_field(torch.int64, read_by="host"),
+            },
+        )
+
+    def take(self, seq_lens: Sequence[int]) -> Slots:
+        """Requests with pages for their tokens, in no order, whose locations are in the table."""
+        slots = self.slots.take(len(seq_lens))
+        for start in range(0, max(seq_lens, default=0), 3):  # in turns, so that no request's pages are neighbours
+            extension = self.pages.extend(slots, [min(length, start + 3) for length in seq_lens])
+            extension.entry().launch()
+        return slots
+
+    def bounds(self, bounds: list[int], true: list[int]) -> MirroredTensor:
+        """A column of which the host knows bounds, and the device the true lengths."""
+        on_device = self.rt.upload([np.array(true)]).view(0)
+        return MirroredTensor.from_pair(self.rt, bounds, on_device, contract="upper_bound")
+
+    def planned(
+        self, slots: Slots, lens: Any, *arguments: Any, rows: int = 0, **named: Any
+    ) -> tuple[ForwardPlan, Extras]:
+        """A plan for a batch, and what was uploaded for it; `rows` with padding."""
+        batch = Running.build(self.rt, slots=slots, seq_lens=lens)
+        batch = batch.pad(rows) if rows else batch
+        plan = ForwardPlan.of(batch.slots, batch.seq_lens, *arguments, **named)
+        return plan, batch.upload(extras=plan.extras)
+
+    def resolve(self, plan: ForwardPlan, uploaded: Extras, **named: Any) -> ForwardInputs:
+        """The inputs of a plan, ids from `last_token`."""
+        return self.relay.resolve_forward_inputs(plan, uploaded, **{"ids": "last_token", **named})
+
+    def publish(self, slots: Slots) -> None:
+        """A last token and drafts for each request: 10 * slot and the two numbers behind."""
+        last = 10 * slots.np
+        self.relay.publish(slots, last_token=last, drafts=np.stack([last + 1, last + 2], axis=1))
+
+    def states(self, slots: Slots, field: str) -> list[str]:
+        """The states of a field as words."""
+        return [str(state) for state in self.relay.states(slots, field)]
+
+
+def values(rt: Runtime, tensor: torch.Tensor | None) -> list[Any]:
+    """A device tensor as numbers."""
+    assert tensor is not None
+    numbers: list[Any] = rt.inspect(tensor).tolist()
+    return numbers
