@@ -780,10 +780,6 @@ def test_parts_of_two_pools(rt: Runtime) -> None:
     for wrong in (None, RunningToo.empty(rt)):
         with pytest.raises(ArgumentError):
             world.planner.plan(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError):
-        world.planner.plan(world.batch, writes=[None])  # type: ignore[list-item]
-    with pytest.raises(ArgumentError):
-        world.planner.plan(world.batch, extras=3)  # type: ignore[arg-type]
 
 
 def test_a_failed_upload_commits_nothing(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,10 +271,6 @@ def test_refuses_inputs_that_wait(rt: Runtime, world: World) -> None:
         ForwardInputs.of(plan, uploaded)
     with pytest.raises(ArgumentError, match="expected a ForwardPlan"):
         ForwardInputs.of(None, uploaded)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="a list of table writes, got 5"):
-        plan.upload(writes=5)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="expected extras by name"):
-        plan.upload(extras=[1])  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="no field for their ids"):
         world.relay.resolve_forward_inputs(plan, uploaded)
     without, sent = world.planned(slots, [3, 4], pages=world.pages, has_ids=False)
