@@ -47,8 +47,8 @@ from batchstate.errors import (
     DeviceError,
     another_runtime,
     closest,
+    expected,
     one_of,
-    shown,
 )
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
@@ -383,9 +383,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
             num_reqs = index.size
         if joining is not None or operation == "merge":
             if type(joining) is not type(self):
-                problem = f"{operation}: expected another {type(self).__name__}, got {shown(joining)}"
                 remedy = "pass a batch of the same class, one in each call"
-                raise DeclarationError(problem, type(joining).__name__, remedy)
+                raise expected(operation, f"another {type(self).__name__}", joining, remedy, DeclarationError)
             if joining.runtime is not self.runtime:
                 raise another_runtime(operation, joining)
             joining._begin(operation)
