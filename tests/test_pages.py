@@ -171,26 +171,6 @@ def test_padding_of_registered_kv_is_finite_at_full(
             pages.register_kv(wrong)
 
 
-@pytest.mark.parametrize("level", ["off", "cheap", "full"])
-def test_takes_pages_before_a_request(slots: SlotPool, pages: PagePool, level: str) -> None:
-    """Pages are taken without a slot, a request begins with them, and owns them when the lease is released."""
-    with levels.checks(level):
-        lease = pages.take(3)
-        assert (lease.pages.tolist(), lease.tokens, lease.released) == ([1, 2, 3], 12, False)
-        assert (pages.stats.live, pages.stats.leases, pages.stats.shared) == (3, 1, 0)
-        one = slots.take(1)
-        pages.commit(lease, 8)
-        shared = pages.share(lease, one, 8)
-        assert shared.locations.np.tolist() == list(range(4, 12))
-        assert pages.stats.shared == 2
-        lease.release()
-        assert (pages.stats.live, pages.stats.leases, pages.stats.shared) == (2, 0, 0)
-        assert pages.advance(one).locations.np.tolist() == [12]  # the request's pages have no other holder any more
-        pages.release_requests(one)
-        pages.expect_idle()
-        pages.verify()
-
-
 def test_too_few_pages_take_none(slots: SlotPool, pages: PagePool) -> None:
     """A take that finds too few pages takes none of them and leaves no lease."""
     first = pages.take(8)
@@ -323,24 +303,6 @@ def test_pages_before_a_window_are_given_back(slots: SlotPool, pages: PagePool) 
     pages.release(one)
     assert pages.first_positions(one).tolist() == [0]
     assert pages.extend(one, 5).positions.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_shared_pages_before_a_window_stay_with_the_others(slots: SlotPool, pages: PagePool) -> None:
-    """A page in front that a lease or another request holds is theirs still; the last of them gives it back."""
-    one, two = slots.take(1), slots.take(1)
-    pages.extend(one, 8)
-    pages.commit(one, 8)
-    lease = pages.hold(one, 4)
-    pages.share(one, two, 8)
-    pages.truncate(one, first=8)
-    assert (pages.stats.live, pages.stats.shared) == (2, 1)
-    pages.truncate(two, first=4)
-    assert (pages.stats.live, pages.stats.shared) == (2, 0)
-    lease.release()
-    assert pages.stats.live == 1
-    assert slots.stats.live == 2
-    slots.release_requests(Slots.cat([one, two]))
-    pages.expect_idle()
 
 
 def test_the_chain_of_a_window_and_its_states(rt: Runtime, slots: SlotPool, pages: PagePool, full: None) -> None:

@@ -79,16 +79,8 @@ class World:
         if self.depth > 3:
             return
         self.depth += 1
-        calls: list[Callable[[], object]] = [
-            self.take,
-            self.take,
-            self.free,
-            self.extend,
-            self.extend,
-            self.advance,
-            self.leave,
-        ]
-        calls += [self.truncate, self.share, self.hold, self.drop, self.slots.reap, self.pages.reap]
+        calls: list[Callable[[], object]] = [self.take, self.take, self.free, self.extend, self.extend, self.advance]
+        calls += [self.leave, self.truncate, self.share, self.hold, self.drop, self.slots.reap, self.pages.reap]
         calls += [self.arrive, self.rebase, self.split]
         if self.cache is not None:
             calls += [self.insert, self.match, lambda: self.cache and self.cache.evict(1)]
