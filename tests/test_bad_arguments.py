@@ -165,7 +165,7 @@ CALLS: dict[str, tuple[Call, dict[str, list[Any]]]] = {
     ),
     "plan": (
         _planned,
-        {"kv_offset": [*NUMBERS[1:8], [1, 2]], "window": ["x", 1.5, -1, 0, object(), [1]], "tier": NUMBERS[1:]},
+        {"kv_offset": [*NUMBERS[1:8], [1, 2]], "window": ["x", 1.5, -1, 0, object(), [1]]},
     ),
     "token arrays": (_planned, {"token_arrays": [{"positions": TokenArray(None)}, {"input_ids": TokenArray(None)}]}),
     "TokenArray": (

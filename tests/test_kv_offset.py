@@ -119,7 +119,6 @@ WRONG: dict[str, tuple[type[BatchStateError], str, dict[str, Any]]] = {
     "too many": (ShapeError, "kv_offset", {"kv_offset": [1, 2, 3, 4]}),
     "without pages": (ArgumentError, "and None", {"kv_offset": 1, "pages": None}),
     "more than allocated": (ArgumentError, "pages for", {"kv_offset": 20}),
-    "a tier that is none": (ArgumentError, "tier: expected a LastLocation, got ", {"tier": 3}),
 }
 
 
