@@ -155,7 +155,7 @@ class StepPlanner(OfThisProcess):
             and pages.req_to_token.dtype == torch.int32
             and set(results) <= set(names)
         )
-        self._table = cast(Table, pages.req_to_token)  # None where no step is planned in one piece
+        self._table = cast(Table, pages.req_to_token)  # None without one: no step is planned in one piece then
         lens = batch._layout.places[seq_lens]
         self._lens_at = lens.group, lens.member
         self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
