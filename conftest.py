@@ -73,9 +73,9 @@ def late() -> "LateRuntime":
 
 
 LONGEST = """
-    mutants machines sim_schedulers race_machines transport_engines twins sim_engine cuda_on_sim overlap_machine fuzz
-    interrupts transport_faults pytest_plugin engine_machine watch foreign_writes short_runs twin_ops watch_cuda
-    transformers_async twin_hooks wheel
+    mutants machines race_machines sim_schedulers transport_engines sim_engine transport_faults twins fuzz cuda_on_sim
+    engine_machine watch interrupts overlap_machine short_runs pytest_plugin wheel twin_ops twin_hooks foreign_writes
+    watch_cuda transformers_async
 """
 """Test files of five seconds and more. They run first, so that no process is left with one of them alone in the end."""
 
