@@ -885,7 +885,8 @@ def test_the_row_of_a_request_that_arrives_and_pauses_is_written(rt: Runtime, wh
     new = world.arrived([6]).merge(world.prompted([4]))
     samples = np.array([True, False, False])
     step = world.planner.plan(world.batch, [1, 0, 0], prompt_ids=[None] * 3, samples=samples, joining=new)
-    assert world.table.written(step.batch["slots"]).tolist() == [True, True, False]
+    running: Any = step.batch["slots"]
+    assert world.table.written(running).tolist() == [True, True, False]
     with checks("full"):  # which reads the rows of those that have tokens
         step.inputs()
 
