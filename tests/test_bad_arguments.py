@@ -11,7 +11,6 @@ from batchstate import (
     Batch,
     ForwardPlan,
     HiSparse,
-    HostKVPool,
     PagePool,
     SlotPool,
     device_only,
@@ -24,6 +23,7 @@ from batchstate.forward.token_array import TokenArray
 from batchstate.kv.host_pool import KVBuffer
 from batchstate.runtime import Runtime, open_runtime
 from batchstate.transport.plan import KVLayout
+from tests.worlds import Pools, Tiered
 
 PROMPT, MOST, HOT = 12, 40, 8
 
@@ -36,23 +36,17 @@ class Found(Batch):
     hidden = device_only(torch.float32)
 
 
+LAYERS = KVBuffer("keys", (2,), torch.float32), KVBuffer("index", (1,), torch.float32, on_device=True)
+
+
 class World:
     """Requests with pages, one of the tier that decodes and one that arrives, and a batch."""
 
     def __init__(self, rt: Runtime) -> None:
-        self.rt = rt
-        self.slots = SlotPool(rt, 8)
-        self.pages = PagePool(rt, self.slots, 24, 4, max_tokens_per_request=64)
-        layers = [KVBuffer("keys", (2,), torch.float32), KVBuffer("index", (1,), torch.float32, on_device=True)]
-        self.host = HostKVPool(rt, 160, 1, layers=layers)
-        kv = rt.device_zeros((self.pages.location_capacity, 2), torch.float32)
-        self.tier = HiSparse(self.pages, self.host, [kv], hot_tokens=HOT)
-        self.ordinary, self.ready, self.arriving = (self.slots.take(1) for _ in range(3))
-        self.pages.extend(self.ordinary, 20)
-        self.pages.commit(self.ordinary, 20)
-        for one in (self.ready, self.arriving):
-            self.tier.reserve(one, PROMPT, MOST)
-        self.tier.admit_direct(self.ready)
+        pools = Pools.of(rt, pages=24, longest=64)
+        world = Tiered.of(pools, LAYERS, hot_tokens=HOT).join(PROMPT, MOST, outside=20)
+        self.rt, self.slots, self.pages, self.tier = rt, pools.slots, pools.pages, world.tier
+        self.ordinary, self.ready, self.arriving = world.outside, world.ready, world.reserved
         hidden = torch.zeros(1, device=rt.device)
         self.batch = Found.build(rt, slots=self.ordinary, lens=[20], hidden=hidden)
         self.other = SlotPool(rt, 8).take(1)

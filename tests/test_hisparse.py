@@ -4,6 +4,7 @@ import contextlib
 import functools
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -33,35 +34,29 @@ from batchstate.testing import LateRuntime, ManualStream
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
 from tests.selfcheck.machines.host_tier import PrefillWorker
+from tests.worlds import Pools, Tier
 
 LAYERS = 2
 
 
-class World:
+@attrs.define(eq=False)
+class World(Tier):
     """A host tier, and what each position of each request holds."""
 
-    def __init__(
-        self,
-        rt: Runtime,
-        *,
-        size: int = 8,
-        pages: int = 60,
-        page_size: int = 4,
-        host_pages: int = 200,
-        host_page_size: int = 1,
-        hot_tokens: int = 6,
-        most: int = 64,
-    ) -> None:
-        self.rt = rt
-        self.slots = SlotPool(rt, size)
-        self.pages = PagePool(rt, self.slots, pages, page_size, max_tokens_per_request=most)
-        self.host = HostKVPool(rt, host_pages, host_page_size, layers=LAYERS, item_shape=(1, 2), dtype=torch.float64)
-        shape = (self.pages.location_capacity, 1, 2)
-        self.kv = [rt.device_zeros(shape, torch.float64, name=f"kv {layer}") for layer in range(LAYERS)]
-        self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
-        self.dice = np.random.default_rng(0)
-        self.content: dict[int, Any] = {}
-        self.ranges: dict[int, HostRanges] = {}
+    rt: Runtime = attrs.field(init=False)
+    slots: SlotPool = attrs.field(init=False)
+    pages: PagePool = attrs.field(init=False)
+    dice: np.random.Generator = attrs.field(factory=lambda: np.random.default_rng(0))
+    content: dict[int, Any] = attrs.field(factory=dict)
+    ranges: dict[int, HostRanges] = attrs.field(factory=dict)
+
+    @classmethod
+    def on(cls, rt: Runtime, size: int = 8, *, host_pages: int = 200) -> "World":
+        """No requests yet."""
+        layers = [KVBuffer(str(layer), (1, 2), torch.float64) for layer in range(LAYERS)]
+        world = cls.of(Pools.of(rt, size, pages=60, longest=64), layers, host_pages=host_pages)
+        world.rt, world.slots, world.pages = rt, world.pools.slots, world.pools.pages
+        return world
 
     def new(self, positions: int) -> Any:
         """float64[LAYERS, positions, 1, 2]."""
@@ -125,14 +120,14 @@ class World:
     def check(self, slots: Slots) -> None:
         """Every byte of every position, host rows first, ring rows after them."""
         self.tier.verify()
-        hot, size = self.tier.hot_tokens, self.pages.page_size
+        hot = self.tier.hot_tokens
         for row, slot in enumerate(slots.np.tolist()):
             length = self.content[slot].shape[1]
             first = int(self.tier._requests.hot_from[slot])
             first = max(first, length - hot)
             cold = self.tier.host_locations(slots.take([row]), first)
             rows = [p if p < hot else p % hot for p in range(first, length)]
-            locations = [int(self.pages.page_table[slot, r // size]) * size + r % size for r in rows]
+            locations = self.pools.locations(slot, rows)
             for layer in range(LAYERS):
                 on_host = self.rt.inspect(self.host.buffers[layer])[cold.np]
                 on_device = self.rt.inspect(self.kv[layer])[locations]
@@ -169,7 +164,7 @@ def _put(kv: torch.Tensor, at: torch.Tensor, new: torch.Tensor, layer: int) -> N
 @pytest.fixture
 def world(rt: Runtime) -> World:
     """Hot buffers of 6 tokens on pages of 4."""
-    return World(rt)
+    return World.on(rt)
 
 
 def test_plan_of_a_step(rt: Runtime, world: World) -> None:
@@ -271,7 +266,7 @@ def second_launch_fails(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_launched_before_an_error_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of which the second layer fails has begun all the same: its locations and pages wait for the first."""
     rt = LateRuntime()
-    world = World(rt)
+    world = World.on(rt)
     hot = world.prefill([6])
     second_launch_fails(rt, monkeypatch)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -313,7 +308,7 @@ def test_shared_pages_are_never_ring_rows(rt: Runtime, world: World) -> None:
 def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
     """The copy of a request that left does not make the next request on its slot ready."""
     rt = LateRuntime()
-    world = World(rt, size=1)
+    world = World.on(rt, size=1)
     slots = world.prefill([3])
     world.tier.admit_staged(slots, 9)
     assert world.tier.poll_staged() == 0
@@ -330,7 +325,7 @@ def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
 
 def test_a_staged_request_that_left_unpolled_is_passed_over(rt: Runtime) -> None:
     """Where every fence is complete at once, the next request on its slot is made ready, and made so once."""
-    world = World(rt, size=1)
+    world = World.on(rt, size=1)
     gone = world.prefill([9])
     world.tier.admit_staged(gone, 20)
     world.tier.abort(gone)
@@ -345,7 +340,7 @@ def test_a_staged_request_that_left_unpolled_is_passed_over(rt: Runtime) -> None
 
 def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> None:
     """A request may decode and finish while its writer is not known to have ended: only its host locations wait."""
-    world = World(rt)
+    world = World.on(rt)
     writer = PrefillWorker(world.host, np.empty((LAYERS, 0, 2), dtype=np.int64))
     slots = world.deliver(world.reserve([4], 20, writer=writer))
     for missing in (4, 1, -1):
@@ -375,7 +370,7 @@ def test_a_plan_writes_new_rows_of_hot_buffers(world: World) -> None:
 
 def test_a_plain_fence_of_a_writer_has_to_be_complete(rt: Runtime) -> None:
     """A fence that does not say what has arrived stands for all of it: the request is not admitted before."""
-    world, writer = World(rt), ManualStream("writer")
+    world, writer = World.on(rt), ManualStream("writer")
     slots = world.deliver(world.reserve([4], 20, writer=writer.record()))
     refused(Code.TIER_STATE, lambda: world.tier.admit_direct(slots))
     writer.complete()
@@ -388,7 +383,7 @@ def test_a_plain_fence_of_a_writer_has_to_be_complete(rt: Runtime) -> None:
 def test_backups_of_every_stream_are_waited_for() -> None:
     """Host locations come back behind the backup that still writes them, also if a later copy ran on another stream."""
     rt = LateRuntime()
-    world = World(rt)
+    world = World.on(rt)
     decoding = world.direct([3])
     other = world.prefill([2])
     rt.synchronize()
@@ -412,7 +407,7 @@ def test_backups_of_every_stream_are_waited_for() -> None:
 def test_staging_waits_for_the_fence_it_is_given(told: bool) -> None:
     """KV of a forward on another stream than the one that committed it is copied behind `after`; without it, a race."""
     with RaceRuntime() as rt, contextlib.nullcontext() if told else pytest.raises(Race, match="host tier: stage"):
-        world = World(rt)
+        world = World.on(rt)
         slots = world.slots.take(1)
         locations = world.pages.extend(slots, [5]).locations.np
         begun, forward = rt.record(), rt.stream("forward")
@@ -439,7 +434,7 @@ class Capturing(CpuRuntime):
 def test_capture() -> None:
     """While a graph is captured nothing is uploaded, no fence is asked, and what is refused changes nothing."""
     rt = Capturing()
-    world = World(rt)
+    world = World.on(rt)
     ready, waiting, hot = world.direct([3]), world.deliver(world.reserve([3], 9)), world.prefill([3])
     world.step(ready)
     plan = world.tier.map_last_location(ready, 5)
@@ -478,7 +473,7 @@ class Decoding(Batch):
 def test_steady_decode_costs_one_upload(rt: Runtime, level: str) -> None:
     """A step with the plan packed into the batch's upload: one copy to the device, none from it, and no wait."""
     with checks(level):
-        world = World(rt)
+        world = World.on(rt)
         slots = world.direct([3, 9, 20])
         batch = Decoding.build(rt, slots=slots, seq_lens=world.tier.lengths(slots))
         for step in range(8):
@@ -582,7 +577,7 @@ def test_a_step_that_cannot_be_meant_is_refused(rt: Runtime) -> None:
 def test_what_the_tier_waits_for_is_one_question() -> None:
     """Staging, writers, backups and freed host memory stand in one list; an idle tier has none of them."""
     late = LateRuntime()
-    world = World(late, host_pages=60)
+    world = World.on(late, host_pages=60)
     tier = world.tier
     assert (tier.in_flight(), tier.stats.ready) == ([], 0)
     tier.expect_idle()

@@ -21,7 +21,6 @@ from batchstate.future_map import FutureMap, relay_field
 from batchstate.hybrid import HybridSlotPool
 from batchstate.kv.hisparse import HiSparse
 from batchstate.kv.host_pool import HostKVPool
-from batchstate.kv.pages import PagePool
 from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.mirror import Slots
 from batchstate.pools import SlotPool
@@ -30,6 +29,7 @@ from batchstate.step import PlannedStep
 from batchstate.violations import Violation
 from tests.doubles import Gate
 from tests.interrupts import Interrupt
+from tests.worlds import Pools
 
 SIZE, PAGES = 12, 40
 
@@ -51,9 +51,10 @@ class World:
     def __init__(self, parts: str = "") -> None:
         self.rt = rt = CpuRuntime()
         pool = HybridSlotPool(rt, SIZE, states=2 * SIZE + 2, states_per_slot=2, reserve=1)
-        self.slots = slots = SlotPool(rt, SIZE, reserve=1) if "plain" in parts else pool
-        self.table = slots.table("req_to_token", (12,), torch.int32, holds="location", host=True)
-        self.pages = pages = PagePool(rt, slots, PAGES, 2, max_tokens_per_request=12, req_to_token=self.table)
+        slots = SlotPool(rt, SIZE, reserve=1) if "plain" in parts else pool
+        pools = Pools.of(rt, pages=PAGES, page_size=2, longest=12, slots=slots)
+        self.slots, self.table = slots, pools.table
+        self.pages = pages = pools.pages
         field = relay_field(torch.int64, read_by="both", must_read=False)
         self.relay = FutureMap(slots, {"token": field, "more": field})
         self.gate, self.shut = Gate(done=True), Gate(done="ended" in parts)

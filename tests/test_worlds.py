@@ -41,7 +41,7 @@ def test_relayed(rt: Runtime) -> None:
 
 def test_tiered(rt: Runtime) -> None:
     """One request waits for its KV, one decodes, one is outside."""
-    world = Tiered.of(Pools.of(rt))
+    world = Tiered.of(Pools.of(rt)).join()
     for slots, state in ((world.reserved, TierState.DIRECT), (world.ready, TierState.READY)):
         assert world.tier.states(slots) == [state]
     assert world.pools.pages.committed(world.outside).tolist() == [3]

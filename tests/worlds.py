@@ -1,7 +1,7 @@
 """Worlds of tests: pools, pages, a relay and a host tier as engines build them, with a few requests in known states.
 
-A test takes the smallest world that shows its fact, and adds what is its own. `Pools` is the state without a request;
-`Mixed`, `Shared`, `Relayed` and `Tiered` begin with requests. A subclass says what else it builds.
+A test takes the smallest world that shows its fact, and adds what is its own. `Pools` and `Tier` are states without
+a request; `Mixed`, `Shared`, `Relayed` and `Tiered` begin with requests. A subclass says what else it builds.
 
     world = Pools.of(rt, size=4, longest=24)
     slots = world.joined([5, 3])  # live, with pages for so many committed tokens
@@ -21,7 +21,7 @@ from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import RelayField, relay_field
 from batchstate.kv.hisparse import HiSparse
-from batchstate.kv.host_pool import HostKVPool
+from batchstate.kv.host_pool import HostKVPool, KVBuffer
 from batchstate.kv.pages import PageLease
 from batchstate.runtime import Runtime
 from batchstate.tables import Table
@@ -130,32 +130,45 @@ class Relayed:
 
 
 @attrs.define(eq=False)
-class Tiered:
-    """A host tier: a request that is reserved, one that decodes, and one outside of it, with KV on the device."""
+class Tier:
+    """A host tier without a request, with KV on the device."""
 
     pools: Pools
     host: HostKVPool
     kv: list[torch.Tensor]
     tier: HiSparse
-    reserved: Slots
-    ready: Slots
-    outside: Slots
 
     @classmethod
     def of(
-        cls, pools: Pools, *, host_pages: int = 160, hot_tokens: int = 6, length: int = 3, most: int = 9, **layers: Any
-    ) -> "Tiered":
-        """One layer of float32[1], or the `layers`, `item_shape` and `dtype` that are named."""
-        named = {"layers": 1, "item_shape": (1,), "dtype": torch.float32, **layers}
-        host = HostKVPool(pools.rt, host_pages, 1, **named)
-        shape = (pools.pages.location_capacity, *named["item_shape"])
-        kv = [pools.rt.device_zeros(shape, named["dtype"]) for _ in range(named["layers"])]
-        tier = HiSparse(pools.pages, host, kv, hot_tokens=hot_tokens)
-        reserved, ready = pools.slots.take(1), pools.slots.take(1)
-        for slots in (reserved, ready):
-            tier.reserve(slots, length, most)
-        tier.admit_direct(ready)
-        return cls(pools, host, kv, tier, reserved, ready, pools.joined([length]))
+        cls,
+        pools: Pools,
+        layers: Sequence[KVBuffer] = (KVBuffer("kv", (1,), torch.float32),),
+        *,
+        host_pages: int = 160,
+        hot_tokens: int = 6,
+    ) -> Self:
+        """A host pool with these layers, of pages of one token."""
+        host, rows = HostKVPool(pools.rt, host_pages, 1, layers=layers), pools.pages.location_capacity
+        shapes = [((rows, *one.item_shape), one.dtype) for one in layers if not one.on_device]
+        kv = [pools.rt.device_zeros(shape, dtype, name=f"kv {layer}") for layer, (shape, dtype) in enumerate(shapes)]
+        return cls(pools, host, kv, HiSparse(pools.pages, host, kv, hot_tokens=hot_tokens))
+
+
+@attrs.define(eq=False)
+class Tiered(Tier):
+    """A request of the tier that is reserved, one that decodes, and one outside of it."""
+
+    reserved: Slots = attrs.field(init=False)
+    ready: Slots = attrs.field(init=False)
+    outside: Slots = attrs.field(init=False)
+
+    def join(self, length: int = 3, most: int = 9, outside: int = 3) -> Self:
+        """The three requests come."""
+        self.outside, self.reserved, self.ready = self.pools.joined([outside]), *map(self.pools.slots.take, (1, 1))
+        for slots in (self.reserved, self.ready):
+            self.tier.reserve(slots, length, most)
+        self.tier.admit_direct(self.ready)
+        return self
 
 
 class Running(Batch):
