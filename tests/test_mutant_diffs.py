@@ -1,5 +1,6 @@
 """Mutants written as diffs: they change what they name, fail where they no longer fit, and leave nothing behind."""
 
+import contextlib
 import importlib.util
 import sys
 import textwrap
@@ -12,7 +13,8 @@ import pytest
 
 from batchstate.errors import DeclarationError
 from tests.selfcheck.mutants import MUTANTS
-from tests.selfcheck.mutants.diffs import Change, Diff, changed, read
+from tests.selfcheck.mutants.diffs import Change, Diff, _changes, changed, read
+from tests.selfcheck.mutants.registry import Patch
 
 SAMPLE = """
 import contextlib
@@ -161,13 +163,23 @@ def test_one_block_per_function() -> None:
         Diff((change, change))
 
 
+def test_lines_that_stay_or_go(sample: ModuleType) -> None:
+    """As in a diff, a line with a space stays, and one that nothing replaces is left out."""
+    stays, goes = ["  total = n + step", "+ total *= 2"], "- return self.value * 2"
+    lines = ["@ sample:plain", *stays, "@ sample:Slotted.double", goes]
+    assert sample.plain(5) == 6
+    with contextlib.ExitStack() as undo:
+        Diff(tuple(_changes(lines, "made")))(Patch(undo))
+        assert (sample.plain(5), sample.Slotted().double) == (12, None)
+
+
 @pytest.mark.parametrize(
     ("paragraph", "problem"),
     [
         ("[a] RACE overlap sglang #1\nWhy.\n@ pools:SlotPool.take\n- a\n+ b", "malformed"),
         ("[a] RACE | overlap | sglang #1", "malformed"),
         ("[a] RACE | overlap | sglang #1 | speed=high\nWhy.\n@ pools:SlotPool.take\n- a\n+ b", r"a has \['speed'\]"),
-        ("[a] RACE | overlap | sglang #1\nWhy.\n@ pools:SlotPool.take\n? a", "expected a line with '@', '-' or '\\+'"),
+        ("[a] RACE | overlap | sglang #1\nWhy.\n@ pools:SlotPool.take\n? a", "expected a line with '@', '-', '\\+' or"),
     ],
     ids=["head", "short", "option", "mark"],
 )

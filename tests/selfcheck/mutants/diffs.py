@@ -10,11 +10,11 @@ common; other lines that begin with `#` are comments. Each mutant is a paragraph
     - the text that is there
     + the text of the mutant
 
-The last part of the first line is optional, and so is the line with `?`: see `Mutant.unseen`. Several `-` lines in a
-row are one piece of source of several lines, as are several `+` lines; indentation is relative to the first line of the
-piece. A mutant may have several `@` blocks, one per function, and a block several pairs of `-` and `+`. A piece must be
-in the function exactly once. A function may be a property's getter, a class method, a method of a class with slots, or
-a closure; its signature cannot change.
+The last part of the first line is optional, and so is the line with `?`: see `Mutant.unseen`. As in any diff, a line
+that begins with a space stays, and `-` without `+` is a statement left out. Several lines in a row are one piece of
+source; indentation is relative to its first line. A mutant may have several `@` blocks, one per function, and a block
+several pieces: the next one begins behind a `+`. A piece must be in the function exactly once. A function may be a
+property's getter, a class method, a method of a class with slots, or a closure; its signature cannot change.
 
 While a mutant is switched on, the function has another code object. So every module that imported the function has the
 bug, the library needs no seam for it, and a mutant whose line was moved or rewritten fails with its file and function.
@@ -35,9 +35,8 @@ from typing import Any, final
 
 import attrs
 
+from batchstate import Code, Level
 from batchstate.errors import DeclarationError
-from batchstate.levels import Level
-from batchstate.violations import Code
 from tests.selfcheck.mutants.registry import GROUPS, Mutant, Patch, register
 
 _HEAD = re.compile(
@@ -206,21 +205,21 @@ def _register(lines: list[str], group: str, file: str) -> None:
 
 
 def _changes(lines: list[str], file: str) -> Iterator[Change]:
-    where, pieces, last = "", list[tuple[list[str], list[str]]](), ""
+    where, pieces, last = "", list[tuple[list[str], list[str]]](), "@"
     for line in [*lines, "@ "]:
         mark, text = line[:1], line[2:]
         if mark == "@":
             if where:
-                yield Change(where, tuple(("\n".join(before), "\n".join(after)) for before, after in pieces))
+                yield Change(where, tuple(("\n".join(old), "\n".join(new or ["pass"])) for old, new in pieces))
             where, pieces = text, []
-        elif mark == "-":
-            if last != "-":
+        elif mark in ("-", "+", " "):
+            if last == "@" or (last == "+" and mark != "+" and pieces[-1][0]):
                 pieces.append(([], []))
-            pieces[-1][0].append(text)
-        elif mark == "+" and pieces:
-            pieces[-1][1].append(text)
+            for side, other in enumerate("+-"):
+                if mark != other:
+                    pieces[-1][side].append(text)
         else:
-            raise _refused(f"{file}: expected a line with '@', '-' or '+', got {line!r}", line)
+            raise _refused(f"{file}: expected a line with '@', '-', '+' or a space, got {line!r}", line)
         last = mark
 
 
