@@ -11,14 +11,11 @@ import torch
 from hypothesis import reject
 from hypothesis.stateful import invariant
 
-from batchstate import testing
-from batchstate.errors import BatchStateError
+from batchstate import BatchStateError, Code, Violation, testing
 from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
-from batchstate.testing import DisagreementError, LateRuntime
+from batchstate.testing import DisagreementError, LateRuntime, MachineResult
 from batchstate.testing.fences import LateFence
 from batchstate.testing.machine import current_session
-from batchstate.testing.runner import MachineResult
-from batchstate.violations import Code, Violation
 
 T = TypeVar("T")
 Expected = type[BatchStateError] | Code

@@ -8,13 +8,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from batchstate import invariants
-from batchstate.errors import PoolExhaustedError
-from batchstate.kv.pages import PagePool
+from batchstate import PagePool, PoolExhaustedError, Runtime, SlotPool, Table, invariants
 from batchstate.mirror import Contract, MirroredTensor, Slots
-from batchstate.pools import SlotPool
-from batchstate.runtime import Runtime
-from batchstate.tables import Table
 from batchstate.testing.fences import ManualFence
 from tests.selfcheck.machine import ShownByRepr, agree, agree_on, ask, disagree
 

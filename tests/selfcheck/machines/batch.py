@@ -10,9 +10,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, initialize, multiple, rule
 
-from batchstate import invariants, levels
+from batchstate import Batch, Code, Runtime, SlotPool, StaticBuffers, invariants, levels
 from batchstate._arrays import of_dtype
-from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn, TensorColumn, device_only, host_list, mirrored, slot_column
 from batchstate.errors import (
     ArgumentError,
@@ -22,12 +21,8 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.mirror import Contract, MirroredTensor, Pages, Slots, rows_of
-from batchstate.pools import SlotPool
-from batchstate.runtime import Runtime
 from batchstate.runtime.memory import ALIGNMENT
-from batchstate.static import StaticBuffers
 from batchstate.tables import TableWrite
-from batchstate.violations import Code
 from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
 from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
 from tests.selfcheck.strategies import amounts, fits, keep_lists, plus, split_sizes

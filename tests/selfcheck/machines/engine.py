@@ -11,16 +11,11 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import invariants
-from batchstate.columns import device_only, mirrored
-from batchstate.hybrid import HybridSlotPool
+from batchstate import Contract, HybridSlotPool, Locations, MirroredTensor, SlotPool, device_only, invariants, mirrored
 from batchstate.kv.pages import Extension, PageLease, PagePool
-from batchstate.mirror import Contract, Locations, MirroredTensor
-from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
 from batchstate.tables import TableWrite
-from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.testing.sync_guard import no_hidden_sync
+from batchstate.testing import ManualFence, ManualStream, no_hidden_sync
 from examples.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan
 from tests.selfcheck.machine import Machine, agree, agree_on, ask
 

@@ -10,16 +10,12 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from batchstate import invariants
+from batchstate import FutureMap, HybridSlotPool, Slots, Violation, invariants, relay_field
 from batchstate.errors import ArgumentError, PoolBrokenError, PoolExhaustedError
-from batchstate.future_map import FutureMap, relay_field
-from batchstate.hybrid import HybridSlotPool
 from batchstate.kv.pages import PageLease, PagePool
-from batchstate.mirror import Slots
 from batchstate.pools import Ints, SlotListener
 from batchstate.runtime import Fence
 from batchstate.testing.fences import ManualFence
-from batchstate.violations import Violation
 from tests.selfcheck.machine import Machine, agree, ask
 
 

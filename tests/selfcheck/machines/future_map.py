@@ -11,21 +11,14 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import invariants, levels
+from batchstate import Batch, Code, ForwardInputs, ForwardPlan, PagePool, SlotPool, TokenArray, invariants, levels
 from batchstate._relay import DEVICE, HOST
 from batchstate._upload import Extras
-from batchstate.batch import Batch
 from batchstate.columns import mirrored, slot_column
-from batchstate.forward.inputs import ForwardInputs
-from batchstate.forward.plan import ForwardPlan
-from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import EntryState, FutureMap, Prefetched, RelayField, relay_field
-from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor, Slots
-from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Stream
 from batchstate.testing.fences import LateRuntime
-from batchstate.violations import Code
 from tests.refusals import RELAY, RelayCase
 from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, is_behind
 from tests.selfcheck.models import snapshot_pages, snapshot_slots

@@ -16,22 +16,16 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import levels
+from batchstate import Code, Contract, ForwardInputs, ForwardPlan, MirroredTensor, PagePool, SlotPool, Slots, levels
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError, PoolExhaustedError
-from batchstate.forward.inputs import ForwardInputs
-from batchstate.forward.plan import ForwardPlan
 from batchstate.kv._tier import TierState
 from batchstate.kv.hisparse import HiSparse, LastLocation
 from batchstate.kv.host_pool import HostKVPool, HostRanges
-from batchstate.kv.pages import PagePool
-from batchstate.mirror import Contract, MirroredTensor, Slots
-from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, Runtime
 from batchstate.runtime.base import Download
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualStream
-from batchstate.violations import Code
 from tests.selfcheck.machine import Machine, Misuse, agree, agree_on, ask, disagree, misuses
 
 Ints = npt.NDArray[np.int64]

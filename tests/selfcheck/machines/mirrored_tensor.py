@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, initialize, multiple, rule
 
-from batchstate import levels
+from batchstate import Code, Violation, levels
 from batchstate.errors import (
     ArgumentError,
     BatchStateError,
@@ -26,7 +26,6 @@ from batchstate.errors import (
 from batchstate.mirror import Contract, Handles, HostLocations, Locations, MirroredTensor, Pages, Slots, weaker_contract
 from batchstate.runtime import numpy_dtype
 from batchstate.testing.sync_guard import no_hidden_sync
-from batchstate.violations import Code, Violation
 from tests.selfcheck.machine import Machine, Misuse, agree, ask, disagree, misuses
 from tests.selfcheck.models import Modelled, value_of
 from tests.selfcheck.strategies import (

@@ -24,14 +24,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import levels
+from batchstate import ForwardPlan, MirroredTensor, PagePool, SlotPool, Slots, device_only, levels, mirrored
 from batchstate._upload import Extras
-from batchstate.columns import device_only, mirrored
-from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, Prefetched, relay_field
-from batchstate.kv.pages import PagePool
-from batchstate.mirror import MirroredTensor, Slots
-from batchstate.pools import SlotPool
 from batchstate.runtime import Fence, PackedUpload, Runtime, Stream
 from batchstate.runtime.base import Download
 from batchstate.tables import TableWrite

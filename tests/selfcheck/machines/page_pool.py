@@ -8,12 +8,11 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import levels
+from batchstate import Code, levels
 from batchstate.errors import ArgumentError, PoolExhaustedError
 from batchstate.kv.pages import Extension, PagePool
 from batchstate.mirror import Handles, Locations, Slots
 from batchstate.testing.fences import ManualFence
-from batchstate.violations import Code
 from tests import refusals
 from tests.selfcheck.machine import agree, agree_on
 from tests.selfcheck.machines.pools import HAS_REQUESTS, KVOwner, PagesMachine, TableModel

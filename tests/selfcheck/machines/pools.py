@@ -12,17 +12,13 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, initialize, precondition, rule
 
-from batchstate.batch import Batch
-from batchstate.columns import slot_column
+from batchstate import Batch, Code, HybridSlotPool, PagePool, slot_column
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
-from batchstate.hybrid import HybridSlotPool
-from batchstate.kv.pages import PagePool
 from batchstate.mirror import Handles, Slots
 from batchstate.pools import SlotPool, SlotStats
 from batchstate.runtime import numpy_dtype
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
-from batchstate.violations import Code
 from tests import refusals
 from tests.selfcheck.machine import Machine, Misuse, agree, agree_on, disagree, misuses
 from tests.selfcheck.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table

@@ -5,12 +5,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import levels
-from batchstate.errors import PoolExhaustedError
+from batchstate import Code, PoolExhaustedError, PrefixCache, levels
 from batchstate.kv.pages import PageLease
-from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.testing.fences import ManualFence
-from batchstate.violations import Code
 from tests import refusals
 from tests.selfcheck.machine import agree
 from tests.selfcheck.machines.pools import HAS_REQUESTS, KVOwner, PagesMachine

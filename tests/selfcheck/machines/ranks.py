@@ -9,15 +9,10 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
+from batchstate import Code, HiSparse, HostKVPool, PagePool, SlotPool, Slots
 from batchstate.errors import ArgumentError, PoolExhaustedError
-from batchstate.kv.hisparse import HiSparse
-from batchstate.kv.host_pool import HostKVPool
-from batchstate.kv.pages import PagePool
-from batchstate.mirror import Slots
-from batchstate.pools import SlotPool
 from batchstate.runtime.agreement import Agreement, QueriedFence
 from batchstate.testing.fences import LateRuntime, ManualFence, ManualStream
-from batchstate.violations import Code
 from tests.selfcheck.machine import Machine, agree, ask
 
 T = TypeVar("T")

@@ -17,19 +17,12 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import levels
+from batchstate import Batch, Code, ForwardInputs, PagePool, PoolExhaustedError, SlotPool, TokenArray, levels
 from batchstate._planned_step import DecodeStep
-from batchstate.batch import Batch
 from batchstate.columns import HostColumn, host_list, mirrored, slot_column
-from batchstate.errors import PoolExhaustedError
-from batchstate.forward.inputs import ForwardInputs
-from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap, Prefetched, relay_field
-from batchstate.kv.pages import PagePool
-from batchstate.pools import SlotPool
 from batchstate.runtime import Fence
 from batchstate.step import PlannedStep, StepPlanner
-from batchstate.violations import Code
 from tests.selfcheck.machine import Machine, agree, ask
 from tests.selfcheck.machines.failures import PlantedError, failing
 from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted

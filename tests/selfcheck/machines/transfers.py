@@ -19,10 +19,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import invariants, levels
+from batchstate import Locations, invariants, levels
 from batchstate.errors import ArgumentError, HandshakeError, PoolExhaustedError, TransferError
 from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
-from batchstate.mirror import Locations
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network

@@ -8,9 +8,8 @@ from typing import Any, final
 
 import attrs
 
+from batchstate import Code, Level
 from batchstate.errors import DeclarationError
-from batchstate.levels import Level
-from batchstate.violations import Code
 
 
 @final

@@ -7,23 +7,18 @@ from weakref import WeakKeyDictionary
 import attrs
 import numpy as np
 
+from batchstate import Code, ForwardInputs, ForwardPlan, FutureMap, HostLocations, Level, Locations
 from batchstate._allocator import Ints
 from batchstate._arrays import Array
 from batchstate._rows import GENERATION_SUFFIX, RowState
 from batchstate._upload import BatchDevice, Extras
-from batchstate.forward.inputs import ForwardInputs
-from batchstate.forward.plan import ForwardPlan
-from batchstate.future_map import FutureMap
 from batchstate.kv import host_pool
 from batchstate.kv.hisparse import HiSparse, LastLocation
-from batchstate.levels import Level
-from batchstate.mirror import HostLocations, Locations
 from batchstate.runtime import Fence, Runtime
 from batchstate.tables import TableWrite
 from batchstate.transport.engines.base import Delivery
 from batchstate.transport.receiver import Lease, Receiver
 from batchstate.transport.wire import Tag
-from batchstate.violations import Code
 from tests.selfcheck.machines import batch as batches
 from tests.selfcheck.machines import mirrored_tensor as values
 from tests.selfcheck.machines import steps
