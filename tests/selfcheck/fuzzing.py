@@ -44,19 +44,10 @@ def fuzz(
     database: ExampleDatabase | None = None,
     progress: Callable[[int, str], None] | None = None,
 ) -> FuzzReport:
-    """Runs several of the library's machines one after the other.
+    """Runs several of the library's machines one after the other, by default all; see `devices_of`.
 
-    Args:
-        device: on `sim`, each scheduler takes its part of the examples.
-        examples: of each machine.
-        seed: the same seed tries the same examples.
-        machines: names out of `MACHINES`; all by default.
-        steps: rules of one example.
-        database: failing examples of earlier runs; by default those in `EXAMPLES_FOLDER`.
-        progress: called after each example with the number run so far, and the name of the machine.
-
-    Raises:
-        ArgumentError: an unknown machine, or an argument that `run_machine` refuses.
+    Failing examples of earlier runs come first: those in `database`, or else in `EXAMPLES_FOLDER`. `progress` is called
+    after each example with the number run so far, and the name of the machine.
     """
     names = list(MACHINES) if machines is None else list(machines)
     for name in names:
@@ -93,8 +84,13 @@ def devices_of(device: str, examples: int) -> dict[str, int]:
         return {device: examples}
     from batchstate.races.sim import PORTFOLIO
 
-    each, more = divmod(examples, len(PORTFOLIO))
-    parts = {f"{SIM}:{name}": each + (number < more) for number, name in enumerate(PORTFOLIO)}
+    return shares(examples, [f"{SIM}:{name}" for name in PORTFOLIO])
+
+
+def shares(examples: int, names: Sequence[str]) -> dict[str, int]:
+    """Examples that each gets of so many, where that is any."""
+    each, more = divmod(examples, max(len(names), 1))
+    parts = {name: each + (number < more) for number, name in enumerate(names)}
     return {name: part for name, part in parts.items() if part}
 
 

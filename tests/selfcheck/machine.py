@@ -26,11 +26,8 @@ _automatic: ContextVar[bool] = ContextVar("batchstate_automatic", default=False)
 def run_machine(machine: type[testing.Machine], *, automatic: bool = False, **options: Any) -> MachineResult:
     """Runs a machine; see `batchstate.testing.run_machine`.
 
-    Args:
-        machine: the class.
-        automatic: count only errors of the library's own checks: the machine compares nothing with its model and calls
-            neither `verify` nor `check`. An example that its rules cannot go on with is given up.
-        **options: the other arguments.
+    An `automatic` run counts only errors of the library's own checks: the machine compares nothing with its model and
+    calls neither `verify` nor `check`. An example that its rules cannot go on with is given up.
     """
     token = _automatic.set(automatic)
     try:
@@ -109,19 +106,12 @@ class Refusal:
 @final
 @attrs.frozen(eq=False)
 class Misuse(ShownByRepr, Generic[T]):
-    """One way to misuse a `T`.
+    """One way to misuse a `T`."""
 
-    Attributes:
-        name: what is wrong, in a few words.
-        expected: error types and codes of invariants, one of which must refuse it.
-        call: makes the call.
-        applies: whether it is a misuse of this object.
-    """
-
-    name: str
-    expected: tuple[Expected, ...]
-    call: Callable[[T], object] = attrs.field(repr=False)
-    applies: Callable[[T], bool] = attrs.field(default=lambda _: True, repr=False)
+    name: str  # the mistake in a few words
+    expected: tuple[Expected, ...]  # one of these refuses it
+    call: Callable[[T], object]
+    applies: Callable[[T], bool] = lambda _: True  # whether it is a misuse of this object
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -135,16 +125,11 @@ def misuses(*rows: tuple[Any, ...]) -> tuple[Misuse[Any], ...]:
 
 
 class Machine(testing.Machine):
-    """A state machine over a model of a part of the library.
+    """A state machine over a model of a part of the library."""
 
-    Attributes:
-        LAGS: a plain CPU runtime, whose fences are always complete, is replaced by one that lags.
-        side: a second stream of the runtime.
-    """
+    LAGS: ClassVar[bool] = False  # instead of a plain CPU runtime, whose fences are always complete, one that lags
 
-    LAGS: ClassVar[bool] = False
-
-    side: Stream
+    side: Stream  # a second one of the runtime
 
     @property
     def automatic(self) -> bool:

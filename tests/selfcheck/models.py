@@ -1,6 +1,5 @@
 """Models as plain collections: allocators of pools, snapshots of pools and tables, the sides of mirrored values."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, final
 
@@ -17,24 +16,15 @@ from tests.selfcheck.machine import ShownByRepr, agree, agree_on, ask, disagree
 @final
 @attrs.define
 class AllocatorModel:
-    """What a pool of the indices 1 to size + reserve has to do.
-
-    Attributes:
-        size, reserve: how many, ordinarily and beyond.
-        live: those that have an owner.
-        pending: index -> the fences that must be complete before it is free.
-        generations: index -> how often it was handed out.
-    """
+    """A pool of the indices 1 to size + reserve."""
 
     size: int
     reserve: int = 0
     live: set[int] = attrs.field(factory=set)
-    pending: dict[int, tuple[ManualFence, ...]] = attrs.field(factory=dict)
-    generations: Counter[int] = attrs.field(factory=Counter)
+    pending: dict[int, tuple[ManualFence, ...]] = attrs.field(factory=dict)  # index -> fences before it is free
 
     @property
     def total(self) -> int:
-        """Indices in all."""
         return self.size + self.reserve
 
     @property
@@ -48,7 +38,7 @@ class AllocatorModel:
         return self.reserve - sum(index > self.size for index in (*self.live, *self.pending))
 
     def reap(self) -> None:
-        """What waits for complete fences alone becomes free."""
+        """Indices that wait for complete fences alone become free."""
         self.pending = {
             index: fences for index, fences in self.pending.items() if not all(fence.query() for fence in fences)
         }
@@ -64,21 +54,13 @@ class AllocatorModel:
         return n <= (self.total if reserved else self.size) - held
 
     def check_refusal(self, error: PoolExhaustedError, n: int, *, reserved: bool = False) -> None:
-        """Compares the numbers of an error with those of the model.
-
-        Raises:
-            DisagreementError: they differ.
-        """
+        """Compares the numbers of an error with those of the model."""
         free = self.free - (0 if reserved else self.free_reserved)
         pending = sum(reserved or index <= self.size for index in self.pending)
         agree((n, free, pending), (error.requested, error.free, error.pending), "requested, free, pending")
 
     def take(self, indices: Iterable[int], *, reserved: bool = False) -> None:
-        """These were handed out.
-
-        Raises:
-            DisagreementError: one of them was not free, or lies outside.
-        """
+        """These were handed out, and had to be free."""
         self.reap()
         last = self.total if reserved else self.size
         for index in indices:
@@ -88,7 +70,6 @@ class AllocatorModel:
                 state = "live" if index in self.live else f"pending on {self.pending[index]}"
                 disagree(f"index {index} was handed out although it is {state}")
             self.live.add(index)
-            self.generations[index] += 1
 
     def release(self, indices: Iterable[int], *fences: ManualFence | None) -> None:
         """These were freed; they are free again once the fences that are not None are complete."""
@@ -123,19 +104,12 @@ Operation = Callable[[Array], Array]
 @final
 @attrs.frozen(eq=False)
 class Modelled(ShownByRepr):
-    """A value and its model.
-
-    Attributes:
-        value: the value.
-        host: what its host side holds, or None for `device_only`.
-        device: what its device side holds, or will once it is made.
-        generations: of slots, int64[n]; None for other values.
-    """
+    """A value and its model."""
 
     value: MirroredTensor
-    host: Array | None
-    device: Array
-    generations: Array | None = None
+    host: Array | None  # None for `device_only`
+    device: Array  # of the device side, whether or not it is made yet
+    generations: Array | None = None  # of slots, int64[n]
 
     def __repr__(self) -> str:
         sides = [] if self.host is None else [f"host {self.host.tolist()}"]
@@ -158,11 +132,7 @@ class Modelled(ShownByRepr):
         )
 
     def check(self) -> None:
-        """Compares the value with the model, without making its device side.
-
-        Raises:
-            DisagreementError, Violation: they differ.
-        """
+        """Compares the value with the model, without making its device side."""
         value = self.value
         value.check("check")  # first: a broken invariant says more than a difference
         agree(self.device.shape, value.shape, "shape", value)
@@ -174,25 +144,13 @@ class Modelled(ShownByRepr):
             self.check_device()
 
     def check_device(self) -> None:
-        """Compares the device side, which is made if it does not exist, with the model.
-
-        Raises:
-            Violation: MIRROR_EQUAL; the model stands for the host side.
-        """
+        """Compares the device side, which is made if it does not exist; the model stands for the host side."""
         device = self.value.runtime.inspect(self.value.device)
         ask(invariants.mirror_equal, self.device, device, object=f"model of {self.value!r}", operation="check")
 
 
 def value_of(runtime: Runtime, host: Array, device: Array, contract: Contract, *, touch: bool = False) -> Modelled:
-    """A value with these sides.
-
-    Args:
-        runtime: the device.
-        host: the host side; for `exact` and `host_only` the device side too.
-        device: the device side of the others.
-        contract: how they relate.
-        touch: make the device side now.
-    """
+    """A value with these sides, of which `exact` and `host_only` need the first; `touch` makes the device side now."""
     if contract in (Contract.EXACT, Contract.HOST_ONLY):
         value = MirroredTensor.from_host(runtime, host, contract=contract)
     elif contract is Contract.UPPER_BOUND:

@@ -11,13 +11,14 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import Contract, HybridSlotPool, Locations, MirroredTensor, SlotPool, device_only, invariants, mirrored
+from batchstate import Contract, HybridSlotPool, Locations, MirroredTensor, device_only, invariants, mirrored
 from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.runtime import Fence
 from batchstate.tables import TableWrite
 from batchstate.testing import ManualFence, ManualStream, no_hidden_sync
 from examples.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan
 from tests.selfcheck.machine import Machine, agree, agree_on, ask
+from tests.worlds import Pools
 
 BUDGET = 6  # tokens per step
 DEPTH = 3  # steps in flight at most
@@ -261,18 +262,10 @@ class EngineMachine(Machine):
         """Opens an engine in which any one request fits, and hardly two long ones."""
         self.open()
         self._windows.enter_context(no_hidden_sync(self.rt))
-        self.slots = (
-            HybridSlotPool(self.rt, size, states=2 * size, states_per_slot=2) if hybrid else SlotPool(self.rt, size)
-        )
-        self.table = self.slots.table("req_to_token", (_MAX_TOKENS,), holds="location", host=True)
-        self.pages = PagePool(
-            self.rt,
-            self.slots,
-            max(num_pages, -(-_MAX_TOKENS // page_size)),
-            page_size,
-            max_tokens_per_request=_MAX_TOKENS,
-            req_to_token=self.table,
-        )
+        slots = HybridSlotPool(self.rt, size, states=2 * size, states_per_slot=2) if hybrid else None
+        pages = max(num_pages, -(-_MAX_TOKENS // page_size))
+        self.pools = Pools.of(self.rt, size, pages=pages, page_size=page_size, longest=_MAX_TOKENS, slots=slots)
+        self.slots, self.table, self.pages = self.pools.slots, self.pools.table, self.pools.pages
         self.engine = SmallEngine(self.pages, self)
         self.steps = self.engine.steps
         self.memory: dict[int, int] = {}  # location -> stamp
@@ -323,12 +316,10 @@ class EngineMachine(Machine):
 
     def _check_tables(self, batch: EngineBatch) -> None:
         """Each row on the device names the locations of the page table, and they hold the tokens of this request."""
-        table, size = self.rt.inspect(self.table.memory), self.pages.page_size
-        adapters = self.rt.inspect(self.engine.adapters.memory)
+        table, adapters = (self.rt.inspect(part.memory) for part in (self.table, self.engine.adapters))
         lengths = batch.seq_lens.np.tolist()
         for slot, length, request in zip(batch.slots.np.tolist(), lengths, batch.requests, strict=True):
-            positions = np.arange(length)
-            tokens = (self.pages.page_table[slot][positions // size] * size + positions % size).tolist()
+            tokens = self.pools.locations(slot, range(length))
             agree(tokens, table[slot, :length].tolist(), f"req_to_token of slot {slot}")
             agree(request.adapter, adapters[slot].item(), f"adapter of request {request.number}")
             self.reached("no adapter in a slot that had one", not request.adapter and slot in self.adapted)
@@ -382,12 +373,10 @@ class EngineMachine(Machine):
                 self._note_reads(batch)
 
     def _note_reads(self, batch: EngineBatch) -> None:
-        fence, size = self.steps.last, self.pages.page_size
+        fence = self.steps.last
         if fence is not None:
-            tokens = set()
-            for slot, length in zip(batch.slots.np.tolist(), batch.seq_lens.np.tolist(), strict=True):
-                pages = self.pages.page_table[slot]
-                tokens |= {int(pages[at // size]) * size + at % size for at in range(length)}
+            rows = zip(batch.slots.np.tolist(), batch.seq_lens.np.tolist(), strict=True)
+            tokens = {token for slot, length in rows for token in self.pools.locations(slot, range(length))}
             self.reading.append((fence, tokens))
 
     @rule(n=st.integers(1, 2))

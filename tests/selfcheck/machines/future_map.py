@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import Batch, Code, ForwardInputs, ForwardPlan, PagePool, SlotPool, TokenArray, invariants, levels
+from batchstate import Batch, Code, ForwardInputs, ForwardPlan, SlotPool, TokenArray, invariants, levels
 from batchstate._relay import DEVICE, HOST
 from batchstate._upload import Extras
 from batchstate.columns import mirrored, slot_column
@@ -22,6 +22,7 @@ from batchstate.testing.fences import LateRuntime
 from tests.refusals import RELAY, RelayCase
 from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, is_behind
 from tests.selfcheck.models import snapshot_pages, snapshot_slots
+from tests.worlds import Pools
 
 Array = npt.NDArray[Any]
 
@@ -262,16 +263,9 @@ class FutureMapMachine(Machine):
         self.open()
         self.streams = {name: self.rt.stream(name) for name in ("forward", "seeding")}
         self.streams["default"] = self.rt.current_stream
-        self.pool = SlotPool(self.rt, size)
-        self.table = self.pool.table("req_to_token", (_MOST_TOKENS,), holds="location", host=True)
-        self.pages = PagePool(
-            self.rt,
-            self.pool,
-            2 * size * _MOST_TOKENS // _PAGE_SIZE,
-            _PAGE_SIZE,
-            max_tokens_per_request=_MOST_TOKENS,
-            req_to_token=self.table,
-        )
+        pages = 2 * size * _MOST_TOKENS // _PAGE_SIZE
+        self.pools = Pools.of(self.rt, size, pages=pages, page_size=_PAGE_SIZE, longest=_MOST_TOKENS)
+        self.pool, self.table, self.pages = self.pools.slots, self.pools.table, self.pools.pages
         self.pages.register_kv(self.rt.device_zeros((self.pages.location_capacity, 2), torch.float32, name="kv"))
         fields = declared(hidden, ragged=hidden is torch.bfloat16)
         self.relay = FutureMap(self.pool, fields)
@@ -833,7 +827,7 @@ class FutureMapMachine(Machine):
         ids = [number for of_part in ids_of_parts for number in of_part]
         tokens = [(part.request, part.request.length + at) for part in parts for at in range(part.query)]
         positions = [at for _, at in tokens]
-        locations = [self._location(req, at + req.encoder) for req, at in tokens]
+        locations = [self.pools.locations(req.slot, [at + req.encoder])[0] for req, at in tokens]
         starts = [0, *np.cumsum([part.query for part in parts]).tolist()]
         counts = starts[-1], starts[-1] + (shape.pad_tokens or 0)
         agree(counts, (plan.num_tokens, plan.num_padded_tokens), "token counts")
@@ -863,9 +857,6 @@ class FutureMapMachine(Machine):
                 agree(values, self.rt.inspect(inputs.arrays[name]).tolist(), f"{name} of a forward of {shape}")
         sampled = [part.request.slot for part in parts if part.samples]
         agree(sampled, [slot for slot in inputs.sampled_slots.np.tolist() if slot], "sampled slots")
-
-    def _location(self, req: RelayRequest, position: int) -> int:
-        return int(self.pages.page_table[req.slot][position // _PAGE_SIZE]) * _PAGE_SIZE + position % _PAGE_SIZE
 
     def _part(self, data: st.DataObject, req: RelayRequest, who: str, shape: Shape) -> ForwardPart | None:
         """The part of a request in a forward, or None if it has to sit this one out."""

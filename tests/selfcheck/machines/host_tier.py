@@ -111,12 +111,6 @@ class TieredRequest:
     def host_locations(self, stop: int) -> Ints:
         return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, stop)
 
-    def device_locations(self, pages: npt.NDArray[np.int32], page_size: int, hot_tokens: int) -> Ints:
-        """Where the device has the positions from `hot_from` on, int64[length - hot_from]; `pages` are its own."""
-        positions = range(self.hot_from, self.length)
-        rows = [p % hot_tokens if self.state is READY and p >= hot_tokens else p for p in positions]
-        return np.array([int(pages[row // page_size]) * page_size + row % page_size for row in rows], dtype=np.int64)
-
 
 @final
 @attrs.frozen(eq=False)
@@ -355,15 +349,17 @@ class HostTierMachine(Machine):
             hot = request.held if request.state is READY else request.length
             agree(hot, int(self.pages.committed(request.slot)[0]), "tokens on the device", request)
             kv = request.content[:, request.hot_from :], f"hot KV of {request!r}"
-            self._compare(self.kv, self._device_locations(request), *kv)
+            self._compare(self.kv, self._locations(request, request.hot_from, request.length), *kv)
 
     def _compare(self, buffers: Sequence[torch.Tensor], locations: Ints, expected: Ints, label: str) -> None:
         for buffer, layer in zip(buffers, expected, strict=True):
             agree_on(np.ascontiguousarray(layer), self.rt.inspect(buffer)[locations], label)
 
-    def _device_locations(self, request: TieredRequest) -> Ints:
-        row = self.pages.page_table[request.number]
-        return request.device_locations(row, self.pages.page_size, self.tier.hot_tokens)
+    def _locations(self, request: TieredRequest, start: int, stop: int) -> Ints:
+        """Where the device has these positions of a request, int64[stop - start]."""
+        positions, pages, size = np.arange(start, stop), self.pages.page_table[request.number], self.pages.page_size
+        rows = positions % self.tier.hot_tokens if request.state is READY else positions
+        return np.asarray(pages[rows // size] * size + rows % size, dtype=np.int64)
 
     def snapshot(self) -> object:
         """Requests and their states. Locations that are free or pending change by themselves."""
@@ -469,7 +465,7 @@ class HostTierMachine(Machine):
         for request, content in zip(requests, added, strict=True):
             request.content = np.concatenate([request.content, content], axis=1)
         of_host = [request.host_locations(request.hot_from) for request in requests]
-        on_device = [self._device_locations(request) for request in requests]
+        on_device = [self._locations(request, request.hot_from, request.length) for request in requests]
         new = np.concatenate(added, axis=1)
         order = _in_order([rows.size for rows in of_host], [rows.size for rows in on_device])
         arrays: list[Ints] = [locations, new, np.concatenate(of_host), np.concatenate(on_device), order]
@@ -796,7 +792,7 @@ class HostTierMachine(Machine):
             self.reached("grown by a page", grown)
             self.reached("read from the host", request.hot_from > 0)
         positions = np.concatenate([np.arange(req.length, req.length + drafts) for req in requests])
-        places = np.concatenate([self._places_of_new(req, drafts) for req in requests])
+        places = np.concatenate([self._locations(req, req.length, req.length + drafts) for req in requests])
         if beside is None:
             self._forward(requests, added, places, plan, step.packed)
         else:
@@ -834,11 +830,6 @@ class HostTierMachine(Machine):
         added = added + [self._new(1) for _ in others]
         rows = [row for row in order if row < len(requests) + len(others)]
         everyone = [(requests + others)[row] for row in rows]
-        size, table = self.pages.page_size, self.pages.page_table
-        locations = []
-        for req in everyone:
-            at = req.length % self.tier.hot_tokens if req.state is READY else req.length
-            locations.append(int(table[req.number, at // size]) * size + at % size)
         whole = ForwardPlan.of(
             self.handles(everyone),
             np.array([req.length + 1 for req in everyone], dtype=np.int64),
@@ -848,14 +839,8 @@ class HostTierMachine(Machine):
         )
         hot_from = [req.hot_from for req in everyone]
         agree(hot_from, whole.extras["hot_from"].tolist(), "first positions on the device, of all")
-        places = np.array(locations, dtype=np.int64)
+        places = np.concatenate([self._locations(req, req.length, req.length + 1) for req in everyone])
         self._forward(everyone, [added[row] for row in rows], places, plan, True, whole)
-
-    def _places_of_new(self, request: TieredRequest, drafts: int) -> Ints:
-        """Locations of the next positions of a request on the device, int64[drafts]."""
-        pages, size, hot = self.pages.page_table[request.number], self.pages.page_size, self.tier.hot_tokens
-        rows = [position % hot for position in range(request.length, request.length + drafts)]
-        return np.array([int(pages[row // size]) * size + row % size for row in rows], dtype=np.int64)
 
     # Leaving
 

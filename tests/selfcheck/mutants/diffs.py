@@ -53,11 +53,7 @@ class Change:
     pieces: tuple[tuple[str, str], ...]  # (before, after)
 
     def function(self) -> FunctionType:
-        """The function that is changed, without its decorators.
-
-        Raises:
-            DeclarationError: it does not exist, or is not a function.
-        """
+        """The function that is changed, without its decorators."""
         module, _, path = self.where.partition(":")
         ours = module.startswith(("tests.", "examples."))
         try:
@@ -69,12 +65,7 @@ class Change:
         return _undecorated(attribute, self.where)
 
     def code(self) -> CodeType:
-        """The compiled function of the mutant.
-
-        Raises:
-            DeclarationError: a piece is not in the function exactly once, the changed source does not compile, or it
-                has another signature or other variables of enclosing functions.
-        """
+        """The compiled function of the mutant."""
         function = self.function()
         where = f"{function.__code__.co_filename}, {self.where.partition(':')[2]}"
         lines, first = inspect.getsourcelines(function)
@@ -143,11 +134,7 @@ def _refused(problem: str, value: object) -> DeclarationError:
 @final
 @attrs.frozen
 class Diff:
-    """The changes of one mutant: the switch of a `Mutant`.
-
-    Raises:
-        DeclarationError: two of them change one function; when switched on, see `Change.code`.
-    """
+    """The changes of one mutant, each of another function: the switch of a `Mutant`."""
 
     changes: tuple[Change, ...]
 
@@ -164,11 +151,7 @@ class Diff:
 
 
 def read(family: str) -> None:
-    """Registers the groups and mutants of `<family>.mutants`.
-
-    Raises:
-        DeclarationError: a paragraph is malformed, or two mutants have one name.
-    """
+    """Registers the groups and mutants of `<family>.mutants`."""
     group = title = ""
     text = resources.files(__package__).joinpath(f"{family}.mutants").read_text(encoding="utf-8")
     for paragraph in re.split(r"\n{2,}", text.strip()):

@@ -102,11 +102,7 @@ def mutant(*killed_by: Code, **fields: Any) -> Callable[[Switch], Mutant]:
 
 
 def register(mutant: Mutant) -> Mutant:
-    """Lists a mutant.
-
-    Raises:
-        DeclarationError: another mutant has its name.
-    """
+    """Lists a mutant, whose name no other has."""
     if mutant.name in MUTANTS:
         raise DeclarationError(f"two mutants are named {mutant.name!r}", mutant.name, "rename one")
     MUTANTS[mutant.name] = mutant

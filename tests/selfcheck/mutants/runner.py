@@ -10,6 +10,7 @@ import attrs
 from batchstate.errors import ArgumentError
 from batchstate.levels import Level
 from batchstate.testing import MachineResult
+from tests.selfcheck.fuzzing import shares
 from tests.selfcheck.machine import run_machine, stop_at_failure
 from tests.selfcheck.machines import MACHINES
 from tests.selfcheck.mutants.registry import MUTANTS, Mutant
@@ -115,26 +116,17 @@ def run(
 ) -> MutantReport:
     """Runs each mutant's machine until an invariant fires, then the machines on the library as it is.
 
-    The same examples are tried every time. Meanwhile the library of the whole process is changed.
-
-    Args:
-        names: names of mutants; by default all that the device can have.
-        device: where they run.
-        examples: at most so many per mutant.
-        clean_examples: examples without a mutant, spread over all machines, or over those of the named mutants. As
-            many again under each tool that some mutant needs.
-        progress: called before each mutant and each clean machine.
-
-    Raises:
-        ArgumentError: an unknown mutant, one that the device cannot have, or a negative `clean_examples`.
+    The same examples are tried every time. Meanwhile the library of the whole process is changed. Without `names` all
+    mutants run that the device can have. `clean_examples` are spread over all machines, or over those of the named
+    mutants, and as many again run under each tool that some mutant needs.
     """
     chosen = _chosen(names, device)
     machines = list(MACHINES) if names is None else sorted({mutant.machine for mutant in chosen})
     if clean_examples < 0:
         raise ArgumentError(f"mutants: clean_examples is {clean_examples}", clean_examples, "pass 0 or more")
-    shares = _shares(clean_examples, machines)
+    parts = shares(clean_examples, machines)
     devices = list(dict.fromkeys([device, *(mutant.runs_on(device) for mutant in chosen)]))
-    steps = len(chosen) + len(shares) * len(devices)
+    steps = len(chosen) + len(parts) * len(devices)
     start = time.perf_counter()
     results: list[MutantResult] = []
     clean: list[MachineResult] = []
@@ -143,7 +135,7 @@ def run(
             progress(len(results), steps, mutant.name)
         results.append(run_mutant(mutant, device=device, examples=examples))
     for where in devices:
-        for name, share in shares.items():
+        for name, share in parts.items():
             if progress is not None:
                 progress(len(results) + len(clean), steps, f"{name} without a mutant, on {where}")
             clean.append(run_machine(MACHINES[name], device=where, examples=share, steps=CLEAN_STEPS, derandomize=True))
@@ -186,12 +178,6 @@ def _simulated(mutant: Mutant) -> tuple[str, str, int] | None:
         if result.code is not None and result.first_failure is not None:
             return scheduler, result.code, result.first_failure
     return None
-
-
-def _shares(examples: int, machines: Sequence[str]) -> dict[str, int]:
-    each, more = divmod(examples, max(len(machines), 1))
-    shares = {name: each + (number < more) for number, name in enumerate(machines)}
-    return {name: share for name, share in shares.items() if share}
 
 
 def _remedy(name: str) -> str:
