@@ -1,7 +1,7 @@
 """The base of the machines of the library: comparison with a model, and calls that they must see refused."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, final
 
@@ -19,6 +19,9 @@ from batchstate.testing.machine import current_session
 
 T = TypeVar("T")
 Expected = type[BatchStateError] | Code
+
+STALE = (Code.SLOT_STALE_HANDLE, Code.SLOT_DOUBLE_FREE)
+"""One of these refuses a handle whose owner has left."""
 
 _automatic: ContextVar[bool] = ContextVar("batchstate_automatic", default=False)
 
@@ -96,14 +99,6 @@ class ShownByRepr:
 
 
 @final
-@attrs.define
-class Refusal:
-    """The error that refused a call; None until then."""
-
-    error: BatchStateError | None = None
-
-
-@final
 @attrs.frozen(eq=False)
 class Misuse(ShownByRepr, Generic[T]):
     """One way to misuse a `T`."""
@@ -167,32 +162,31 @@ class Machine(testing.Machine):
         """A device tensor of its own with these values."""
         return self.rt.upload([values]).view(0).clone()
 
-    @contextlib.contextmanager
-    def refused(self, *expected: Expected) -> Iterator[Refusal]:
-        """A window around a call that has to be refused with one of `expected` and to change nothing."""
+    def refused(self, expected: Expected | tuple[Expected, ...], call: Callable[[], object]) -> BatchStateError:
+        """The error of a call that has to be refused, with one of `expected`, and to change nothing."""
+        reasons = expected if isinstance(expected, tuple) else (expected,)
         # On the simulated device time stands still meanwhile: what completes by itself was not changed by the call.
         held = getattr(type(self.rt), "held", None)
         with contextlib.nullcontext() if held is None else held(self.rt):
             before = self.snapshot()
-            refusal = Refusal()
             try:
-                yield refusal
+                call()
             except BatchStateError as error:
-                if not _is_one_of(error, expected):
+                if not _is_one_of(error, reasons):
                     raise
-                refusal.error = error
-                if not error.problem or not error.remedy:
-                    disagree(f"an error without a problem or a remedy: {error!r}")
+                refusal = error
             else:
-                names = ", ".join(one.value if isinstance(one, Code) else one.__name__ for one in expected)
+                names = ", ".join(reason.value if isinstance(reason, Code) else reason.__name__ for reason in reasons)
                 disagree(f"accepted what should be refused with one of {names}")
+            if not refusal.problem or not refusal.remedy:
+                disagree(f"an error without a problem or a remedy: {refusal!r}")
             agree(before, self.snapshot(), "a refused call changed something")
+        return refusal
 
     def refuses(self, misuse: Misuse[T], it: T) -> None:
         """A misuse, where it is one of `it`, is `refused`."""
         if misuse.applies(it):
-            with self.refused(*misuse.expected):
-                misuse.call(it)
+            self.refused(misuse.expected, lambda: misuse.call(it))
 
 
 def _is_one_of(error: BatchStateError, expected: tuple[Expected, ...]) -> bool:

@@ -13,13 +13,7 @@ from hypothesis.stateful import Bundle, initialize, multiple, rule
 from batchstate import Batch, Code, Runtime, SlotPool, StaticBuffers, invariants, levels
 from batchstate._arrays import of_dtype
 from batchstate.columns import MirroredColumn, TensorColumn, device_only, host_list, mirrored, slot_column
-from batchstate.errors import (
-    ArgumentError,
-    ContractError,
-    RowIndexError,
-    ShapeError,
-    ValueOverflowError,
-)
+from batchstate.errors import ArgumentError, ContractError, RowIndexError, ShapeError, ValueOverflowError
 from batchstate.mirror import Contract, MirroredTensor, Pages, Slots, rows_of
 from batchstate.runtime.memory import ALIGNMENT
 from batchstate.tables import TableWrite
@@ -384,8 +378,7 @@ class BatchMachine(Machine):
         slots = [int(row["slots"].device) for row in (*first.rows, *second.rows)]
         if len(set(slots)) < len(slots):
             self.reached("a request in both batches refused")
-            with self.refused(Code.SLOT_SHARED):
-                first.batch.merge(second.batch)
+            self.refused(Code.SLOT_SHARED, lambda: first.batch.merge(second.batch))
             return multiple()
         return self.kept(self.joined(first, second), look=look)
 
@@ -409,8 +402,7 @@ class BatchMachine(Machine):
         ask(padded.check)
         if more:
             for call in (lambda: padded.batch.filter([]), lambda: padded.batch.pad(9), lambda: padded.batch.split([])):
-                with self.refused(ArgumentError):
-                    call()
+                self.refused(ArgumentError, call)
         self.look(padded, side=side)
 
     # Changing values
@@ -424,8 +416,7 @@ class BatchMachine(Machine):
         columns = names[0] if len(names) == 1 else names
         if any(not fits(model.side(name, "host"), each) for name in names if name != "last_token"):
             self.reached("overflow refused")
-            with self.refused(ValueOverflowError):
-                model.batch.advance(columns, n)
+            self.refused(ValueOverflowError, lambda: model.batch.advance(columns, n))
             return multiple()
         if any(not fits(model.side(name, "device"), each) for name in names):
             return multiple()  # the host cannot know that a number which only the device has leaves its dtype
@@ -442,8 +433,7 @@ class BatchMachine(Machine):
         rows = list(_rows(data.draw(keep_lists(len(model)), label="rows")))
         new = numbers(name, len(rows), 100)
         if name in model.bounded:
-            with self.refused(ArgumentError):
-                model.batch.update(name, rows, new)
+            self.refused(ArgumentError, lambda: model.batch.update(name, rows, new))
             return multiple()
         batch = model.batch.update(name, rows, new)
         by_row = dict(zip(rows, new, strict=True))
@@ -509,11 +499,9 @@ class BatchMachine(Machine):
         order = data.draw(st.permutations(range(len(model))), label="order of the results")
         results = model.batch.filter(order)[name].resolve()
         if name not in model.bounded:
-            with self.refused(ContractError):
-                model.batch.tighten(name, results)
+            self.refused(ContractError, lambda: model.batch.tighten(name, results))
             return multiple()
-        with self.refused(ArgumentError):
-            model.batch.tighten(name, results.np)
+        self.refused(ArgumentError, lambda: model.batch.tighten(name, results.np))
         if not self._fits_both(model, name):
             return multiple()
         ahead = model.batch.advance(name, 1)  # a step is launched before the results of the last are there
@@ -585,8 +573,7 @@ class BatchMachine(Machine):
             graph.replay(graph.filled)
         if graph.filled is not model.batch:
             self.reached("a graph of another batch refused")
-            with self.refused(Code.DERIVED_STALE):
-                graph.replay(model.batch)
+            self.refused(Code.DERIVED_STALE, lambda: graph.replay(model.batch))
 
     @rule(
         target=BATCHES,

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import attrs
@@ -511,8 +512,7 @@ class FutureMapMachine(Machine):
             }
             if unread:
                 self.reached("overwriting unread refused")
-                with self.refused(Code.FUTURE_UNREAD_OVERWRITTEN):
-                    self.relay.publish(slots, **published)
+                self.refused(Code.FUTURE_UNREAD_OVERWRITTEN, lambda: self.relay.publish(slots, **published))
                 return
             self.relay.publish(slots, **published)
         self._published(requests, values, stream, from_host=from_host)
@@ -547,8 +547,7 @@ class FutureMapMachine(Machine):
         self.reached(
             "read before the publish refused" if code is Code.FUTURE_UNWRITTEN else "read a second time refused"
         )
-        with self.refused(code):
-            read()
+        self.refused(code, read)
         return True
 
     # To the host
@@ -611,8 +610,7 @@ class FutureMapMachine(Machine):
         for request in self.requests:
             if request.slot in slots and request not in asked.requests:
                 self.reached("results of a former owner refused")
-                with self.refused(Code.DERIVED_STALE):
-                    next(iter(results.values())).aligned(request.handle)
+                self.refused(Code.DERIVED_STALE, partial(next(iter(results.values())).aligned, request.handle))
 
     def _with_results(self, asked: Asked) -> list[RelayRequest]:
         return [request for request in self.requests if request in asked.requests]
@@ -729,8 +727,8 @@ class FutureMapMachine(Machine):
         self.reached("bounded lengths set right", plan.bounded and loose)
         if twice:
             self.reached("a plan used twice refused")
-            with self.rt.use(self.streams["forward"]), self.refused(Code.FUTURE_CONSUMED):
-                self._inputs(plan, uploaded, shape)
+            with self.rt.use(self.streams["forward"]):
+                self.refused(Code.FUTURE_CONSUMED, lambda: self._inputs(plan, uploaded, shape))
         return launched
 
     @precondition(lambda self: bool(self.requests))
@@ -764,22 +762,19 @@ class FutureMapMachine(Machine):
         elif change == "other rows":
             later = batch.filter(np.arange(len(requests))[::-1])
             uploaded = later.upload(extras=dict(plan.extras))
+        enter = partial(self.relay.resolve_forward_inputs, plan, uploaded, ids="token", req_to_token=self.table)
         if change in ("truncate", "release"):
             self.reached("a plan of pages that changed refused")
-            with self.refused(Code.DERIVED_STALE):
-                later.upload(writes=[write])
-            with self.refused(Code.DERIVED_STALE):
-                extension.entry()
+            self.refused(Code.DERIVED_STALE, lambda: later.upload(writes=[write]))
+            self.refused(Code.DERIVED_STALE, extension.entry)
         if change in ("truncate", "release") or (change == "other rows" and len(requests) > 1):
             self.reached("a plan of other rows refused", change == "other rows")
-            with self.refused(Code.DERIVED_STALE):
-                later.upload(extras=plan.extras)
-            with self.refused(Code.DERIVED_STALE):
-                self.relay.resolve_forward_inputs(plan, uploaded, ids="token", req_to_token=self.table)
+            self.refused(Code.DERIVED_STALE, lambda: later.upload(extras=plan.extras))
+            self.refused(Code.DERIVED_STALE, enter)
         else:
             self.reached("a plan used late")
             later.upload(writes=[write])
-            self.relay.resolve_forward_inputs(plan, uploaded, ids="token", req_to_token=self.table)
+            enter()
         self.pages.truncate(handles, held, after=self.rt.record())
 
     def _inputs(self, plan: ForwardPlan, uploaded: Extras, shape: Shape) -> ForwardInputs:
@@ -918,8 +913,7 @@ class FutureMapMachine(Machine):
             lambda: self.relay.gather(slots, name),
             lambda: self.relay.prefetch(slots, name),
         ):
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                call()
+            self.refused(Code.SLOT_STALE_HANDLE, call)
 
     @precondition(lambda self: bool(self.requests))
     @rule(misuse=st.sampled_from(RELAY))

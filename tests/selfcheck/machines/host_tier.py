@@ -26,7 +26,7 @@ from batchstate.runtime import Fence, Runtime
 from batchstate.runtime.base import Download
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualStream
-from tests.selfcheck.machine import Machine, Misuse, agree, agree_on, ask, disagree, misuses
+from tests.selfcheck.machine import STALE, Machine, Misuse, agree, agree_on, ask, disagree, misuses
 
 Ints = npt.NDArray[np.int64]
 
@@ -771,8 +771,7 @@ class HostTierMachine(Machine):
         if outgrown or (lengths - confirmed > hot).any():
             problem = "a request beyond its reservation" if outgrown else "too much that is not confirmed"
             self.reached(f"{problem} refused")
-            with self.refused(Code.LENGTH_ORDER):
-                plan_it()
+            self.refused(Code.LENGTH_ORDER, plan_it)
             return False
         held = np.maximum([req.held for req in requests], np.minimum(lengths, hot))
         grown = any(-(-n // size) > -(-req.held // size) for req, n in zip(requests, held.tolist(), strict=True))
@@ -781,8 +780,7 @@ class HostTierMachine(Machine):
             return False
         plan = plans[0]
         for early in (plan_it, lambda: self.tier.abort(slots), lambda: self.pages.release_requests(slots)):
-            with self.refused(ArgumentError):
-                early()
+            self.refused(ArgumentError, early)
         owed = int((before - [req.backed for req in requests]).sum())
         added = [self._new(drafts) for _ in requests]
         for row, request in enumerate(requests):
@@ -809,8 +807,7 @@ class HostTierMachine(Machine):
         agree(hot_from, plan.hot_from.tolist(), "first positions on the device")
         owed = lengths.size * 3 * hot + 6 * hot if padded else owed
         agree((owed, owed), (len(plan.backup_from), len(plan.backup_to)), "tokens to back up")
-        with self.refused(ArgumentError):
-            self.tier.back_up(plan)
+        self.refused(ArgumentError, lambda: self.tier.back_up(plan))
         self.reached("planned by a bound", bounded)
         return True
 
@@ -856,8 +853,7 @@ class HostTierMachine(Machine):
         else:
             self.tier.finish(slots, after=self.last)
         self._left(requests)
-        with self.refused(Code.SLOT_DOUBLE_FREE, Code.SLOT_STALE_HANDLE):
-            self.tier.finish(slots)
+        self.refused(STALE, lambda: self.tier.finish(slots))
 
     @_INSIDE
     @rule(data=st.data(), ended=st.booleans())
@@ -954,12 +950,10 @@ class HostTierMachine(Machine):
             lambda: tier.host_locations(slot, 1),
             lambda: tier.abort(slot),
         ):
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                call()
+            self.refused(Code.SLOT_STALE_HANDLE, call)
         ranges = late.ranges
         if ranges is not None:
-            with self.refused(Code.SLOT_STALE_HANDLE, Code.SLOT_DOUBLE_FREE):
-                self.host.free(ranges)
+            self.refused(STALE, lambda: self.host.free(ranges))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), misuse=st.sampled_from(MISUSES))

@@ -257,11 +257,9 @@ class MirroredTensorMachine(Machine):
         """Values of two units, dtypes or shapes are refused."""
         left, other = first.value, second.value
         if left.unit != other.unit:
-            with self.refused(Code.UNIT_MISMATCH):
-                left.merge(other)
+            self.refused(Code.UNIT_MISMATCH, lambda: left.merge(other))
         elif left.dtype != other.dtype or left.shape[1:] != other.shape[1:]:
-            with self.refused(DtypeError, ShapeError):
-                left.merge(other)
+            self.refused((DtypeError, ShapeError), lambda: left.merge(other))
 
     def _count_merge(self, contract: Contract, other: Contract) -> None:
         both = {contract, other}
@@ -352,26 +350,26 @@ class MirroredTensorMachine(Machine):
         amount = data.draw(st.one_of(near, near, near, amounts(len(model), _FAR, _FAR)), label="amount")
         kind = model.device.dtype.kind
         if kind in "bf" or model.value.unit is not None:
-            with self.refused(DtypeError):
-                _ = model.value + amount
+            self.refused(DtypeError, lambda: model.value + amount)
             return multiple()
+
+        def added() -> MirroredTensor:
+            return model.value - amount if minus else model.value + amount
+
         sign = -1 if minus else 1
         bounds = model.host if model.value.contract is Contract.UPPER_BOUND else None
         down = min(0, int(np.min(sign * np.asarray(amount)))) if bounds is not None and bounds.size else 0
         floor = np.iinfo(model.device.dtype).min // 2
         if down and bounds is not None and (kind == "u" or int(bounds.min()) + down < floor):
-            with self.refused(ContractError):  # the device side may be smaller than what is taken off
-                _ = model.value - amount if minus else model.value + amount
+            self.refused(ContractError, added)  # the device side may be smaller than what is taken off
             return multiple()
         if model.host is not None and not fits(model.host, sign * np.asarray(amount)):
             self.reached("overflow refused")
-            with self.refused(ValueOverflowError):
-                _ = model.value - amount if minus else model.value + amount
+            self.refused(ValueOverflowError, added)
             return multiple()
         if not fits(model.device, sign * np.asarray(amount)):
             return multiple()  # the host cannot know that a number which only the device has leaves its dtype
-        value = model.value - amount if minus else model.value + amount
-        return self.derived(model, model.moved(value, lambda array: plus(array, sign * np.asarray(amount))))
+        return self.derived(model, model.moved(added(), lambda array: plus(array, sign * np.asarray(amount))))
 
     # Contracts
 
@@ -380,8 +378,7 @@ class MirroredTensorMachine(Machine):
         bound_of_indices = contract is Contract.UPPER_BOUND and model.value.unit is not None
         weaker = weaker_contract(contract, model.value.contract) is contract and contract is not Contract.HOST_ONLY
         if bound_of_indices or not weaker:
-            with self.refused(ContractError):
-                model.value.weaken(contract)
+            self.refused(ContractError, lambda: model.value.weaken(contract))
             return multiple()
         value = model.value.weaken(contract)
         host = None if contract is Contract.DEVICE_ONLY else model.host

@@ -14,7 +14,7 @@ from batchstate.kv.pages import Extension, PagePool
 from batchstate.mirror import Handles, Locations, Slots
 from batchstate.testing.fences import ManualFence
 from tests import refusals
-from tests.selfcheck.machine import agree, agree_on
+from tests.selfcheck.machine import STALE, agree, agree_on
 from tests.selfcheck.machines.pools import HAS_REQUESTS, KVOwner, PagesMachine, TableModel
 
 T = TypeVar("T")
@@ -85,8 +85,7 @@ class PagePoolMachine(PagesMachine):
         if not self.steps.depth:
             agree(0, stats.pending, "pages pending when no step is in flight")
         if stats.live:
-            with self.refused(Code.SLOT_CONSERVATION):
-                self.pages.expect_idle()
+            self.refused(Code.SLOT_CONSERVATION, self.pages.expect_idle)
         self.reached("a page held by three", any(n > 2 for n in self.held_pages().values()))
 
     def handles(self, slots: list[int]) -> Slots:
@@ -215,8 +214,7 @@ class PagePoolMachine(PagesMachine):
         good = all(page in held and self.generations[page] == generation for page, generation in ours)
         if not good:
             self.reached("handles of pages that were given back refused")
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                model.table.clear(handles)
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.clear(handles))
         if good and writes:
             self.stamp += 1
             values = self.stamp * 100 + np.arange(len(handles))
@@ -248,12 +246,10 @@ class PagePoolMachine(PagesMachine):
         before = [self.pages_of(self.requests[slot]) for slot in slots]
         if any(length > self.most for length in lengths):
             self.reached("a request too long refused")
-            with self.refused(Code.LENGTH_ORDER):
-                call()
+            self.refused(Code.LENGTH_ORDER, call)
             return None
         if writes and not self._writable(slots, lengths):
-            with self.refused(Code.PAGE_OWNER):
-                call()
+            self.refused(Code.PAGE_OWNER, call)
             return None
         result = self._tried(call)
         if result is not None:
@@ -308,8 +304,7 @@ class PagePoolMachine(PagesMachine):
         handle = holder.owner
         fits = len(holder.tokens) <= length <= min(self.most, self.rooms[slot] * self.pages.page_size)
         if not fits or not self._writable([slot], [length]):
-            with self.refused(Code.LENGTH_ORDER if not fits else Code.PAGE_OWNER):
-                self.pages.commit(handle, length)
+            self.refused(Code.LENGTH_ORDER if not fits else Code.PAGE_OWNER, lambda: self.pages.commit(handle, length))
             return
         self.reached("allocated first and committed later", length > len(holder.tokens))
         self.pages.commit(handle, length)
@@ -321,10 +316,9 @@ class PagePoolMachine(PagesMachine):
     def truncate(self, data: st.DataObject, back: int) -> None:
         slots, fence = self.some(data), self.fence(data)
         self.settle()
-        lengths = self._lengths(slots, -back)
+        handles, lengths = self.handles(slots), self._lengths(slots, -back)
         if any(length < self.requests[slot].first for slot, length in zip(slots, lengths, strict=True)):
-            with self.refused(Code.LENGTH_ORDER):
-                self.pages.truncate(self.handles(slots), np.array(lengths, dtype=np.int64), after=fence)
+            self.refused(Code.LENGTH_ORDER, lambda: self.pages.truncate(handles, np.array(lengths), after=fence))
             return
         self._cut(slots, lengths, fence)
 
@@ -374,12 +368,9 @@ class PagePoolMachine(PagesMachine):
         self._forward([slot])
         if holder.first:
             self.reached("truncated into what was given back refused")
-            with self.refused(Code.LENGTH_ORDER):
-                self.pages.truncate(holder.owner, holder.first - 1)
-            with self.refused(Code.PAGE_RELEASED):
-                self.pages.hold(holder.owner, size)
-            with self.refused(Code.PAGE_RELEASED):
-                self.pages.locations(holder.owner, holder.first - 1, total)
+            self.refused(Code.LENGTH_ORDER, lambda: self.pages.truncate(holder.owner, holder.first - 1))
+            self.refused(Code.PAGE_RELEASED, lambda: self.pages.hold(holder.owner, size))
+            self.refused(Code.PAGE_RELEASED, lambda: self.pages.locations(holder.owner, holder.first - 1, total))
             agree(
                 total - holder.first,
                 len(self.pages.locations(holder.owner, holder.first, total)),
@@ -406,10 +397,9 @@ class PagePoolMachine(PagesMachine):
         self.full_to_swa.entry(here, None, places).launch()
         states = self.swa.pages_of(handle)
         self.swa_to_state.write(states, None, states.np + 100)
-        with self.refused(ArgumentError):
-            self.full_to_swa.entry(here, None, here)
-        with self.refused(Code.SLOT_OUT_OF_RANGE):
-            self.full_to_swa.entry(here, None, np.full(length, self.swa.location_capacity))
+        self.refused(ArgumentError, lambda: self.full_to_swa.entry(here, None, here))
+        beyond = np.full(length, self.swa.location_capacity)
+        self.refused(Code.SLOT_OUT_OF_RANGE, lambda: self.full_to_swa.entry(here, None, beyond))
         self._check_chain(slot, 0)
         first = max(0, length - window)
         self.swa.truncate(handle, first=first)
@@ -483,14 +473,12 @@ class PagePoolMachine(PagesMachine):
             return 0
         if tokens and source.first:
             self.reached("a prefix that was given back refused")
-            with self.refused(Code.PAGE_RELEASED):
-                self.pages.share(source.owner, self.handles(slots), tokens)
+            self.refused(Code.PAGE_RELEASED, lambda: self.pages.share(source.owner, self.handles(slots), tokens))
             tokens = 0
         if tokens > source.written:
             if levels.cheap:
                 self.reached("shared before it is written refused")
-                with self.refused(Code.PAGE_UNWRITTEN):
-                    self.pages.share(source.owner, self.handles(slots), tokens)
+                self.refused(Code.PAGE_UNWRITTEN, lambda: self.pages.share(source.owner, self.handles(slots), tokens))
             tokens = source.written // size * size
         extension = self.pages.share(source.owner, self.handles(slots), tokens)
         for slot in slots:
@@ -512,13 +500,11 @@ class PagePoolMachine(PagesMachine):
         self.extend_to([slot], [min(max(size, len(holder.tokens)) + more, self.most)])
         held = len(holder.tokens) // size * size
         if held and holder.first:
-            with self.refused(Code.PAGE_RELEASED):
-                self.pages.hold(holder.owner, held)
+            self.refused(Code.PAGE_RELEASED, lambda: self.pages.hold(holder.owner, held))
             return
         if held > holder.written:
             if levels.cheap:
-                with self.refused(Code.PAGE_UNWRITTEN):
-                    self.pages.hold(holder.owner, held)
+                self.refused(Code.PAGE_UNWRITTEN, lambda: self.pages.hold(holder.owner, held))
             self._forward([slot])
         self.leases.append(KVOwner(self.pages.hold(holder.owner, held), holder.tokens[:held], 0, held, holder.side))
         if then == "leave":
@@ -540,16 +526,14 @@ class PagePoolMachine(PagesMachine):
         slots = self.some(data)
         self._finish(slots, self.fence(data))
         if late:
-            with self.refused(Code.SLOT_DOUBLE_FREE, Code.SLOT_STALE_HANDLE):
-                self.pages.release_requests(self.gone[-1])
+            self.refused(STALE, lambda: self.pages.release_requests(self.gone[-1]))
 
     def _finish(self, slots: list[int], fence: ManualFence | None) -> None:
         self.settle()
         ones, handles = [self.requests[slot] for slot in slots], self.handles(slots)
         owned = any(self.pages_of(holder) for holder in ones)
         if owned:
-            with self.refused(Code.SLOT_CONSERVATION):
-                self.slots.free(handles, after=fence)
+            self.refused(Code.SLOT_CONSERVATION, lambda: self.slots.free(handles, after=fence))
         with self.giving_back(ones, fence):
             self.pages.release_requests(handles, after=fence)
             self._left(slots)
@@ -568,16 +552,14 @@ class PagePoolMachine(PagesMachine):
             self._finish([next(iter(self.requests))], self.steps.record())
         if self.slots.stats.pending or self.pages.stats.pending:
             self.reached("clearing behind a step in flight refused")
-            with self.refused(Code.SLOT_IN_FLIGHT):
-                self.slots.clear()
+            self.refused(Code.SLOT_IN_FLIGHT, self.slots.clear)
         self.steps.complete(self.steps.depth)
         self.slots.clear()
         self.cleared = True
         self.reached("cleared with a lease and a request", bool(self.leases and self.requests))
         self._left(list(self.requests))
         while self.leases:
-            with self.refused(Code.SLOT_DOUBLE_FREE):
-                self.leases.pop().owner.release()
+            self.refused(Code.SLOT_DOUBLE_FREE, lambda: self.leases.pop().owner.release())
         slots = self.take(2)
         self.extend_to(slots, [self.pages.page_size] * 2)
         pages = [self.pages_of(self.requests[slot]) for slot in slots]
@@ -647,5 +629,4 @@ class PagePoolMachine(PagesMachine):
         """Handles of requests that left are refused everywhere."""
         pages, late = self.pages, self.gone[-min(back, len(self.gone))]
         for call in (lambda: pages.extend(late, 1), lambda: pages.release(late), lambda: pages.committed(late)):
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                call()
+            self.refused(Code.SLOT_STALE_HANDLE, call)

@@ -20,14 +20,13 @@ from batchstate.runtime import numpy_dtype
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from tests import refusals
-from tests.selfcheck.machine import Machine, Misuse, agree, agree_on, disagree, misuses
+from tests.selfcheck.machine import STALE, Machine, Misuse, agree, agree_on, disagree, misuses
 from tests.selfcheck.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
 
 Ints = npt.NDArray[np.int64]
 
 HAS_REQUESTS = precondition(lambda self: bool(self.requests))
 
-_STALE = (Code.SLOT_STALE_HANDLE, Code.SLOT_DOUBLE_FREE)
 _WIDTH = 3
 
 
@@ -76,12 +75,10 @@ class PoolMachine(Machine):
         """A forward reads rows that their owners have written; others are refused, whatever they hold."""
         padded = handles.pad(len(handles) + padding)
         if not good:
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                model.table.device_for(padded)
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.device_for(padded))
         elif not model.readable(handles):
             self.reached("a row of the last owner refused", bool(model.rows[handles.np].any()))
-            with self.refused(Code.ROW_UNWRITTEN):
-                model.table.device_for(padded)
+            self.refused(Code.ROW_UNWRITTEN, lambda: model.table.device_for(padded))
         else:
             self.reached("rows read", len(handles) > 0)
             values = self.rt.inspect(model.table.device_for(padded).index_select(0, padded.device))
@@ -216,8 +213,7 @@ class PagesMachine(PoolMachine):
         with self.giving_back([holder], fence):
             self.leases.remove(holder)
             holder.owner.release(after=fence)
-        with self.refused(Code.SLOT_DOUBLE_FREE):
-            holder.owner.release()
+        self.refused(Code.SLOT_DOUBLE_FREE, holder.owner.release)
 
     def settle(self) -> None:
         """Orders both streams, as fences of forwards do for pages that are given back."""
@@ -288,8 +284,7 @@ class SlotMachine(PoolMachine):
         every = np.arange(self.pool.capacity)
         agree([slot in self.model.live for slot in every], self.pool.is_live(every).tolist(), "is_live")
         if self.model.live:
-            with self.refused(Code.SLOT_CONSERVATION):
-                self.pool.expect_idle()
+            self.refused(Code.SLOT_CONSERVATION, self.pool.expect_idle)
         else:
             self.pool.expect_idle()
 
@@ -315,6 +310,9 @@ class SlotMachine(PoolMachine):
         return self._take(n, reserved)
 
     def _take(self, n: int, reserved: bool = False, **options: bool) -> Slots:
+        def take() -> Slots:
+            return self.pool.take(n, reserved=reserved, **options, **self.asking(n))
+
         for part in self.parts:
             model, wanted, by_reserve = part.model, self.needs(part, n), reserved and part.model is self.model
             if not model.takes(wanted, reserved=by_reserve):
@@ -322,13 +320,12 @@ class SlotMachine(PoolMachine):
                 self.reached("exhausted while pending would suffice" if helps else "exhausted for good")
                 if model is not self.model:
                     self.reached("states exhausted while slots are free")
-                with self.refused(PoolExhaustedError) as refusal:
-                    self.pool.take(n, reserved=reserved, **options, **self.asking(n))
-                if isinstance(refusal.error, PoolExhaustedError):
-                    model.check_refusal(refusal.error, wanted, reserved=by_reserve)
+                refusal = self.refused(PoolExhaustedError, take)
+                if isinstance(refusal, PoolExhaustedError):
+                    model.check_refusal(refusal, wanted, reserved=by_reserve)
                 n = 0
         pending = bool(self.model.pending)
-        slots = self.pool.take(n, reserved=reserved, **options, **self.asking(n))
+        slots = take()
         numbers = slots.np.tolist()
         self.taken(slots)
         for part in self.parts:
@@ -368,10 +365,8 @@ class SlotMachine(PoolMachine):
         if not self.good(slots):
             dead = not {*numbers} <= self.model.live
             self.reached("double free refused" if dead else "handle of a slot used again refused")
-            with self.refused(*_STALE):
-                self.pool.free(slots, after=fence)
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                self.pool.check_handles(slots, "check")
+            self.refused(STALE, lambda: self.pool.free(slots, after=fence))
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: self.pool.check_handles(slots, "check"))
             return
         owned = [part.of(slots.np) for part in self.parts]
         self.pool.free(slots, after=fence)
@@ -414,8 +409,7 @@ class SlotMachine(PoolMachine):
         self._free(self.live(behind), self.steps.record())
         if any(part.model.pending for part in self.parts):
             self.reached("clearing behind a step in flight refused")
-            with self.refused(Code.SLOT_IN_FLIGHT):
-                self.pool.clear()
+            self.refused(Code.SLOT_IN_FLIGHT, self.pool.clear)
         self.steps.complete(self.steps.depth)
         for part in self.parts:
             part.model.reap()
@@ -435,12 +429,9 @@ class SlotMachine(PoolMachine):
     def misuse_handles(self, slots: Slots) -> None:
         """Twice in one call, with padding, of another pool: refused, and not even one slot is freed."""
         if len(slots):
-            with self.refused(*_STALE):
-                self.pool.free(slots.take([0, 0]))
-        with self.refused(Code.SLOT_ZERO_ALLOCATED, *_STALE):
-            self.pool.free(slots.pad(len(slots) + 1))
-        with self.refused(ArgumentError):
-            self.pool.free(self.foreign)
+            self.refused(STALE, lambda: self.pool.free(slots.take([0, 0])))
+        self.refused((Code.SLOT_ZERO_ALLOCATED, *STALE), lambda: self.pool.free(slots.pad(len(slots) + 1)))
+        self.refused(ArgumentError, lambda: self.pool.free(self.foreign))
 
 
 class Rows(Batch):
@@ -520,16 +511,13 @@ class SlotPoolMachine(SlotMachine):
         size = (n, _WIDTH) if whole else (n,)
         new = np.arange(1, int(np.prod(size)) + 1, dtype=np.int32).reshape(size)
         if n:
-            with self.refused(RowIndexError, Code.SLOT_STALE_HANDLE):
-                model.table.write(slots, np.full(n, _WIDTH), np.zeros(n, np.int32))
-        with self.refused(ArgumentError):
-            model.table.write(self.foreign, [0], [1])
-        with self.refused(ArgumentError):
-            model.table.clear(self.foreign)
+            beyond, zeros = np.full(n, _WIDTH), np.zeros(n, np.int32)
+            self.refused((RowIndexError, Code.SLOT_STALE_HANDLE), lambda: model.table.write(slots, beyond, zeros))
+        self.refused(ArgumentError, lambda: model.table.write(self.foreign, [0], [1]))
+        self.refused(ArgumentError, lambda: model.table.clear(self.foreign))
         if not self.good(slots):
             self.reached("write through a stale handle refused")
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                model.table.write(slots, places, new)
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.write(slots, places, new))
         elif whole and data.draw(st.booleans(), label="later"):
             self.entries.append((model, slots, model.table.entry(slots, None, new)))
         else:
@@ -564,8 +552,7 @@ class SlotPoolMachine(SlotMachine):
             return
         if not model.readable(slots):
             self.reached("a row of the last owner refused", bool(model.rows[slots.np].any()))
-            with self.refused(Code.ROW_UNWRITTEN):
-                model.table.gather(slots)
+            self.refused(Code.ROW_UNWRITTEN, lambda: model.table.gather(slots))
             model.table.write(slots, None, model.rows[slots.np] + 1)
             model.write(slots, None, model.rows[slots.np] + 1)
         padded = slots.pad(len(slots) + 1)
@@ -578,12 +565,10 @@ class SlotPoolMachine(SlotMachine):
 
     def _use_gathered(self, gathered: Gathered) -> None:
         if not self.good(gathered.slots):
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                _ = gathered.rows.device
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: gathered.rows.device)
         elif gathered.rewritten():
             self.reached("gathered rows that were rewritten refused")
-            with self.refused(Code.DERIVED_STALE):
-                _ = gathered.rows.device
+            self.refused(Code.DERIVED_STALE, lambda: gathered.rows.device)
         else:
             self.reached("gathered rows used late")
             agree_on(gathered.values, self.rt.inspect(gathered.rows.device), "gathered rows")
@@ -595,8 +580,7 @@ class SlotPoolMachine(SlotMachine):
         batch = Rows.build(self.rt, slots=slots)
         if not self.good(slots):
             self.reached("a batch of a request that left refused")
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                batch.upload()
+            self.refused(Code.SLOT_STALE_HANDLE, batch.upload)
             return
         due = [entry for entry in self.entries if self.good(entry[1])]
         self.entries.clear()

@@ -153,8 +153,7 @@ class PrefixCacheMachine(PagesMachine):
         self.requests[int(handle.np[0])] = holder
         if not fit.fits:
             self.reached("too few pages with all evicted")
-            with self.refused(PoolExhaustedError):
-                self.pages.extend(handle, len(prompt))
+            self.refused(PoolExhaustedError, lambda: self.pages.extend(handle, len(prompt)))
             self._leave(holder, None)
             return
         self._grow(holder, prompt[lease.tokens :], fit.evicted)
@@ -176,11 +175,9 @@ class PrefixCacheMachine(PagesMachine):
         fit = self.cache.fit(-(-(len(holder.tokens) + len(tokens)) // size) - len(self.pages_of(holder)))
         if partial and (held[partial] > 1 or partial in self.keys.values()):
             self.reached("a write into a cached page refused", partial in self.keys.values())
-            with self.refused(Code.PAGE_OWNER):
-                self.pages.extend(holder.owner, len(holder.tokens) + len(tokens))
+            self.refused(Code.PAGE_OWNER, lambda: self.pages.extend(holder.owner, len(holder.tokens) + len(tokens)))
         elif not fit.fits:
-            with self.refused(PoolExhaustedError):
-                self.pages.extend(holder.owner, len(holder.tokens) + len(tokens))
+            self.refused(PoolExhaustedError, lambda: self.pages.extend(holder.owner, len(holder.tokens) + len(tokens)))
         else:
             self._grow(holder, tokens, fit.evicted)
             if forward:
@@ -260,8 +257,7 @@ class PrefixCacheMachine(PagesMachine):
         if len(keys) * self.pages.page_size > holder.written:
             if levels.cheap:
                 self.reached("cached before it is written refused")
-                with self.refused(Code.PAGE_UNWRITTEN):
-                    self.cache.insert(holder.owner, keys)
+                self.refused(Code.PAGE_UNWRITTEN, lambda: self.cache.insert(holder.owner, keys))
             keys = self._keys(holder.tokens[: holder.written])
         self._insert(holder, keys)
 
@@ -324,8 +320,7 @@ class PrefixCacheMachine(PagesMachine):
             KVOwner(parts[0], holder.tokens[:cut], holder.first, cut, text=holder.text),
             KVOwner(parts[1], holder.tokens, cut, holder.written, text=holder.text),
         ]
-        with self.refused(Code.SLOT_DOUBLE_FREE):
-            holder.owner.release()
+        self.refused(Code.SLOT_DOUBLE_FREE, holder.owner.release)
         if begin and self.requests and not self.slots.stats.free:
             self._leave(next(iter(self.requests.values())), None)
         if begin and not holder.first and self.slots.stats.free and holder.tokens:

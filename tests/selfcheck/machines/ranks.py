@@ -1,6 +1,7 @@
 """Ranks of one decode group: the same calls on each, fences that complete at different times, and the same answers."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, final
 
 import attrs
@@ -191,12 +192,9 @@ class RanksMachine(Machine):
         before = rank.group.open
         other = [report[0] + 1, *report[1:]]
         for wrong in ([], [other], [[*report, 10**9]]):
-            with self.refused(ArgumentError):
-                rank.group.agree(wrong)
-        with self.refused(Code.RANKS_DIFFER):
-            rank.group.agree([report, other])
-        with self.refused(ArgumentError):
-            rank.runtime.join_group()
+            self.refused(ArgumentError, partial(rank.group.agree, wrong))
+        self.refused(Code.RANKS_DIFFER, lambda: rank.group.agree([report, other]))
+        self.refused(ArgumentError, rank.runtime.join_group)
         agree(before, rank.group.open, "open fences after refused exchanges")
 
     @rule()

@@ -142,11 +142,10 @@ class StepMachine(Machine):
         leaving, before = self.batch.filter(~keep), self.batch
         self.pages.release_requests(leaving.slots, after=after)
         if len(leaving) and keep.any() and self._ready(before):
-            with self.refused(Code.SLOT_STALE_HANDLE) as refusal:
-                self.planner.plan(before)
-            self.reached("a stale batch refused", refusal.error is not None)
-            with self.refused(Code.SLOT_STALE_HANDLE):
-                self.planner.plan(before, keep=~keep, after=after)  # only those that left stay
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: self.planner.plan(before))
+            self.reached("a stale batch refused")
+            # as if only those stayed that have left
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: self.planner.plan(before, keep=~keep, after=after))
         self.batch = self.batch.filter(keep)
 
     @precondition(lambda self: not self.in_flight)
@@ -309,9 +308,9 @@ class StepMachine(Machine):
         except PoolExhaustedError:
             return
         self.pages.truncate(self.batch.slots, committed)
-        with self.rt.use(self.side), self.refused(Code.DERIVED_STALE) as refusal:
-            step.inputs()
-        self.reached("a stale step refused", refusal.error is not None)
+        with self.rt.use(self.side):
+            self.refused(Code.DERIVED_STALE, step.inputs)
+        self.reached("a stale step refused")
         self.rt.record().wait()  # no forward comes behind its copy
 
     @precondition(lambda self: levels.full and self._ready(self.batch) and self._fits())

@@ -564,8 +564,7 @@ class TransfersMachine(Machine):
     @rule()
     def earlier_introduction(self) -> None:
         """An introduction that was under way since before its writer ended arrives, and is refused."""
-        with self.refused(HandshakeError):
-            self.receiver.accept(self.dice.choice(self.earlier))
+        self.refused(HandshakeError, lambda: self.receiver.accept(self.dice.choice(self.earlier)))
         self.reached("an introduction of an earlier instance refused")
 
     @precondition(lambda self: len(self.told) > 2)
