@@ -29,7 +29,7 @@ from batchstate.watch import Watched
 from tests.selfcheck.__main__ import main
 from tests.selfcheck.machine import run_machine
 from tests.selfcheck.machines import MACHINES
-from tests.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, registry, run, run_mutant
+from tests.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, diffs, run, run_mutant
 
 ASKED = (
     *((owner, "verify") for owner in (SlotPool, HybridSlotPool, PagePool, HostKVPool, HiSparse)),
@@ -215,7 +215,7 @@ def test_name_is_taken_once() -> None:
     """Two mutants of one name are refused where the second is declared."""
     with pytest.raises(DeclarationError, match="two mutants are named 'filter_forgets_device'"):
 
-        @registry.mutant(Code.MIRROR_EQUAL, machine="mirrored_tensor", origin="none #1", group="drift")
+        @diffs.mutant("MIRROR_EQUAL | mirrored_tensor | none #1", "drift")
         def filter_forgets_device(patch: Any) -> None:
             """Nothing."""
 

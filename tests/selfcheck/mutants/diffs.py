@@ -28,7 +28,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from types import CodeType, FunctionType
 from typing import Any, final
@@ -37,7 +37,7 @@ import attrs
 
 from batchstate import Code, Level
 from batchstate.errors import DeclarationError
-from tests.selfcheck.mutants.registry import GROUPS, Mutant, Patch, register
+from tests.selfcheck.mutants.registry import GROUPS, Mutant, Patch, Switch, register
 
 _HEAD = re.compile(
     r"\[(?P<name>\w+)\] (?P<codes>[A-Z_ ]+?) \| (?P<machine>\w+) \| (?P<origin>[^|]+?)(?: \| (?P<more>.+))?"
@@ -163,28 +163,34 @@ def read(family: str) -> None:
 
 
 def _register(lines: list[str], group: str, file: str) -> None:
-    head = _HEAD.fullmatch(lines[0])
-    if head is None or len(lines) < 4:
+    if len(lines) < 4:
         raise _refused(f"{file}: malformed: {lines[0]!r}", lines[0])
+    unseen = lines.pop(2).removeprefix("? ") if lines[2].startswith("? ") else None
+    switch = Diff(tuple(_changes(lines[2:], file)))
+    register_headed(lines[0], file, switch, mechanism=lines[1], group=group, unseen=unseen)
+
+
+def register_headed(line: str, file: str, switch: Switch, **fields: Any) -> Mutant:
+    """Registers a mutant whose paragraph begins with this line."""
+    head = _HEAD.fullmatch(line)
+    if head is None:
+        raise _refused(f"{file}: malformed: {line!r}", line)
     more: dict[str, Any] = dict(part.split("=", 1) for part in (head["more"] or "").split())
     if not more.keys() <= {"level", "only_on", "tool", "seeded"}:
         raise _refused(f"{file}: {head['name']} has {sorted(more)}", sorted(more))
-    if "level" in more:
-        more["level"] = Level(more["level"])
-    if lines[2].startswith("? "):
-        more["unseen"] = lines.pop(2).removeprefix("? ")
-    register(
-        Mutant(
-            name=head["name"],
-            origin=head["origin"],
-            mechanism=lines[1],
-            killed_by=tuple(Code(code) for code in head["codes"].split()),
-            machine=head["machine"],
-            group=group,
-            switch=Diff(tuple(_changes(lines[2:], file))),
-            **more,
-        )
-    )
+    codes, level = tuple(Code(code) for code in head["codes"].split()), Level(more.pop("level", Level.FULL))
+    named = {name: head[name] for name in ("name", "origin", "machine")}
+    return register(Mutant(killed_by=codes, level=level, switch=switch, **named, **more, **fields))
+
+
+def mutant(head: str, group: str) -> Callable[[Switch], Mutant]:
+    """Registers the function below as a mutant, whose name it has and whose sentence is its docstring."""
+
+    def registered(switch: Switch) -> Mutant:
+        mechanism = " ".join((switch.__doc__ or "").split())
+        return register_headed(f"[{switch.__name__}] {head}", "with_state", switch, mechanism=mechanism, group=group)
+
+    return registered
 
 
 def _changes(lines: list[str], file: str) -> Iterator[Change]:

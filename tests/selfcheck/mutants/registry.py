@@ -91,16 +91,6 @@ GROUPS: dict[str, str] = {}
 """The kinds of bugs: name of the group -> what its mutants have in common."""
 
 
-def mutant(*killed_by: Code, **fields: Any) -> Callable[[Switch], Mutant]:
-    """Registers the function below as a mutant: its name is the mutant's, its docstring the mechanism."""
-
-    def registered(switch: Switch) -> Mutant:
-        mechanism = " ".join((switch.__doc__ or "").split())
-        return register(Mutant(name=switch.__name__, mechanism=mechanism, killed_by=killed_by, switch=switch, **fields))
-
-    return registered
-
-
 def register(mutant: Mutant) -> Mutant:
     """Lists a mutant, whose name no other has."""
     if mutant.name in MUTANTS:

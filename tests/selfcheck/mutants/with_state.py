@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import attrs
 import numpy as np
 
-from batchstate import Code, ForwardInputs, ForwardPlan, FutureMap, HostLocations, Level, Locations
+from batchstate import ForwardInputs, ForwardPlan, FutureMap, HostLocations, Locations
 from batchstate._allocator import Ints
 from batchstate._arrays import Array
 from batchstate._rows import GENERATION_SUFFIX, RowState
@@ -22,8 +22,8 @@ from batchstate.transport.wire import Tag
 from tests.selfcheck.machines import batch as batches
 from tests.selfcheck.machines import mirrored_tensor as values
 from tests.selfcheck.machines import steps
-from tests.selfcheck.mutants.diffs import Change, Diff
-from tests.selfcheck.mutants.registry import Patch, mutant
+from tests.selfcheck.mutants.diffs import Change, Diff, mutant
+from tests.selfcheck.mutants.registry import Patch
 
 
 def _overrules_a_write(machine: str, operation: str, where: str, condition: str) -> None:
@@ -37,8 +37,7 @@ def _overrules_a_write(machine: str, operation: str, where: str, condition: str)
     kind = {"steps": "step"}.get(machine, machine)
     switch.__name__ = f"{name}_of_a_{kind}_overrules_a_write"
     switch.__doc__ = f"A kernel wrote one side of a {kind}, and `{operation}` replaces it by the other without a word."
-    codes = Code.MIRROR_FOREIGN_WRITE, Code.MIRROR_EQUAL, Code.MIRROR_BOUND
-    mutant(*codes, machine=machine, origin="sglang #8056, vllm #50432", group="drift")(switch)
+    mutant(f"MIRROR_FOREIGN_WRITE MIRROR_EQUAL MIRROR_BOUND | {machine} | sglang #8056, vllm #50432", "drift")(switch)
 
 
 for _operation in sorted(dict(batches.OPERATIONS).keys() - {"update_device", "tighten"}):  # these replace nothing there
@@ -49,7 +48,7 @@ for _operation in dict(values.OPERATIONS):
     _overrules_a_write("mirrored_tensor", _operation, "mirror:MirroredTensor.check", "if levels.full")
 
 
-@mutant(Code.MIRROR_EQUAL, machine="batch", origin="sglang #15132, sglang #15227", group="drift")
+@mutant("MIRROR_EQUAL | batch | sglang #15132, sglang #15227", "drift")
 def upload_takes_older_stack(patch: Patch) -> None:
     """The upload of a batch sends the columns of the batch before it, if that had as many rows."""
     before: WeakKeyDictionary[Runtime, Sequence[Array]] = WeakKeyDictionary()
@@ -70,7 +69,7 @@ def upload_takes_older_stack(patch: Patch) -> None:
     original = patch(BatchDevice, "upload", upload)
 
 
-@mutant(Code.SLOT_STALE_HANDLE, machine="engine", origin="sglang #18647, sglang #26941", group="reuse")
+@mutant("SLOT_STALE_HANDLE | engine | sglang #18647, sglang #26941", "reuse")
 def generations_not_filtered(patch: Patch) -> None:
     """`filter` moves the slots and forgets their generations: the rows hold handles of others."""
 
@@ -84,14 +83,7 @@ def generations_not_filtered(patch: Patch) -> None:
     original = patch(RowState, "taken", taken)
 
 
-@mutant(
-    Code.FUTURE_CONSUMED,
-    Code.DERIVED_STALE,
-    machine="future_map",
-    level=Level.CHEAP,
-    origin="sglang #25945",
-    group="relay",
-)
+@mutant("FUTURE_CONSUMED DERIVED_STALE | future_map | sglang #25945 | level=cheap", "relay")
 def prompt_installed_again(patch: Patch) -> None:
     """A snapshot that isolates a step puts back inputs that were used: the prompt before runs a second time."""
     before: WeakKeyDictionary[FutureMap, tuple[ForwardPlan, Extras]] = WeakKeyDictionary()
@@ -111,7 +103,7 @@ def prompt_installed_again(patch: Patch) -> None:
     original = patch(FutureMap, "resolve_forward_inputs", resolve)
 
 
-@mutant(Code.MIRROR_EQUAL, machine="host_tier", origin="sglang #30435, sglang-jax #1504", group="host_tier")
+@mutant("MIRROR_EQUAL | host_tier | sglang #30435, sglang-jax #1504", "host_tier")
 def backup_a_step_late(patch: Patch) -> None:
     """Tokens are copied out a step later than planned, when their rows of the ring may be those of newer ones."""
     planned: WeakKeyDictionary[HiSparse, tuple[Locations, HostLocations]] = WeakKeyDictionary()
@@ -127,9 +119,7 @@ def backup_a_step_late(patch: Patch) -> None:
     original = patch(HiSparse, "back_up", back_up)
 
 
-@mutant(
-    Code.TRANSFER_LATE_WRITE, machine="host_tier", origin="sglang #35360, sglang #38961, vllm #32255", group="host_tier"
-)
+@mutant("TRANSFER_LATE_WRITE | host_tier | sglang #35360, sglang #38961, vllm #32255", "host_tier")
 def freed_by_time_out(patch: Patch) -> None:
     """Host locations in quarantine are freed after a while, whether or not their writer has ended."""
 
@@ -155,13 +145,7 @@ class _Impatient:
         self.fence.wait()
 
 
-@mutant(
-    Code.MIRROR_EQUAL,
-    Code.TRANSFER_LATE_WRITE,
-    machine="transfers",
-    origin="sglang #38961, sglang #27372",
-    group="transfers",
-)
+@mutant("MIRROR_EQUAL TRANSFER_LATE_WRITE | transfers | sglang #38961, sglang #27372", "transfers")
 def tags_name_the_request_alone(patch: Patch) -> None:
     """A late tag of one attempt counts for the next one of the same request, whose memory is another."""
     later: WeakKeyDictionary[Receiver, dict[int, int]] = WeakKeyDictionary()
