@@ -21,6 +21,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.pools import SlotPool
 from batchstate.runtime import CpuRuntime, Runtime, open_runtime
 from tests.doubles import in_a_thread
+from tests.worlds import Pools
 
 
 class Requests(Batch):
@@ -33,20 +34,16 @@ class Requests(Batch):
     who = host_list()
 
 
-class World:
-    """A batch of two requests, a vector, and pools."""
+def built(pools: Pools, **columns: Any) -> Requests:
+    """A batch of two requests, with these columns instead of others."""
+    hidden = torch.zeros(2, device=pools.rt.device)
+    usual = {"slots": pools.slots.take(2), "lens": [1, 2], "most": [3, 4], "hidden": hidden, "who": ["a", "b"]}
+    return Requests.build(pools.rt, **usual | columns)
 
-    def __init__(self, rt: Runtime) -> None:
-        self.rt = rt
-        self.pool = SlotPool(rt, 4)
-        self.slots = self.pool.take(2)
-        self.values = MirroredTensor.from_host(rt, [1, 2, 3])
-        self.batch = self.build()
 
-    def build(self, **columns: Any) -> Requests:
-        hidden = torch.zeros(2, device=self.rt.device)
-        given = {"slots": self.slots, "lens": [1, 2], "most": [3, 4], "hidden": hidden, "who": ["a", "b"]}
-        return Requests.build(self.rt, **given | columns)
+def vector(pools: Pools) -> MirroredTensor:
+    """Three numbers."""
+    return MirroredTensor.from_host(pools.rt, [1, 2, 3])
 
 
 def sparse(rt: Runtime) -> torch.Tensor:
@@ -54,24 +51,24 @@ def sparse(rt: Runtime) -> torch.Tensor:
     return torch.ones(2, device=rt.device).to_sparse()
 
 
-MISUSES: dict[str, tuple[type[BatchStateError], Callable[[World], object]]] = {
-    "a batch padded beyond memory": (ArgumentError, lambda w: w.batch.pad(2**62)),
-    "a batch padded beyond int64": (ArgumentError, lambda w: w.batch.pad(2**100)),
-    "a value padded beyond memory": (ArgumentError, lambda w: w.values.pad(2**62)),
-    "a value padded beyond int64": (ArgumentError, lambda w: w.values.pad(2**100)),
-    "compared with another length": (ShapeError, lambda w: w.values == [1, 2]),
+MISUSES: dict[str, tuple[type[BatchStateError], Callable[[Pools], object]]] = {
+    "a batch padded beyond memory": (ArgumentError, lambda w: built(w).pad(2**62)),
+    "a batch padded beyond int64": (ArgumentError, lambda w: built(w).pad(2**100)),
+    "a value padded beyond memory": (ArgumentError, lambda w: vector(w).pad(2**62)),
+    "a value padded beyond int64": (ArgumentError, lambda w: vector(w).pad(2**100)),
+    "compared with another length": (ShapeError, lambda w: vector(w) == [1, 2]),
     "a sparse device side": (DtypeError, lambda w: MirroredTensor.from_device(w.rt, sparse(w.rt))),
-    "a sparse column": (DtypeError, lambda w: w.build(hidden=sparse(w.rt))),
-    "a table beyond memory": (ArgumentError, lambda w: w.pool.table("t", (2**60,))),
-    "a table beyond int64": (ArgumentError, lambda w: w.pool.table("t", (2**100,))),
-    "a quantised table": (DtypeError, lambda w: w.pool.table("t", (), torch.qint8)),
-    "a column beyond memory": (ArgumentError, lambda w: mirrored(torch.int64, shape=(2**70,))),
-    "a pad of another shape": (ShapeError, lambda w: mirrored(torch.int64, pad=[1])),
-    "a relay beyond memory": (ArgumentError, lambda w: FutureMap(w.pool, {"x": relay_field(torch.int64, (2**58,))})),
-    "a relay beyond int64": (ArgumentError, lambda w: relay_field(torch.int64, (2**70,))),
-    "requests beyond memory": (ArgumentError, lambda w: PagePool(w.rt, w.pool, 4, 1, max_tokens_per_request=2**60)),
-    "endless steps in flight": (ArgumentError, lambda w: open_runtime("cpu", steps_in_flight=2**70)),
-    "no step in flight": (ArgumentError, lambda w: open_runtime("cpu", steps_in_flight=0)),
+    "a sparse column": (DtypeError, lambda w: built(w, hidden=sparse(w.rt))),
+    "a table beyond memory": (ArgumentError, lambda w: w.slots.table("t", (2**60,))),
+    "a table beyond int64": (ArgumentError, lambda w: w.slots.table("t", (2**100,))),
+    "a quantised table": (DtypeError, lambda w: w.slots.table("t", (), torch.qint8)),
+    "a column beyond memory": (ArgumentError, lambda _: mirrored(torch.int64, shape=(2**70,))),
+    "a pad of another shape": (ShapeError, lambda _: mirrored(torch.int64, pad=[1])),
+    "a relay beyond memory": (ArgumentError, lambda w: FutureMap(w.slots, {"x": relay_field(torch.int64, (2**58,))})),
+    "a relay beyond int64": (ArgumentError, lambda _: relay_field(torch.int64, (2**70,))),
+    "requests beyond memory": (ArgumentError, lambda w: PagePool(w.rt, w.slots, 4, 1, max_tokens_per_request=2**60)),
+    "endless steps in flight": (ArgumentError, lambda _: open_runtime("cpu", steps_in_flight=2**70)),
+    "no step in flight": (ArgumentError, lambda _: open_runtime("cpu", steps_in_flight=0)),
 }
 
 
@@ -80,7 +77,7 @@ def test_misuse_is_a_typed_error(rt: Runtime, name: str) -> None:
     """A typed error with the value and a remedy, and not one of numpy's or torch's."""
     expected, call = MISUSES[name]
     with pytest.raises(expected) as caught:
-        call(World(rt))
+        call(Pools.of(rt, 4))
     assert caught.value.problem
     assert caught.value.remedy
 
@@ -139,10 +136,9 @@ def test_a_small_batch_does_not_keep_the_large_one(rt: Runtime) -> None:
 
 def test_a_chain_without_a_read(rt: Runtime) -> None:
     """A batch whose bounds are carried over 2,000 times without a read is gathered once, from where they came."""
-    world = World(rt)
     device = rt.upload([np.array([1, 2])]).view(0).clone()
     most = MirroredTensor.from_pair(rt, [3, 4], device, contract="upper_bound")
-    batch = world.build(most=most)
+    batch = built(Pools.of(rt, 4), most=most)
     for _ in range(2000):
         batch = batch.replace(most=batch["most"]).advance("most")
     before = rt.counters.device_operations
@@ -152,22 +148,22 @@ def test_a_chain_without_a_read(rt: Runtime) -> None:
 
 
 def test_streams_made_anew_in_each_step(rt: Runtime) -> None:
-    """Nothing that is remembered by stream grows with the streams that an engine has ever made."""
-    world = World(rt)
-    relay = FutureMap(world.pool, {"x": relay_field(torch.int64, must_read=False)})
-    table = world.pool.table("t", (1,))
-    table.write(world.slots, None, [[1], [2]])
+    """Notes that are kept by stream do not grow with the streams that an engine has ever made."""
+    pools = Pools.of(rt, 4)
+    relay = FutureMap(pools.slots, {"x": relay_field(torch.int64, must_read=False)})
+    slots, values, table = pools.slots.take(2), vector(pools), pools.slots.table("t", (1,))
+    table.write(slots, None, [[1], [2]])
     for step in range(300):
         with rt.use(rt.stream(f"step {step}")):
             rt.next_step()
-            relay.publish(world.slots, x=[step, step])
-            relay.gather(world.slots, "x")
-            _ = table.device_for(world.slots), world.values.device
+            relay.publish(slots, x=[step, step])
+            relay.gather(slots, "x")
+            _ = table.device_for(slots), values.device
             rt.synchronize()
     assert len(rt._staging._in_flight) < 5
     assert len(relay._synchronised["x"]) <= 64
     assert len(table._fixed._synchronised) <= 64
-    assert len(world.values._device.ready().synchronised) <= 64
+    assert len(values._device.ready().synchronised) <= 64
     assert len(relay._entries.publications) < 64
 
 

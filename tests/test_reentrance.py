@@ -16,17 +16,18 @@ import pytest
 from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError, PoolBrokenError, PoolExhaustedError
 from batchstate.hybrid import HybridSlotPool
-from batchstate.kv.pages import PageLease, PagePool
+from batchstate.kv.pages import PageLease
 from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.mirror import Slots
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime import CpuRuntime, Runtime
 from batchstate.violations import Violation
 from tests.doubles import Gate
+from tests.worlds import Pools
 
 
 class LostError(RuntimeError):
-    """What a fence raises."""
+    """The error of a fence."""
 
 
 @attrs.define(eq=False)
@@ -62,14 +63,14 @@ class Lengths:
 
 
 class World:
-    """One history: what the pool has handed out, and to whom."""
+    """One history: the slots and leases that the pools have handed out."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
         rt = CpuRuntime()
-        self.slots = HybridSlotPool(rt, 5, states=9, states_per_slot=2) if seed % 2 else SlotPool(rt, 5)
-        self.pages = PagePool(rt, self.slots, 9, 2, max_tokens_per_request=8)
-        self.cache = PrefixCache(self.pages) if seed % 3 else None
+        slots = HybridSlotPool(rt, 5, states=9, states_per_slot=2) if seed % 2 else None
+        pools = Pools.of(rt, 5, pages=9, page_size=2, longest=8, slots=slots)
+        self.slots, self.pages, self.cache = pools.slots, pools.pages, PrefixCache(pools.pages) if seed % 3 else None
         self.live: list[Slots] = []
         self.leases: list[PageLease] = []
         self.depth = self.keys = 0
@@ -99,14 +100,14 @@ class World:
         return Lengths(self, number) if self.dice.random() < 0.2 else number
 
     def take(self) -> None:
-        self.given(self.slots.take(self.dice.randrange(1, 3)))
+        self.came(self.slots.take(self.dice.randrange(1, 3)))
 
     def arrive(self) -> None:
-        self.given(self.pages.take_requests([self.dice.randrange(5)]))
+        self.came(self.pages.take_requests([self.dice.randrange(5)]))
 
-    def given(self, slots: Slots) -> None:
+    def came(self, slots: Slots) -> None:
         self.live += [slots.take([row]) for row in range(len(slots))]
-        owned = [int(one.np[0]) for one in self.live]
+        owned = [int(request.np[0]) for request in self.live]
         assert len(set(owned)) == len(owned), f"owned twice: {owned}"
         assert 0 not in owned
 
@@ -121,7 +122,7 @@ class World:
         self.gone(slots)
 
     def gone(self, slots: Slots) -> None:
-        self.live = [one for one in self.live if one is not slots]
+        self.live = [request for request in self.live if request is not slots]
 
     def extend(self) -> None:
         slots, lengths = self.some(), self.lengths()
@@ -167,7 +168,7 @@ class World:
         with levels.checks("full"):
             self.slots.verify()
             self.pages.verify()
-        assert sorted(int(one.np[0]) for one in self.live) == self.slots.live_slots().tolist()
+        assert sorted(int(request.np[0]) for request in self.live) == self.slots.live_slots().tolist()
 
 
 def histories(seeds: range, level: str) -> None:
@@ -202,7 +203,7 @@ def test_a_fence_that_takes(rt: Runtime, level: str, hybrid: bool) -> None:
 
         pool.free(pool.take(1), after=Taking())
         got = [pool.take(1), *inner, pool.take(1)]
-        assert sorted(slot for one in got for slot in one.np.tolist()) == [1, 2, 3, 4]
+        assert sorted(slot for slots in got for slot in slots.np.tolist()) == [1, 2, 3, 4]
 
 
 def test_a_listener_cannot_call_its_pool(rt: Runtime) -> None:
@@ -224,28 +225,25 @@ def test_a_listener_cannot_call_its_pool(rt: Runtime) -> None:
 @pytest.mark.parametrize("call", ["free", "extend", "truncate", "release_requests", "lease"])
 def test_a_fence_that_frees_what_is_being_used(rt: Runtime, call: str) -> None:
     """Fences are queried before handles are checked: what one of them gives away is refused, at `off` too."""
-    slots = SlotPool(rt, 4)
-    pages = PagePool(rt, slots, 8, 2, max_tokens_per_request=8)
-    one, other = slots.take(1), slots.take(1)
-    pages.extend(one, 4)
-    pages.commit(one, 4)
-    lease = pages.hold(one, 4)
+    pools = Pools.of(rt, 4, pages=8, page_size=2, longest=8)
+    slots, pages, request, other = pools.slots, pools.pages, pools.joined([4]), pools.slots.take(1)
+    lease = pages.hold(request, 4)
 
     class Freeing(Gate):
         def query(self) -> bool:
             if not self.done:
                 self.done = True
-                pages.release_requests(one)
+                pages.release_requests(request)
                 lease.release()
             return True
 
     pages.extend(other, 2)
     pages.release(other, after=Freeing())
     calls: dict[str, Callable[[], object]] = {
-        "free": lambda: slots.free(one),
-        "extend": lambda: pages.extend(one, 6),
-        "truncate": lambda: pages.truncate(one, 2),
-        "release_requests": lambda: pages.release_requests(one),
+        "free": lambda: slots.free(request),
+        "extend": lambda: pages.extend(request, 6),
+        "truncate": lambda: pages.truncate(request, 2),
+        "release_requests": lambda: pages.release_requests(request),
         "lease": lease.release,
     }
     with levels.checks("off"), pytest.raises(BatchStateError):
