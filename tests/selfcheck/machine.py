@@ -101,8 +101,6 @@ class ShownByRepr:
 @final
 @attrs.frozen(eq=False)
 class Misuse(ShownByRepr, Generic[T]):
-    """One way to misuse a `T`."""
-
     name: str  # the mistake in a few words
     expected: tuple[Expected, ...]  # one of these refuses it
     call: Callable[[T], object]
@@ -128,11 +126,9 @@ class Machine(testing.Machine):
 
     @property
     def automatic(self) -> bool:
-        """Whether the run is automatic; see `run_machine`."""
         return _automatic.get()
 
     def open(self) -> None:
-        """Opens the runtime and a second stream."""
         super().open()
         self.side = self.rt.stream("side")
 
@@ -149,7 +145,6 @@ class Machine(testing.Machine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        """Runs `check`, but in automatic runs."""
         if not self.automatic:
             self.check()
         self._steps += 1
@@ -162,8 +157,13 @@ class Machine(testing.Machine):
         """A device tensor of its own with these values."""
         return self.rt.upload([values]).view(0).clone()
 
-    def refused(self, expected: Expected | tuple[Expected, ...], call: Callable[[], object]) -> BatchStateError:
-        """The error of a call that has to be refused, with one of `expected`, and to change nothing."""
+    def refused(self, expected: Expected | tuple[Expected, ...], *calls: Callable[[], object]) -> None:
+        """Each call has to be refused, with one of `expected`, and to change nothing."""
+        for call in calls:
+            self.refusal(expected, call)
+
+    def refusal(self, expected: Expected | tuple[Expected, ...], call: Callable[[], object]) -> BatchStateError:
+        """The error of a call that has to be refused."""
         reasons = expected if isinstance(expected, tuple) else (expected,)
         # On the simulated device time stands still meanwhile: what completes by itself was not changed by the call.
         held = getattr(type(self.rt), "held", None)

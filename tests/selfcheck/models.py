@@ -29,7 +29,6 @@ class AllocatorModel:
 
     @property
     def free(self) -> int:
-        """How many have no owner and are not pending."""
         return self.total - len(self.live) - len(self.pending)
 
     @property
@@ -54,7 +53,6 @@ class AllocatorModel:
         return n <= (self.total if reserved else self.size) - held
 
     def check_refusal(self, error: PoolExhaustedError, n: int, *, reserved: bool = False) -> None:
-        """Compares the numbers of an error with those of the model."""
         free = self.free - (0 if reserved else self.free_reserved)
         pending = sum(reserved or index <= self.size for index in self.pending)
         agree((n, free, pending), (error.requested, error.free, error.pending), "requested, free, pending")

@@ -26,8 +26,6 @@ WINDOW = 4  # tokens of a request whose KV the layers with a window keep
 
 
 class EngineBatch(ScheduledBatch):
-    """The running requests."""
-
     num_generated = mirrored(torch.int32)
     temperature = mirrored(torch.float32, pad=1.0)
     bound_lens = mirrored(torch.int64, contract="upper_bound")

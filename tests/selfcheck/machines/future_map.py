@@ -144,8 +144,6 @@ class Asked:
 @final
 @attrs.frozen(eq=False)
 class ForwardPart:
-    """The tokens of one request in a forward."""
-
     request: RelayRequest
     prompt: tuple[int, ...] | None  # ids; None where the relay has them
     query: int  # how many
@@ -155,8 +153,6 @@ class ForwardPart:
 @final
 @attrs.frozen(eq=False)
 class Shape:
-    """The layout of a forward."""
-
     drafts: bool  # decodes have a token and drafts
     bounded: bool  # the host knows only bounds of the lengths of decodes
     lengths: bool  # the field of lengths is named; with bounds it has to be
@@ -765,12 +761,10 @@ class FutureMapMachine(Machine):
         enter = partial(self.relay.resolve_forward_inputs, plan, uploaded, ids="token", req_to_token=self.table)
         if change in ("truncate", "release"):
             self.reached("a plan of pages that changed refused")
-            self.refused(Code.DERIVED_STALE, lambda: later.upload(writes=[write]))
-            self.refused(Code.DERIVED_STALE, extension.entry)
+            self.refused(Code.DERIVED_STALE, lambda: later.upload(writes=[write]), extension.entry)
         if change in ("truncate", "release") or (change == "other rows" and len(requests) > 1):
             self.reached("a plan of other rows refused", change == "other rows")
-            self.refused(Code.DERIVED_STALE, lambda: later.upload(extras=plan.extras))
-            self.refused(Code.DERIVED_STALE, enter)
+            self.refused(Code.DERIVED_STALE, lambda: later.upload(extras=plan.extras), enter)
         else:
             self.reached("a plan used late")
             later.upload(writes=[write])
@@ -907,13 +901,13 @@ class FutureMapMachine(Machine):
         slots = self.gone[at % len(self.gone)].handle
         values = self.on_device(np.zeros(1, np.int64))
         self.reached("handle of a slot used again refused", bool(self.pool.is_live(slots.np).any()))
-        for call in (
+        self.refused(
+            Code.SLOT_STALE_HANDLE,
             lambda: self.relay.publish(slots, **{name: values}),
             lambda: self.relay.publish(slots, **{name: [0]}),
             lambda: self.relay.gather(slots, name),
             lambda: self.relay.prefetch(slots, name),
-        ):
-            self.refused(Code.SLOT_STALE_HANDLE, call)
+        )
 
     @precondition(lambda self: bool(self.requests))
     @rule(misuse=st.sampled_from(RELAY))

@@ -82,8 +82,6 @@ class PrefillWorker:
 @final
 @attrs.define(eq=False, repr=False)
 class TieredRequest:
-    """The model of a request."""
-
     slot: Slots
     content: Ints  # of each position, int64[LAYERS, n, ITEM]
     max_tokens: int = 0  # tokens with host locations; 0 outside of the tier
@@ -779,8 +777,8 @@ class HostTierMachine(Machine):
         if not self._tried(lambda: plans.append(plan_it()), "device pages"):
             return False
         plan = plans[0]
-        for early in (plan_it, lambda: self.tier.abort(slots), lambda: self.pages.release_requests(slots)):
-            self.refused(ArgumentError, early)
+        early = (plan_it, lambda: self.tier.abort(slots), lambda: self.pages.release_requests(slots))
+        self.refused(ArgumentError, *early)
         owed = int((before - [req.backed for req in requests]).sum())
         added = [self._new(drafts) for _ in requests]
         for row, request in enumerate(requests):
@@ -942,15 +940,15 @@ class HostTierMachine(Machine):
         """Handles and ranges of requests that left are refused everywhere."""
         late = self.gone[-min(back, len(self.gone))]
         tier, slot = self.tier, late.slot
-        for call in (
+        self.refused(
+            Code.SLOT_STALE_HANDLE,
             lambda: tier.reserve(slot, 1, 1),
             lambda: tier.admit_direct(slot),
             lambda: tier.map_last_location(slot, late.length + 1),
             lambda: tier.states(slot),
             lambda: tier.host_locations(slot, 1),
             lambda: tier.abort(slot),
-        ):
-            self.refused(Code.SLOT_STALE_HANDLE, call)
+        )
         ranges = late.ranges
         if ranges is not None:
             self.refused(STALE, lambda: self.host.free(ranges))

@@ -56,8 +56,6 @@ class Arrival(Enum):
 
 
 class OverlapBatch(ScheduledBatch):
-    """The running requests."""
-
     num_generated = mirrored(torch.int64)
     temperature = mirrored(torch.float32, pad=1.0)
     odd = mirrored(torch.int64, contract="upper_bound")  # steps with an odd mix, of which the host counts all
@@ -263,8 +261,6 @@ class Streams(NamedTuple):
 @final
 @attrs.frozen(eq=False)
 class Step:
-    """A launched step."""
-
     number: int  # from 1
     requests: Sequence[OverlapRequest]  # those that sampled
     indices: Sequence[int]  # of the token in the answer of each

@@ -628,5 +628,5 @@ class PagePoolMachine(PagesMachine):
     def use_gone(self, back: int) -> None:
         """Handles of requests that left are refused everywhere."""
         pages, late = self.pages, self.gone[-min(back, len(self.gone))]
-        for call in (lambda: pages.extend(late, 1), lambda: pages.release(late), lambda: pages.committed(late)):
-            self.refused(Code.SLOT_STALE_HANDLE, call)
+        calls = (lambda: pages.extend(late, 1), lambda: pages.release(late), lambda: pages.committed(late))
+        self.refused(Code.SLOT_STALE_HANDLE, *calls)

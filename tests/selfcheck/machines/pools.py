@@ -32,8 +32,6 @@ _WIDTH = 3
 
 @attrs.define(eq=False)
 class TableModel:
-    """The rows of a table."""
-
     table: Table
     rows: npt.NDArray[Any] = attrs.field(init=False)
     written: Ints = attrs.field(init=False)  # the generation that each row was written for, int64[capacity]
@@ -320,7 +318,7 @@ class SlotMachine(PoolMachine):
                 self.reached("exhausted while pending would suffice" if helps else "exhausted for good")
                 if model is not self.model:
                     self.reached("states exhausted while slots are free")
-                refusal = self.refused(PoolExhaustedError, take)
+                refusal = self.refusal(PoolExhaustedError, take)
                 if isinstance(refusal, PoolExhaustedError):
                     model.check_refusal(refusal, wanted, reserved=by_reserve)
                 n = 0
@@ -513,8 +511,8 @@ class SlotPoolMachine(SlotMachine):
         if n:
             beyond, zeros = np.full(n, _WIDTH), np.zeros(n, np.int32)
             self.refused((RowIndexError, Code.SLOT_STALE_HANDLE), lambda: model.table.write(slots, beyond, zeros))
-        self.refused(ArgumentError, lambda: model.table.write(self.foreign, [0], [1]))
-        self.refused(ArgumentError, lambda: model.table.clear(self.foreign))
+        foreign = self.foreign
+        self.refused(ArgumentError, lambda: model.table.write(foreign, [0], [1]), lambda: model.table.clear(foreign))
         if not self.good(slots):
             self.reached("write through a stale handle refused")
             self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.write(slots, places, new))

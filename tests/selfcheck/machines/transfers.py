@@ -78,8 +78,6 @@ def rows_of(spans: Iterable[tuple[int, int]], memories: Mapping[str, Bytes]) -> 
 
 @attrs.define(eq=False)
 class Attempt:
-    """One attempt of one request."""
-
     lease: Lease
     kv: dict[str, Bytes]  # that is to arrive, uint8[rows, bytes] for each buffer by its name
     ranges: HostRanges | None  # None where it needs no host locations
@@ -97,8 +95,6 @@ class Attempt:
 
 @attrs.define(eq=False)
 class PrefillInstance:
-    """One instance of a prefill worker."""
-
     name: str
     layouts: Layouts
     engine: InProcessEngine

@@ -65,7 +65,6 @@ class Change:
         return _undecorated(attribute, self.where)
 
     def code(self) -> CodeType:
-        """The compiled function of the mutant."""
         function = self.function()
         where = f"{function.__code__.co_filename}, {self.where.partition(':')[2]}"
         lines, first = inspect.getsourcelines(function)

@@ -37,8 +37,6 @@ Progress = Callable[[int, int, str], None]
 @final
 @attrs.frozen
 class MutantResult:
-    """The outcome of one mutant."""
-
     mutant: Mutant
     by: str | None  # code of the invariant that failed, or name of another error; None when nothing failed
     examples: int  # until then, that one included; all of them for a survivor
