@@ -18,7 +18,7 @@ from batchstate.mirror import Contract, MirroredTensor, Pages, Slots, rows_of
 from batchstate.runtime.memory import ALIGNMENT
 from batchstate.tables import TableWrite
 from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
-from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
+from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, has_rows, write_uncounted
 from tests.selfcheck.strategies import amounts, fits, keep_lists, plus, split_sizes
 
 Array = npt.NDArray[Any]
@@ -167,10 +167,6 @@ def _every_slot(number: int) -> Callable[[Decode], Decode]:
     return lambda it: it.replace(slots=Slots.from_host(it.runtime, [number] * len(it), pool_id=_POOL))
 
 
-def _has_rows(batch: Decode) -> bool:
-    return len(batch) > 0
-
-
 def _has_two(batch: Decode) -> bool:
     return len(batch) > 1
 
@@ -186,9 +182,9 @@ def _pages_for_slots(batch: Decode) -> Decode:
 _POOL = 10**9  # id of the pool that the slots of every batch pretend to come from; no real one has it
 
 MISUSES = misuses(
-    ("a row kept twice", ArgumentError, lambda it: it.filter([0, 0]), _has_rows),
-    ("a merge with itself", Code.SLOT_SHARED, lambda it: it.merge(it), _has_rows),
-    ("advance beyond uint8", ValueOverflowError, lambda it: it.advance("small", 256), _has_rows),
+    ("a row kept twice", ArgumentError, lambda it: it.filter([0, 0]), has_rows),
+    ("a merge with itself", Code.SLOT_SHARED, lambda it: it.merge(it), has_rows),
+    ("advance beyond uint8", ValueOverflowError, lambda it: it.advance("small", 256), has_rows),
     ("update the device alone", ArgumentError, lambda it: it.update("last_token", [], [])),
     ("update beyond the last row", RowIndexError, lambda it: it.update("seq_lens", [len(it)], 1)),
     ("verified rows of an exact column", ContractError, _verified("seq_lens", bound=0)),
@@ -200,8 +196,8 @@ MISUSES = misuses(
     ("replace an exact column to a bound", ContractError, lambda it: it.replace(seq_lens=_bound(it))),
     ("replace slots to pages", Code.UNIT_MISMATCH, _pages_for_slots),
     ("two requests in one slot", Code.SLOT_SHARED, _every_slot(1), _has_two),
-    ("a request in slot 0", Code.SLOT_ZERO_ALLOCATED, _every_slot(0), _has_rows),
-    ("a request in slot -1", Code.SENTINEL_ESCAPED, _every_slot(-1), _has_rows),
+    ("a request in slot 0", Code.SLOT_ZERO_ALLOCATED, _every_slot(0), has_rows),
+    ("a request in slot -1", Code.SENTINEL_ESCAPED, _every_slot(-1), has_rows),
 )
 
 OPERATIONS: Operations = (
@@ -502,7 +498,7 @@ class BatchMachine(Machine):
             self.refused(ContractError, lambda: model.batch.tighten(name, results))
             return multiple()
         self.refused(ArgumentError, lambda: model.batch.tighten(name, results.np))
-        if not self._fits_both(model, name):
+        if not all(fits(model.side(name, side), [1] * len(model)) for side in ("device", "host")):
             return multiple()
         ahead = model.batch.advance(name, 1)  # a step is launched before the results of the last are there
         _ = ahead[name].device
@@ -606,10 +602,6 @@ class BatchMachine(Machine):
         self.reached("merge of exact with bound", first.bounded != second.bounded and bool(len(first) and len(second)))
         merged = first.batch.merge(second.batch)
         return Rows(merged, [*first.rows, *second.rows], first.bounded | second.bounded)
-
-    def _fits_both(self, model: Rows, name: str) -> bool:
-        sides = ("device", "host") if isinstance(COLUMNS[name], MirroredColumn) else ("device",)
-        return all(fits(model.side(name, side), [1] * len(model)) for side in sides)
 
     @rule(
         first=st.integers(0, 9),

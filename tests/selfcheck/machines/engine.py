@@ -224,11 +224,6 @@ class SmallEngine(BatchScheduler[EngineBatch, EngineRequest]):
             request.bound += 1
             request.most += 2
 
-    def resolve_bounds(self) -> None:
-        self.batch = self.batch.replace(bound_lens=self.batch.bound_lens.resolve())
-        for request in self.batch.requests:
-            request.most = request.bound
-
 
 def in_window(extension: Extension) -> npt.NDArray[np.int64]:
     """Where tokens lie in the window's memory, which goes round: int64[t]."""
@@ -411,9 +406,11 @@ class EngineMachine(Machine):
 
     @rule()
     def resolve(self) -> None:
-        before = self.rt.counters.forced_syncs
-        bounded = self.engine.batch.bound_lens.contract is Contract.UPPER_BOUND
-        self.engine.resolve_bounds()
+        before, batch = self.rt.counters.forced_syncs, self.engine.batch
+        bounded = batch.bound_lens.contract is Contract.UPPER_BOUND
+        self.engine.batch = batch.replace(bound_lens=batch.bound_lens.resolve())
+        for request in batch.requests:
+            request.most = request.bound
         agree(int(bounded), self.rt.counters.forced_syncs - before, "forced syncs of resolve")
 
     @rule()

@@ -1,7 +1,7 @@
 """`MirroredTensor` against numpy: every operation, every contract, device sides made and not made."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from operator import itemgetter
 from typing import Any
 
@@ -50,7 +50,8 @@ VALUES = Bundle("values")
 _FEW_DTYPES = st.one_of(st.just(torch.int64), dtypes())
 
 
-def _has_rows(value: MirroredTensor) -> bool:
+def has_rows(value: Sized) -> bool:
+    """Whether a value or a batch has any."""
     return len(value) > 0
 
 
@@ -61,7 +62,7 @@ def _other_runtime(value: MirroredTensor) -> MirroredTensor:
 
 
 MISUSES = misuses(
-    ("a row kept twice", ArgumentError, lambda it: it.filter([0, 0]), _has_rows),
+    ("a row kept twice", ArgumentError, lambda it: it.filter([0, 0]), has_rows),
     ("a negative row kept", RowIndexError, lambda it: it.filter([-1])),
     ("merge of two runtimes", DeviceError, lambda it: it.merge(_other_runtime(it))),
     ("split into too much", ArgumentError, lambda it: it.split([len(it), 1])),

@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, final
 
 import attrs
 import numpy as np
@@ -34,9 +34,6 @@ from batchstate.testing.fences import LateRuntime
 from examples.traffic.scheduler import BatchScheduler, ScheduledBatch, StepPlan, pages_for
 from tests.selfcheck.machine import Machine, ShownByRepr, agree, agree_on, disagree
 
-__all__ = ["OverlapMachine"]
-
-T = TypeVar("T")
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 Reached = Callable[[str, bool], None]
@@ -148,6 +145,7 @@ class Outcome(NamedTuple):
 
 
 def kv_row(token: int, position: int) -> tuple[int, int]:
+    """The KV of a token."""
     return (token * 31 + position * 17 + 5) % PRIME, (token * 7 + position * 3 + 1) % PRIME
 
 
@@ -178,6 +176,7 @@ def forward(request: OverlapRequest, query: int, salt: int, nudge: int) -> Outco
 
 
 def column(requests: Sequence[OverlapRequest], name: str) -> Array:
+    """A column of requests, by the model."""
     return np.array([getattr(req.held, name) for req in requests], np.int64)
 
 
@@ -280,12 +279,6 @@ class Look:
     def check(self) -> None:
         for number, (expected, actual) in enumerate(zip(self.expected, self.download.resolve(), strict=True)):
             agree_on(expected, actual, f"{self.download.name}, array {number}")
-
-
-def _present(value: T | None, noun: str) -> T:
-    if value is None:
-        disagree(f"expected {noun}, got None")
-    return value
 
 
 @final
@@ -683,7 +676,9 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
             else:
                 inputs = relay.resolve_forward_inputs(plan, uploaded, ids="token")
                 ids, positions, sampled = inputs.input_ids, inputs.positions, inputs.sampled_slots
-                locs = _present(inputs.slot_mapping, "a plan with pages")
+                if inputs.slot_mapping is None:
+                    disagree("expected a plan with pages")
+                locs = inputs.slot_mapping
             if choices.nudged:
                 total = total + relay.gather(batch.slots, "nudge") * NUDGE
             for fence in arrived:

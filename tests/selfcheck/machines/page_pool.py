@@ -19,9 +19,6 @@ from tests.selfcheck.machines.pools import HAS_REQUESTS, KVOwner, PagesMachine, 
 
 T = TypeVar("T")
 
-EXHAUSTED = {True: "exhausted while pending would suffice", False: "exhausted for good"}
-
-
 _NAMED = 12  # rows kept of pages that were given out lately
 
 
@@ -266,7 +263,8 @@ class PagePoolMachine(PagesMachine):
         try:
             return call()
         except PoolExhaustedError as error:
-            self.reached(EXHAUSTED[error.requested <= error.free + error.pending])
+            helps = error.requested <= error.free + error.pending
+            self.reached("exhausted while pending would suffice" if helps else "exhausted for good")
             agree(True, error.requested > error.free == self.pages.stats.free, "whether too few pages are free")
             agree(before, self.snapshot(), "a refused call changed something")
             return None

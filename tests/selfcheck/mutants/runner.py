@@ -110,7 +110,7 @@ def run(
     device: str = "cpu",
     examples: int = EXAMPLES,
     clean_examples: int = CLEAN_EXAMPLES,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
 ) -> MutantReport:
     """Runs each mutant's machine until an invariant fires, then the machines on the library as it is.
 
@@ -129,13 +129,11 @@ def run(
     results: list[MutantResult] = []
     clean: list[MachineResult] = []
     for mutant in chosen:
-        if progress is not None:
-            progress(len(results), steps, mutant.name)
+        progress(len(results), steps, mutant.name)
         results.append(run_mutant(mutant, device=device, examples=examples))
     for where in devices:
         for name, share in parts.items():
-            if progress is not None:
-                progress(len(results) + len(clean), steps, f"{name} without a mutant, on {where}")
+            progress(len(results) + len(clean), steps, f"{name} without a mutant, on {where}")
             clean.append(run_machine(MACHINES[name], device=where, examples=share, steps=CLEAN_STEPS, derandomize=True))
     return MutantReport(device, tuple(results), tuple(clean), time.perf_counter() - start)
 
