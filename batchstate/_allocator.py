@@ -356,7 +356,7 @@ class Allocator:
         free = self._ordinary.count + (self._reserved.count if reserved else 0)
         if n > free:
             last = self.size + (self.reserve if reserved else 0)
-            usable = [(queried.step, np.count_nonzero(indices <= last)) for queried, indices in self._queue.groups()]
+            usable = [(queried.step, int(np.sum(indices <= last))) for queried, indices in self._queue.groups()]
             since = min((step for step, behind in usable if behind), default=None)
             raise PoolExhaustedError(
                 self.label,
