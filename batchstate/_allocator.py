@@ -252,8 +252,8 @@ class PendingQueue:
         return withdrawn
 
     def groups(self) -> list[tuple[QueriedFence, Ints]]:
-        """The fences and what is behind each, oldest first. Queries nothing."""
-        return [(fence, np.concatenate(parts)) for fence, parts in self._groups]
+        """The fences with something behind them, and what it is, oldest first. Queries nothing."""
+        return [(fence, some) for fence, parts in self._groups if (some := np.concatenate(parts)).size]
 
     def indices(self) -> Ints:
         """Everything in the queue, int64[count]."""
@@ -355,15 +355,15 @@ class Allocator:
         """Refuses (PoolExhaustedError) if `n` cannot be taken. Queries no fence: `reap` comes first."""
         free = self._ordinary.count + (self._reserved.count if reserved else 0)
         if n > free:
-            pending = self._queue.indices()
-            usable = self.pending if reserved else int(np.count_nonzero(pending <= self.size))
-            since = min((queried.step for queried, _ in self._queue.groups()), default=None)
+            last = self.size + (self.reserve if reserved else 0)
+            usable = [(queried.step, int(np.sum(indices <= last))) for queried, indices in self._queue.groups()]
+            since = min((step for step, behind in usable if behind), default=None)
             raise PoolExhaustedError(
                 self.label,
                 requested=n,
                 free=free,
-                pending=usable,
-                size=self.size + (self.reserve if reserved else 0),
+                pending=sum(behind for _, behind in usable),
+                size=last,
                 free_reserved=0 if reserved else self._reserved.count,
                 pending_since=since,
                 overdue=since is not None and self.runtime.step - since > self.runtime.steps_in_flight,

@@ -109,6 +109,7 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
     """A pool has fewer free entries than a call needs. Nothing was taken.
 
     Attributes:
+        pool: kind and name of the pool.
         requested: entries that the call needs.
         free: entries free now.
         pending: entries that become free once their fences complete. When `free + pending >= requested`, waiting helps.
@@ -136,14 +137,16 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
             problem += f" since step {pending_since}"
         if free_reserved:
             problem += f"; {free_reserved} more are free in the reserve, for `take(n, reserved=True)` alone"
+        kind = pool.partition(" '")[0].rpartition(" ")[2]
+        late = f"the oldest fence should be complete by now; see what it was recorded behind: `{kind}.pending()`"
         if size is not None and requested > size:
             remedy = f"this can never succeed: the pool has {size}; ask for fewer, or make the pool larger"
-        elif overdue:  # more steps ago than are in flight
-            remedy = "the oldest fence should be complete by now; see what it was recorded behind: `SlotPool.pending()`"
-        elif free + pending >= requested:
-            remedy = "finish the steps in flight and ask again: the pending entries suffice"
+        elif free + pending < requested:
+            remedy = "retract or finish requests, or make the pool larger" + f"; {late}" * overdue
+        elif overdue:
+            remedy = late
         else:
-            remedy = "retract or finish requests, or make the pool larger"
+            remedy = "finish the steps in flight and ask again: the pending entries suffice"
         super().__init__(problem, value=requested, remedy=remedy)
 
 

@@ -138,11 +138,12 @@ def test_the_event_of_a_fence_that_is_gone_is_recorded_anew(runtime: Accelerator
 
 
 def test_a_fence_is_shown_without_being_asked(runtime: AcceleratorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its repr names the stream. It may be printed under capture, where asking an event ends the capture."""
-    fence = runtime.record()
-    asked: list[object] = []
+    """Its repr has stream and number. It may be printed under capture, where asking an event ends the capture."""
+    side, asked = runtime.stream("side"), list[object]()
     monkeypatch.setattr(FakeEvent, "query", asked.append)
-    assert repr(fence) == f"EventFence({runtime.current_stream.name!r})"
+    shown = [repr(runtime.record(stream)) for stream in (side, runtime.current_stream, side)]  # events are used anew
+    names = "side", runtime.current_stream.name, "side"
+    assert shown == [f"EventFence({name!r}, number {number})" for number, name in enumerate(names, 1)]
     assert not asked
 
 

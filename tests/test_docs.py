@@ -7,6 +7,7 @@ import pytest
 
 from batchstate import Code, errors
 from batchstate.invariants import INVARIANTS
+from batchstate.violations import Breach, Violation
 from tests.selfcheck.mutants import MUTANTS
 from tests.sglang_changes import BUSINESS, CHANGES, Point, fact
 
@@ -81,6 +82,24 @@ def test_each_row_is_true(row: list[str]) -> None:
     assert code in MUTANTS[mutant.strip("`")].killed_by
     asked = INVARIANTS[code].level if code in INVARIANTS else "test"
     assert LEVELS.index(asked) <= LEVELS.index({"tool": "test"}.get(level, level))
+
+
+def test_the_page_of_errors_has_every_field() -> None:
+    """Each error with fields of its own has a section with all of them, and no other."""
+    breach = Breach("problem", expected=1, actual=2)
+    samples: tuple[errors.BatchStateError, ...] = (
+        errors.PoolExhaustedError("SlotPool 'slots'", requested=1, free=0, pending=0),
+        errors.TransferError("problem"),
+        Violation(Code.RACE, breach, remedy="remedy", where={}),
+    )
+    with_fields = {cls for cls in vars(errors).values() if isinstance(cls, type) and "__init__" in vars(cls)}
+    assert {type(sample) for sample in samples} == with_fields - {errors.BatchStateError} | {Violation}
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    common = vars(errors.BatchStateError("problem")).keys()
+    for sample in samples:
+        section = page.split(f"## {type(sample).__name__}\n", 1)[1].split("\n## ", 1)[0]
+        cells = re.findall(r"^\| (`.*?`) \|", section, flags=re.MULTILINE)
+        assert set(re.findall(r"\w+", " ".join(cells))) - common == vars(sample).keys() - common
 
 
 def test_the_page_is_long_enough_to_mean_something() -> None:

@@ -70,7 +70,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys."""
 
 MOST_LINES, MOST_FILES = 38_000, 128
-BESIDE = {"tests/selfcheck": 11_950, "examples/traffic": 1_200}
+BESIDE = {"tests/selfcheck": 12_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package."""
 OTHER_TESTS = 35_500
 

@@ -93,7 +93,7 @@ def test_every_diff_applies() -> None:
     for name, diff in diffs().items():
         for change in diff.changes:
             try:
-                assert change.code() != change.function().__code__
+                assert change.code()[0] != change.function().__code__
             except (AssertionError, DeclarationError) as error:
                 broken[name] = str(error)
     assert not broken
@@ -164,13 +164,17 @@ def test_one_block_per_function() -> None:
 
 
 def test_lines_that_stay_or_go(sample: ModuleType) -> None:
-    """As in a diff, a line with a space stays, and one that nothing replaces is left out."""
+    """As in a diff, a line with a space stays, and one that nothing replaces is left out; only the others differ."""
     stays, goes = ["  total = n + step", "+ total *= 2"], "- return self.value * 2"
     lines = ["@ sample:plain", *stays, "@ sample:Slotted.double", goes]
     assert sample.plain(5) == 6
     with contextlib.ExitStack() as undo:
-        Diff(tuple(_changes(lines, "made")))(Patch(undo))
+        patch = Patch(undo)
+        Diff(tuple(_changes(lines, "made")))(patch)
         assert (sample.plain(5), sample.Slotted().double) == (12, None)
+    there = SAMPLE.split("\n")
+    begins = [1 + there.index("    return total")], [1 + there.index("        return self.value * 2")]
+    assert tuple(lines for _, lines in patch.lines.values()) == begins
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ from tests.selfcheck.__main__ import main
 from tests.selfcheck.machine import run_machine
 from tests.selfcheck.machines import MACHINES
 from tests.selfcheck.mutants import GROUPS, MUTANTS, Mutant, MutantResult, diffs, run, run_mutant
+from tests.selfcheck.mutants.diffs import Change, Diff
+from tests.selfcheck.mutants.runner import never_ran
 
 ASKED = (
     *((owner, "verify") for owner in (SlotPool, HybridSlotPool, PagePool, HostKVPool, HiSparse)),
@@ -56,7 +58,9 @@ def test_killed(name: str, device: str) -> None:
     if not MUTANTS[name].exists_on(device):
         pytest.skip(f"only on {MUTANTS[name].only_on}")
     result = ran(name, device)
-    assert result.killed, f"{name}: {result.by} after {result.examples} examples\n{result.failure}"
+    unreached = () if result.killed else never_ran(MUTANTS[name], device=device)
+    summary = f"{name}: {result.by} after {result.examples} examples; changed lines that never ran: {unreached}"
+    assert result.killed, f"{summary}\n{result.failure}"
 
 
 def test_every_invariant_kills(device: str) -> None:
@@ -241,14 +245,21 @@ def test_command(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]
 def test_command_reports_survivors(
     device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A change that breaks nothing survives all its examples, is marked, and the command ends with 1."""
-    harmless = attrs.evolve(MUTANTS["filter_forgets_device"], name="harmless", switch=lambda patch: None)
+    """A change that breaks nothing survives, is marked with the lines that never ran, and the command ends with 1."""
+    changes = (
+        ("mirror:MirroredTensor._taken", "self.check(operation)", "self.check(operation)  # runs"),
+        ("mirror:MirroredTensor.check", "if not levels.cheap:\nreturn", "if not levels.cheap:\n    return None"),
+        ("pools:SlotPool.is_live", "array = as_array(", "array = as_array(  # in another machine\n"),
+    )
+    switch = Diff(tuple(Change(where, ((before, after),)) for where, before, after in changes))
+    harmless = attrs.evolve(MUTANTS["filter_forgets_device"], name="harmless", switch=switch)
     monkeypatch.setitem(MUTANTS, "harmless", harmless)
     options = ["--device", device, "--examples", "3", "--clean-examples", "3"]
     assert main(["mutants", "--name", "harmless", *options]) == 1
-    output = capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.split())
     assert "0 of 1 mutants killed" in output
-    assert "SURVIVED 3 examples; MIRROR_EQUAL should have fired" in output
+    assert "SURVIVED 3 examples; MIRROR_EQUAL should have fired; changed lines that never ran:" in output
+    assert never_ran(harmless, device=device, examples=3) == ("mirror:MirroredTensor.check", "pools:SlotPool.is_live")
 
 
 def test_command_refuses_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:

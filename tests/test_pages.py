@@ -186,6 +186,25 @@ def test_too_few_pages_take_none(slots: SlotPool, pages: PagePool) -> None:
     pages.verify()
 
 
+def test_pending_pages_of_leases_are_traced_to_their_fence(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
+    """`pending` has pages of requests and of leases, with fence and step, and the error of the pool names it."""
+    request, lease, forward, stuck = slots.take(1), pages.take(2), Gate(), Gate()
+    pages.extend(request, 5)
+    of_lease, of_request = lease.pages.tolist(), pages.pages_of(request).np.tolist()
+    lease.release(after=stuck)
+    rt.next_step()
+    pages.release_requests(request, after=forward)
+    asked = stuck.asked
+    groups = [(group.pages.tolist(), group.fence, group.step) for group in pages.pending()]
+    assert groups == [(of_lease, stuck, rt.step - 1), (of_request, forward, rt.step)]
+    assert stuck.asked == asked
+    for _ in range(rt.steps_in_flight):
+        rt.next_step()
+    with pytest.raises(PoolExhaustedError, match=r"since step 0\n.*recorded behind: `PagePool.pending\(\)`"):
+        pages.take(9)
+    assert isinstance(in_a_thread(pages.pending), OwnerThreadError)
+
+
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
 def test_misused_leases_of_taken_pages_are_refused(rt: Runtime, slots: SlotPool, pages: PagePool, level: str) -> None:
     """A second release, another pool's lease, half a page and a foreign thread are refused and change nothing."""

@@ -282,7 +282,10 @@ def test_running_out_says_whether_it_can_ever_succeed(rt: Runtime) -> None:
 
 def test_running_out_says_when_a_fence_is_overdue(rt: Runtime) -> None:
     """Where a fence is older than the steps in flight, waiting is not what helps: the error says where to look."""
-    pool = SlotPool(rt, 4)
+    pool = SlotPool(rt, 4, reserve=1)
+    rt.next_step()
+    pool.free(pool.take(1, reserved=True), after=Gate())  # older, but of the reserve
+    rt.next_step()
     pool.free(pool.take(3), after=Gate())
     since = rt.step
     for _ in range(rt.steps_in_flight + 1):
@@ -291,9 +294,14 @@ def test_running_out_says_when_a_fence_is_overdue(rt: Runtime) -> None:
         ):
             pool.take(2)
         rt.next_step()
-    with pytest.raises(PoolExhaustedError, match=r"should be complete by now.*`SlotPool.pending\(\)`") as caught:
+    with pytest.raises(PoolExhaustedError, match=r"remedy: the oldest fence should.*`SlotPool.pending\(\)`") as caught:
         pool.take(2)
-    assert caught.value.pending_since == since
+    assert (caught.value.pending, caught.value.pending_since) == (3, since)
+    pool.take(1)
+    with pytest.raises(PoolExhaustedError, match=r"remedy: retract or finish requests.*should be complete by now"):
+        pool.take(4)  # nothing that is pending suffices
+    with pytest.raises(PoolExhaustedError, match=r"remedy: this can never succeed: the pool has 4; ask for fewer.*$"):
+        pool.take(5)
 
 
 def test_a_handle_without_a_generation_has_no_owner(rt: Runtime) -> None:

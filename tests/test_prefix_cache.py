@@ -57,6 +57,19 @@ def test_a_cached_page_is_free_and_found(pages: PagePool, level: str) -> None:
         pages.verify()
 
 
+def test_a_page_with_a_holder_again_is_not_pending(pages: PagePool) -> None:
+    """A cached page that a new request holds before its fence is complete is behind no fence that `pending` names."""
+    cache, ada = PrefixCache(pages), prefilled(pages, SIZE)
+    cache.insert(ada, ["a"])
+    pages.release_requests(ada, after=ManualStream().record())
+    assert [group.pages.tolist() for group in pages.pending()] == [[1]]
+    cache.match(["a"])
+    assert pages.pending() == []
+    with pytest.raises(PoolExhaustedError) as caught:
+        pages.take(9)
+    assert (caught.value.pending, caught.value.pending_since) == (0, None)
+
+
 def test_keys_of_evicted_pages_are_handed_out_once(pages: PagePool) -> None:
     """With `notices` each evicted key is reported once, in order; removed keys are not."""
     cache = PrefixCache(pages, notices=True)

@@ -30,6 +30,7 @@ from batchstate.violations import Violation
 from tests.transport_peers import (
     SENTINEL,
     EngineSide,
+    PeerError,
     PeerProcess,
     altered,
     expected,
@@ -125,6 +126,13 @@ def served(here: EngineSide, name: str, there: PeerProcess, tag: bytes = b"serve
     here.write(name, one_row(), tag)
     assert here.ended(tag) is Status.DONE
     there.call("received", tag)
+
+
+def test_a_wait_of_the_peer_ends_before_that_of_its_caller(there: PeerProcess) -> None:
+    """Each report is the peer's own, which names what did not arrive; its process goes on."""
+    with pytest.raises(PeerError, match="the arrival of b'none': not within"):
+        there.call("received", b"none", timeout=0.1)
+    assert there.call("completions") == []
 
 
 # Bytes and tags

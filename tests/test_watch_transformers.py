@@ -160,7 +160,7 @@ def test_its_batching_is_clean(name: str) -> None:
     """Drawn histories of arrivals, cancellations and steps: every queue and every block is as it should be."""
     steps = 0
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30, deadline=None, derandomize=True)  # the count below would depend on what is drawn
     @example([("arrive", 40), ("arrive", 40), ("step", 2), ("cancel", 0), ("arrive", 65), ("step", 3)])
     @given(HISTORIES)
     def go(history: History) -> None:

@@ -4,7 +4,8 @@
         region = peer.call("register", 4096, 0xEE)         # and its methods are called there
         peer.kill()                                        # SIGKILL
 
-Guarantees: every wait has an end, after which it raises; the process is dead when the block is left.
+Guarantees: every wait has an end, after which it raises; one in the child ends before that of its caller, so that the
+report says what did not come; the process is dead when the block is left.
 """
 
 import base64
@@ -30,10 +31,15 @@ from batchstate.transport.wire import sealed
 
 STARTS_IN = 60.0
 ANSWERS_IN = 30.0
+LATER = 10.0
+"""Seconds that a caller goes on waiting when the time of its call is over, in which the child reports its own wait."""
+
 SENTINEL = 0xEE
 
 _context = multiprocessing.get_context("forkserver")  # clean as a spawned process, but torch is imported only once
 _context.set_forkserver_preload([__name__])
+_call_ends = float("inf")
+"""In a child: when the time of the present call is over, on the clock that all processes of a machine share."""
 
 
 class PeerError(Exception):
@@ -41,15 +47,16 @@ class PeerError(Exception):
 
 
 def until(true: Callable[[], bool], what: str, seconds: float = ANSWERS_IN) -> None:
-    """Asks again and again until it is so; raises after so many seconds."""
-    end = time.monotonic() + seconds
+    """Asks again and again until it is so; raises after so many seconds, or when the time of the call is over."""
+    start = time.monotonic()
     while not true():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what}: not within {seconds} s")
+        if time.monotonic() > min(start + seconds, _call_ends):
+            raise TimeoutError(f"{what}: not within {time.monotonic() - start:.1f} s")
         time.sleep(0.0002)
 
 
 def _serve(pipe: Pipe, target: Callable[..., object], args: tuple[object, ...]) -> None:
+    global _call_ends
     try:
         served = target(*args)
     except Exception:
@@ -62,7 +69,7 @@ def _serve(pipe: Pipe, target: Callable[..., object], args: tuple[object, ...]) 
             if idle is not None:
                 idle()
         try:
-            method, given = pipe.recv()
+            method, given, _call_ends = pipe.recv()
         except (EOFError, OSError):
             return
         try:
@@ -85,14 +92,14 @@ class PeerProcess:
         self.process.start()
         theirs.close()
 
-    def send(self, method: str, *args: object) -> None:
-        """Asks for a call without waiting; `answer` is what it returned."""
-        self._pipe.send((method, args))
+    def send(self, method: str, *args: object, timeout: float = ANSWERS_IN) -> None:
+        """Asks for a call without waiting; `answer` is what it returned. Its waits (`until`) end within `timeout`."""
+        self._pipe.send((method, args, time.monotonic() + timeout))
 
     def answer(self, timeout: float = ANSWERS_IN) -> Any:
-        """What the call returned that was asked for first and is not answered yet."""
-        if not self._pipe.poll(timeout):
-            raise PeerError(f"no answer within {timeout} s")
+        """What the call returned that was asked for first and is not answered yet; its own waits have ended before."""
+        if not self._pipe.poll(timeout + LATER):
+            raise PeerError(f"no answer within {timeout + LATER} s")
         try:
             good, value = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
@@ -103,7 +110,7 @@ class PeerProcess:
 
     def call(self, method: str, *args: object, timeout: float = ANSWERS_IN) -> Any:
         """Calls a method in the other process."""
-        self.send(method, *args)
+        self.send(method, *args, timeout=timeout)
         return self.answer(timeout)
 
     def kill(self) -> None:

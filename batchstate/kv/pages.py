@@ -40,7 +40,7 @@ from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.tables import Table, TableWrite
 from batchstate.violations import Code, Where
 
-__all__ = ["Extension", "PageLease", "PagePool", "PageStats"]
+__all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -68,6 +68,22 @@ class PageStats:
     live: int
     shared: int
     leases: int
+
+
+@final
+@attrs.frozen(eq=False)
+class PendingPages:
+    """Pages that wait for one fence.
+
+    Attributes:
+        pages: their numbers, int64[n].
+        fence: as it was passed where their holder was released; of pages that others read too, all their fences as one.
+        step: of the runtime, when the first of them were released.
+    """
+
+    pages: Ints
+    fence: Fence
+    step: int
 
 
 @final
@@ -421,6 +437,12 @@ class PagePool(OfThisProcess):
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
         self.transaction.enter(f"{self.name}: reap")
         return self._references.query_fences()
+
+    def pending(self) -> list[PendingPages]:
+        """The pending pages, of requests and leases, by the fence that they wait for; see `SlotPool.pending`."""
+        self.transaction.enter(f"{self.name}: pending")
+        groups = self._references.allocator.pending_groups()
+        return [PendingPages(pages, queried.fence, queried.step) for queried, pages in groups]
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
         """Refuses (PAGE_OWNER) a write into pages int64[n] if one has another holder too."""

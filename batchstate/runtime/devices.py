@@ -113,13 +113,13 @@ class _Window:
 
 @final
 class EventFence:
-    """A recorded event."""
+    """A recorded event: the `number`-th of its runtime, from 1."""
 
-    def __init__(self, event: Any, counters: Counters, stream: Stream) -> None:
-        self.event, self._counters, self._stream = event, counters, stream
+    def __init__(self, event: Any, counters: Counters, stream: Stream, number: int) -> None:
+        self.event, self._counters, self._stream, self.number = event, counters, stream, number
 
-    def __repr__(self) -> str:
-        return f"EventFence({self._stream.name!r})"  # asks nothing: a report may be made while a graph is captured
+    def __repr__(self) -> str:  # asks nothing: a report may be made while a graph is captured
+        return f"EventFence({self._stream.name!r}, number {self.number})"
 
     def query(self) -> bool:
         """Whether the event has happened. Never waits."""
@@ -153,6 +153,7 @@ class AcceleratorRuntime(Runtime):
         super().__init__(torch.device(device.type, self._index), steps_in_flight=steps_in_flight)
         self._streams: dict[object, Stream] = {}
         self._events: deque[Any] = deque()  # the latest that were recorded
+        self._recorded = 0  # fences, ever
         self._current_ids = _stream_ids(module, self.device)
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
@@ -250,7 +251,8 @@ class AcceleratorRuntime(Runtime):
             event = self._module.Event()
         event.record(stream.native)
         events.append(event)
-        return EventFence(event, self.counters, stream)
+        self._recorded += 1
+        return EventFence(event, self.counters, stream, self._recorded)
 
     def _stream_wait(self, stream: Stream, fence: Fence) -> None:
         if isinstance(fence, EventFence):

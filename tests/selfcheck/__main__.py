@@ -173,7 +173,8 @@ def _mutant(result: MutantResult) -> Row:
     tried = f"{result.examples} example{'s' if result.examples > 1 else ''}"
     if not result.killed:
         codes = " or ".join(code.value for code in result.mutant.killed_by)
-        remark = f"SURVIVED {tried}; {codes} should have fired"
+        unreached = f"; changed lines that never ran: {', '.join(result.never_ran)}" if result.never_ran else ""
+        remark = f"SURVIVED {tried}; {codes} should have fired{unreached}"
     elif result.simulated is not None:
         scheduler, by, examples = result.simulated
         remark = f"{tried}; sim:{scheduler}: {by}, {examples}; {result.mutant.origin}"

@@ -344,7 +344,11 @@ class StepMachine(Machine):
         return len(self.batch) > 0 and all(len(req.tokens) + req.encoder < LONGEST for req in self.batch.requests)
 
     def snapshot(self) -> object:
-        return self.slots.stats, self.pages.stats, self.pages.committed_lengths.tolist()
+        slots, pages = self.slots.stats, self.pages.stats
+        # Each reading reaps, and a device that is asked may get on: what is pending becomes free by itself.
+        slots = attrs.evolve(slots, free=slots.free + slots.pending, pending=0)
+        pages = attrs.evolve(pages, free=pages.free + pages.pending, pending=0)
+        return slots, pages, self.pages.committed_lengths.tolist()
 
     def check(self) -> None:
         for req, length in self._with_lengths():

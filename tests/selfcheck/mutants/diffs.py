@@ -24,6 +24,7 @@ import __future__
 
 import ast
 import contextlib
+import difflib
 import importlib
 import inspect
 import re
@@ -64,7 +65,8 @@ class Change:
             raise _refused(f"{self.where} does not exist", self.where) from None
         return _undecorated(attribute, self.where)
 
-    def code(self) -> CodeType:
+    def code(self) -> tuple[CodeType, list[int]]:
+        """The compiled function of the mutant, and the lines of its file in which it differs."""
         function = self.function()
         where = f"{function.__code__.co_filename}, {self.where.partition(':')[2]}"
         lines, first = inspect.getsourcelines(function)
@@ -84,7 +86,9 @@ class Change:
         if code.co_freevars != function.__code__.co_freevars:
             free = f"{function.__code__.co_freevars} of enclosing functions, got {code.co_freevars}"
             raise _refused(f"{where}: expected variables {free}", code.co_freevars)
-        return code.replace(co_qualname=function.__code__.co_qualname)
+        parts = difflib.SequenceMatcher(None, original.split("\n"), source.split("\n")).get_opcodes()
+        ranges = [range(begin, max(end, begin + 1)) for tag, *_, begin, end in parts if tag != "equal"]
+        return code.replace(co_qualname=function.__code__.co_qualname), [first + at for each in ranges for at in each]
 
 
 def _undecorated(attribute: Any, where: str) -> FunctionType:
@@ -144,9 +148,11 @@ class Diff:
 
     def __call__(self, patch: Patch) -> None:
         """Gives each function the code of the mutant, until the window of `patch` closes."""
-        for function, code in [(change.function(), change.code()) for change in self.changes]:
+        for change, (code, lines) in [(change, change.code()) for change in self.changes]:
+            function = change.function()
             patch.undo(setattr, function, "__code__", function.__code__)
             function.__code__ = code
+            patch.lines[change.where] = code, lines
 
 
 def read(family: str) -> None:

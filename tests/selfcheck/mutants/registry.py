@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, final
 
 import attrs
@@ -15,9 +15,14 @@ from batchstate.errors import DeclarationError
 @final
 @attrs.define(eq=False)
 class Patch:
-    """Replaces attributes of classes and modules until the window around it closes."""
+    """Replaces attributes of classes and modules until the window around it closes.
+
+    Attributes:
+        lines: of each function that is a diff by now, its code and the lines that differ.
+    """
 
     _undo: contextlib.ExitStack
+    lines: dict[str, tuple[CodeType, list[int]]] = attrs.field(factory=dict, init=False)
 
     def undo(self, call: Callable[..., Any], *args: Any) -> None:
         """Calls `call(*args)` when the window closes."""
@@ -67,11 +72,12 @@ class Mutant:
     """Why no check that runs by itself can find it, so that its machine calls `verify` and compares with its model."""
 
     @contextlib.contextmanager
-    def switched_on(self) -> Iterator[None]:
+    def switched_on(self) -> Iterator[Patch]:
         """A window in which the library has the bug. Not for a process that does anything else meanwhile."""
         with contextlib.ExitStack() as undo:
-            self._switch(Patch(undo))
-            yield
+            patch = Patch(undo)
+            self._switch(patch)
+            yield patch
 
     def exists_on(self, device: str) -> bool:
         """Whether a device of this name (`cpu`, `cuda:1`) can have the bug."""

@@ -1,8 +1,12 @@
 """Switches the mutants on, one at a time, and runs the state machines until one fails."""
 
+import contextlib
 import difflib
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
 from typing import Any, final
 
 import attrs
@@ -44,6 +48,8 @@ class MutantResult:
     failure: str | None  # the report
     simulated: tuple[str, str, int] | None = None
     """The first scheduler of the simulated device that shows a seeded bug, the code, and the number of examples."""
+    never_ran: tuple[str, ...] = ()
+    """Of a survivor: the functions whose changed lines its machine never runs."""
 
     @property
     def killed(self) -> bool:
@@ -130,7 +136,10 @@ def run(
     clean: list[MachineResult] = []
     for mutant in chosen:
         progress(len(results), steps, mutant.name)
-        results.append(run_mutant(mutant, device=device, examples=examples))
+        result = run_mutant(mutant, device=device, examples=examples)
+        if not result.killed:
+            result = attrs.evolve(result, never_ran=never_ran(mutant, device=device, examples=examples))
+        results.append(result)
     for where in devices:
         for name, share in parts.items():
             progress(len(results) + len(clean), steps, f"{name} without a mutant, on {where}")
@@ -144,33 +153,56 @@ def run_mutant(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES)
     Only what the library checks by itself counts, unless the mutant says why that cannot find it.
     """
     with mutant.switched_on():
-        result = run_machine(
-            MACHINES[mutant.machine],
-            device=mutant.runs_on(device),
-            examples=examples,
-            derandomize=True,
-            shrink=False,
-            on_example=stop_at_failure,
-            level=mutant.level,
-            automatic=mutant.unseen is None,
-        )
+        result = _hunted(mutant, device, examples)
         simulated = None if mutant.seeded is None else _simulated(mutant)
     tried = result.examples if result.first_failure is None else result.first_failure
     return MutantResult(mutant, result.code, tried, result.seconds, result.failure, simulated)
 
 
+def never_ran(mutant: Mutant, *, device: str = "cpu", examples: int = EXAMPLES) -> tuple[str, ...]:
+    """The functions whose changed lines the machine never runs: it hunts again under a tracer, which takes longer."""
+    ran: set[tuple[int, int]] = set()
+    with mutant.switched_on() as patch:
+        lines = {where: _lines(code, changed) for where, (code, changed) in patch.lines.items()}
+        codes = {code for each in lines.values() for code, _ in each}
+
+        def note(frame: FrameType, event: str, argument: object) -> Any:
+            ran.add((id(frame.f_code), frame.f_lineno))
+            return note if id(frame.f_code) in codes else None
+
+        with contextlib.ExitStack() as stack:
+            for module in (threading, sys):
+                stack.callback(module.settrace, module.gettrace())
+                module.settrace(note)
+            _hunted(mutant, device, examples)
+    return tuple(where for where, each in lines.items() if not each & ran)
+
+
+def _lines(code: CodeType, changed: Sequence[int]) -> set[tuple[int, int]]:
+    """Changed lines, each with the id of its code, or with the nearest line that has code, for one as `else:`."""
+    codes = [code]
+    for outer in codes:  # which grows
+        codes += [inner for inner in outer.co_consts if isinstance(inner, CodeType)]
+    there = [(id(each), line) for each in codes for *_, line in each.co_lines() if line is not None]
+    nearest = {line: min(abs(line - other) for _, other in there) for line in changed}
+    return {(each, at) for each, at in there for line in changed if abs(line - at) == nearest[line]}
+
+
+def _hunted(mutant: Mutant, device: str, examples: int) -> MachineResult:
+    where, automatic = mutant.runs_on(device), mutant.unseen is None
+    return _until_failure(mutant, device=where, examples=examples, level=mutant.level, automatic=automatic)
+
+
+def _until_failure(mutant: Mutant, **options: Any) -> MachineResult:
+    machine = MACHINES[mutant.machine]
+    return run_machine(machine, derandomize=True, shrink=False, on_example=stop_at_failure, **options)
+
+
 def _simulated(mutant: Mutant) -> tuple[str, str, int] | None:
     """The first scheduler under which the machine fails while the bug is switched on."""
     for scheduler in SCHEDULERS:
-        result = run_machine(
-            MACHINES[mutant.machine],
-            device=f"sim:{scheduler}",
-            examples=SIMULATED_EXAMPLES,
-            derandomize=True,
-            shrink=False,
-            on_example=stop_at_failure,
-            level=Level.OFF,
-        )
+        where = f"sim:{scheduler}"
+        result = _until_failure(mutant, device=where, examples=SIMULATED_EXAMPLES, level=Level.OFF)
         if result.code is not None and result.first_failure is not None:
             return scheduler, result.code, result.first_failure
     return None
