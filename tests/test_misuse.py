@@ -14,7 +14,15 @@ import torch
 from batchstate import levels
 from batchstate.batch import Batch
 from batchstate.columns import device_only, host_list, mirrored, slot_column
-from batchstate.errors import ArgumentError, BatchStateError, ContractError, DtypeError, OwnerThreadError, ShapeError
+from batchstate.errors import (
+    ArgumentError,
+    BatchStateError,
+    ContractError,
+    DeviceError,
+    DtypeError,
+    OwnerThreadError,
+    ShapeError,
+)
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
@@ -60,6 +68,13 @@ MISUSES: dict[str, tuple[type[BatchStateError], Callable[[World], object]]] = {
     "a value padded beyond memory": (ArgumentError, lambda w: w.values.pad(2**62)),
     "a value padded beyond int64": (ArgumentError, lambda w: w.values.pad(2**100)),
     "compared with another length": (ShapeError, lambda w: w.values == [1, 2]),
+    "compared with a tensor": (DeviceError, lambda w: w.values == torch.tensor([1, 2, 3])),
+    "a tensor compared with it": (DeviceError, lambda w: torch.tensor([1, 2, 3]) != w.values),
+    "objects in a set": (DtypeError, lambda w: w.build(who={"a", "b"})),
+    "objects by name": (DtypeError, lambda w: w.build(who={"a": 1, "b": 2})),
+    "an iterator of too few": (ShapeError, lambda w: w.build(who=iter("a"))),
+    "an iterator of too many": (ShapeError, lambda w: w.build(who=iter("abc"))),
+    "a shape in a set": (ShapeError, lambda w: mirrored(torch.int64, shape={3, 1})),
     "a sparse device side": (DtypeError, lambda w: MirroredTensor.from_device(w.rt, sparse(w.rt))),
     "a sparse column": (DtypeError, lambda w: w.build(hidden=sparse(w.rt))),
     "a table beyond memory": (ArgumentError, lambda w: w.pool.table("t", (2**60,))),
@@ -71,6 +86,7 @@ MISUSES: dict[str, tuple[type[BatchStateError], Callable[[World], object]]] = {
     "a relay beyond int64": (ArgumentError, lambda w: relay_field(torch.int64, (2**70,))),
     "requests beyond memory": (ArgumentError, lambda w: PagePool(w.rt, w.pool, 4, 1, max_tokens_per_request=2**60)),
     "endless steps in flight": (ArgumentError, lambda w: open_runtime("cpu", steps_in_flight=2**70)),
+    "a flag of steps in flight": (ArgumentError, lambda w: open_runtime("cpu", steps_in_flight=True)),
     "no step in flight": (ArgumentError, lambda w: open_runtime("cpu", steps_in_flight=0)),
 }
 
