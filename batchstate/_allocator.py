@@ -819,7 +819,8 @@ class SlotListener:
     The pool first calls `before_take` or `before_free` of all its listeners, then `check_take`, `check_free` or
     `check_release`, and changes nothing if one raises. Each method here does nothing; a subclass overrides those it
     needs. Only the first two may run code of the engine, such as fences; while `on_take`, `on_free` or `on_clear` runs,
-    the pool refuses calls. `SlotPool.clear` frees all live slots, and then calls `on_clear`.
+    the pool refuses calls; in `check_conservation` and `verify` its numbers can be read. `SlotPool.clear` frees all
+    live slots, and then calls `on_clear`.
     """
 
     def before_take(self) -> None:

@@ -8,7 +8,7 @@ signed bits, so those are viewed as signed.
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ from batchstate.errors import (
     RowIndexError,
     ShapeError,
     ValueOverflowError,
+    expected,
 )
 from batchstate.invariants import first_duplicate
 
@@ -46,6 +47,9 @@ Rows = npt.NDArray[np.int64]
 ColumnValues: TypeAlias = "Sequence[Any] | Vector"
 """Values that a column is built of: one entry per request."""
 Amounts = npt.NDArray[np.int64]
+
+UNORDERED = str, bytes, Set, Mapping
+"""Values that can be iterated, and are never one entry per request, per size or per buffer."""
 
 _BOOL = np.dtype(np.bool_)
 
@@ -85,7 +89,7 @@ def as_array(values: object, subject: str) -> Array:
             remedy = "pass host values; `MirroredTensor.from_device` takes device tensors"
             raise DeviceError(problem, str(values.device), remedy)
         try:
-            array = values.detach().numpy()
+            array = values.detach().resolve_conj().resolve_neg().numpy()
         except TypeError:
             raise DtypeError(
                 f"{subject}: numpy has no {values.dtype}", values.dtype, "convert the tensor first"
@@ -229,11 +233,11 @@ def shape_of(shape: Iterable[SupportsIndex] | int, subject: str, *, rows: int = 
     """`shape` as counts.
 
     Raises:
-        ShapeError: one number, as numpy takes it.
+        ShapeError: one number, as numpy takes it, or sizes without an order.
         DtypeError, ArgumentError: something else than counts, or more elements in `rows` rows than a tensor can have.
     """
-    if isinstance(shape, int):
-        raise ShapeError(f"{subject}: expected a shape, got {shape!r}", shape, f"pass a tuple, as `({shape},)`")
+    if isinstance(shape, (int, *UNORDERED)):
+        raise expected(subject, "a shape", shape, "pass a tuple of sizes, as `(4,)`", ShapeError)
     sizes = tuple(count(size, f"{subject}: shape") for size in shape)
     elements = math.prod(sizes) * rows
     if elements > MOST_ELEMENTS:

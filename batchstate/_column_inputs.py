@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, Rows, carried, check_dense
+from batchstate._arrays import UNORDERED, Array, Rows, carried, check_dense
 from batchstate._rows import GENERATION_SUFFIX, DeviceRows, Layout, RowState
 from batchstate.columns import DeviceColumn, HostColumn, MirroredColumn, TensorColumn
 from batchstate.errors import (
@@ -33,6 +33,7 @@ from batchstate.errors import (
     DtypeError,
     ShapeError,
     another_runtime,
+    expected,
     one_of,
     wrong_shape,
 )
@@ -250,12 +251,12 @@ def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, 
 
 
 def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
-    if isinstance(value, str | bytes):  # a sequence, but never one of requests
-        problem = f"{label}: expected a sequence, got {type(value).__name__}"
-        raise DtypeError(problem, value, "pass one object per request")
-    if len(value) != num_rows:
-        raise ShapeError(f"{label}: expected {num_rows} objects, got {len(value)}", len(value), "pass one per request")
-    return np.fromiter(value, np.object_, num_rows)
+    if isinstance(value, UNORDERED):
+        raise expected(label, "a sequence", value, "pass a list with one object per request", DtypeError)
+    objects = np.fromiter(value, np.object_)
+    if objects.size != num_rows:
+        raise ShapeError(f"{label}: expected {num_rows} objects, got {objects.size}", value, "pass one per request")
+    return objects
 
 
 def _check_value(column: TensorColumn, value: MirroredTensor, runtime: Runtime, label: str) -> None:

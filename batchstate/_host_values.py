@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from batchstate.errors import ArgumentError, ShapeError
+from batchstate.errors import ArgumentError, DeviceError, ShapeError
 
 Array = npt.NDArray[Any]
 
@@ -92,6 +93,9 @@ def _largest(values: Array) -> int:
 
 
 def _compared(first: Array, other: object, operation: Callable[[Array, Any], Any]) -> Any:
+    if isinstance(other, torch.Tensor):  # numpy would leave it to Python, which compares identities
+        remedy = "compare `value.np` with host values, or `value.device` with a tensor of the device"
+        raise DeviceError("comparison: expected host values, got a tensor", tuple(other.shape), remedy)
     second = other.np if isinstance(other, HostValues) else other
     try:
         return operation(first, second)

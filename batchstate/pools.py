@@ -210,12 +210,13 @@ class SlotPool(OfThisProcess):
                 done.append(listener)
             if give is not None:
                 give(rows)
+            transaction.operation = None  # a listener may ask the pool
             if self._counting or levels.full:
                 self._check_after("take")
         except Exception:
+            transaction.operation = "take"
             self._undo_take(rows, done)
             raise
-        transaction.operation = None
         return slots
 
     def _undo_take(self, rows: Ints, done: list[SlotListener]) -> None:

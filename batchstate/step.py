@@ -57,7 +57,7 @@ from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Contract, DeviceSide, Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime.base import Fence, OfThisProcess
+from batchstate.runtime.base import Fence, OfThisProcess, check_fence
 from batchstate.runtime.memory import PackedUpload, ReadyTensor, packed_places
 from batchstate.tables import Table, TableWrite
 
@@ -234,6 +234,8 @@ class StepPlanner(OfThisProcess):
             if self._relay is None:
                 problem, remedy = "plan with published= and no relay", "declare the planner with one: relay=..."
             raise ArgumentError(f"StepPlanner: {problem}", published, remedy)
+        if after is not None:  # also where none leaves: else the first that does would show it
+            check_fence(after, "StepPlanner: plan")
         pads = pad_rows, pad_tokens
         taken: TakenSlots = []
         try:
@@ -254,6 +256,7 @@ class StepPlanner(OfThisProcess):
                 return self._piece(
                     steps, batch, tokens, writes, extras, published, arrived, leaving, after, source, live, frees, taken
                 )
+            writes = tuple(writes)  # one alone is refused here, before the relay is written
             joined = None if joining is None else self._handles(batch).filter(np.arange(n - arrived, n))
             entries = None
             if self._relay is not None and published is not None and joined is not None:

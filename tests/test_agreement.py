@@ -4,8 +4,10 @@ import hashlib
 import random
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
+import torch
 
 from batchstate import HybridSlotPool, PagePool, PoolExhaustedError, SlotPool, open_runtime
 from batchstate.errors import ArgumentError
@@ -117,6 +119,24 @@ def test_an_engine_decides_by_what_is_agreed() -> None:
     assert not arrived.complete
     report = group.report()
     group.agree([report, report])
+    assert arrived.complete
+
+
+def test_reports_are_numbers() -> None:
+    """Those of an `all_gather` are tensors; a report that is cut, or has no integers, is refused."""
+    runtime = open_runtime("cpu")
+    group = runtime.join_group()
+    stream = ManualStream()
+    arrived = group.watch(stream.record())
+    stream.complete()
+    report: Any = group.report()
+    with pytest.raises(ArgumentError, match="expected whole reports"):
+        group.agree([report, report[:1]])
+    for wrong in map(str, report), map(float, report):
+        with pytest.raises(TypeError):
+            group.agree([report, [*wrong]])
+    assert not arrived.complete
+    assert group.agree(list(torch.tensor([report, report]))) == 1
     assert arrived.complete
 
 

@@ -20,7 +20,7 @@ from batchstate import (
 )
 from batchstate.errors import BatchStateError
 from batchstate.forward.token_array import TokenArray
-from batchstate.kv.host_pool import KVBuffer
+from batchstate.kv.host_pool import HostKVPool, KVBuffer
 from batchstate.runtime import Runtime, open_runtime
 from batchstate.transport.plan import KVLayout
 from tests.worlds import Pools, Tiered
@@ -156,13 +156,23 @@ CALLS: dict[str, tuple[Call, dict[str, list[Any]]]] = {
         {
             "kv_offset": [*NUMBERS, [1, 2]],
             "window": [-1, 0, 1.5],
+            "prompt_ids": [{(5,)}, {0: (5,)}, "5", b"5"],
             "token_arrays": [{"positions": TokenArray(None)}, {"input_ids": TokenArray(None)}],
         },
     ),
-    "TokenArray": (made(TokenArray, rows=None), {"shape": [(-1,), (2**70,)], "fill": [2**70, 1.5]}),
+    "TokenArray": (
+        made(TokenArray, rows=None),
+        {"shape": [(-1,), (2**70,), {1, 3}, b"ab", {1: 3}], "fill": [2**70, 1.5]},
+    ),
     "KVBuffer": (
         made(KVBuffer, name="a", item_shape=(1,), dtype=torch.int64),
-        {"item_shape": [(0,), (-1,), (1.5,), (2**80,)]},
+        {"item_shape": [(0,), (-1,), (1.5,), (2**80,)], "dtype": [None, float, "float32"]},
+    ),
+    "HostKVPool": (
+        lambda w, given: made(HostKVPool, num_pages=4, layers=2, item_shape=(1,), dtype=torch.float32)(
+            w, {"runtime": w.rt} | given
+        ),
+        {"layers": [True, "keys", {"keys", "values"}, {"keys": 1}, 0], "dtype": [None, float]},
     ),
     "layout": (
         made(KVLayout, page_size=4, dtype="float32", layers=("a", "b"), item_bytes=16),
@@ -171,11 +181,15 @@ CALLS: dict[str, tuple[Call, dict[str, list[Any]]]] = {
             "rank": [-1, 1],
             "degree": [-1],
             "heads": [-1, 3],
-            "stage": [("c",), ("b", "a"), ("a", "a")],
+            "layers": ["ab", {"a", "b"}, (1, 2), ("",)],
+            "stage": [("c",), ("b", "a"), ("a", "a"), "ab"],
+            "replicated": ["no", 1, None],
+            "token_major": ["no"],
+            "per_request": ["no"],
         },
     ),
     "join_group": (lambda w, given: w.rt.join_group(), {"joined already": [None]}),
-    "agree": (_agreed, {"reports": [[], "other ranks"]}),
+    "agree": (_agreed, {"reports": [[], "other ranks", "a cut report"]}),
 }
 
 
@@ -183,9 +197,9 @@ def argument(world: World, name: str, bad: Any) -> dict[str, Any]:
     """The argument that is wrong."""
     if name == "joined already":
         return {}
-    if bad == "other ranks":
+    if bad in ("other ranks", "a cut report"):
         assert world.rt.agreement is not None
-        bad = [world.rt.agreement.report(), [2**70, 1]]
+        bad = [world.rt.agreement.report(), [2**70, 1] if bad == "other ranks" else [0]]
     if name == "slots":
         bad = world.ordinary.take(np.array([0, 0])) if bad == "twice" else getattr(world, bad)
     return {name: bad}

@@ -216,7 +216,7 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
         (lambda b: b.replace(seq_lens=[1]), ShapeError, "has 1 row, expected 4"),
         (lambda b: b.replace(bias=[1, 2, 3, 4]), ShapeError, r"\[4, 3\]"),
         (lambda b: b.replace(requests=["a"]), ShapeError, "expected 4 objects, got 1"),
-        (lambda b: b.replace(requests="abcd"), DtypeError, "str"),
+        (lambda b: b.replace(requests="abcd"), DtypeError, "expected a sequence, got 'abcd'"),
         (lambda b: b.replace(unknown=[1]), DeclarationError, "'unknown'"),
         (lambda b: b.replace(last_token=torch.ones(4, device=b.runtime.device)), DtypeError, "float32"),
         (lambda b: b.replace(last_token=torch.ones(4, dtype=torch.int64, device="meta")), DeviceError, "meta"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from batchstate import Code, MirroredTensor, SlotPool, Slots, TokenArray, Violation, checks
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, ValueOverflowError
 from batchstate.forward.plan import ForwardPlan, flash_attention
+from batchstate.mirror import HostLocations, Locations, Pages
 from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
 from tests.doubles import refused
@@ -240,6 +241,7 @@ def test_bounds_are_bounds(rt: Runtime) -> None:
     assert (plan.seq_lens.tolist(), plan.max_kv_len) == ([6, 8], 8)
     assert plan.extras["relay_rows"].tolist() == [0]
     assert not ForwardPlan.of(slots, bounds, prompt_ids=[[6], [7]]).bounded
+    refuses(DtypeError, "got a MirroredTensor", lambda: ForwardPlan.of(slots, bounds, prompt_ids=bounds))  # type: ignore[arg-type]
 
 
 def with_types(rows: Any, **named: Any) -> dict[str, Any]:
@@ -268,6 +270,12 @@ WRONG: dict[str, tuple[Expected, str, dict[str, Any]]] = {
     "padded tokens beyond int32": (ValueOverflowError, "pad_tokens", {"pad_tokens": 2**31 + 10}),
     "ids for others": (ShapeError, "prompt_ids of 2 for 3 requests", {"prompt_ids": [None, [1]]}),
     "ids end to end": (ShapeError, "a list of 1, got the number 1", {"prompt_ids": np.array([1, 2, 3])}),
+    "ids in a set": (DtypeError, "prompt_ids: expected a list, got a set", {"prompt_ids": {(1,), (2,), (3,)}}),
+    "ids by request": (
+        DtypeError,
+        "prompt_ids: expected a list, got {",
+        {"prompt_ids": {"a": [1], "b": [2], "c": [3]}},
+    ),
     "ids that are too many": (ShapeError, "row 1: 2 values for its 1 tokens", {"prompt_ids": [None, [1, 2], None]}),
     "ids that are missing": (ShapeError, "row 0: 0 values for its 1 tokens", {"prompt_ids": [[], None, None]}),
     "None among ids": (DtypeError, "of row 0", {"prompt_ids": [[1, None], None, None], "query_lens": [2, 1, 1]}),
@@ -319,6 +327,20 @@ def test_placeholders_are_reported_with_their_token(rt: Runtime) -> None:
     ):
         violation = refused(Code.SENTINEL_ESCAPED, functools.partial(ForwardPlan.of, slots, [5, 6], **options))
         assert (violation.row, violation.column) == (1, column)
+
+
+@pytest.mark.parametrize("kind", [Pages, Locations, HostLocations])
+def test_rows_are_slots(rt: Runtime, kind: Any) -> None:
+    """Numbers of another index space are no rows of requests."""
+    wrong = kind.from_host(rt, [1, 2])
+    refuses(Code.UNIT_MISMATCH, "'slot' is meant", lambda: ForwardPlan.of(wrong, [5, 6], prompt_ids=[[1], [2]]))
+
+
+def test_names_of_int32_are_read_once(rt: Runtime) -> None:
+    """Names from a generator count as those in a list."""
+    names: Any = (name for name in ["positions"])
+    plan = ForwardPlan.of(SlotPool(rt, 4).take(1), [5], int32=names)
+    assert plan.extras["positions"].dtype == np.int32
 
 
 def test_refuses_tokens_without_pages(rt: Runtime) -> None:

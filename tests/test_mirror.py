@@ -150,6 +150,11 @@ def test_a_write_into_one_side_is_reported(rt: Runtime, side: str, full: None) -
         assert getattr(value, "_own_device" if side == "host" else "_host_side")().tolist() == other
 
 
+def test_views_that_negate_or_conjugate(rt: Runtime) -> None:
+    """A tensor whose numbers are not those of its memory is read as it is."""
+    assert MirroredTensor.from_host(rt, torch.tensor([1 + 2j]).conj().imag).np.tolist() == [-2]
+
+
 def test_the_caller_keeps_its_own_memory(rt: Runtime, full: None) -> None:
     """What the caller does with the array afterwards does not reach the value."""
     array = np.array([1, 2, 3])

@@ -14,7 +14,15 @@ import torch
 from batchstate import levels
 from batchstate.batch import Batch
 from batchstate.columns import device_only, host_list, mirrored, slot_column
-from batchstate.errors import ArgumentError, BatchStateError, ContractError, DtypeError, OwnerThreadError, ShapeError
+from batchstate.errors import (
+    ArgumentError,
+    BatchStateError,
+    ContractError,
+    DeviceError,
+    DtypeError,
+    OwnerThreadError,
+    ShapeError,
+)
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
@@ -57,6 +65,13 @@ MISUSES: dict[str, tuple[type[BatchStateError], Callable[[Pools], object]]] = {
     "a value padded beyond memory": (ArgumentError, lambda w: vector(w).pad(2**62)),
     "a value padded beyond int64": (ArgumentError, lambda w: vector(w).pad(2**100)),
     "compared with another length": (ShapeError, lambda w: vector(w) == [1, 2]),
+    "compared with a tensor": (DeviceError, lambda w: vector(w) == torch.tensor([1, 2, 3])),
+    "a tensor compared with it": (DeviceError, lambda w: torch.tensor([1, 2, 3]) != vector(w)),
+    "objects in a set": (DtypeError, lambda w: built(w, who={"a", "b"})),
+    "objects by name": (DtypeError, lambda w: built(w, who={"a": 1, "b": 2})),
+    "an iterator of too few": (ShapeError, lambda w: built(w, who=iter("a"))),
+    "an iterator of too many": (ShapeError, lambda w: built(w, who=iter("abc"))),
+    "a shape in a set": (ShapeError, lambda _: mirrored(torch.int64, shape={3, 1})),
     "a sparse device side": (DtypeError, lambda w: MirroredTensor.from_device(w.rt, sparse(w.rt))),
     "a sparse column": (DtypeError, lambda w: built(w, hidden=sparse(w.rt))),
     "a table beyond memory": (ArgumentError, lambda w: w.slots.table("t", (2**60,))),
@@ -68,6 +83,7 @@ MISUSES: dict[str, tuple[type[BatchStateError], Callable[[Pools], object]]] = {
     "a relay beyond int64": (ArgumentError, lambda _: relay_field(torch.int64, (2**70,))),
     "requests beyond memory": (ArgumentError, lambda w: PagePool(w.rt, w.slots, 4, 1, max_tokens_per_request=2**60)),
     "endless steps in flight": (ArgumentError, lambda _: open_runtime("cpu", steps_in_flight=2**70)),
+    "a flag of steps in flight": (ArgumentError, lambda _: open_runtime("cpu", steps_in_flight=True)),
     "no step in flight": (ArgumentError, lambda _: open_runtime("cpu", steps_in_flight=0)),
 }
 

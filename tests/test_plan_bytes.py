@@ -59,7 +59,8 @@ def test_another_rank_has_the_same_inputs(full: None, ranks: list[ForwardWorld],
     arrays = {"types": TokenArray([[0, 1, 1], None, [2, 2]], fill=5)}
     plan = planned(ranks[0], slots[0], token_arrays=arrays, deferred=deferred, int32=["positions"])
     data = plan.to_bytes()
-    other = ForwardPlan.from_bytes(data, ranks[1].slots, pages=ranks[1].pages)
+    frame: Any = memoryview(data)  # as a socket or shared memory gives it
+    other = ForwardPlan.from_bytes(frame, ranks[1].slots, pages=ranks[1].pages)
     assert other.to_bytes() == data
     found = []
     for world, one in zip(ranks, (plan, other), strict=True):

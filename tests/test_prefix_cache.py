@@ -44,6 +44,7 @@ def test_a_cached_page_is_free_and_found(pages: PagePool, level: str) -> None:
     with levels.checks(level):
         cache = PrefixCache(pages)
         ada = prefilled(pages, 10)
+        assert cache  # `if self.cache:` is true before the first page
         assert cache.insert(ada, ["a", "ab"]) == 0
         pages.release_requests(ada)
         assert (pages.stats.free, cache.stats.idle, len(cache), "ab" in cache) == (9, 2, 2, True)

@@ -222,6 +222,25 @@ def test_a_listener_cannot_call_its_pool(rt: Runtime) -> None:
     assert sorted(pool.take(4).np.tolist()) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_a_listener_may_count(rt: Runtime, level: str) -> None:
+    """The checks of a listener compare what it holds with the numbers of the pool."""
+    pool = SlotPool(rt, 4)
+
+    class Counting(SlotListener):
+        def check_conservation(self, live: int, operation: str) -> None:
+            seen.append(pool.stats.live - live)
+
+        def verify(self) -> None:
+            seen.append(pool.reap())
+
+    seen: list[int] = []
+    pool.add_listener(Counting())
+    with levels.checks(level):
+        pool.free(pool.take(2))
+        assert (pool.stats.free, set(seen)) == (4, {0})
+
+
 @pytest.mark.parametrize("call", ["free", "extend", "truncate", "release_requests", "lease"])
 def test_a_fence_that_frees_what_is_being_used(rt: Runtime, call: str) -> None:
     """Fences are queried before handles are checked: what one of them gives away is refused, at `off` too."""

@@ -656,6 +656,7 @@ PLANNED: dict[str, tuple[Expected, str, Options]] = {
         "'other', which is not declared",
         joining(published={"other": [1, 2]}),
     ),
+    "no fence, and none leaves": (ArgumentError, "expected a fence as `after`", lambda w: {"after": "x"}),
     "first values, and none joins": (ArgumentError, "none joins", lambda w: {"published": {"last": [7]}}),
 }
 
@@ -676,6 +677,17 @@ def test_a_plan_that_is_refused_changes_nothing(rt: Runtime, name: str, whole: b
     world.check_table()
     step = world.planner.plan(world.batch, **joining()(world))
     assert step.inputs().input_ids.tolist() == [21, 7, 8]
+
+
+def test_one_write_in_the_place_of_a_list_sends_nothing(rt: Runtime) -> None:
+    """It is Python's error, before the relay has the first values of those that join."""
+    world = World.planned(rt, in_one_piece=False)
+    world.join([3, 5])
+    options = {**joining()(world), "writes": world.pages.entry(world.batch.slots)}
+    before, counters = world.state(), rt.counters.snapshot()
+    with pytest.raises(TypeError, match="not iterable"):
+        world.planner.plan(world.batch, **options)
+    assert (world.state(), rt.counters) == (before, counters)
 
 
 @both_ways

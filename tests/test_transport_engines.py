@@ -264,7 +264,8 @@ def test_writes_are_checked_before_they_are_sent(here: EngineSide, there: PeerPr
         here.write(name, one_row(region=99), b"tag")
     with pytest.raises(ArgumentError, match="overlaps another row at its destination"):
         here.write(name, Copies([0, 0], [0, 64], [0, 0], [0, 63], [64, 64]), b"tag")
-    for tag in (b"", b"x" * 129):
+    tags: list[Any] = [b"", b"x" * 129, "tag"]
+    for tag in tags:
         with pytest.raises(ArgumentError, match="a tag is 1 to 128 bytes"):
             here.write(name, Copies.empty(), tag)
     with pytest.raises(ArgumentError, match="expected a peer of"):

@@ -134,7 +134,7 @@ class Pair:
         values = np.random.default_rng(rank)
         for memory in side.memories:
             memory[:] = values.integers(0, 200, memory.shape)
-        self.decode.session.accept(side.introduction)
+        self.decode.session.accept(memoryview(side.introduction))  # as a socket gives it
         side.session.accept(self.decode.introduction)
         return side
 
@@ -603,7 +603,7 @@ def test_a_grant_of_a_huge_range_costs_what_the_request_needs() -> None:
 def test_names_are_as_long_as_peers_take() -> None:
     """A name that no peer would take is refused where it is given; the longest that peers take goes through."""
     pair = Pair()
-    with pytest.raises(ArgumentError, match=f"characters of the request's name is {MOST_TEXT + 1}"):
+    with pytest.raises(ArgumentError, match=f"request: expected a name of at most {MOST_TEXT} characters, got a str"):
         pair.receiver.lease("r" * (MOST_TEXT + 1), 1, ["prefill"])
     engine = InProcessEngine(Network())
     with pytest.raises(ArgumentError, match=f"characters of the region's name is {MOST_TEXT + 1}"):
@@ -669,6 +669,8 @@ REFUSED: list[tuple[Callable[[Pair], object], type[Exception], str]] = [
     (lambda pair: pair.receiver.lease("r", 1, ["prefill-0"] * 2), ArgumentError, "writers of ranks"),
     (lambda pair: Pair(2).receiver.lease("r", 1, ["prefill-0"]), ArgumentError, "writers of ranks"),
     (lambda pair: Pair(2).receiver.lease("r", 1, ["prefill-1"]), ArgumentError, "writers of ranks"),
+    (lambda pair: pair.receiver.lease(["r"], 1, ["prefill-0"]), ArgumentError, "expected a name"),  # type: ignore[arg-type]
+    (lambda pair: pair.receiver.lease(b"r", 1, ["prefill-0"]), ArgumentError, "expected a name"),  # type: ignore[arg-type]
     (lambda pair: pair.receiver.lease("r", MOST_TOKENS + 1, ["prefill-0"]), ArgumentError, "expected <= "),
     (lambda pair: pair.receiver.lease("r", 1, ["prefill-0"], attempt=MOST_ATTEMPTS + 1), ArgumentError, "expected <= "),
     (lambda pair: _suspicious(pair).lease("r", 1, ["prefill-0"]), TransferError, "no answer"),

@@ -279,10 +279,12 @@ class ForwardPlan:
             ContractError: `flashinfer` with bounds, whose page counts the host would have to know; requests of the
                 host tier with layouts, whose kernels do not read host memory.
             DeclarationError: an unknown layout, or array of indices; a token array with a name that is taken.
-            Violation: DERIVED_STALE, at `cheap`: slots and lengths of two sets of rows, or exact lengths that are not
-                those that the pages were given; SENTINEL_ESCAPED: a negative id; SLOT_ZERO_ALLOCATED: a padded row
-                before a request; PAGE_RELEASED: a token reads what was given back.
+            Violation: UNIT_MISMATCH: pages or locations as slots; DERIVED_STALE, at `cheap`: slots and lengths of two
+                sets of rows, or exact lengths that are not those that the pages were given; SENTINEL_ESCAPED: a
+                negative id; SLOT_ZERO_ALLOCATED: a padded row before a request; PAGE_RELEASED: a token reads what was
+                given back.
         """
+        int32 = frozenset(int32)
         names = checked_layouts(layouts, int32, _PLAN)
         named = {} if token_arrays is None else token_arrays
         if _IDS in named:
@@ -290,6 +292,8 @@ class ForwardPlan:
         num_rows, used = len(slots), np.flatnonzero(slots.np)
         num_reqs = int(used[-1]) + 1 if used.size else 0  # behind them lie padded rows
         where: Where = {"object": _PLAN, "operation": "plan", "step": slots.runtime.step}
+        if slots.unit != Slots.unit:
+            invariants.unit_mismatch(str(Slots.unit), str(slots.unit), **where)
         invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
         row_set = slots.row_set
         for numbers in (seq_lens, query_lens):
@@ -304,7 +308,6 @@ class ForwardPlan:
         subject = f"{_PLAN}: pad_tokens"
         padded_tokens = num_tokens if pad_tokens is None else count(pad_tokens, subject, least=num_tokens)
         check_range(0, padded_tokens, _INT32, subject)
-        int32 = frozenset(int32)
         id_dtype = torch.int32 if _IDS in int32 else torch.int64
         prompts = None if prompt_ids is None else TokenArray(prompt_ids, id_dtype, fill=STAND_IN, non_negative=True)
         ids = [] if prompts is None else prompts.values(queries, num_rows, f"{_PLAN}: prompt_ids")
@@ -455,7 +458,7 @@ class ForwardPlan:
         if pages is not None and pages.slots is not pool:
             problem = f"{_PLAN}.from_bytes: expected pages over {owner!r}, got {pages!r}"
             raise ArgumentError(problem, pages, "pass pages of its slots")
-        header, arrays = _unpacked(data)
+        header, arrays = _unpacked(bytes(data))  # a frame or shared memory is a memoryview
         runtime = owner.runtime if isinstance(owner, SlotPool) else owner
         numbers, generations = arrays.pop("slots"), arrays.pop("generations")
         sent: dict[str, Any] = {name: arrays.pop(name, None) for name in _SENT}

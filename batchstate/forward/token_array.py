@@ -9,8 +9,9 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, converted, shape_of
-from batchstate.errors import ShapeError
+from batchstate._arrays import UNORDERED, Array, converted, shape_of
+from batchstate.errors import DtypeError, ShapeError, expected
+from batchstate.mirror import MirroredTensor
 from batchstate.runtime.memory import numpy_dtype
 from batchstate.violations import Where
 
@@ -59,13 +60,15 @@ class TokenArray:
 
         Raises:
             ShapeError: not an entry per request, or not a value per token.
-            DtypeError, ValueOverflowError: other values.
+            DtypeError, ValueOverflowError: other values, or entries without an order.
         """
         num_reqs, rows = len(query_lens), self.rows
         if rows is None:
             return [None] * num_reqs
+        remedy = "pass a list with the values of each request, and None for those that have none here"
+        if isinstance(rows, (MirroredTensor, *UNORDERED)):  # the host side may be bounds
+            raise expected(subject, "a list", rows, remedy, DtypeError)
         if len(rows) not in (num_reqs, num_rows):
-            remedy = "pass a list with the values of each request, and None for those that have none here"
             raise ShapeError(f"{subject} of {len(rows)} for {num_reqs} requests", len(rows), remedy)
         dtype = numpy_dtype(self.dtype)
         arrays: list[Array | None] = [None] * num_reqs

@@ -8,7 +8,7 @@ of a writer in another process.
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import SupportsIndex, final
+from typing import Any, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -17,8 +17,8 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
-from batchstate._arrays import amounts, arange_per_row, as_array, read_only
-from batchstate.errors import ArgumentError
+from batchstate._arrays import UNORDERED, amounts, arange_per_row, as_array, read_only
+from batchstate.errors import ArgumentError, DtypeError, expected
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.runtime.memory import MappedMemory
@@ -194,6 +194,10 @@ class KVBuffer:
     def __attrs_post_init__(self) -> None:
         shape = tuple(size_of(size, f"{self.name}: item_shape", least=1) for size in self.item_shape)
         object.__setattr__(self, "item_shape", shape)
+        dtype: Any = self.dtype
+        if not isinstance(dtype, torch.dtype):
+            remedy = "pass dtype=, as `torch.bfloat16`"
+            raise expected(f"buffer {self.name!r}: dtype", "a dtype of torch", dtype, remedy, DtypeError)
 
     @property
     def item_bytes(self) -> int:
@@ -236,7 +240,8 @@ class HostKVPool(OfThisProcess):
         name: for reports.
 
     Raises:
-        ArgumentError, DtypeError: sizes that are not positive integers, or too large; no layers, or two of one name.
+        ArgumentError, DtypeError: sizes that are not positive integers, or too large; no layers, or two of
+            one name; no dtype of torch.
 
     Attributes:
         specs: a `KVBuffer` for each layer.
@@ -260,8 +265,8 @@ class HostKVPool(OfThisProcess):
         self.pool_id = next(_pool_ids)
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
-        if isinstance(layers, str):
-            raise ArgumentError(f"{name}: expected layers, got {layers!r}", layers, "pass names, or how many")
+        if isinstance(layers, (bool, *UNORDERED)):
+            raise expected(name, "layers", layers, "pass names in a list, or how many")
         self.specs = tuple(
             layer if isinstance(layer, KVBuffer) else KVBuffer(str(layer), item_shape, dtype)  # type: ignore[arg-type]
             for layer in (range(layers) if isinstance(layers, int) else layers)

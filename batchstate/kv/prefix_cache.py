@@ -285,6 +285,9 @@ class PrefixCache(OfThisProcess):
         """Cached pages."""
         return len(self._cached.pages)
 
+    def __bool__(self) -> bool:
+        return True  # `if self.cache:` asks whether there is a cache; an empty one would never get its first page
+
     def __contains__(self, key: Hashable) -> bool:
         return key in self._cached.pages
 

@@ -12,6 +12,7 @@ A fence has the number in which it was first handed to the library, the same on 
 that of a writer that is gone, holds back what is behind it, and nothing else.
 """
 
+import operator
 import zlib
 from collections.abc import Sequence
 from typing import Any, final
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants
-from batchstate.errors import ArgumentError
+from batchstate.errors import expected
 from batchstate.runtime.streams import Fence
 
 
@@ -94,14 +95,13 @@ class Agreement:
             reports: of all ranks of the group, this one's last included, in any order.
 
         Raises:
-            ArgumentError: this rank's report is not among them. Nothing was counted.
+            ArgumentError: this rank's report is not among them, or one is cut. Nothing was counted.
             Violation: RANKS_DIFFER: the ranks have not made the same calls, or got other indices. Nothing was counted.
         """
-        heard = [list(report) for report in reports]
-        if not self._reported or self._reported not in heard:
-            problem = f"{self!r}: agree: the last report of this rank is not among the {len(heard)} given"
+        heard = [[operator.index(number) for number in report] for report in reports]  # tensors are equal to nothing
+        if not self._reported or self._reported not in heard or min(map(len, heard)) < 2:
             remedy = "exchange `report()` among all ranks, and pass all of them to each"
-            raise ArgumentError(problem, len(heard), remedy)
+            raise expected(f"{self!r}: agree", f"whole reports, with {self._reported} among them", heard, remedy)
         fences, digests = (np.array([report[i] for report in heard]) for i in (0, 1))
         invariants.ranks_differ(fences, digests, object=self, operation="agree")
         agreed = sorted(set.intersection(*(set(report[2:]) for report in heard)))

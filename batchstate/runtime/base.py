@@ -276,7 +276,7 @@ class Runtime(OfThisProcess, abc.ABC):
     remember_memory: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
-        if not 1 <= steps_in_flight <= MOST_STEPS:
+        if isinstance(steps_in_flight, bool) or not 1 <= operator.index(steps_in_flight) <= MOST_STEPS:
             problem = f"expected steps_in_flight of 1 to {MOST_STEPS}, got {steps_in_flight}"
             remedy = "declare 1 for a synchronous engine, 2 for one step of overlap"
             raise ArgumentError(problem, steps_in_flight, remedy)

@@ -12,15 +12,15 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Unpack, final
+from typing import Any, Unpack, final
 
 import attrs
 import numpy as np
 import torch
 
 from batchstate import invariants
-from batchstate._arrays import count
-from batchstate.errors import ArgumentError, DtypeError, HandshakeError, ShapeError
+from batchstate._arrays import UNORDERED, count
+from batchstate.errors import ArgumentError, DtypeError, HandshakeError, ShapeError, expected
 from batchstate.transport.engines.base import Copies, Ints
 from batchstate.transport.wire import LARGEST, check_ranges
 from batchstate.violations import Where
@@ -69,6 +69,9 @@ def _dtype(value: str | torch.dtype) -> str:
 
 
 def _layers(value: list[str] | tuple[str, ...]) -> tuple[str, ...]:
+    names: Sequence[Any] = value
+    if isinstance(value, UNORDERED) or not all(name and isinstance(name, str) for name in names):
+        raise expected("KVLayout: layers", "a list of names", value, "name each buffer, as the peer does")
     return tuple(value)
 
 
@@ -97,8 +100,8 @@ class KVLayout:
 
     Raises:
         ArgumentError: a number out of its range, heads that cannot be shared by `degree` ranks, bytes that cannot be
-            shared by the heads, a layer twice, or a stage of other layers.
-        DtypeError: no dtype of torch, or a number that is no integer.
+            shared by the heads, a layer twice or without a name, or a stage of other layers.
+        DtypeError: no dtype of torch, a number that is no integer, or a flag that is no bool.
     """
 
     page_size: int
@@ -127,6 +130,9 @@ class KVLayout:
         for name in ("page_size", "item_bytes", "rank", "degree", "heads"):
             number = count(getattr(self, name), name, least=0 if name == "rank" else 1, most=_MOST[name])
             object.__setattr__(self, name, number)  # JSON takes no numpy integers
+        for name in ("replicated", "token_major", "per_request"):
+            if type(getattr(self, name)) is not bool:
+                raise expected(f"KVLayout: {name}", "True or False", getattr(self, name), "pass a bool", DtypeError)
         held = self.held
         if self.item_bytes % held.heads:
             problem = f"item_bytes {self.item_bytes} cannot be shared by the {held.heads} heads of a rank"

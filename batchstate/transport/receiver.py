@@ -14,13 +14,13 @@ other workers collect in `outbox`; the caller carries them, in any order, repeat
 import enum
 import time
 from collections.abc import Iterable, Sequence
-from typing import cast, final
+from typing import Any, cast, final
 
 import attrs
 import numpy as np
 
 from batchstate._arrays import count
-from batchstate.errors import ArgumentError, TransferError
+from batchstate.errors import ArgumentError, TransferError, expected
 from batchstate.kv.host_pool import HostRanges
 from batchstate.transport.engines.base import Delivery, Engine, Ints, Region
 from batchstate.transport.plan import check_sources
@@ -252,7 +252,10 @@ class Receiver(Session):
             raise ArgumentError(problem, writers, "pass a list of at least one name")
         total = count(num_tokens, "num_tokens", most=MOST_TOKENS)
         which = count(attempt, "attempt", least=1, most=MOST_ATTEMPTS)
-        count(len(request), "characters of the request's name", most=MOST_TEXT)
+        name: Any = request
+        if not isinstance(name, str) or len(request) > MOST_TEXT:
+            remedy = "pass its name as a string"
+            raise expected("lease: request", f"a name of at most {MOST_TEXT} characters", request, remedy)
         workers = tuple(map(self._named, writers))
         for worker in workers:
             if worker.ended or worker.lost is not None:

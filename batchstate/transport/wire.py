@@ -141,6 +141,7 @@ def parsed(data: bytes, schema: Check, noun: str, error: type[ArgumentError | Ha
         remedy: of that error.
     """
     try:
+        data = bytes(data)  # zmq and shared memory give a memoryview
         if len(data) > MOST_BYTES:
             raise ValueError(f"expected at most {MOST_BYTES} bytes, got {len(data)}")
         return schema(json.loads(data.decode(), object_pairs_hook=_distinct, parse_constant=_no_number))

@@ -504,7 +504,7 @@ class Engine(abc.ABC):
         if self._peers.get(peer.instance) is not peer:
             raise ArgumentError(f"expected a peer of {self!r}, got {peer!r}", peer, "connect to it first")
         peer.check_lost()
-        if not 0 < len(tag) <= MOST_TAG_BYTES:
+        if type(tag) is not bytes or not 0 < len(tag) <= MOST_TAG_BYTES:
             raise ArgumentError(f"a tag is 1 to {MOST_TAG_BYTES} bytes, got {tag!r}", tag, "pass a shorter one")
         if tag in self._used or tag in self._open:
             raise ArgumentError(f"tag {tag!r} was used before", tag, "give each write, also a retry, a new tag")
