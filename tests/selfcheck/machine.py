@@ -167,7 +167,7 @@ class Machine(testing.Machine):
         return opened
 
     def snapshot(self) -> object:
-        """All state that a refused call must leave unchanged, to be compared with `==`."""
+        """All state that a refused call must leave unchanged, to be compared with `==`; not what changes by itself."""
         return None
 
     @invariant()
@@ -188,23 +188,19 @@ class Machine(testing.Machine):
     @contextlib.contextmanager
     def refused(self, *expected: Expected) -> Iterator[Refusal]:
         """A window around a call that has to be refused with one of `expected` and to change nothing."""
-        # On the simulated device time stands still meanwhile: what completes by itself was not changed by the call.
-        held = getattr(type(self.rt), "held", None)
-        with contextlib.nullcontext() if held is None else held(self.rt):
-            before = self.snapshot()
-            refusal = Refusal()
-            try:
-                yield refusal
-            except BatchStateError as error:
-                if not _is_one_of(error, expected):
-                    raise
-                refusal.error = error
-                if not error.problem or not error.remedy:
-                    disagree(f"an error without a problem or a remedy: {error!r}")
-            else:
-                names = ", ".join(one.value if isinstance(one, Code) else one.__name__ for one in expected)
-                disagree(f"accepted what should be refused with one of {names}")
-            agree(before, self.snapshot(), "a refused call changed something")
+        before, refusal = self.snapshot(), Refusal()
+        try:
+            yield refusal
+        except BatchStateError as error:
+            if not _is_one_of(error, expected):
+                raise
+            refusal.error = error
+            if not error.problem or not error.remedy:
+                disagree(f"an error without a problem or a remedy: {error!r}")
+        else:
+            names = ", ".join(one.value if isinstance(one, Code) else one.__name__ for one in expected)
+            disagree(f"accepted what should be refused with one of {names}")
+        agree(before, self.snapshot(), "a refused call changed something")
 
     def refuses(self, misuse: Misuse[T], it: T) -> None:
         """A misuse, where it is one of `it`, is `refused`."""

@@ -25,7 +25,7 @@ from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.violations import Code
 from tests import refusals
 from tests.selfcheck.machine import Machine, Misuse, agree, agree_on, disagree, misuses
-from tests.selfcheck.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
+from tests.selfcheck.models import AllocatorModel, settled, snapshot_pages, snapshot_slots, snapshot_table
 
 Ints = npt.NDArray[np.int64]
 
@@ -298,7 +298,7 @@ class SlotMachine(PoolMachine):
             self.pool.expect_idle()
 
     def snapshot(self) -> object:
-        return snapshot_slots(self.pool), [part.stats() for part in self.parts[1:]]
+        return snapshot_slots(self.pool), [settled(part.stats()) for part in self.parts[1:]]
 
     def misused(self, data: st.DataObject) -> SlotPool:
         return self.pool
