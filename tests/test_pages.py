@@ -115,6 +115,31 @@ def test_pages_taken_for_a_cache_are_written_before_they_are_shared(slots: SlotP
         pages.commit(lease, 12)
 
 
+def test_pages_may_come_back_to_a_slot_as_shared_ones(slots: SlotPool, pages: PagePool) -> None:
+    """A new request shares the pages that the former one of its slot had alone: `verify` has nothing to report.
+
+    Its leaving is noted, and refuses all that was derived before. In one request the further holder has to be noted.
+    """
+    former, other = slots.take(1), slots.take(1)
+    pages.extend(former, 8)
+    pages.commit(former, 8)
+    slots.verify()
+    before = pages.page_table[former.np].tolist()
+    pages.release_requests(former)
+    pages.extend(other, 8)
+    pages.commit(other, 8)
+    new = slots.take(1)
+    pages.share(other, new, 8)
+    assert (new.np.tolist(), pages.page_table[new.np].tolist()) == (former.np.tolist(), before)
+    slots.verify()
+    pages.release_requests(other)
+    slots.verify()
+    noted = pages.shares.rows.copy()
+    pages.hold(new, 8)
+    pages.shares.rows[:] = noted
+    refused(Code.DERIVED_STALE, slots.verify)
+
+
 def test_a_reader_on_another_stream_waits_for_the_writer(rt: Runtime, slots: SlotPool, pages: PagePool) -> None:
     """On the writer's stream nothing waits; on another the device waits once, also for a prefix that was shared."""
     writer, reader = rt.stream("writer"), rt.stream("reader")

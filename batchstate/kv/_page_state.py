@@ -599,7 +599,11 @@ class PageOwners(SlotListener):
         self._check_changes(where)
 
     def _check_changes(self, where: Where) -> None:
-        """A slot that has lost tokens, pages or the sole use of one since the last time has a change noted for that."""
+        """A slot that has lost tokens, pages or the sole use of one since the last time has a change noted for that.
+
+        A change of the pages covers the holders too, since it refuses all that was derived before: a slot's new request
+        may begin with shared pages that the former request had alone.
+        """
         table, held_alone = self._table, self._references.further[self._table.pages] == 0
         if self._references.cached is not None:
             held_alone &= ~self._references.cached.cached[table.pages]
@@ -612,9 +616,10 @@ class PageOwners(SlotListener):
         there = before.pages != 0
         lost = (now.committed < before.committed) | (there & (now.pages != before.pages)).any(axis=1)
         shared = (there & (now.pages == before.pages) & before.held_alone & ~held_alone).any(axis=1)
+        renewed = now.epochs != before.epochs
         for changes, changed, noted in (
-            (self._epochs, lost, now.epochs != before.epochs),
-            (self._shares, shared & ~lost, now.shares != before.shares),
+            (self._epochs, lost, renewed),
+            (self._shares, shared, renewed | (now.shares != before.shares)),
         ):
             invariants.derived_stale(
                 changed & ~noted,

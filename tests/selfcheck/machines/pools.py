@@ -21,7 +21,7 @@ from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from tests import refusals
 from tests.selfcheck.machine import STALE, Machine, Misuse, agree, agree_on, disagree, misuses
-from tests.selfcheck.models import AllocatorModel, snapshot_pages, snapshot_slots, snapshot_table
+from tests.selfcheck.models import AllocatorModel, settled, snapshot_pages, snapshot_slots, snapshot_table
 
 Ints = npt.NDArray[np.int64]
 
@@ -287,7 +287,7 @@ class SlotMachine(PoolMachine):
             self.pool.expect_idle()
 
     def snapshot(self) -> object:
-        return snapshot_slots(self.pool), [part.stats() for part in self.parts[1:]]
+        return snapshot_slots(self.pool), [settled(part.stats()) for part in self.parts[1:]]
 
     def misused(self, data: st.DataObject) -> SlotPool:
         return self.pool

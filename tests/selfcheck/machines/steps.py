@@ -26,6 +26,7 @@ from batchstate.step import PlannedStep, StepPlanner
 from tests.selfcheck.machine import Machine, agree, ask
 from tests.selfcheck.machines.failures import PlantedError, failing
 from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, write_uncounted
+from tests.selfcheck.models import snapshot_pages, snapshot_slots
 
 LONGEST, PAGE_SIZE = 20, 4
 SIZE, NUM_PAGES = 6, 18
@@ -344,11 +345,7 @@ class StepMachine(Machine):
         return len(self.batch) > 0 and all(len(req.tokens) + req.encoder < LONGEST for req in self.batch.requests)
 
     def snapshot(self) -> object:
-        slots, pages = self.slots.stats, self.pages.stats
-        # Each reading reaps, and a device that is asked may get on: what is pending becomes free by itself.
-        slots = attrs.evolve(slots, free=slots.free + slots.pending, pending=0)
-        pages = attrs.evolve(pages, free=pages.free + pages.pending, pending=0)
-        return slots, pages, self.pages.committed_lengths.tolist()
+        return snapshot_slots(self.slots), snapshot_pages(self.pages), self.pages.committed_lengths.tolist()
 
     def check(self) -> None:
         for req, length in self._with_lengths():
