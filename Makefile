@@ -10,12 +10,13 @@ VENV   := .venv
 VENVPY := $(VENV)/bin/python
 PY     := $(VENVPY)
 STAMP  := $(VENV)/.set-up
+CORE   := $(VENV)/.core
 DEVICE :=
 ARGS   :=
 
 # An interpreter named on the command line is used as it is.
 ifeq ($(PY),$(VENVPY))
-READY := $(STAMP)
+READY := $(CORE)
 endif
 
 # Where pytest-xdist is there the tests share the cores; a GPU too, of which each process takes up to 2 GiB.
@@ -36,20 +37,31 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP)  ## make .venv: torch, the pinned tools, batchstate itself (editable)
+setup: $(CORE)  ## make .venv: torch, the pinned tools, batchstate itself (editable), its core compiled
 	@:
 
 # torch goes first and alone: with its version settled, nothing installed later can bring another build of it.
 $(STAMP): constraints.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "batchstate: no '$(PYTHON)' found; install Python 3.11 or newer, or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "batchstate: needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1); name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
-	@$(VENVPY) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "set-up 1/4: $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
-	@echo "set-up 2/4: torch (once; large)"
+	@$(VENVPY) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "set-up 1/5: $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "set-up 2/5: torch (once; large)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@echo "set-up 3/4: build backend"
-	@$(PIP) hatchling editables
-	@echo "set-up 4/4: batchstate and its tools"
-	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@echo "set-up 3/5: build backend"
+	@$(PIP) cython setuptools
+	@echo "set-up 4/5: batchstate and its tools"
+	@BATCHSTATE_COMPILED=0 $(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# Without a compiler this builds nothing and succeeds, unless BATCHSTATE_COMPILED=1. BATCHSTATE_COMPILED=0 is for what runs.
+LOG := $(VENV)/core.log
+$(CORE): batchstate/_core.py setup.py $(STAMP)
+	@echo "set-up 5/5: the core"
+	@rm -f batchstate/_core.*.so
+	@test "$$BATCHSTATE_COMPILED" != 0 || unset BATCHSTATE_COMPILED; \
+	  $(VENVPY) setup.py --quiet build_ext --inplace --force >$(LOG) 2>&1 || { cat $(LOG) >&2; exit 1; }
+	@test -e batchstate/_core.abi3.so && echo "batchstate: the core is compiled" || \
+	  echo "batchstate: the core is interpreted, and steps are slower ($(LOG) says why); install a C compiler, then: make -B setup"
 	@touch $@
 
 demo: $(READY)  ## a real model served one step ahead, every token compared with model.generate
@@ -113,12 +125,12 @@ peers:  ## watch and fuzz SGLang and vLLM as released, then with a statement les
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption $(ARGS)
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.streams
 
-wheel: $(READY)  ## sdist and wheel in dist/
-	$(PY) -m build --no-isolation --outdir dist
+wheel: $(READY)  ## sdist and wheel in dist/; BATCHSTATE_COMPILED=0 for one without the compiled core
+	BATCHSTATE_COMPILED=$${BATCHSTATE_COMPILED:-1} $(PY) -m build --no-isolation --outdir dist
 
 pins:  ## refresh constraints.txt with the newest releases (torch keeps its version)
 	@sh .ci/refresh-pins "$(PYTHON)"
 
 clean:  ## remove everything made here, .venv too; keeps the examples that hypothesis found
-	rm -rf $(VENV) $(PEERS) build dist docs/_build docs/reference/api .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) batchstate/_core.*.so batchstate.egg-info build dist docs/_build docs/reference/api .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,6 +40,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, race, sim")
 
 
+def pytest_configure() -> None:
+    """Refuse a compiled core of another source than the one that is here."""
+    from tests.interpreted import stale
+
+    if problem := stale(Path(__file__).parent / "batchstate"):
+        raise pytest.UsageError(problem)
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
     """Name of the device under test."""

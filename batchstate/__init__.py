@@ -6,6 +6,7 @@ The names below are the whole public surface for an engine; `batchstate.testing`
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from batchstate._core import compiled as compiled
     from batchstate._version import __version__ as __version__
     from batchstate.batch import Batch as Batch
     from batchstate.columns import device_only as device_only
@@ -43,11 +44,20 @@ if TYPE_CHECKING:
     from batchstate.violations import Code as Code
     from batchstate.violations import Violation as Violation
 else:
+    import os
+    import sys
+
     from batchstate._lazy import lazy_names
+
+    if "BATCHSTATE_COMPILED" in os.environ:  # see there: it decides which core is imported
+        from batchstate._interpreted import Finder
+
+        sys.meta_path.insert(0, Finder)
 
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "_core": "compiled",
             "_version": "__version__",
             "batch": "Batch",
             "columns": "device_only host_list mirrored slot_column",

@@ -322,7 +322,7 @@ def row_indices(rows: object, num_rows: int, subject: str) -> Rows:
         return np.empty(0, dtype=np.int64)
     if array.dtype.kind not in "iu":
         raise DtypeError(f"{subject}: row indices of dtype {array.dtype}", array.dtype, "pass integers or booleans")
-    index: Rows = array.astype(np.int64, copy=False)
+    index: Rows = np.ascontiguousarray(array, dtype=np.int64)  # as the core takes it
     if int(index.view(np.uint64).max()) >= num_rows:  # one look: as unsigned numbers, negative ones are the largest
         least, most = int(array.min()), int(array.max())
         wrong = least if least < 0 else most
@@ -402,45 +402,27 @@ def across(amount: Amounts, ndim: int) -> Amounts:
 
 
 def shifted(values: Array, amount: Amounts, subject: str) -> Array:
-    """`values + amount` in the dtype of `values`, as a new array. Arguments and errors as `shift`."""
-    result = values.copy()
-    shift(result, amount, subject)
-    return result
-
-
-def shift(values: Array, amount: Amounts | int, subject: str, column: str | None = None) -> None:
-    """Adds `amount`, int64 that broadcasts to `values`, to integers `values` [n, ...] in place; `column` names these.
+    """`values + amount` in the dtype of integers `values` [n, ...], as a new array; `amount` is int64 that broadcasts.
 
     Raises:
-        ValueOverflowError: a sum lies outside the dtype. Nothing was changed.
+        ValueOverflowError: a sum lies outside the dtype.
     """
-    if not values.size:
-        return
     floor, ceiling = _LIMITS[values.dtype]
-    if isinstance(amount, int):
-        down = up = amount
-    elif amount.ndim:
-        down, up = amount.item(amount.argmin()), amount.item(amount.argmax())
-    else:
-        down = up = amount.item()
-    if (down < 0 and values.item(values.argmin()) + down < floor) or (
-        up > 0 and values.item(values.argmax()) + up > ceiling
+    down, up = (amount.item(amount.argmin()), amount.item(amount.argmax())) if amount.size else (0, 0)
+    if values.size and (
+        (down < 0 and values.item(values.argmin()) + down < floor)
+        or (up > 0 and values.item(values.argmax()) + up > ceiling)
     ):
         # The extremes need not be in one row: look at each row with Python's integers, which do not wrap.
         exact = values.astype(object) + np.broadcast_to(amount, values.shape).astype(object)
         wrong = np.asarray((exact < floor) | (exact > ceiling), dtype=np.bool_)
         if wrong.any():
             at = np.unravel_index(int(np.argmax(wrong)), values.shape)
-            label = subject if column is None else f"{subject}: column {column!r}"
-            problem = f"{label}: row {at[0]} would become {exact[at]}, outside {values.dtype} ({floor} to {ceiling})"
+            problem = f"{subject}: row {at[0]} would become {exact[at]}, outside {values.dtype} ({floor} to {ceiling})"
             raise ValueOverflowError(problem, exact[at], "use a wider dtype, or find out why the value is so large")
     # The cast of a negative amount to an unsigned dtype wraps, and so does the sum; for arrays numpy says nothing.
-    if not isinstance(amount, int):
-        np.add(values, amount if amount.dtype is values.dtype else amount.astype(values.dtype), values)
-    elif floor <= amount <= ceiling:
-        np.add(values, amount, values)
-    else:
-        np.add(values, np.array(amount).astype(values.dtype), values)
+    result: Array = values + amount.astype(values.dtype)
+    return result
 
 
 def check_bound_can_move(values: Array, amount: Amounts, subject: str) -> None:

@@ -5,7 +5,7 @@
 | `build`, `replace`, `plan(joining={column: values})` | `ColumnInputs.read`: all rows of some columns, on any side |
 | `update`, and `bound=` of `update_device` | `host_values`, through which all host values go |
 | `update_device` | `device_rows`, through which all device sides go |
-| `advance`, `next_batch(advance=)` | `amounts_by_column`; `RowState.shifted` adds them, and refuses an overflow |
+| `advance`, `next_batch(advance=)` | `amounts_by_column`; `RowState.add` adds them, and refuses an overflow |
 | `tighten` | `MirroredTensor.tighten` |
 | `merge`, `next_batch` and `plan` with a batch as `joining=` | nothing: its values were checked when it was built |
 
@@ -13,7 +13,7 @@ The declaration of a column says which values it takes: `dtype`, `shape`, `contr
 overrides `TensorColumn.check_values`, which is called for all host values; `advance` refuses such a kind.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import attrs
@@ -23,7 +23,8 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import UNORDERED, Array, Rows, carried, check_dense
-from batchstate._rows import GENERATION_SUFFIX, DeviceRows, Layout, RowState
+from batchstate._core import Block
+from batchstate._rows import DeviceRows, Layout, RowState
 from batchstate.columns import DeviceColumn, HostColumn, MirroredColumn, TensorColumn
 from batchstate.errors import (
     ArgumentError,
@@ -49,35 +50,26 @@ class ColumnInputs:
     """Column values of a caller, checked and sorted by side.
 
     Attributes:
-        host: host rows of mirrored columns (and generations of slots).
+        host: host rows of mirrored columns.
         device: rows of columns whose host side is not a copy.
         objects: Python objects, object[n].
+        generations: of the slots, int64[n]; None without slots.
         pool_id: the pool of the slots; None without slots.
     """
 
     host: dict[str, Array] = attrs.field(factory=dict)
     device: dict[str, DeviceRows] = attrs.field(factory=dict)
     objects: dict[str, Objects] = attrs.field(factory=dict)
+    generations: Rows | None = None
     pool_id: int | None = None
 
     @classmethod
-    def read(
-        cls,
-        layout: Layout,
-        values: Mapping[str, object],
-        num_rows: int,
-        runtime: Runtime,
-        subject: str,
-        groups: Sequence[Array] = (),
-        first: int = 0,
-    ) -> Self:
+    def read(cls, layout: Layout, values: Mapping[str, object], num_rows: int, runtime: Runtime, subject: str) -> Self:
         """Checks and sorts values for some columns: one row each for `num_rows` requests.
 
         A mirrored column takes lists, arrays, CPU tensors and mirrored values; the slots take handles alone. A
-        device-only column takes tensors of the device too, and a host column any sequence. An array with the dtype and
-        shape of a column that takes any number needs no check: `Layout.plain`.
-
-        Host rows go into `groups` at once, if given, from row `first` on; the arrays of a caller are not kept.
+        device-only column takes tensors of the device too, and a host column any sequence. Host rows may still be the
+        caller's: they are copied into a block, and not kept.
 
         Raises:
             DeclarationError: an undeclared name.
@@ -88,35 +80,32 @@ class ColumnInputs:
             Violation: UNIT_MISMATCH, MIRROR_STALE_READ; those of `TensorColumn.check_values`.
         """
         inputs = cls()
-        columns, plain, shape = layout.columns, layout.plain, (num_rows,)
-        kinds = [groups[group].view(dtype)[:, first:] for group, dtype in layout.kinds] if groups else None
         for name, value in values.items():
-            direct = plain.get(name)
-            if direct is not None and type(value) is np.ndarray and value.dtype is direct[0] and value.shape == shape:
-                if kinds is None:
-                    inputs.host[name] = value  # copied into the rows of the batch later
-                else:
-                    kinds[direct[1]][direct[2]] = value
-                continue
-            column = columns.get(name)
+            column = layout.columns.get(name)
             label = f"{subject}: column {name!r}"
             if levels.full and isinstance(value, MirroredTensor):
                 value.check(subject)
             if isinstance(column, MirroredColumn):
+                if type(value) is np.ndarray and value.dtype == column.np_dtype and column.takes_any:
+                    _check_shape(column, value.shape, num_rows, label)  # any number is one of the column
+                    inputs.host[name] = value
+                    continue
                 inputs._read_mirrored(column, value, num_rows, runtime, label)
             elif isinstance(column, DeviceColumn):
                 inputs.device[name] = device_rows(column, value, num_rows, runtime, label)
             elif isinstance(column, HostColumn):
                 inputs.objects[name] = _object_rows(value, num_rows, label)
             else:
-                remedy = one_of(columns, name) if columns else "declare it, in a subclass of `Batch`"
+                remedy = one_of(layout.columns, name) if layout.columns else "declare it, in a subclass of `Batch`"
                 raise DeclarationError(f"{label} is not declared", name, remedy)
-        if groups:
-            for name, rows in inputs.host.items():
-                at = layout.places[name]
-                target = groups[at.group][at.member].view(at.dtype)[first:]
-                target[...] = rows.reshape(target.shape)
         return inputs
+
+    def into(self, state: RowState, first: int) -> None:
+        """Host rows into the block of rows that nobody has yet, from row `first` on."""
+        for name, rows in self.host.items():
+            state.column(name)[first:] = rows
+        if self.generations is not None:
+            state.generations[first:] = self.generations
 
     def _read_mirrored(
         self, column: MirroredColumn, value: object, num_rows: int, runtime: Runtime, label: str
@@ -130,8 +119,7 @@ class ColumnInputs:
                 raise DtypeError(f"{label}: expected slots, got numbers", value, remedy)
             self.host[name] = host_values(column, value, num_rows, runtime, label)
             if of_slots:
-                self.host[name + GENERATION_SUFFIX] = np.zeros(num_rows, dtype=np.int64)
-                self.pool_id = 0
+                self.generations, self.pool_id = np.zeros(num_rows, dtype=np.int64), 0
             return
         _check_value(column, value, runtime, label)
         bounded = value.contract is Contract.UPPER_BOUND
@@ -145,8 +133,7 @@ class ColumnInputs:
         if bounded:
             self.device[name] = DeviceRows.of(value.device_side, num_rows)
         if isinstance(value, Slots):
-            self.host[name + GENERATION_SUFFIX] = value.generations
-            self.pool_id = value.pool_id
+            self.generations, self.pool_id = value.generations, value.pool_id
 
 
 def rows_from(
@@ -167,18 +154,12 @@ def rows_from(
     if not values:
         raise ArgumentError(f"{subject}: no columns", (), "use `empty` for a batch of no requests")
     num_rows = len(next(iter(values.values())))  # type: ignore[arg-type]
-    first = 0 if after is None else after[1].size
-    if after is not None and first:
-        index = np.zeros(first + num_rows, dtype=np.int64)
-        index[:first] = after[1]
-        groups = [group.take(index, 1, None, "wrap") for group in after[0].groups]
-    else:
-        groups = [np.empty((len(pad), num_rows, *pad.shape[2:]), pad.dtype) for pad in layout.pads]
-    inputs = ColumnInputs.read(layout, values, num_rows, runtime, subject, groups, first)
-    if after is None or not (after[0].device or inputs.device or after[0].objects):
-        return RowState(layout, groups, inputs.device, inputs.objects), num_rows, inputs.pool_id
-    others = RowState(layout, [group[:, first:] for group in groups], inputs.device, inputs.objects)
-    return after[0].merged(others, after[1], groups), num_rows, inputs.pool_id
+    inputs = ColumnInputs.read(layout, values, num_rows, runtime, subject)
+    state = RowState(layout, Block(layout.core, num_rows), inputs.device, inputs.objects)
+    inputs.into(state, 0)
+    if after is not None:
+        state = after[0].merged(state, after[1])
+    return state, num_rows, inputs.pool_id
 
 
 def host_values(

@@ -1,9 +1,7 @@
-"""The rows of a batch: on the host in a few packed arrays, on the device alone, and as Python objects.
+"""The rows of a batch: on the host in one block of memory, on the device alone, and as Python objects.
 
-Columns of one number per row, whether of shape () or (1,), are packed into one group per item size: all 8-byte columns
-are one array int64[k, n], all 4-byte ones int32[k, n], and so on. A column of more numbers per row is a group of its
-own, [1, n, ...]. So moving rows is one numpy call per group, and costs the same for 4 columns as for 40. Each column is
-a contiguous row of its group, viewed with the column's own dtype.
+Mirrored columns lie one after the other in a `_core.Block`, widest first, so that they cross in one copy; moving rows
+is one loop of the core for all of them. Operations make another block: nobody writes a block that a batch has.
 
 Columns without an exact host side are the tensors that they came from, and an index into their rows: moving rows
 changes the index on the host and launches nothing; the rows are gathered when they are read. The index, padded rows and
@@ -12,7 +10,7 @@ added amounts cross in the batch's packed copy.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Self, final
+from typing import Unpack, final
 
 import attrs
 import numpy as np
@@ -30,106 +28,67 @@ from batchstate._arrays import (
     concatenate,
     of_dtype,
     select_rows,
-    shift,
+    shifted,
     signed_twin,
 )
+from batchstate._core import Block, Columns
 from batchstate.columns import Column, MirroredColumn, SlotColumn, TensorColumn
 from batchstate.errors import DeclarationError, DtypeError, one_of
-from batchstate.invariants import times_checked
-from batchstate.mirror import DeviceSide
+from batchstate.mirror import Contract, DeviceSide
 from batchstate.runtime.base import Runtime
-from batchstate.runtime.memory import ALIGNMENT, ReadyTensor, numpy_dtype
-from batchstate.violations import Code, Where
-
-GENERATION_SUFFIX = ".generation"
-"""Names the hidden column that carries the generations of a slot column."""
+from batchstate.runtime.memory import ReadyTensor, numpy_dtype
+from batchstate.violations import Where
 
 MOST_SOURCES = 8
 """A column of more sources than these is gathered at the next upload: each source is memory kept alive."""
 
-_NOTHING = np.zeros((), dtype=np.int64)
-
-_ROW_COUNT = Code.ROW_COUNT
-
-
-@attrs.frozen
-class Place:
-    """The place of a column.
-
-    Attributes:
-        group: index among the groups.
-        member: row of the group.
-        dtype: of the column.
-        shape: of one row.
-    """
-
-    group: int
-    member: int
-    dtype: "np.dtype[np.generic]"
-    shape: tuple[int, ...]
+INT64 = np.dtype(np.int64)
 
 
 @final
-@attrs.frozen(eq=False)
 class Layout:
-    """Places of the mirrored columns of a batch class.
+    """The columns of a batch class, and the order in which the mirrored ones lie in a block.
 
     Attributes:
         columns: all declarations of the class.
-        tensors: those of tensor columns; the mirrored ones of them have places.
-        places: column -> place; a slot column has a second entry for its generations.
-        names: for each group a name for reports: the size of its items, or its only column.
-        pads: for each group one padded row, [k, 1, ...].
-        row_bytes: column -> bytes of one row of it.
-        plain: column of one number per row that takes any number -> its dtype, its kind, and its row of the group: an
-            array of that dtype needs no check.
-        kinds: each group and dtype that has such columns.
+        tensors: those of tensor columns.
+        index: mirrored column -> its number in a block.
+        core: widths and units of these.
+        slots: the column of slots, or None.
+        row_bytes: mirrored column -> bytes of one row of it.
+        runs: column of one number per row -> the first column of its width, how many there are, and its number among
+            these: they lie side by side, so that one call of torch gives views of all.
+        pads: one padded row.
     """
 
-    columns: Mapping[str, Column]
-    tensors: Mapping[str, TensorColumn]
-    places: Mapping[str, Place]
-    names: tuple[str, ...]
-    pads: tuple[Array, ...]
-    row_bytes: Mapping[str, int]
-    plain: "Mapping[str, tuple[np.dtype[Any], int, int]]"
-    kinds: "tuple[tuple[int, np.dtype[Any]], ...]"
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self.columns = columns
+        self.tensors = {name: column for name, column in columns.items() if isinstance(column, TensorColumn)}
+        mirrored = [column for column in self.tensors.values() if isinstance(column, MirroredColumn)]
+        mirrored.sort(key=lambda column: (-column.np_dtype.itemsize, math.prod(column.shape) != 1))
+        self.index = {column.name: c for c, column in enumerate(mirrored)}
+        self.slots = next((column.name for column in mirrored if isinstance(column, SlotColumn)), None)
+        sizes = [column.np_dtype.itemsize for column in mirrored]
+        units = [math.prod(column.shape) for column in mirrored]
+        unsigned = [column.np_dtype.kind == "u" for column in mirrored]
+        slots = -1 if self.slots is None else self.index[self.slots]
+        self.core = Columns([size.bit_length() - 1 for size in sizes], units, unsigned, slots)
+        self.row_bytes = {name: sizes[c] * units[c] for name, c in self.index.items()}
+        self.runs: dict[str, tuple[int, int, int]] = {}
+        for size in set(sizes):
+            run = [c for c in self.index.values() if sizes[c] == size and units[c] == 1]
+            self.runs |= {mirrored[c].name: (run[0], len(run), at) for at, c in enumerate(run)}
+        # Whether a column may have rows on the device alone.
+        self.on_device = any(column.contract is not Contract.EXACT for column in self.tensors.values())
+        self._row_size = sum(self.row_bytes.values()) + 8
+        self.pads = Block(self.core, 1)
+        pads = RowState(self, self.pads, {}, {})
+        for column in mirrored:
+            pads.column(column.name)[...] = column.pad
 
-    @classmethod
-    def of(cls, columns: Mapping[str, Column]) -> Self:
-        """Groups the columns: widest first, in the order of declaration within a width."""
-        groups: dict[int, list[tuple[str, MirroredColumn]]] = {}
-        alone: list[MirroredColumn] = []
-        tensors = {name: column for name, column in columns.items() if isinstance(column, TensorColumn)}
-        for column in tensors.values():
-            if not isinstance(column, MirroredColumn):
-                continue
-            if math.prod(column.shape) != 1:
-                alone.append(column)
-                continue
-            group = groups.setdefault(column.np_dtype.itemsize, [])
-            group.append((column.name, column))
-            if isinstance(column, SlotColumn):
-                group.append((column.name + GENERATION_SUFFIX, column))
-        places: dict[str, Place] = {}
-        names: list[str] = []
-        pads: list[Array] = []
-        for width, group in sorted(groups.items(), reverse=True):
-            for member, (name, column) in enumerate(group):
-                places[name] = Place(len(pads), member, column.np_dtype, column.shape)
-            names.append(f"{width}-byte columns")
-            pads.append(np.stack([column.pad.reshape(1).view(f"i{width}") for _, column in group]))
-        for column in alone:
-            places[column.name] = Place(len(pads), 0, column.np_dtype, column.shape)
-            names.append(column.name)
-            pads.append(column.pad.reshape(1, 1, *column.shape).copy())
-        row_bytes = {name: math.prod(at.shape) * at.dtype.itemsize for name, at in places.items()}
-        kinds: dict[tuple[int, np.dtype[Any]], int] = {}
-        plain = {}
-        for name, at in places.items():
-            if name in tensors and tensors[name].takes_any and not at.shape:
-                plain[name] = at.dtype, kinds.setdefault((at.group, at.dtype), len(kinds)), at.member
-        return cls(columns, tensors, places, tuple(names), tuple(pads), row_bytes, plain, tuple(kinds))
+    def nbytes(self, num_rows: int) -> int:
+        """Memory in which a block of so many rows lies, or less: each column begins at a multiple of 16."""
+        return num_rows * self._row_size + 16 * len(self.index)
 
 
 @final
@@ -176,7 +135,7 @@ class DeviceRows:
             added = np.concatenate([part._amounts() for part in (self, other)])
         return DeviceRows(self.sources + other.sources, np.concatenate([self.rows, other.rows + offset]), added)
 
-    def shifted(self, amount: Rows) -> "DeviceRows":
+    def shifted(self, amount: Rows | int) -> "DeviceRows":
         """With int64 `amount` (one, or one per row) added."""
         return DeviceRows(self.sources, self.rows, self._amounts() + amount)
 
@@ -276,98 +235,89 @@ class RowState:
     """The rows of one batch, in three parts that move alike. An operation makes another one; no two batches share it.
 
     Attributes:
-        layout: places of the mirrored columns.
-        groups: rows of the mirrored columns on the host, [k, n, ...] each. Never written: operations make new arrays,
-            or share unchanged ones.
+        layout: of the batch class.
+        block: rows of the mirrored columns on the host, which nobody writes.
         device: columns whose host side is not a copy. A batch that has gathered a column replaces its rows here.
         objects: Python objects by column, object[num_reqs].
         changed: mirrored columns whose values the operation that made these rows may have changed; None if it moved
             rows.
     """
 
-    # These methods run a few times in each step: numpy's own with arguments by position, and no call in between.
-
     layout: Layout
-    groups: Sequence[Array]
+    block: Block
     device: Mapping[str, DeviceRows]
     objects: Mapping[str, Array]
-    changed: Collection[str] | None = attrs.field(default=None, init=False)
-
-    @classmethod
-    def padding(cls, layout: Layout, num_rows: int) -> "RowState":
-        """Padded rows alone, of the mirrored columns."""
-        return cls(layout, [np.repeat(pad, num_rows, axis=1) for pad in layout.pads], {}, {})
+    changed: Collection[str] | None = None
+    _views: dict[str, Array] = attrs.field(factory=dict, init=False)
 
     def __repr__(self) -> str:
-        groups = ", ".join(f"{name}: {rows} rows" for name, rows in self.lengths().items())
-        return f"RowState({groups}; {len(self.device)} device columns, {len(self.objects)} object columns)"
+        return f"RowState({self.block.n} rows; {len(self.device)} device columns, {len(self.objects)} object columns)"
 
     def column(self, name: str) -> Array:
         """The values of a mirrored column, a view [n, ...]."""
-        at = self.layout.places[name]
-        values: Array = self.groups[at.group][at.member]
-        if values.dtype is not at.dtype:
-            values = values.view(at.dtype)
-        return values.reshape(len(values), *at.shape) if at.shape else values
+        view = self._views.get(name)
+        if view is None:
+            column, block = self.layout.tensors[name], self.block
+            start = block.start(self.layout.index[name])
+            view = self._views[name] = np.ndarray((block.n, *column.shape), column.np_dtype, block.memory, start)
+        return view
 
-    def have(self, num_rows: int, num_reqs: int) -> bool:
-        """Whether each part of each column has as many rows as the batch, and objects for each request: ROW_COUNT.
+    @property
+    def generations(self) -> Rows:
+        """The generations of the slots, a view int64[n]."""
+        block = self.block
+        return np.ndarray((block.n,), INT64, block.memory, 8 * block.gens)
 
-        Counts it if so; else it counts none: check each for its report.
+    def crossing(self) -> Array:
+        """All mirrored columns, as they cross to the device."""
+        block = self.block
+        memory: Array = block.memory[: block.start(block.columns.num) >> 3]
+        return memory
+
+    def check_counts(self, num_rows: int, num_reqs: int, **where: Unpack[Where]) -> None:
+        """Each part of each column has as many rows as the batch, and objects for each request.
+
+        Raises:
+            Violation: ROW_COUNT.
         """
-        for group in self.groups:
-            if group.shape[1] != num_rows:
-                return False
+        counts = {"mirrored columns": self.block.n}
         if self.device:
-            for rows in self.device.values():
-                if len(rows.rows) != num_rows:
-                    return False
-        if self.objects:
-            for objects in self.objects.values():
-                if len(objects) != num_reqs:
-                    return False
-        times_checked[_ROW_COUNT] += 1
-        return True
-
-    def lengths(self) -> dict[str, int]:
-        """Rows of each group, counted on its own."""
-        return {name: group.shape[1] for name, group in zip(self.layout.names, self.groups, strict=True)}
+            counts |= {name: len(rows) for name, rows in self.device.items()}
+        if self.objects:  # padded rows have none
+            counts |= {name: len(objects) + num_rows - num_reqs for name, objects in self.objects.items()}
+        invariants.row_count(num_rows, counts, **where)
 
     def taken(self, index: Rows) -> "RowState":
         """The rows at checked indices int64[k]."""
+        block = Block(self.layout.core, index.size)
+        block.take(self.block, index)
         return RowState(
             self.layout,
-            [group.take(index, 1, None, "wrap") for group in self.groups],  # "wrap" is the fastest mode
+            block,
             self.device and {name: rows.taken(index) for name, rows in self.device.items()},
-            self.objects and {name: objects.take(index, 0, None, "wrap") for name, objects in self.objects.items()},
+            self.objects and {name: objects[index] for name, objects in self.objects.items()},
         )
 
-    def merged(self, other: "RowState", kept: Rows | None = None, groups: Sequence[Array] | None = None) -> "RowState":
-        """The rows of both; only those at checked indices `kept` int64[k] of these, if given.
+    def merged(self, other: "RowState", kept: Rows | None = None) -> "RowState":
+        """The rows of both; only those at checked indices `kept` int64[k] of these, if given."""
+        block = Block(self.layout.core, (self.block.n if kept is None else kept.size) + other.block.n)
+        block.join(self.block, kept, other.block)
+        return self.beside(block, other, kept)
 
-        A column that is exact in one of them alone is a device column of the result. The `groups` may be made already.
+    def beside(self, block: Block, other: "RowState", kept: Rows | None) -> "RowState":
+        """The same, where the mirrored columns are in `block` already.
+
+        A column that is exact in one of them alone is a device column of the result.
         """
-        if kept is None:
-            groups = [np.concatenate(pair, 1) for pair in zip(self.groups, other.groups, strict=True)]
-        elif groups is None:
-            # One array for each group: the rows that join get room in `take`, and are filled in after it.
-            size, groups = kept.size, []
-            index = np.zeros(size + (other.groups[0].shape[1] if other.groups else 0), dtype=np.int64)
-            index[:size] = kept
-            for mine, theirs in zip(self.groups, other.groups, strict=True):
-                group = mine.take(index, 1, None, "wrap")
-                group[:, size:] = theirs
-                groups.append(group)
         device: Mapping[str, DeviceRows] = self.device or other.device
         if device:
             names = (*self.device, *(name for name in other.device if name not in self.device))
             device = {name: self._device_rows(name, kept).merged(other._device_rows(name)) for name in names}
         objects = self.objects
-        if objects and kept is not None:
-            objects = {name: mine.take(kept, 0, None, "wrap") for name, mine in objects.items()}
         if objects:
-            objects = {name: np.concatenate((mine, other.objects[name])) for name, mine in objects.items()}
-        return RowState(self.layout, groups, device, objects)
+            rows = slice(None) if kept is None else kept
+            objects = {name: np.concatenate((mine[rows], other.objects[name])) for name, mine in objects.items()}
+        return RowState(self.layout, block, device, objects)
 
     def _device_rows(self, column: str, kept: Rows | None = None) -> DeviceRows:
         rows = self.device.get(column)
@@ -378,41 +328,47 @@ class RowState:
 
     def padded(self, count: int) -> "RowState":
         """These rows, then `count` padded rows; they have no objects."""
-        padding = RowState.padding(self.layout, count)
-        pads = {name: self.layout.tensors[name].pad for name in self.device}
-        padding.device = {name: DeviceRows.of(np.repeat(pad[None], count, axis=0), count) for name, pad in pads.items()}
-        padding.objects = {name: objects[:0] for name, objects in self.objects.items()}
-        return self.merged(padding)
-
-    def copied(self, columns: Collection[str]) -> "RowState":
-        """The same rows, with the groups of `columns` in memory of their own, to be changed; the others are shared."""
-        groups = list(self.groups)
-        for name in columns:
-            i = self.layout.places[name].group
-            if groups[i] is self.groups[i]:  # not copied yet, for another column of the group
-                groups[i] = groups[i].copy()
-        state = RowState(self.layout, groups, self.device, self.objects)
-        state.changed = tuple(columns)  # without the arrays that a mapping has for them
+        layout, num_rows = self.layout, self.block.n
+        block = Block(layout.core, num_rows + count)
+        block.append(0, self.block)
+        block.pad(layout.pads, num_rows)
+        state = self.on(block)
+        state.pad_device(count)
         return state
 
-    def aligned(self) -> list[Array]:
-        """All groups as they cross to the device: each column of one begins at a multiple of `ALIGNMENT`."""
-        arrays = list(self.groups)
-        if arrays and not arrays[0].shape[1] % ALIGNMENT:
-            return arrays
-        for i, group in enumerate(arrays):
-            spare = -group.shape[1] * group.itemsize % ALIGNMENT // group.itemsize
-            if spare and group.ndim == 2:
-                arrays[i] = np.zeros((len(group), group.shape[1] + spare), dtype=group.dtype)
-                arrays[i][:, : group.shape[1]] = group
-        return arrays
+    def on(self, block: Block) -> "RowState":
+        """The same, where the mirrored columns are in `block`."""
+        return RowState(self.layout, block, self.device, self.objects)
 
-    def shifted(
-        self, added: Mapping[str, object], num_rows: int, subject: str, *, in_place: bool = False
-    ) -> "RowState":
-        """With integers added to some columns: `added` maps a column to its amounts.
+    def moved(self, index: Rows | None, other: "RowState | None") -> "RowState":
+        """The device rows and objects at checked indices, all without, then those of `other`: no block is made yet."""
+        if other is not None:
+            return self.beside(self.block, other, index)
+        if index is None:
+            return self.on(self.block)
+        device = {name: rows.taken(index) for name, rows in self.device.items()}
+        objects = {name: objects[index] for name, objects in self.objects.items()}
+        return RowState(self.layout, self.block, device, objects)
 
-        Host rows that are not in use elsewhere are changed `in_place`.
+    def first(self, num_rows: int) -> "RowState":
+        """The first rows, in memory of their own."""
+        return self.taken(np.arange(num_rows))
+
+    def pad_device(self, count: int) -> None:
+        """Appends `count` padded rows to the columns on the device alone."""
+        pads = {name: np.repeat(self.layout.tensors[name].pad[None], count, axis=0) for name in self.device}
+        self.device = {name: rows.merged(DeviceRows.of(pads[name], count)) for name, rows in self.device.items()}
+
+    def copied(self, columns: Collection[str]) -> "RowState":
+        """The same rows in memory of their own, where some `columns` are to be changed."""
+        block = self.block
+        if columns:
+            block = Block(self.layout.core, block.n)
+            block.copy(self.block)
+        return RowState(self.layout, block, self.device, self.objects, tuple(columns))
+
+    def add(self, added: Mapping[str, object], subject: str) -> None:
+        """Adds integers to some columns of rows that nobody has yet: `added` maps a column to its amounts.
 
         Raises:
             DeclarationError: no such column.
@@ -421,28 +377,25 @@ class RowState:
             ValueOverflowError: a value would leave the column's dtype.
             ContractError: a bound of an unsigned dtype is lowered.
         """
-        places, columns = self.layout.places, self.layout.tensors
-        state = self if in_place else self.copied([name for name in added if name in places])
-        same: object = None  # the amount of the column before, which mostly is that of all
-        amount = _NOTHING
+        layout, block = self.layout, self.block
         for name, by in added.items():
-            column = columns.get(name)
+            label, column = f"{subject}: column {name!r}", layout.tensors.get(name)
             if column is None or not column.counted:
-                raise _not_counted(self.layout, name, f"{subject}: column {name!r}")
-            if type(by) is int and name not in state.device and -(2**63) <= by < 2**63:  # as in a decode step
-                shift(state.column(name), by, subject, name)
-                continue
-            label = f"{subject}: column {name!r}"
-            if by is not same or by is None:
-                amount, same = amounts(by, num_rows, label), by
-            if name in places:
-                values = state.column(name)
-                if name in state.device:
+                raise not_counted(layout, name, label)
+            rows, c, each, same = self.device.get(name), layout.index.get(name), None, 0
+            if type(by) is int and -(2**63) <= by < 2**63:
+                same = by
+            else:
+                amount = amounts(by, block.n, label)
+                each, same = (amount, 0) if amount.ndim else (None, amount.item())
+            if c is not None and block.add(c, same, each, rows is not None) >= 0:
+                amount, values = amounts(by, block.n, label), self.column(name)
+                if rows is not None:
                     check_bound_can_move(values, amount, label)
-                shift(values, across(amount, 1 + len(column.shape)) if amount.ndim else amount, label)
-            if name in state.device:
-                state.device = {**state.device, name: state.device[name].shifted(amount)}
-        return state
+                shifted(values, across(amount, values.ndim), label)
+                raise RuntimeError(f"{label}: a sum was refused that fits")  # pragma: no cover
+            if rows is not None:
+                self.device = {**self.device, name: rows.shifted(same if each is None else each)}
 
     def overwritten(self, column: str, rows: Rows, new: DeviceRows, bound: Array | None) -> "RowState":
         """With `new` in checked rows int64[k] of the device side of a column, and `bound` there on the host."""
@@ -467,7 +420,8 @@ class RowState:
         return state
 
 
-def _not_counted(layout: Layout, name: str, label: str) -> Exception:
+def not_counted(layout: Layout, name: str, label: str) -> Exception:
+    """The error of a column to which nothing can be added, or of no column."""
     column = layout.tensors.get(name)
     if column is not None:
         some = "" if column.takes_any or column.unit else f", of which a {type(column).__name__} takes some"

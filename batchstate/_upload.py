@@ -10,12 +10,13 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import Array, as_array
+from batchstate._core import Block
 from batchstate._origin import RowSet
-from batchstate._rows import MOST_SOURCES, DeviceRows, RowState
+from batchstate._rows import MOST_SOURCES, DeviceRows, Layout, RowState
 from batchstate.errors import ArgumentError, another_runtime, one_of
 from batchstate.mirror import DeviceSide, MirroredTensor, rows_of, write_count
 from batchstate.runtime.base import OfThisProcess, Runtime
-from batchstate.runtime.memory import PackedUpload, ReadyTensor
+from batchstate.runtime.memory import ALIGNMENT, PackedUpload, ReadyTensor, view_at
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
@@ -82,33 +83,23 @@ class SentColumns:
 
     Attributes:
         packed: the copy.
-        places: column -> its array in the copy; None for all columns, in their groups.
-        write_count: torch's count of writes in place into the copy when it was made, or None.
+        places: column -> its array in the copy; None for all columns, laid out as in their block.
         exposed: column -> the view that was given out, and torch's count of writes into it before.
     """
 
-    __slots__ = ("_groups", "exposed", "packed", "places", "write_count")
+    __slots__ = ("_runs", "exposed", "packed", "places")
 
     def __init__(self, packed: PackedUpload, places: Mapping[str, int] | None = None) -> None:
         self.packed = packed
         self.places = places
-        buffer = packed.buffer
-        self.write_count = None if buffer.is_inference() else buffer._version  # `write_count`, for each step
         self.exposed: dict[str, tuple[torch.Tensor, int | None]] = {}
-        self._groups: dict[tuple[int, np.dtype[np.generic]], tuple[torch.Tensor, ...]] = {}
+        self._runs: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     def shared(self, name: str, state: RowState) -> torch.Tensor:
         """A column as a view of the copy; no launch. A write into it counts as one into the copy."""
         if self.places is not None:
             return self.packed.shared(self.places[name])
-        at = state.layout.places[name]
-        num_rows = state.groups[at.group].shape[1]  # alignment follows the rows
-        kind = at.group, at.dtype
-        group = self._groups.get(kind)
-        if group is None:
-            group = self._groups[kind] = self.packed.group(at.group, at.dtype, num_rows)
-        column = group[at.member]
-        return column.view(num_rows, *at.shape) if at.shape else column
+        return column_view(self.packed.buffer, state.layout, state.block, name, self._runs)
 
     def view(self, name: str, state: RowState) -> torch.Tensor:
         """A column as the same view each time, with a count of writes of its own: a report names the column."""
@@ -121,6 +112,31 @@ class SentColumns:
     def is_large_for(self, nbytes: int) -> bool:
         """Whether the copy is too large to be kept for columns of so many bytes."""
         return self.packed.buffer.nbytes > max(KEPT_BYTES, 2 * nbytes)
+
+
+def column_view(
+    buffer: torch.Tensor,
+    layout: Layout,
+    block: Block,
+    name: str,
+    runs: "dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]]",
+) -> torch.Tensor:
+    """A column of device memory uint8[nbytes] that is laid out as a block.
+
+    Columns that lie side by side are viewed in one call for each dtype, and kept in `runs`: one by one, each costs as
+    much.
+    """
+    column, run, num_rows = layout.tensors[name], layout.runs.get(name), block.n
+    if run is None:
+        return view_at(buffer, (block.start(layout.index[name]), column.np_dtype, (num_rows, *column.shape)))
+    first, count, member = run
+    views = runs.get((first, column.dtype))
+    if views is None:
+        size, typed = column.np_dtype.itemsize, buffer.view(column.dtype)
+        pitch = (num_rows * size + ALIGNMENT - 1 & -ALIGNMENT) // size
+        begin = typed.storage_offset() + block.start(first) // size
+        views = runs[first, column.dtype] = typed.as_strided((count, num_rows), (pitch, 1), begin).unbind(0)
+    return views[member].view(num_rows, *column.shape) if column.shape else views[member]
 
 
 KEPT_BYTES = 1 << 16
@@ -167,7 +183,7 @@ class BatchDevice:
         sent = self.sent
         if sent is None:
             return None
-        sizes, num_rows = state.layout.row_bytes, state.groups[0].shape[1] if state.groups else 0
+        sizes, num_rows = state.layout.row_bytes, state.block.n
         unsent = dict.fromkeys(name for name in (*self._unsent, *changed) if name in state.layout.columns)
         later = {name: copy for name, copy in self._later.items() if name not in unsent}
         for copy in set(later.values()):
@@ -184,6 +200,10 @@ class BatchDevice:
             name: needs for name, needs in self._needs.items() if state.device.get(name) is self.state.device.get(name)
         }
         return device
+
+    def note_needs(self, name: str, upload: PackedUpload, places: range) -> None:
+        """The arrays by which a column is gathered have crossed in `upload`."""
+        self._needs[name] = upload, places
 
     def has(self, name: str) -> bool:
         """Whether a mirrored column has crossed."""
@@ -208,7 +228,7 @@ class BatchDevice:
         needs: dict[str, range] = {}
         if first:
             if sent is None:
-                arrays = state.aligned()
+                arrays = [state.crossing()]
             else:
                 names = [name for name in self._unsent if name not in state.device]
                 places = {name: i for i, name in enumerate(names)}
@@ -288,8 +308,9 @@ class BatchDevice:
         if self.sent is None:
             return None
         for sent in (self.sent, *self._later.values()) if self._later else (self.sent,):
-            if sent.write_count is not None and sent.packed.buffer._version != sent.write_count:
-                return self._differing(sent), sent.write_count, sent.packed.buffer._version
+            packed = sent.packed
+            if packed.write_count is not None and packed.buffer._version != packed.write_count:
+                return self._differing(sent), packed.write_count, packed.buffer._version
             for name in sent.exposed:
                 view, before = sent.exposed[name]
                 if before is not None and view._version != before and self.has(name) and self._sent_with(name) is sent:
@@ -303,9 +324,8 @@ class BatchDevice:
     def _differing(self, sent: SentColumns) -> str:
         state = self.state
         if not self._runtime.capturing:
-            for name in state.layout.places:
-                exact = name in state.layout.tensors and name not in state.device
-                if exact and self.has(name) and self._sent_with(name) is sent:
+            for name in state.layout.index:
+                if name not in state.device and self.has(name) and self._sent_with(name) is sent:
                     device = self._runtime.inspect(sent.shared(name, state))
                     if state.column(name).tobytes() != device.tobytes():
                         return name

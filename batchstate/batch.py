@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import STALE_HANDLE, Generations
+from batchstate._allocator import Allocator
 from batchstate._arrays import (
     MOST_ROWS,
     Amount,
@@ -37,9 +37,9 @@ from batchstate._arrays import (
 )
 from batchstate._column_inputs import ColumnInputs, amounts_by_column, device_rows, host_values, rows_from
 from batchstate._origin import DerivedArrays, RowSet
-from batchstate._rows import GENERATION_SUFFIX, Layout, RowState
+from batchstate._rows import Layout, RowState
 from batchstate._upload import BatchDevice, Extras, packed_step
-from batchstate.columns import Column, SlotColumn, TensorColumn, declared_columns
+from batchstate.columns import Column, TensorColumn, declared_columns
 from batchstate.errors import (
     ArgumentError,
     ContractError,
@@ -56,7 +56,7 @@ from batchstate.nvtx import ranges
 from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import PackedUpload
 from batchstate.tables import TableWrite
-from batchstate.violations import Where
+from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
     from batchstate.static import StaticBuffers
@@ -66,6 +66,9 @@ __all__ = ["Batch", "Extras"]
 Windows = Mapping[str, tuple[StaleWindow, ...]]
 
 NO_WINDOWS: Windows = MappingProxyType({})
+
+_ROW_COUNT = Code.ROW_COUNT
+_OF_SLOTS = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED
 
 
 class BatchType(type):
@@ -93,14 +96,12 @@ class Batch(OfThisProcess, metaclass=BatchType):
         "_crossed",
         "_device",
         "_exposed",
-        "_held_at",
-        "_most_slot",
         "_pool_id",
-        "_row_number",
         "_row_set",
         "_state",
         "_values",
         "_windows",
+        "lease",
         "num_reqs",
         "num_rows",
         "runtime",
@@ -108,15 +109,15 @@ class Batch(OfThisProcess, metaclass=BatchType):
     )
 
     _columns: ClassVar[Mapping[str, Column]] = {}
-    _layout: ClassVar[Layout] = Layout.of({})
+    _layout: ClassVar[Layout] = Layout({})
     _slot_column: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         declared = declared_columns(cls, reserved=frozenset(dir(Batch)) - frozenset(dir(object)))
         cls._columns = declared
-        cls._layout = Layout.of(declared)
-        cls._slot_column = next((name for name, column in declared.items() if isinstance(column, SlotColumn)), None)
+        cls._layout = Layout(declared)
+        cls._slot_column = cls._layout.slots
 
     def __init__(
         self,
@@ -126,24 +127,42 @@ class Batch(OfThisProcess, metaclass=BatchType):
         num_rows: int,
         pool_id: int = 0,
         windows: Windows = NO_WINDOWS,
-        row_number: int = 0,
+        row_set: RowSet | None = None,
+        lease: object = None,
     ) -> None:
-        """For the library; use `build` or `empty`. `row_number` is that of another batch of the same rows, if any."""
+        """For the library; use `build` or `empty`. `row_set` is that of another batch of the same rows, if any.
+
+        `lease` owns memory of the rows, on either side, which is filled again once nobody holds it.
+        """
         self.runtime = runtime
         self.num_reqs = num_reqs
         self.num_rows = num_rows
         self.version = runtime.new_version()
-        self._row_number = row_number or self.version
-        self._row_set: RowSet | None = None
+        self.lease = lease
+        self._row_set = row_set
         self._state = state
         self._device: BatchDevice | None = None  # once it is used
-        self._crossed: PackedUpload | None = None  # the copy that has all columns, where a step sent them
+        self._crossed: PackedUpload | None = None  # the copy that has all columns, where one upload sent them
         self._pool_id = pool_id
-        self._held_at = -1  # `frees` of the pool when all requests were last live
-        self._most_slot: int | None = None  # an upper bound of the slots, once it is known
         self._windows = windows
         self._values: dict[str, Any] = {}
         self._exposed: list[MirroredTensor] = []  # values that can be written from outside, or have stale windows
+
+    @classmethod
+    def _of_block(
+        cls,
+        runtime: Runtime,
+        state: RowState,
+        num_reqs: int,
+        pool_id: int,
+        crossed: PackedUpload | None,
+        lease: object,
+        row_set: RowSet | None = None,
+    ) -> Self:
+        """A batch of checked rows, for a planner: `crossed` has the columns of their block, from its first byte on."""
+        batch = cls(runtime, state, num_reqs, state.block.n, pool_id, NO_WINDOWS, row_set, lease)
+        batch._crossed = crossed
+        return batch
 
     @classmethod
     def build(cls, runtime: Runtime, /, **columns: ColumnValues) -> Self:
@@ -167,8 +186,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
             cls._check_none_missing(columns, f"{cls.__name__}.build")
         state, num_rows, pool_id = rows_from(cls._layout, columns, runtime, f"{cls.__name__}.build")
         batch = cls(runtime, state, num_rows, num_rows, pool_id or 0)
-        if pool_id and cls._slot_column is not None:
-            batch._held_at = columns[cls._slot_column].held_at  # type: ignore[union-attr]
         if levels.full:
             batch.check("build")
             return batch
@@ -235,19 +252,17 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             Violation: MIRROR_STALE_READ inside a stale window of a host side.
         """
-        tensors, mirrored = self._layout.tensors, self._layout.places
+        tensors, mirrored = self._layout.tensors, self._layout.index
         names = [name for name in self._columns if name in mirrored or name not in tensors]
         return {name: self[name].np if name in mirrored else self.objects(name) for name in names}
 
     def _value(self, column: TensorColumn) -> MirroredTensor:
         name = column.name
-        mirrored = name in self._layout.places
+        mirrored = name in self._layout.index
         contract = Contract.EXACT
         if name in self._state.device:
             contract = Contract.UPPER_BOUND if mirrored else Contract.DEVICE_ONLY
-        generations: Array | None = None
-        if name == self._slot_column:
-            generations = self._state.column(name + GENERATION_SUFFIX)
+        generations = self._state.generations if name == self._slot_column else None
         value = column.value_type.__new__(column.value_type)
         MirroredTensor.__init__(
             value,
@@ -264,18 +279,19 @@ class Batch(OfThisProcess, metaclass=BatchType):
             row_set=self.row_set,
             exposed=self._exposed,
         )
-        if isinstance(value, Slots) and self.num_rows == self.num_reqs:
-            value.held_at = self._held_at
         return value
 
     @property
     def row_set(self) -> RowSet:
         """The requests that the rows belong to; the same for all batches made of this one while no row moves."""
         if self._row_set is None:
-            column, slots = self._state.column, self._slot_column
-            handles = None if slots is None else lambda: (column(slots), column(slots + GENERATION_SUFFIX))
-            self._row_set = RowSet(self._row_number, handles, self._pool_id)
+            self._row_set = self._named_rows(self.version)
         return self._row_set
+
+    def _named_rows(self, number: int) -> RowSet:
+        state, slots = self._state, self._slot_column
+        handles = None if slots is None else lambda: (state.column(slots), state.generations)
+        return RowSet(number, handles, self._pool_id)
 
     def _open_windows(self) -> Windows:
         """Column -> its stale windows that are open: batches derived now inherit them."""
@@ -363,16 +379,17 @@ class Batch(OfThisProcess, metaclass=BatchType):
         num_reqs = self._begin("next_batch")
         index = None if keep is None else self._kept(keep, num_reqs, subject)
         state, num_reqs = self._turned_over(index, num_reqs, joining, "next_batch")
-        in_all = num_reqs if joining is None else num_reqs + joining.num_reqs
         added: Mapping[str, object] = {}
         if type(advance) is not tuple or advance:
             added = amounts_by_column(advance, n, subject)
         elif type(n) is not int or n != 1:
             raise ArgumentError(f"{subject}: n={n!r} of no column", n, "name columns: advance='seq_lens'")
-        same = state is self._state
-        if added or same:
-            state = state.shifted(added, in_all, subject, in_place=not same)
-        return self._derived("next_batch", state, num_reqs, moved=not same, joined=joining)
+        moved = state is not self._state
+        if not moved:
+            state = state.copied([name for name in added if name in self._layout.index])
+        if added:
+            state.add(added, subject)
+        return self._derived("next_batch", state, num_reqs, moved=moved, joined=joining)
 
     def _turned_over(
         self, index: Rows | None, num_reqs: int, joining: Self | None, operation: str
@@ -430,7 +447,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         num_reqs = self._begin("pad")
         extra = count(to, f"{subject}: rows", least=num_reqs, most=MOST_ROWS) - num_reqs
         padded = self._state.padded(extra)
-        batch = self._derived("pad", padded, num_reqs, num_rows=num_reqs + extra, same_rows=True)
+        batch = self._derived("pad", padded, num_reqs, num_rows=num_reqs + extra)
+        batch._row_set = batch._named_rows(self.row_set.number)
         if levels.cheap:
             batch._check_tail("pad")
         return batch
@@ -454,7 +472,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         subject = f"{type(self).__name__}.advance"
         added = amounts_by_column(columns, n, subject)
         num_reqs = self._begin("advance")
-        state = self._state.shifted(added, num_reqs, subject)
+        state = self._state.copied([name for name in added if name in self._layout.index])
+        state.add(added, subject)
         for name, amount in added.items():
             self._check_same_rows(amount, "advance", name)
         return self._derived("advance", state, num_reqs, moved=False)
@@ -473,7 +492,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         subject = f"{type(self).__name__}.update: column {column!r}"
         declared = self._tensor_column(column, subject)
         index = kept_rows(rows, self._begin("update"), subject)
-        if column not in self._layout.places or column in self._state.device or column == self._slot_column:
+        if column not in self._layout.index or column in self._state.device or column == self._slot_column:
             problem = f"{subject}: the host does not have its exact values"
             raise ArgumentError(problem, column, f"use replace({column}=...)")
         new = host_values(declared, values, index.size, self.runtime, subject, some=True)
@@ -504,7 +523,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         subject = f"{type(self).__name__}.update_device: column {column!r}"
         declared = self._tensor_column(column, subject)
         index = kept_rows(rows, self._begin("update_device"), subject)
-        mirrored = column in self._layout.places
+        mirrored = column in self._layout.index
         if declared.contract is Contract.EXACT:
             problem = f"{subject}: expected a column of bounds, got an exact one"
             raise ContractError(problem, column, "declare it with contract='upper_bound', or use `update`")
@@ -566,14 +585,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if inputs.pool_id is None:
             for name, value in columns.items():
                 self._check_same_rows(value, "replace", name)
-        batch = self._derived(
-            "replace",
-            self._state.replaced(inputs.host, inputs.device, inputs.objects),
-            num_reqs,
-            pool_id=inputs.pool_id,
-            windows={name: windows for name, windows in self._open_windows().items() if name not in columns},
-            same_rows=inputs.pool_id is None,
-        )
+        state = self._state.replaced(inputs.host, inputs.device, inputs.objects)
+        if inputs.generations is not None:
+            state.generations[:] = inputs.generations
+        windows = {name: windows for name, windows in self._open_windows().items() if name not in columns}
+        batch = self._derived("replace", state, num_reqs, moved=False, pool_id=inputs.pool_id, windows=windows)
         if inputs.pool_id is not None:
             batch._check_slots("replace")
         return batch
@@ -629,10 +645,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
         arrays, state = {} if extras is None else extras, self._state
         alone = self._device is None and self._crossed is None and not state.device
         first = alone or not self.device_side.uploaded
-        if first and (self._exposed or self._windows):
+        if first:
             self._check_host_is_fresh("upload")
         if alone:  # all columns cross now, and no `BatchDevice` is needed before one is read
-            self._crossed, uploaded, scatter = packed_step(self.runtime, state.aligned(), writes, arrays)
+            self._crossed, uploaded, scatter = packed_step(self.runtime, [state.crossing()], writes, arrays)
             if scatter is not None:
                 scatter()
         else:
@@ -731,7 +747,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             if rows is not None:
                 if not value.open_windows:
                     rows.check_sources(self.runtime, self._where(operation, name), value._host)
-                if not column.takes_any and name not in self._layout.places:
+                if not column.takes_any and name not in self._layout.index:
                     contents = rows.contents(self.runtime)
                     if contents is not None:
                         column.check_values(contents[1], self.runtime, operation)
@@ -745,17 +761,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             Violation: SLOT_STALE_HANDLE.
         """
-        pool = Generations.of_pool(self._pool_id)
+        pool = Allocator.of_pool(self._pool_id)
         if pool is None or self._slot_column is None:
             return
-        frees, value = pool.frees, self._values.get(self._slot_column)
-        if (frees == self._held_at or (value is not None and frees == value.held_at)) and not levels.full:
-            times_checked[STALE_HANDLE] += 1
-        else:
-            column, live = self._state.column, slice(self.num_reqs)
-            slots, held = column(self._slot_column), column(self._slot_column + GENERATION_SUFFIX)
-            pool.check_held(slots[live], held[live], operation)
-        self._held_at = frees
+        slots, live = self._state.column(self._slot_column), slice(self.num_reqs)
+        pool.check_held(slots[live], self._state.generations[live], operation)
 
     def _check_read_columns(self, operation: str) -> None:
         """Checks exposed values, as only these can have been written: device sides, and host sides as tensors."""
@@ -768,36 +778,37 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
     def _check_rows(self, operation: str) -> None:
         state = self._state
-        if state.have(self.num_rows, self.num_reqs):
+        if state.block.n == self.num_rows and not (state.device or state.objects):
+            times_checked[_ROW_COUNT] += 1
             return
-        where = self._where(operation)
-        # Counted apart: a bounded column has rows on both sides, under one name.
-        invariants.row_count(self.num_rows, state.lengths(), **where)
-        invariants.row_count(self.num_rows, {name: len(rows) for name, rows in state.device.items()}, **where)
-        if state.objects:
-            invariants.row_count(self.num_reqs, {name: len(rows) for name, rows in state.objects.items()}, **where)
+        state.check_counts(self.num_rows, self.num_reqs, object=self, operation=operation, step=self.runtime.step)
 
     def _check_slots(self, operation: str) -> None:
+        """No request has slot 0, a negative one, or that of another."""
         if self._slot_column is None:
             return
-        slots = self._state.column(self._slot_column)
-        if self.num_reqs != self.num_rows:
-            slots = slots[: self.num_reqs]
-        if self._most_slot is None:
-            self._most_slot = slots.item(slots.argmax()) if slots.size else 0
-        if not invariants.live_slots_hold(slots, self._most_slot):
-            where = self._where(operation, self._slot_column)
-            invariants.sentinel_escaped(slots, **where)
-            invariants.slot_zero_allocated(slots, **where)
-            invariants.slot_shared(slots, **where)
+        if self._state.block.wrong_slot(self.num_reqs) < 0:
+            for code in _OF_SLOTS:
+                times_checked[code] += 1
+            return
+        slots, where = self._state.column(self._slot_column)[: self.num_reqs], self._where(operation, self._slot_column)
+        invariants.sentinel_escaped(slots, **where)
+        invariants.slot_zero_allocated(slots, **where)
+        invariants.slot_shared(slots, **where)
+        raise RuntimeError(f"{operation}: slots were refused that no rule refuses")  # pragma: no cover
 
     def _check_tail(self, operation: str) -> None:
         if self.num_rows == self.num_reqs:
             return
-        for name, column in self._layout.tensors.items():
-            if name in self._layout.places:
-                tail = self._state.column(name)[self.num_reqs :]
-                invariants.tail_stale(tail, column.pad, self.num_reqs, **self._where(operation, name))
+        c = self._state.block.other_pad(self._layout.pads, self.num_reqs)
+        names = [name for name, at in self._layout.index.items() if c in (-1, at)]
+        for name in names:
+            invariants.tail_stale(
+                self._state.column(name)[self.num_reqs :],
+                self._layout.tensors[name].pad,
+                self.num_reqs,
+                **self._where(operation, name),
+            )
 
     # Helpers
 
@@ -811,61 +822,37 @@ class Batch(OfThisProcess, metaclass=BatchType):
         pool_id: int | None = None,
         windows: Windows | None = None,
         moved: bool = True,
-        same_rows: bool = False,
         joined: Self | None = None,
     ) -> Self:
         """The result of an operation, checked.
 
-        `moved` is False if no row moved, so that there are none to count; `same_rows` says that moved rows belong to
-        the same requests as before. Unchanged columns keep their device side. The requests of `joined` come behind
-        `num_reqs` of this one.
+        `moved` is False if no row moved: all that did not change stays on the device. `pool_id` is that of other slots
+        than before. The requests of `joined` come behind `num_reqs` of this one.
         """
-        slots_stay = pool_id is None
+        row_set = self.row_set if not moved and pool_id is None else None
         if pool_id is None:
             pool_id = self._pool_id
         if windows is None:
-            windows = self._open_windows() if self._exposed or self._windows else NO_WINDOWS
+            windows = self._open_windows()
         if joined is not None:
-            if joined._exposed or joined._windows:
-                windows = {**windows, **joined._open_windows()}
+            theirs = joined._open_windows()
+            if theirs:
+                windows = {**windows, **theirs}
             if not num_reqs:
                 pool_id = joined._pool_id
             num_reqs += joined.num_reqs
-        batch = type(self)(
-            self.runtime,
-            state,
-            num_reqs,
-            num_reqs if num_rows is None else num_rows,
-            pool_id,
-            windows,
-            self._row_number if same_rows or not moved else 0,
-        )
-        if slots_stay:  # they are some of these, and of those of `joined`
-            most, held_at = self._most_slot, self._held_at
-            if joined is not None:
-                most = None if most is None or joined._most_slot is None else max(most, joined._most_slot)
-                held_at = held_at if held_at == joined._held_at else -1
-            batch._most_slot, batch._held_at = most, held_at
-        changed = state.changed
-        if changed is not None and (self._device is not None or self._crossed is not None):
-            batch._device = self.device_side.kept(state, changed)
+        rows = num_reqs if num_rows is None else num_rows
+        lease = None if moved else self.lease  # the block may be the same, and what is on the device
+        batch = type(self)(self.runtime, state, num_reqs, rows, pool_id, windows, row_set, lease)
+        if state.changed is not None and (self._device is not None or self._crossed is not None):
+            batch._device = self.device_side.kept(state, state.changed)
         if levels.full:
             batch.check(operation)
-        elif levels.cheap and moved and not state.have(batch.num_rows, num_reqs):
-            batch._check_rows(operation)
-        if levels.cheap and joined is not None and joined.num_reqs:
-            batch._check_slots(operation)
-        return batch
-
-    def _sent(self, state: RowState, crossed: PackedUpload, operation: str) -> Self:
-        """The same requests with the columns of `state`, which all crossed in one copy. For a planned step."""
-        batch = type(self)(
-            self.runtime, state, self.num_reqs, self.num_rows, self._pool_id, NO_WINDOWS, self._row_number
-        )
-        batch._crossed, batch._row_set, batch._most_slot = crossed, self._row_set, self._most_slot
-        batch._held_at = self._held_at
-        if levels.full:
-            batch.check(operation)
+        elif levels.cheap:
+            if moved:
+                batch._check_rows(operation)
+            if joined is not None and joined.num_reqs:
+                batch._check_slots(operation)
         return batch
 
     def _begin(self, operation: str) -> int:

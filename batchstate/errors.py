@@ -172,6 +172,12 @@ def expected(
     return kind(f"{subject}: expected {wanted}, got {shown(got)}", got, remedy)
 
 
+def unexplained(subject: str, operation: str, refused: object) -> BatchStateError:
+    """The error where the core refuses something and no function of `invariants` says why: a bug of the library."""
+    problem = f"{subject}: {operation}: the core refuses {refused}, and no invariant is broken there"
+    return BatchStateError(problem, refused, "report it, with the call that raised it: it is a bug of the library")
+
+
 def wrong_shape(subject: str, wanted: Iterable[int], got: Iterable[int], remedy: str) -> ShapeError:
     """The error of another shape than the wanted one."""
     return ShapeError(f"{subject}: expected shape {[*wanted]}, got {[*got]}", tuple(got), remedy)

@@ -11,13 +11,12 @@ forward N + 1 gathers from it, on its stream; the host asks for rows at launch, 
 An entry is unwritten, published or consumed. Each publish has its own fence, and a reader on another stream waits for
 the fences of those publishes whose entries it reads. Reading an entry too early, twice or as another request, and
 overwriting one unread, is reported at level `cheap`, on the host, before anything is launched.
-
-The relay is always on: an engine that waits for each step uses it as one that runs ahead does.
 """
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any, final
 
@@ -28,18 +27,9 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import carried, check_dense, put_rows, select_rows, shape_of
-from batchstate._relay import (
-    DEVICE,
-    HOST,
-    READ_CODES,
-    READERS,
-    UNREAD_OVERWRITTEN,
-    Entries,
-    EntryState,
-    Publication,
-    PublishedRows,
-    RelayEntries,
-)
+from batchstate._core import Entries
+from batchstate._origin import RowSet
+from batchstate._relay import DEVICE, HOST, READERS, EntryState, Numbers, RelayEntries, Use
 from batchstate._upload import Extras
 from batchstate.errors import (
     ArgumentError,
@@ -74,23 +64,17 @@ _MOST_IN_RECORD = 256
 """Bytes of the largest entry that lies in a record with others. Larger ones, such as hidden states, lie by themselves:
 there a copy of the values into one piece costs more than a launch."""
 
-NO_RECORDS: Mapping[tuple[str, ...], torch.Tensor] = {}
-
 _READ_BY = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
 
 
 @final
 @attrs.frozen
 class RelayField:
-    """One declared field of a `FutureMap`; `relay_field` makes it, and says what each attribute means.
-
-    Attributes:
-        readers: bits of `read_by`: `DEVICE`, `HOST`.
-    """
+    """One declared field of a `FutureMap`; `relay_field` makes it, and says what each attribute means."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    readers: int
+    readers: int  # bits: DEVICE, HOST
     non_negative: bool
     must_read: bool
     ragged: bool = False
@@ -125,11 +109,6 @@ def relay_field(
         ragged: requests have different numbers of values, such as the drafts of an n-gram or a tree, and `shape` is the
             most, `(k,)`. A forward puts in the first ones of each request, as many as its plan says; what follows them
             may hold anything. Lists of unequal lengths are published with -1 behind them.
-
-    Raises:
-        DeclarationError: another reader; a ragged field that is not one row of signed integers.
-        DtypeError: a dtype that cannot be moved, or one that the host cannot read.
-        ShapeError, ArgumentError, DtypeError: `shape` is not a tuple or list of counts.
     """
     if read_by not in _READ_BY:
         raise DeclarationError(f"relay_field: read_by is {read_by!r}", read_by, one_of(_READ_BY, read_by))
@@ -146,27 +125,6 @@ def relay_field(
 
 
 @final
-@attrs.frozen(eq=False)
-class SelectedRecord:
-    """Entries of fields that lie side by side, taken out in one piece.
-
-    Attributes:
-        rows: their bytes, uint8[n, nbytes] on the device.
-        places: of each field in a row of it, with its declaration.
-    """
-
-    rows: torch.Tensor
-    places: Sequence[tuple[slice, RelayField]]
-
-    def split(self, rows: Array) -> list[Array]:
-        """Each field [n, *shape] on the host, in memory of its own; `rows` are the bytes that arrived there."""
-        return [
-            rows[:, part].copy().view(numpy_dtype(field.dtype)).reshape(len(rows), *field.shape)
-            for part, field in self.places
-        ]
-
-
-@final
 @attrs.define(eq=False, repr=False)
 class Prefetched(Mapping[str, MirroredTensor]):
     """Fields of some requests, asked for with `FutureMap.prefetch`; row i is that of `slots[i]`.
@@ -174,23 +132,30 @@ class Prefetched(Mapping[str, MirroredTensor]):
     Reading a field waits for the copy, if it has not run yet: `prefetched["tokens"]`, or `resolve()` for all. The slots
     may be freed meanwhile: the rows were taken out when they were asked for, and stay those of the requests that had
     the slots then. `prefetched["tokens"].aligned(batch.slots)` has the rows of a batch.
-
-    Attributes:
-        slots: the requests.
     """
 
-    slots: Slots
+    runtime: Runtime
+    num_reqs: int
+    _slots: Slots | Callable[[], Slots]
     _fields: Mapping[str, RelayField]
     _rows: Sequence[torch.Tensor | None]  # None where the device side is made from the host's when it is asked for
     _read: tuple[Stream, Fence]  # the stream that selected the rows, and a fence behind that
     _download: Download
-    _publications: Sequence[Publication]
+    _publishes: Sequence[Use]
     _relay: str
-    _record: SelectedRecord | None = None  # where the fields came in one piece
+    _pool_id: int
+    _parts: Sequence[slice] | None = None  # of each field in the bytes of a request, where all came in one piece
     _values: dict[str, MirroredTensor] | None = attrs.field(default=None, init=False)
 
     def __repr__(self) -> str:
-        return f"Prefetched({', '.join(self._fields)} of {len(self.slots)} requests)"
+        return f"Prefetched({', '.join(self._fields)} of {self.num_reqs} requests)"
+
+    @property
+    def slots(self) -> Slots:
+        """The requests."""
+        if not isinstance(self._slots, Slots):
+            self._slots = self._slots()
+        return self._slots
 
     @property
     def _where(self) -> Where:
@@ -202,23 +167,23 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     def ready(self) -> bool:
         """Whether `resolve` would return at once. Never waits."""
-        return self._values is not None or (not self.slots.runtime.capturing and self._download.ready())
+        return self._values is not None or (not self.runtime.capturing and self._download.ready())
 
     def resolve(self) -> Mapping[str, MirroredTensor]:
         """Each field as an exact value, both sides from one read of the relay. Waits for that copy alone.
 
         Raises:
-            OwnerThreadError: called from a second thread.
-            CaptureError: a stream is being captured, under which no fence may be asked.
             Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
         """
         if self._values is None:
-            runtime = self.slots.runtime
+            runtime = self.runtime
             if get_ident() != runtime.owner.ident:
                 runtime.check_owner(f"{self._download.name}: resolve")
             arrays = self._download.resolve()
-            if self._record is not None:
-                arrays = self._record.split(arrays[0])
+            if self._parts is not None:
+                pairs = zip(self._parts, self._fields.values(), strict=True)
+                pieces = [(arrays[0][:, part].copy().view(numpy_dtype(field.dtype)), field) for part, field in pairs]
+                arrays = [piece.reshape(len(piece), *field.shape) for piece, field in pieces]
             if levels.cheap:
                 self._check_order()
             values = {}
@@ -234,7 +199,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
                     shape=array.shape,
                     contract=Contract.EXACT,
                     name=name,
-                    row_set=self.slots.row_set,
+                    # Not by a method: a value that refers to this object, which has it, would be a cycle.
+                    row_set=RowSet(0, partial(_numbers_of, self._slots), self._pool_id),
                 )
                 if device is not None:
                     values[name].check("resolve")
@@ -243,10 +209,10 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     def _check_order(self) -> None:
         """The values had been published when they were read, as the publish's fence says, and have landed."""
-        times_checked[Code.FUTURE_ORDER] += 1 + len(self._publications)
+        times_checked[Code.FUTURE_ORDER] += 1 + len(self._publishes)
         done = self._download.done
-        for publish in self._publications:
-            if publish.fence is not done and not publish.fence.query():
+        for publish in self._publishes:
+            if publish.fence is not done and not (publish.fence and publish.fence.query()):
                 invariants.future_order(False, publish.by, "the host", f"a wait for {publish.by}", **self._where)
         if not done.query():
             invariants.future_order(False, "the copy from the device", "the host", "a wait for the copy", **self._where)
@@ -275,10 +241,6 @@ class FutureMap(OfThisProcess):
         slots: the pool; entries end when their slot is freed.
         fields: name -> `relay_field(...)`.
         name: for reports.
-
-    Raises:
-        DeclarationError: no fields.
-        ArgumentError: fields larger than memory can be.
     """
 
     def __init__(self, slots: SlotPool, fields: Mapping[str, RelayField], *, name: str = "relay") -> None:
@@ -295,17 +257,15 @@ class FutureMap(OfThisProcess):
             entries[field] = Entries(declared.readers, declared.must_read, capacity)
         self._record: torch.Tensor  # uint8[capacity, nbytes], the entries of all small fields, if there are several
         self._places: dict[str, slice] = {}  # of these in it
-        self._gathered_elements: dict[tuple[str, ...], ReadyTensor] = {}  # of fields that lie apart in it
         self._memory = self._allocated(capacity)
         self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=repr(self))
-        self._gather_names = {field: f"{name}: gather {field}" for field in self._fields}
-        self._publish_names = {field: f"{name}: {field}" for field in self._fields}
         self._transaction = slots.transaction
         self._private = self.runtime.stream(f"{name}: to the host")
         slots.add_listener(self._entries)
         weakref.finalize(self, slots.remove_listener, self._entries).atexit = False
         self._zeroed_on, self._zeroed = self.runtime.current_stream, self.runtime.record()
-        self._synchronised: dict[str, set[object]] = {field: set() for field in self._fields}
+        record = set[object]()  # one allocation for all in it
+        self._synchronised = {field: record if field in self._places else set[object]() for field in self._fields}
 
     def __repr__(self) -> str:
         return f"FutureMap({self.name!r}, {', '.join(self._fields)})"
@@ -331,32 +291,15 @@ class FutureMap(OfThisProcess):
                 memory[name] = self.runtime.device_zeros(shape, field.dtype, name=f"{self.name}: {name}")
         return memory
 
-    def _runs(self, names: Iterable[str]) -> list[list[str]]:
-        """The names in runs that lie side by side in the record; a field that is not in it is a run of its own."""
-        runs: list[list[str]] = []
-        end = -1
-        places = self._places
-        for name in sorted(names, key=lambda name: places[name].start if name in places else -1):
-            if name in places and places[name].start == end:
-                runs[-1].append(name)
-            else:
-                runs.append([name])
-            end = places[name].stop if name in places else -1
-        return runs
-
     @property
     def fields(self) -> Mapping[str, RelayField]:
         """The declarations by name."""
         return dict(self._fields)
 
     def states(self, slots: Slots, field: str) -> list[EntryState]:
-        """The states of the entries of some requests.
-
-        Raises:
-            DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
-        """
-        self._check_fields((field,), "states")
-        return self._entries.fields[field].states(self._live(slots, "states").np)
+        """The states of the entries of some requests."""
+        self._check_call((field,), "states", launches=False)
+        return self._entries.states(self._live(slots, "states")[1], field)
 
     # Writing
 
@@ -368,8 +311,7 @@ class FutureMap(OfThisProcess):
 
         Publish what is certain early, such as lengths right after verification, in a call of its own: readers on other
         streams wait for this publish, and for nothing that the forward does behind it. Values that the host has, for
-        requests that arrive prebuilt or come back, are uploaded in one copy; fields side by side are then one array and
-        one launch. They count as read by the host.
+        requests that arrive prebuilt or come back, are uploaded in one copy, and count as read by the host.
 
         Args:
             slots: the requests; live handles, each once. Padded rows at the end are left out.
@@ -377,146 +319,153 @@ class FutureMap(OfThisProcess):
                 device side is published; or host values, as a list or an array `[n, *shape]`.
 
         Raises:
-            DeclarationError: no such field, or none at all.
-            ShapeError, DtypeError, DeviceError, ValueOverflowError: values that do not go into the field.
-            CaptureError: the stream is being captured; a replay would publish without the relay's knowledge.
-            Violation: codes of handles; SLOT_SHARED; SENTINEL_ESCAPED: a negative host value in a field that has none;
-                DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests; FUTURE_UNREAD_OVERWRITTEN
-                and FUTURE_ORDER at `cheap`. Nothing was published.
+            Violation: SENTINEL_ESCAPED: a negative host value in a field that has none. FUTURE_UNREAD_OVERWRITTEN,
+                FUTURE_ORDER, DERIVED_STALE (a mirrored value whose rows are of other requests), at `cheap`. Nothing was
+                published.
         """
-        live, device, host = self._checked_publish(slots, values)
-        if not len(live):
-            return
-        tensors = {name: _live_rows(value, len(live)) for name, value in device.items()}
-        records: dict[tuple[str, ...], torch.Tensor] = {}
-        if host:
-            runs = self._runs(host)
-            packed = self.runtime.upload([live.np, *(_host_record([host[name] for name in run]) for run in runs)])
-            index = packed.view(0)
-            records = {tuple(run): packed.view(i) for i, run in enumerate(runs, 1)}
-        else:
-            index = self._index(slots, live)
-        self._scatter(live.np, live.generations, index, tensors, host, records)
+        self._check_call(values, "publish")
+        live, rows, generations = self._live(slots, "publish")
+        self.publish_rows(
+            rows, generations, len(slots), lambda: self._index(slots, rows.size), values, (), lambda: live
+        )
 
-    def _checked_publish(
-        self, slots: Slots, values: Mapping[str, object]
-    ) -> tuple[Slots, dict[str, torch.Tensor | MirroredTensor], dict[str, Array]]:
-        """The checks of `publish`, before it changes anything: live rows, values on the device and on the host."""
-        self._check_call("publish")
+    def publish_rows(
+        self,
+        rows: Array,
+        generations: Array,
+        num_rows: int,
+        index: Callable[[], torch.Tensor],
+        values: Mapping[str, object],
+        results: Sequence[str],
+        handles: Callable[[], Slots],
+    ) -> Prefetched | None:
+        """`publish` for live slots, and `prefetch` of `results`: values at hand go straight to the host.
+
+        For `StepPlanner`. `index` makes the slots on the device, and `handles` the handles; `num_rows` counts padded
+        rows too.
+        """
         if not values:
             raise DeclarationError(f"{self.name}: publish of no field", None, f"name one of: {', '.join(self._fields)}")
-        self._check_fields(values, "publish")
-        self._entries.prune()
-        live = self._live(slots, "publish")
-        num_rows = len(live), len(slots)
-        device: dict[str, torch.Tensor | MirroredTensor] = {}
+        n, device = len(rows), self.runtime.device
+        tensors: dict[str, torch.Tensor] = {}
+        others: dict[str, torch.Tensor | MirroredTensor] = {}
         host: dict[str, Array] = {}
         for name, value in values.items():
-            if isinstance(value, (torch.Tensor, MirroredTensor)):
-                if isinstance(value, MirroredTensor) and value.row_set is not None:
-                    slots.row_set.check_same(value.row_set, value, **self._entries.where("publish", name))
-                subject = f"{self.name}: publish of {name!r}"
-                _check_device_values(value, self._fields[name], num_rows, self.runtime, subject)
-                device[name] = value
+            field = self._fields.get(name)
+            if field is None:
+                self._check_call((name,), "publish")
+            elif (
+                type(value) is torch.Tensor
+                and value.dtype is field.dtype
+                and value.shape == (n, *field.shape)
+                and value.device == device
+                and value.is_contiguous()
+                and not value.requires_grad
+            ):
+                tensors[name] = value
+            elif isinstance(value, (torch.Tensor, MirroredTensor)):
+                self._check_device_values(name, value, (n, num_rows), handles)
+                others[name] = value
             else:
-                host[name] = self._checked_host_values(name, value, num_rows)
-        self._entries.check_overwrite(live.np, values)
-        return live, device, host
+                host[name] = self.host_values(name, value, (n, num_rows))
+        numbers = self._entries.check_overwrite(rows, values)
+        if not n:
+            return self.prefetch(handles(), *results) if results else None
+        for name, value in others.items():
+            tensors[name] = _live_rows(value, n)
+        sent = [tensors[name] for name in results] if tensors.keys() >= {*results} else []
+        if host:
+            packed = self.runtime.upload([rows, *host.values()])
+            at = packed.view(0)
+            tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
+        else:
+            at = index()
+        to_host = (*host, *results) if sent else host
+        publish, download = self.put(rows, generations, at, tensors, numbers, to_host, sent)
+        if levels.full:
+            self.check("publish")
+        if download is None:
+            return self.prefetch(handles(), *results) if results else None
+        here = publish.stream, download.done
+        return self._prefetched(handles, n, results, [None] * len(sent), here, download, [publish])
 
-    def packed(self, rows: Array, generations: Array, values: Mapping[str, object]) -> "PackedPublish":
-        """A publish of host values that cross with the copy of a step, for checked handles. For the library.
+    def host_values(self, name: str, value: object, num_rows: tuple[int, int]) -> Array:
+        """Checked values of a field for its live rows, as they cross. An array may be the caller's own.
 
-        Raises:
-            As `publish`; ArgumentError: values that are on the device already.
+        `num_rows` are the live rows, and all rows; the values may be as many as either.
         """
-        self._check_fields(values, "publish")
-        host: dict[str, Array] = {}
-        for name, value in values.items():
-            if isinstance(value, (torch.Tensor, MirroredTensor)):
-                problem = f"{self.name}: {name!r} from the device, with the copy of a step"
-                raise ArgumentError(problem, name, "publish what a forward has made with `publish`")
-            host[name] = self._checked_host_values(name, value, (rows.size, rows.size))
-        self._entries.check_overwrite(rows, host)
-        return PackedPublish(self, rows, generations, host)
-
-    def _checked_host_values(self, name: str, value: object, num_rows: tuple[int, int]) -> Array:
-        field = self._fields[name]
-        array = _host_values(value, field, num_rows, f"{self.name}: publish of {name!r}")
+        field, subject = self._fields[name], f"{self.name}: publish of {name!r}"
+        if field.ragged and isinstance(value, list | tuple) and all(isinstance(row, list | tuple) for row in value):
+            value = [[*row, *[-1] * (field.shape[0] - len(row))] for row in value]
+        if type(value) is not np.ndarray or value.dtype is not NUMPY_DTYPES.get(field.dtype):
+            value = carried(value, *host_dtype(field.dtype), subject)
+            if value.shape == (0,) and num_rows[0] == 0:
+                value = np.empty((0, *field.shape), value.dtype)  # an empty list knows no shape of a row
+        _check_shape(value.shape, field, num_rows, subject)
+        array: Array = value[: num_rows[0]]
         if field.non_negative and not field.ragged:
             invariants.sentinel_escaped(array.reshape(-1), **self._entries.where("publish", name))
         return array
 
-    def _scatter(
+    def _runs(self, names: Iterable[str]) -> list[list[str]]:
+        """The names in runs that lie side by side in the record; a field that is not in it is a run of its own."""
+        runs: list[list[str]] = []
+        end = -1
+        for place, name in sorted((self._places.get(name, slice(-2, -3)).start, name) for name in names):
+            if place != end:
+                runs.append([])
+            runs[-1].append(name)
+            end = self._places[name].stop if name in self._places else -1
+        return runs
+
+    def put(
         self,
         rows: Array,
         generations: Array,
         index: torch.Tensor,
         values: Mapping[str, torch.Tensor],
-        from_host: Collection[str],
-        records: Mapping[tuple[str, ...], torch.Tensor] = NO_RECORDS,
-    ) -> Publication:
-        """Launches and notes a publish; `index` and `values` are safe on this stream.
+        numbers: Numbers,
+        to_host: Collection[str] = (),
+        sent: Sequence[torch.Tensor] = (),
+        then: str | None = None,
+    ) -> tuple[Use, Download | None]:
+        """Launches and notes a checked publish on the current stream, for which all tensors are safe.
 
-        `from_host` names the fields that the host has read by this; `records` are further values, of fields side by
-        side in one tensor.
+        `index` has the slots `rows`, and `numbers` is what `RelayEntries.check_overwrite` returned. The host has, or
+        gets by this, the values of the fields `to_host`; `sent` are those that go there behind the publish.
         """
-        names = [*values]
-        for several in records:
-            names += several
-        self._entries.wait_to_overwrite(rows, names)
-        launched: list[str] = []
+        runtime, written = self.runtime, list[str]()
+        launch, stream = runtime.launch, runtime.current_stream
+        self._entries.come_behind(numbers, stream, "publish", to_write=True)
         self._transaction.operation = "publish"
         try:
-            # Two launches one by one, too.
-            runs = self._runs(values) if len(values) > 2 else [[name] for name in values]
-            for run in (*runs, *records):
-                if len(run) > 1:
-                    memory, label = self._part_of_record(run), f"{self.name}: {', '.join(run)}"
-                else:
-                    memory, label = self._memory_of(run[0]), self._publish_names[run[0]]
-                if isinstance(run, tuple):
-                    tensor = records[run]
-                elif len(run) == 1:
-                    tensor = values[run[0]]
+            for run in self._runs(values) if len(values) > 2 else [[name] for name in values]:
+                label = f"{self.name}: {', '.join(run)}"
+                if len(run) == 1:
+                    memory, part = self._memory_of(run[0]), values[run[0]]
                 else:
                     parts = [values[name] for name in run]
-                    tensor = self.runtime.launch(_as_record, parts, reads=parts, name=f"{label}: pack")
-                self.runtime.launch(
-                    put_rows, memory, index, tensor, reads=(index, tensor), writes=(memory,), name=label
-                )
-                launched += run
-            stream = self.runtime.current_stream
-            all_from_host = len(from_host) == len(names)
-            fence, readers = self.runtime.record(stream), HOST if all_from_host else 0
-            publication = self._entries.publish(rows, generations, names, fence, stream, readers)
-            if not all_from_host:
-                self._entries.take(rows, from_host, HOST)
+                    memory, part = self._part_of_record(run), launch(_as_record, parts, reads=parts, name=label)
+                launch(put_rows, memory, index, part, reads=(index, part), writes=(memory,), name=label)
+                written += run
+            # On this stream, where what is published may be written over later; one fence is behind both.
+            download = runtime.download(sent, name=self.name) if sent else None
+            fence = runtime.record(stream) if download is None else download.done
+            publish = self._entries.publish(rows, generations, written, fence, stream, to_host)
         except Exception:
-            self._publish_failed(rows, launched)
+            if written:  # a device takes no launch back
+                self._entries.mark_failed(rows, written, runtime.record(stream), stream)
+            self._transaction.operation = None
             raise
-        self._transaction.operation = None
-        if levels.full:
-            self.check("publish")
-        return publication
-
-    def _publish_failed(self, rows: Array, written: Collection[str]) -> None:
-        """Notes a publish that torch could not launch: a device takes no launch back."""
-        if written:
-            self._entries.mark_failed(rows, written, self.runtime.record())
-        self._transaction.operation = None
+        self._transaction.operation = then
+        return publish, download
 
     def discard(self, slots: Slots, *fields: str) -> None:
-        """Makes entries unwritten that no reader wants any more; all fields by default. Touches no device memory.
-
-        Raises:
-            DeclarationError: no such field. Handles: as for `SlotPool.check_handles`.
-        """
-        self._check_fields(fields, "discard")
-        self._discard(self._live(slots, "discard").np, fields or self._fields)
-
-    def _discard(self, rows: Array, names: Iterable[str]) -> None:
+        """Makes entries unwritten that no reader wants any more; all fields by default. Touches no device memory."""
+        self._check_call(fields, "discard", launches=False)
+        _, rows, _ = self._live(slots, "discard")
         self._transaction.operation = "discard"
-        self._entries.clear(rows, names)
+        self._entries.clear(rows, fields or self._fields)
         self._transaction.operation = None
 
     # Reading
@@ -524,185 +473,109 @@ class FutureMap(OfThisProcess):
     def gather(self, slots: Slots, field: str) -> torch.Tensor:
         """Takes the entries of some requests into a forward, on the current stream: one launch, no copy, no wait.
 
-        Args:
-            slots: the requests; live handles. Padded rows at the end read the zeros of slot 0.
-            field: one that the next forward reads.
-
-        Returns:
-            a new device tensor `[n, *shape]`.
+        Padded rows at the end of the live handles `slots` read the zeros of slot 0. Returns a new tensor `[n, *shape]`.
 
         Raises:
-            DeclarationError: no such field, or one that only the host reads.
-            CaptureError: the stream is being captured.
-            Violation: codes of handles; FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED, FUTURE_ORDER at `cheap`,
-                SENTINEL_ESCAPED at `full`. Nothing was taken.
+            Violation: FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED, FUTURE_ORDER at `cheap`, SENTINEL_ESCAPED
+                at `full`. Nothing was taken.
         """
-        self._check_call("gather")
-        self._check_fields((field,), "gather", DEVICE)
-        live = self._live(slots, "gather")
-        publications = self._entries.check_read(live.np, live.generations, (field,), DEVICE, "gather")
-        values = self._gathered(publications, (field,), slots.device)
-        self._entries.take(live.np, (field,), DEVICE)
+        fields = (field,)
+        self._check_call(fields, "gather", DEVICE)
+        _, rows, generations = self._live(slots, "gather")
+        numbers = self._entries.check_read(rows, generations, fields, DEVICE, "gather")
+        values = self._gathered(numbers, fields, slots)
+        self._entries.take(rows, fields, DEVICE)
         return values
 
-    def _gathered(
-        self, publications: Sequence[Publication], fields: Sequence[str], index: torch.Tensor
-    ) -> torch.Tensor:
-        """Launches and notes a gather of checked entries, end to end; `index` is safe on this stream."""
-        stream = self.runtime.current_stream
-        self._entries.wait_to_read(publications, stream, "gather")
-        alone, field = len(fields) == 1, fields[0]
-        if alone:
-            rows = self._select(self._memory_of(field), index, self._gather_names[field])
-        else:
-            rows = self._select_several(fields, index)
-        if publications:
-            self._entries.note_read(publications, stream)
-        if levels.full:
+    def _gathered(self, numbers: Numbers, fields: Sequence[str], slots: Slots) -> torch.Tensor:
+        """Launches and notes a gather of checked entries."""
+        self._entries.come_behind(numbers, self.runtime.current_stream, "gather")
+        values = self._end_to_end(fields, slots.device)
+        self.gathered(numbers, fields, values)
+        return values
+
+    def gathered(self, numbers: Numbers, fields: Sequence[str], values: torch.Tensor) -> None:
+        """Notes a gather, and at `full` asks the values of these fields, which lie end to end. For `StepPlanner`.
+
+        To be followed by `RelayEntries.take`.
+        """
+        self._entries.note_read(numbers, self.runtime.current_stream)
+        if levels.full and fields and not self.runtime.checks_suspended():
             widths = [math.prod(self._fields[field].shape) for field in fields]
-            for i, field in enumerate(fields):
-                first = sum(widths[:i])
-                self._check_gathered(field, rows if alone else rows[:, first : first + widths[i]])
-        return rows
+            parts = [values] if len(fields) == 1 else torch.split(values, widths, dim=1)
+            for field, part in zip(fields, parts, strict=True):
+                if self._fields[field].non_negative and not self._fields[field].ragged:
+                    where = self._entries.where("gather", field)
+                    invariants.sentinel_escaped(self.runtime.inspect(part).reshape(-1), **where)
 
-    def _check_gathered(self, field: str, rows: torch.Tensor) -> None:
-        declared = self._fields[field]
-        if declared.non_negative and not (declared.ragged or self.runtime.checks_suspended()):
-            invariants.sentinel_escaped(self.runtime.inspect(rows).reshape(-1), **self._entries.where("gather", field))
+    def gathering(self, rows: Array, generations: Array, names: Sequence[str], stream: Stream) -> Numbers:
+        """Before entries are gathered for live slots on `stream`, the current one: they are there, and it waits.
 
-    # The same requests in step after step: `StepPlanner` calls these.
+        Returns the publishes they come from, for `gathered`. For `StepPlanner`.
+        """
+        numbers = self._entries.check_read(rows, generations, names, DEVICE, "gather")
+        self._entries.come_behind(numbers, stream, "gather")
+        for name in names:
+            self._memory_of(name)
+        return numbers
 
-    def published_rows(self, field: str, rows: Array, generations: Array) -> PublishedRows:
-        """The record that `gather_again` and `publish_again` keep of these requests; its `live` is set later."""
-        dtype = numpy_dtype(self._fields[field].dtype)
-        kinds = [(dtype, rows.shape, rows.size * dtype.itemsize)]
-        return PublishedRows(self._entries.fields[field], rows, generations, kinds)
+    def flat_ids(self, fields: Sequence[str]) -> tuple[torch.Tensor, int, list[int]] | None:
+        """Fields of one dtype as one vector: entry i of field f of slot s is its element `s * width + offsets[f] + i`.
 
-    def gather_again(self, kept: PublishedRows, field: str, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
-        """`gather` for checked handles on the current `stream`: the entries, and the slots on the device."""
-        if levels.full:
-            kept.live.check("gather")
-        if self._transaction.operation is not None:
-            self._transaction.enter("gather")
-        entries = self._entries
-        if kept.unchanged and not kept.taken & DEVICE:
-            publications = kept.publications
-            for code in READ_CODES if levels.cheap else ():
-                times_checked[code] += 1
-        else:
-            publications = entries.check_read(kept.rows, kept.generations, (field,), DEVICE, "gather")
-        entries.wait_to_read(publications, stream, "gather")
-        if kept.read_on is None or kept.read_on[0] is not stream:
-            index = kept.live.device.data  # with a count of its own writes
-            kept.read_on = stream, self._memory_of(field), index
-            kept.counted = None if index.is_inference() else index
-        _, memory, index = kept.read_on
-        gathered: torch.Tensor = self.runtime.launch(
-            torch.gather, memory, 0, index, reads=(memory, index), name=self._gather_names[field]
-        )
-        entries.note_read(publications, stream)
-        if levels.full:
-            self._check_gathered(field, gathered)
-        self._transaction.operation = "gather"
-        kept.take(DEVICE, publications)
-        self._transaction.operation = None
-        return gathered, index
-
-    def publish_again(self, kept: PublishedRows, field: str, values: torch.Tensor, to_host: bool) -> Prefetched | None:
-        """`publish` of checked values int64[n] for handles of this pool, and with `to_host` one copy to the host."""
-        if levels.full:
-            kept.live.check("publish")
-        if self._transaction.operation is not None:
-            self._transaction.enter("publish")
-        entries, declared, names = self._entries, self._fields[field], (field,)
-        if len(entries.publications) >= entries.prune_at:
-            entries.prune()
-        runtime = self.runtime
-        if runtime.capturing:
-            runtime.refuse_capture("a publish")
-        stream = runtime.current_stream
-        if to_host and not values.is_contiguous():
-            values = values.contiguous()
-        unchanged = kept.unchanged
-        if not unchanged:  # else all are there: entries change when their slot is freed
-            self.slots.check_rows(kept.rows, kept.generations, "publish")
-        if unchanged and kept.taken & declared.readers == declared.readers:
-            times_checked[UNREAD_OVERWRITTEN] += levels.cheap
-        else:
-            entries.check_overwrite(kept.rows, names)
-        if kept.read_on is not None and kept.in_order(stream):
-            _, memory, index = kept.read_on
-        else:
-            memory, index = self._memory_of(field), kept.live.device
-            entries.wait_to_overwrite(kept.rows, names)
-        name = self._publish_names[field]
-        readers, launched, download = HOST if to_host else 0, False, None
-        self._transaction.operation = "publish"
-        try:
-            runtime.launch(memory.index_copy_, 0, index, values, reads=(index, values), writes=(memory,), name=name)
-            launched = True
-            if to_host:  # on this stream, where what is published may be written over later; one fence is behind both
-                download = runtime.land(values, kept.kinds, self.name, stream)
-            fence = runtime.record(stream) if download is None else download.done
-            publication = entries.publish(kept.rows, kept.generations, names, fence, stream, readers)
-            kept.noted([publication], readers)
-        except Exception:
-            self._publish_failed(kept.rows, names if launched else ())
-            raise
-        self._transaction.operation = None
-        if levels.full:
-            self.check("publish")
-        if download is None:
+        None where they lie apart. For `StepPlanner`, which makes it safe on its stream by `_memory_of`.
+        """
+        dtype, places = self._fields[fields[0]].dtype, self._places
+        if len(fields) == 1 and fields[0] not in places:
+            return self._memory[fields[0]].view(-1), math.prod(self._fields[fields[0]].shape), [0]
+        if not all(field in places and self._fields[field].dtype == dtype for field in fields):
             return None
-        here = stream, download.done
-        return Prefetched(kept.live, {field: declared}, (None,), here, download, (publication,), entries.label)
+        record = self._record.view(dtype)
+        return record.view(-1), record.shape[1], [places[field].start // dtype.itemsize for field in fields]
 
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
         """Starts to bring entries to the host, over the relay's private stream, in one copy. Does not wait.
 
         Call it right behind the publish: the host gets the values that the entries hold now, whatever comes later.
-
-        Args:
-            slots: the requests; live handles. Padded rows at the end are left out.
-            *fields: those that the host reads.
-
-        Raises:
-            DeclarationError: no such field, one named twice, none, or one that the host does not read.
-            CaptureError, Violation: as `gather`. Nothing was taken.
+        Padded rows at the end of the live handles `slots` are left out. Raises as `gather`.
         """
-        self._check_call("prefetch")
-        self._check_fields(fields, "prefetch", HOST)
+        self._check_call(fields, "prefetch", HOST)
         if not fields or len(set(fields)) < len(fields):
             problem = f"{self.name}: prefetch of {fields}"
             raise DeclarationError(problem, fields, "name each field once, and at least one")
-        live = self._live(slots, "prefetch")
-        publications = self._entries.check_read(live.np, live.generations, fields, HOST, "prefetch")
-        with self.runtime.use(self._private):
-            index = self._index(slots, live)
-            stream = self.runtime.current_stream
-            self._entries.wait_to_read(publications, stream, "prefetch")
-            record = self._selected_record(fields, index) if len(fields) > 1 else None
-            if record is None:
-                rows = [self._select(self._memory_of(name), index, self._gather_names[name]) for name in fields]
-            else:
-                rows = [record.rows]
+        live, rows, generations = self._live(slots, "prefetch")
+        entries, stream = self._entries, self._private
+        numbers = entries.check_read(rows, generations, fields, HOST, "prefetch")
+        with self.runtime.use(stream):
+            index = self._index(slots, rows.size)
+            entries.come_behind(numbers, stream, "prefetch")
+            tensors, parts = self._select(fields, index, torch.uint8)
             read = self.runtime.record(stream)
-            self._entries.note_read(publications, stream, read)
-            download = self.runtime.download(rows, name=self.name)
+            entries.note_read(numbers, stream, read)
+            download = self.runtime.download(tensors, name=self.name)
         self._transaction.operation = "prefetch"
-        self._entries.take(live.np, fields, HOST)
+        entries.take(rows, fields, HOST)
         self._transaction.operation = None
-        declared = {name: self._fields[name] for name in fields}
-        label = self._entries.label
-        sides = rows if record is None else [None] * len(fields)
-        return Prefetched(live, declared, sides, (self._private, read), download, publications, label, record)
+        devices = tensors if parts is None else [None] * len(fields)
+        publishes = entries.published(numbers)
+        return self._prefetched(live, rows.size, fields, devices, (stream, read), download, publishes, parts)
+
+    def _prefetched(
+        self,
+        slots: Slots | Callable[[], Slots],
+        n: int,
+        fields: Sequence[str],
+        devices: Sequence[torch.Tensor | None],
+        read: tuple[Stream, Fence],
+        download: Download,
+        publishes: Sequence[Use],
+        parts: Sequence[slice] | None = None,
+    ) -> Prefetched:
+        declared, label = {name: self._fields[name] for name in fields}, self._entries.label
+        pool_id = self.slots.pool_id
+        return Prefetched(self.runtime, n, slots, declared, devices, read, download, publishes, label, pool_id, parts)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
-        """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy.
-
-        Raises:
-            As `prefetch`, and `Prefetched.resolve`.
-        """
+        """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy."""
         return self.prefetch(slots, field)[field]
 
     def resolve_forward_inputs(
@@ -730,110 +603,112 @@ class FutureMap(OfThisProcess):
             req_to_token: [slot, position] -> token; needed where the plan has bounds and a slot mapping.
 
         Raises:
-            DeclarationError: no such field, one named twice, or one whose entries cannot be ids or lengths; none for
-                ids that the relay has, or one for a plan without ids.
-            DtypeError: ids of another dtype than the plan's, or lengths that are neither int64 nor int32.
             ShapeError: a request puts in another number of tokens than its entries have.
             ContractError: bounds, and no field with the true lengths.
-            ArgumentError: an upload without the plan's extras; no token table for a slot mapping, or none of this
-                pool's slots.
             Violation: DERIVED_STALE, at `cheap`: a plan of other rows than those of the upload, or of pages that have
                 changed since; PAGE_OWNER: a page that it writes has got further holders; FUTURE_CONSUMED: the plan was
                 used before. Else as `gather`, for all requests of the plan. Device values (MIRROR_BOUND, MIRROR_EQUAL,
                 SENTINEL_ESCAPED at `full`) are checked after they were taken.
         """
         operation = "resolve_forward_inputs"
-        self._check_call(operation)
         names = (ids,) if isinstance(ids, str) else tuple(ids)
         read = names if lengths is None else (*names, lengths)
-        self._check_fields(read, operation)
+        self._check_call(read, operation)
         if len(set(read)) < len(read):
             raise DeclarationError(f"{self.name}: inputs from fields {read}", read, "name each field once")
-        widths = [_id_width(name, self._fields[name], plan.id_dtype, self.name) for name in names]
-        width = least = sum(widths)
+        least, widths = self.id_widths(names, plan.id_dtype)
+        width = sum(widths)
+        if not names and plan.relay_rows.size:
+            width = int(plan.query_lens[plan.relay_rows[0]])
+        if lengths is not None:
+            self.check_lengths_field(lengths)
+        if req_to_token is not None and req_to_token.space is not self.slots:
+            problem = f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}"
+            raise ArgumentError(problem, req_to_token, "pass the token table over the relay's pool")
+        self._live(plan.slots, operation)
+        gathered: list[str] = []  # and taken when all has succeeded
+
+        def gather(slots: Slots, *fields: str) -> torch.Tensor:
+            live, again = _unpadded(slots), fields[0] in gathered
+            numbers = self._entries.check_read(live.np, live.generations, fields, DEVICE, "gather", again=again)
+            gathered.extend(fields)
+            return self._gathered(numbers, fields, slots)
+
+        sources = Sources(self.runtime, gather, names, width, lengths, req_to_token, least)
+        sources.check(plan, uploaded, self.name)
+        relayed = plan.relayed
+        if len(relayed):
+            self._check_call(read, operation, DEVICE)
+            self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, operation)
+        plan.check_unused()
+        inputs = ForwardInputs.resolve(plan, uploaded, sources)
+        if lengths is not None and not plan.bounded:
+            self.check_known_lengths(plan, lengths)
+            gathered.append(lengths)  # without a read, since the host knows them: so entries end alike in every mode
+        self._transaction.operation = operation
+        self._entries.take(relayed.np, gathered, DEVICE)
+        plan.use()
+        self._transaction.operation = None
+        return inputs
+
+    # For `StepPlanner`, besides `publish_rows`, `put`, `gathering`, `gathered` and `flat_ids`
+
+    def id_widths(self, names: Sequence[str], dtype: torch.dtype) -> tuple[int, list[int]]:
+        """The fewest ids of a request in these fields of ids of `dtype`, and the most in each."""
+        for name in names:
+            _check_numbers("ids", name, self._fields[name], (dtype,), 1, self.name)
+        widths = [math.prod(self._fields[name].shape) for name in names]
         ragged = [name for name in names if self._fields[name].ragged]
         if ragged and ragged != [*names[-1:]]:
             problem = f"{self.name}: inputs from fields {names}, of which {', '.join(ragged)} is ragged"
             remedy = "name one ragged field, and name it last: the ids of a request are in one sequence"
             raise DeclarationError(problem, names, remedy)
-        if ragged:
-            least -= widths[-1]
-        if not names and plan.relay_rows.size:
-            width = int(plan.query_lens[plan.relay_rows[0]])
-        if lengths is not None:
-            _check_lengths(lengths, self._fields[lengths], self.name)
-        if req_to_token is not None and req_to_token.space is not self.slots:
-            problem = f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}"
-            raise ArgumentError(problem, req_to_token, "pass the token table over the relay's pool")
-        self._live(plan.slots, operation)
-        sources, gathered = self._sources(names, width, lengths, req_to_token, least)
-        sources.check(plan, uploaded, self.name)
-        if len(plan.relayed):
-            self._check_fields(read, operation, DEVICE)
-            relayed = plan.relayed
-            self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, operation)
-        return self._resolved(plan, uploaded, sources, gathered)
+        return sum(widths[:-1] if ragged else widths), widths
 
-    def resolve_checked(self, plan: ForwardPlan, uploaded: Extras, ids: tuple[str, ...]) -> ForwardInputs:
-        """The same for `StepPlanner`, which has made the plan for this relay, and has sent it.
+    def check_lengths_field(self, name: str) -> None:
+        """Refuses a field whose entries cannot be lengths."""
+        _check_numbers("lengths", name, self._fields[name], (torch.int64, torch.int32), 0, self.name)
 
-        Only what may have changed since is checked: that the requests are there, their pages, and their entries.
-        """
-        operation = "resolve_forward_inputs"
-        self._check_call(operation)
-        self.slots.rows_of(plan.slots, operation)
-        plan.check(None, operation)
-        return self._resolved(plan, uploaded, *self._sources(ids, 1, None, None, 1))
+    def first_values(self, values: Mapping[str, object], n: int) -> dict[str, Array]:
+        """Checked host values of n requests that join."""
+        self._check_call(values, "publish")
+        for name, value in values.items():
+            if isinstance(value, (torch.Tensor, MirroredTensor)):
+                problem = f"{self.name}: {name!r} from the device, with the copy of a step"
+                raise ArgumentError(problem, name, "publish what a forward has made with `publish`")
+        return {name: self.host_values(name, value, (n, n)) for name, value in values.items()}
 
-    def _sources(
-        self, names: tuple[str, ...], width: int, lengths: str | None, req_to_token: Table | None, least: int
-    ) -> tuple[Sources, list[str]]:
-        """Where inputs come from, and the fields that were gathered: these are taken when all has succeeded."""
-        gathered: list[str] = []
+    def check_first(self, rows: Array, names: Iterable[str]) -> Numbers:
+        """The publishes that those of slots int64[n] come behind, for `put`."""
+        return self._entries.check_overwrite(rows, names)
 
-        def gather(slots: Slots, *fields: str) -> torch.Tensor:
-            live = _unpadded(slots)
-            again = fields[0] in gathered
-            publications = self._entries.check_read(live.np, live.generations, fields, DEVICE, "gather", again=again)
-            gathered.extend(fields)
-            return self._gathered(publications, fields, slots.device)
+    def selected(self, field: str, index: torch.Tensor) -> torch.Tensor:
+        """The entries of a field that `gathering` has checked."""
+        return self._end_to_end((field,), index)
 
-        return Sources(self.runtime, gather, names, width, lengths, req_to_token, least), gathered
-
-    def _resolved(self, plan: ForwardPlan, uploaded: Extras, sources: Sources, gathered: list[str]) -> ForwardInputs:
-        """The inputs of a checked plan, with the entries that they take."""
-        operation, lengths = "resolve_forward_inputs", sources.lengths
-        plan.check_unused()
-        inputs = ForwardInputs.resolve(plan, uploaded, sources)
-        if lengths is not None and not plan.bounded:
-            self._check_known_lengths(plan, lengths)
-            gathered.append(lengths)  # without a read, since the host knows them: so entries end alike in every mode
-        self._transaction.operation = operation
-        self._entries.take(plan.relayed.np, gathered, DEVICE)
-        plan.use()
+    def take_entries(self, rows: Array, names: Iterable[str]) -> None:
+        """Notes that the next forward has taken entries."""
+        self._transaction.operation = "inputs"
+        self._entries.take(rows, names, DEVICE)
         self._transaction.operation = None
-        return inputs
 
-    def _check_known_lengths(self, plan: ForwardPlan, lengths: str) -> None:
+    def check_known_lengths(self, plan: ForwardPlan, lengths: str) -> None:
         """MIRROR_EQUAL, at `full`: the last forward published other lengths than those that the host has."""
         relayed = plan.relayed
         if levels.full and len(relayed) and not self.runtime.checks_suspended():
             before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
-            index = self.runtime.upload([relayed.np]).view(0)
-            operation = "resolve_forward_inputs"
-            publications = self._entries.publications_of(relayed.np, lengths)
-            stream = self.runtime.current_stream
-            self._entries.wait_to_read(publications, stream, operation)
+            index, operation = self.runtime.upload([relayed.np]).view(0), "resolve_forward_inputs"
+            numbers = self._entries.check_read(relayed.np, relayed.generations, (lengths,), DEVICE, operation)
+            self._entries.come_behind(numbers, self.runtime.current_stream, operation)
             true = self.runtime.inspect(self._memory_of(lengths).index_select(0, index))
             invariants.mirror_equal(before.astype(true.dtype), true, **self._entries.where(operation, lengths))
 
     # Checks
 
     def check(self, operation: str = "check") -> None:
-        """Row 0 of each field is zero, and no entry outlived its owner. Reads device memory; not under capture.
+        """Row 0 of each field is zero, and no entry outlived its owner: SLOT_ZERO_DIRTY, FUTURE_GENERATION.
 
-        Raises:
-            Violation: SLOT_ZERO_DIRTY, FUTURE_GENERATION.
+        Reads device memory; not under capture.
         """
         self._transaction.enter(f"{self.name}: check")
         if self.runtime.checks_suspended():
@@ -843,18 +718,14 @@ class FutureMap(OfThisProcess):
             invariants.slot_zero_dirty(self.runtime.inspect(bits), **self._entries.where(operation, name))
         self._entries.verify()
 
-    def _check_call(self, operation: str) -> None:
-        """Refuses calls from a second thread, and calls whose effects a replayed graph would repeat unnoticed."""
-        self._transaction.enter(f"{self.name}: {operation}")
-        if self.runtime.capturing:
+    def _check_call(self, fields: Iterable[str], operation: str, reader: int = 0, *, launches: bool = True) -> None:
+        """Refuses fields not declared, or not for `reader`, and launches that a graph would repeat unnoticed."""
+        if launches and self.runtime.capturing:
             raise CaptureError(
                 f"{self.name}: {operation} while the stream is captured: replays would bypass the relay's bookkeeping",
                 remedy="gather before the replay, into the graph's inputs, and publish its outputs after it",
             )
-
-    def _check_fields(self, names: Iterable[str], operation: str, reader: int = 0) -> None:
-        """Refuses names of fields that are not declared, or not for `reader`."""
-        for name in names:
+        for name in fields:
             field = self._fields.get(name)
             if field is None:
                 problem = f"{self.name}: {operation} of {name!r}, which is not declared"
@@ -863,18 +734,40 @@ class FutureMap(OfThisProcess):
                 problem = f"{self.name}: {operation} of {name!r}, which is read by {READERS[field.readers]}"
                 raise DeclarationError(problem, name, "declare the field with read_by='both'")
 
-    def _live(self, slots: Slots, operation: str) -> Slots:
-        """The rows of `slots` before the padding at their end, each a live handle and named once."""
+    def _check_device_values(
+        self, name: str, value: torch.Tensor | MirroredTensor, num_rows: tuple[int, int], handles: Callable[[], Slots]
+    ) -> None:
+        """Refuses values that do not go into a field. Does not touch the device: a mirrored value may have none yet."""
+        subject, field, device = f"{self.name}: publish of {name!r}", self._fields[name], self.runtime.device
+        if isinstance(value, MirroredTensor):
+            if value.row_set is not None:
+                handles().row_set.check_same(value.row_set, value, **self._entries.where("publish", name))
+            if value.runtime is not self.runtime:
+                raise another_runtime(subject, value)
+            _ = value.device_side  # refuses one that is knowingly old
+            if levels.full:
+                value.check("publish")
+        elif value.device != device:
+            problem = f"{subject}: expected a tensor on {device}, got one on {value.device}"
+            remedy = "pass a tensor of the runtime's device, or host values as a list or an array"
+            raise DeviceError(problem, str(value.device), remedy)
+        else:
+            check_dense(value, subject)
+        if value.dtype != field.dtype:
+            raise expected(subject, field.dtype, value.dtype, "convert it in the forward", DtypeError)
+        _check_shape(tuple(value.shape), field, num_rows, subject)
+
+    def _live(self, slots: Slots, operation: str) -> tuple[Slots, Array, Array]:
+        """The rows before the padding at the end, each a live handle and named once; their slots and generations."""
         live = _unpadded(slots)
-        self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)  # refuses a zero elsewhere
-        return live
+        rows = self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)  # refuses a zero elsewhere
+        return live, rows, live.generations
 
     # Device memory
 
-    def _index(self, slots: Slots, live: Slots) -> torch.Tensor:
+    def _index(self, slots: Slots, live: int) -> torch.Tensor:
         """The live rows on the device, out of those that were uploaded with the batch."""
-        index = slots.device
-        return index if len(live) == len(slots) else index[: len(live)]
+        return slots.device if live == len(slots) else slots.device[:live]
 
     def _memory_of(self, field: str) -> torch.Tensor:
         """The entries of a field, safe on the current stream: it comes behind the kernel that zeroed them."""
@@ -882,96 +775,48 @@ class FutureMap(OfThisProcess):
             self._memory[field], self._zeroed_on, self._zeroed, synchronised=self._synchronised[field]
         )
 
-    def _part_of_record(self, run: Sequence[str]) -> torch.Tensor:
-        """The bytes [capacity, nbytes] of fields that lie side by side, safe on the current stream."""
-        self._memory_of(run[0])  # one allocation for all
-        return self._record[:, self._places[run[0]].start : self._places[run[-1]].stop]
+    def _part_of_record(self, fields: Sequence[str]) -> torch.Tensor:
+        """The bytes [capacity, nbytes] of the record from the first of these fields to the last, as `_memory_of`."""
+        self._memory_of(fields[0])
+        places = [self._places[field] for field in fields]
+        return self._record[:, min(place.start for place in places) : max(place.stop for place in places)]
 
-    def _select(self, memory: torch.Tensor, index: torch.Tensor, label: str) -> torch.Tensor:
+    def _taken(self, memory: torch.Tensor, index: torch.Tensor, fields: Sequence[str]) -> torch.Tensor:
+        label = f"{self.name}: gather {', '.join(fields)}"
         return self.runtime.launch(select_rows, memory, index, reads=(memory, index), name=label)
 
-    def _selected_record(self, names: Sequence[str], index: torch.Tensor) -> SelectedRecord | None:
-        """The entries of fields, in one launch; None where they do not lie side by side, each aligned in the piece."""
-        runs = self._runs(names)
-        if len(runs) > 1:
-            return None
-        memory = self._part_of_record(runs[0])
-        start = self._places[runs[0][0]].start
-        if memory.shape[1] % max(self._fields[name].dtype.itemsize for name in names):
-            return None
-        rows = self._select(memory, index, f"{self.name}: gather {', '.join(names)}")
-        parts = [slice(self._places[name].start - start, self._places[name].stop - start) for name in names]
-        return SelectedRecord(rows, [(part, self._fields[name]) for part, name in zip(parts, names, strict=True)])
+    def _select(
+        self, fields: Sequence[str], index: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], list[slice] | None]:
+        """The entries of fields: a tensor each; if all are in the record one of `dtype`, and where each lies in it."""
+        if len(fields) == 1 or not all(field in self._places for field in fields):
+            return [self._taken(self._memory_of(field), index, (field,)) for field in fields], None
+        places, size = [self._places[field] for field in fields], dtype.itemsize
+        first = min(place.start for place in places)
+        rows = self._taken(self._part_of_record(fields).view(dtype), index, fields)
+        return [rows], [slice((place.start - first) // size, (place.stop - first) // size) for place in places]
 
-    def _select_several(self, names: Sequence[str], index: torch.Tensor) -> torch.Tensor:
-        """The entries of fields of one dtype, end to end for each request, [n, width]: one launch from the record."""
-        label, dtype = f"{self.name}: gather {', '.join(names)}", self._fields[names[0]].dtype
-        if self._runs(names) == [[*names]]:
-            return self._select(self._part_of_record(names).view(dtype), index, label)
-        if all(name in self._places for name in names):  # in another order, or with others between
-            elements = self._elements(names, dtype.itemsize)
-            self._memory_of(names[0])  # one allocation for all
-            operands = self._record.view(dtype), index, elements
-            return self.runtime.launch(_elements_of, *operands, reads=operands, name=label)
-        parts = [self._select(self._memory_of(name), index, self._gather_names[name]) for name in names]
-        return self.runtime.launch(end_to_end, parts, reads=parts, name="ids of requests")
-
-    def _elements(self, names: Sequence[str], size: int) -> torch.Tensor:
-        """The elements, of so many bytes each, that these fields are in a record, int64[width]; they cross once."""
-        elements = self._gathered_elements.get((*names,))
-        if elements is None:
-            parts = [self._places[name] for name in names]
-            upload = self.runtime.upload(
-                [np.concatenate([np.arange(part.start // size, part.stop // size) for part in parts])]
-            )
-            elements = self._gathered_elements[(*names,)] = ReadyTensor.uploaded(upload.view(0), upload)
-        return elements.on_current_stream(self.runtime)
+    def _end_to_end(self, fields: Sequence[str], index: torch.Tensor) -> torch.Tensor:
+        """The entries of fields of one dtype, of several end to end for each request, [n, width]."""
+        if len(fields) == 1:
+            return self._taken(self._memory_of(fields[0]), index, fields)
+        tensors, parts = self._select(fields, index, self._fields[fields[0]].dtype)
+        if parts is not None:
+            ends = [0, *(part.stop for part in parts)]
+            if ends == [*(part.start for part in parts), tensors[0].shape[1]]:  # in this order, and nothing between
+                return tensors[0]
+            tensors = [tensors[0][:, part] for part in parts]
+        return self.runtime.launch(end_to_end, tensors, reads=tensors, name="ids of requests")
 
 
-@final
-@attrs.frozen(eq=False)
-class PackedPublish:
-    """A checked publish of host values, which is launched once they have crossed. Made by `FutureMap.packed`."""
-
-    _relay: FutureMap
-    _rows: Array
-    _generations: Array
-    _values: Mapping[str, Array]
-
-    @property
-    def arrays(self) -> list[Array]:
-        """The values of each field, which have to cross first."""
-        return [*self._values.values()]
-
-    def launch(self, index: torch.Tensor, sides: Sequence[torch.Tensor]) -> Publication:
-        """Scatters them on the current stream; `index` is the slots on the device, `sides` those of `arrays`."""
-        values = dict(zip(self._values, sides, strict=True))
-        return self._relay._scatter(self._rows, self._generations, index, values, self._values)
-
-    def launch_alone(self) -> None:
-        """The same with a copy of their own."""
-        packed = self._relay.runtime.upload([self._rows, *self.arrays])
-        self.launch(packed.view(0), [packed.view(1 + i) for i in range(len(self._values))])
-
-    def take_back(self) -> None:
-        """Makes the entries unwritten again."""
-        self._relay._discard(self._rows, self._values)
+def _numbers_of(slots: Slots | Callable[[], Slots]) -> tuple[Array, Array]:
+    handles = slots if isinstance(slots, Slots) else slots()
+    return handles.np, handles.generations
 
 
 def _as_record(parts: list[torch.Tensor]) -> torch.Tensor:
     """The bytes of values [n, *shape], those of one request behind each other, uint8[n, nbytes]. One kernel."""
     return end_to_end([part.contiguous().view(part.shape[0], -1).view(torch.uint8) for part in parts])
-
-
-def _host_record(parts: list[Array]) -> Array:
-    """The same on the host; a single part as it is."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([np.ascontiguousarray(part.reshape(len(part), -1)).view(np.uint8) for part in parts], axis=1)
-
-
-def _elements_of(record: torch.Tensor, rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    return record[rows[:, None], elements]  # one kernel
 
 
 def _unpadded(slots: Slots) -> Slots:
@@ -982,51 +827,6 @@ def _unpadded(slots: Slots) -> Slots:
     zeros = int(np.count_nonzero(rows == 0))
     padded = not rows[len(slots) - zeros :].any()
     return slots.split([len(slots) - zeros, zeros])[0] if padded else slots
-
-
-def _check_device_values(
-    value: torch.Tensor | MirroredTensor, field: RelayField, num_rows: tuple[int, int], runtime: Runtime, subject: str
-) -> None:
-    """Refuses values that do not go into `field`. Does not touch the device: a mirrored value may have no tensor yet.
-
-    `num_rows` are the live rows, and all rows; the values may be as many as either.
-    """
-    if isinstance(value, MirroredTensor):
-        if value.runtime is not runtime:
-            raise another_runtime(subject, value)
-        _ = value.device_side  # refuses one that is knowingly old
-        if levels.full:
-            value.check("publish")
-    elif value.device != runtime.device:
-        problem = f"{subject}: expected a tensor on {runtime.device}, got one on {value.device}"
-        remedy = "pass a tensor of the runtime's device, or host values as a list or an array"
-        raise DeviceError(problem, str(value.device), remedy)
-    else:
-        check_dense(value, subject)
-    if value.dtype != field.dtype:
-        raise expected(subject, field.dtype, value.dtype, "convert it in the forward", DtypeError)
-    _check_shape(tuple(value.shape), field, num_rows, subject)
-
-
-def _host_values(value: object, field: RelayField, num_rows: tuple[int, int], subject: str) -> Array:
-    """The live rows of host values for `field`, which are sent on at once: an array may be the caller's own."""
-    if type(value) is np.ndarray and value.dtype is NUMPY_DTYPES.get(field.dtype) and not field.ragged:
-        _check_shape(value.shape, field, num_rows, subject)
-        return value[: num_rows[0]]
-    if field.ragged:
-        value = _filled(value, field.shape[0])
-    array: Array = carried(value, *host_dtype(field.dtype), subject)
-    if array.shape == (0,) and num_rows[0] == 0:
-        array = np.empty((0, *field.shape), array.dtype)  # an empty list knows no shape of a row
-    _check_shape(array.shape, field, num_rows, subject)
-    return array[: num_rows[0]]
-
-
-def _filled(value: object, width: int) -> object:
-    """Lists of up to `width` values each, as rows with -1 behind them; anything else as it is."""
-    if not isinstance(value, list | tuple) or not all(isinstance(row, list | tuple) for row in value):
-        return value
-    return [[*row, *[-1] * (width - len(row))] for row in value]
 
 
 def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], subject: str) -> None:
@@ -1044,23 +844,14 @@ def _live_rows(value: torch.Tensor | MirroredTensor, live: int) -> torch.Tensor:
     return tensor[:live] if tensor.shape[0] != live else tensor
 
 
-def _id_width(name: str, field: RelayField, dtype: torch.dtype, relay: str) -> int:
-    """Ids per request in a field that feeds a forward whose ids are `dtype`."""
-    subject = f"{relay}: ids from field {name!r}"
-    if field.dtype != dtype:
-        remedy = f"declare it {dtype}, as the ids of this forward are; ForwardPlan.of(..., int32=...) says which"
+def _check_numbers(
+    kind: str, name: str, field: RelayField, dtypes: tuple[torch.dtype, ...], ndim: int, relay: str
+) -> None:
+    """Refuses a field whose entries cannot be ids or lengths."""
+    subject = f"{relay}: {kind} from field {name!r}"
+    if field.dtype not in dtypes:
+        remedy = f"declare it {' or '.join(map(str, dtypes))}; ids are as ForwardPlan.of(..., int32=...) says"
         raise DtypeError(f"{subject} of {field.dtype}", field.dtype, remedy)
-    if len(field.shape) > 1:
-        remedy = "ids of a request are one number, or one row of them"
+    if len(field.shape) > ndim:
+        remedy = f"the {kind} of a request are {'one number, or one row of them' if ndim else 'one number'}"
         raise DeclarationError(f"{subject} of {list(field.shape)}", field.shape, remedy)
-    return field.shape[0] if field.shape else 1
-
-
-def _check_lengths(name: str, field: RelayField, relay: str) -> None:
-    """Refuses a field whose entries cannot be lengths."""
-    subject = f"{relay}: lengths from field {name!r}"
-    if field.shape:
-        remedy = "the length of a request is one number"
-        raise DeclarationError(f"{subject} of {list(field.shape)}", field.shape, remedy)
-    if field.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"{subject} of {field.dtype}", field.dtype, "declare it torch.int64 or torch.int32")

@@ -15,6 +15,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, size_of
 from batchstate._arrays import amounts, count
+from batchstate._core import SlotStates
 from batchstate.errors import ArgumentError, CaptureError
 from batchstate.mirror import Slots
 from batchstate.nvtx import ranges
@@ -35,10 +36,10 @@ class StateOwner(SlotListener):
     Attributes:
         kind: name of the kind.
         allocator: which states are free, pending or live.
+        states: those of each slot.
         per_slot: the most states of a slot.
-        counts: int64[slots.capacity], states of each slot.
-        owned: states of all slots together.
         wanted: int64[n], states of the slots that the present take takes; None for `per_slot` each.
+        counts: int64[slots.capacity], states of each slot.
         mapping: int64[slots.capacity, per_slot], slot -> states, 0 where it has none.
         turns: int64[slots.capacity], how often the request has passed from one of its states to the next.
         newest: int64[slots.capacity], the state that the request has written last; at first its first one.
@@ -48,13 +49,12 @@ class StateOwner(SlotListener):
         self._slots = slots
         self.kind = kind
         self.per_slot = per_slot
-        self.counts = np.zeros(slots.capacity, dtype=np.int64)
-        self.owned = 0
         self.wanted: Ints | None = None
         self.allocator = Allocator(slots.runtime, states, label=label, transaction=slots.transaction)
-        self.mapping = np.zeros((slots.capacity, per_slot), dtype=np.int64)
-        self.turns = np.zeros(slots.capacity, dtype=np.int64)
-        self.newest = np.zeros(slots.capacity, dtype=np.int64)
+        self.states = SlotStates(slots.capacity, per_slot)
+        arrays: dict[str, Ints] = self.states.arrays
+        self.counts, self.mapping, self.turns = arrays["count"], arrays["table"], arrays["turns"]
+        self.newest, self._left = arrays["newest"], arrays["left"]
         invariants.table_capacity(len(self.mapping), slots.capacity, **self.allocator.where("mapping"))
 
     def before_take(self) -> None:
@@ -62,31 +62,19 @@ class StateOwner(SlotListener):
 
     def check_take(self, n: int) -> None:
         """Refuses if there are not enough states for `n` slots: PoolExhaustedError with their numbers."""
-        self.allocator.check_available(n * self.per_slot if self.wanted is None else int(self.wanted.sum()))
+        self.allocator.check_available(self._needed(n))
 
     def on_take(self, rows: Ints) -> None:
         """Gives each slot its states."""
-        counts = self.wanted
-        if counts is None:
-            states = self.allocator.take(rows.size * self.per_slot, "take")
-            owned = states.reshape(rows.size, self.per_slot)
-            counts = np.full(rows.size, self.per_slot, dtype=np.int64)
-        else:
-            states = self.allocator.take(int(counts.sum()), "take")
-            owned = np.zeros((rows.size, self.per_slot), dtype=np.int64)
-            owned[np.arange(self.per_slot) < counts[:, None]] = states
-        self.counts[rows] = counts
-        self.owned += states.size
-        self.mapping[rows] = owned
-        self.turns[rows] = 0
-        self.newest[rows] = self.mapping[rows, 0]
+        self.allocator.take(self._needed(rows.size), "take")
+        self.states.give(rows, self.wanted, self.allocator.core)
+
+    def _needed(self, n: int) -> int:
+        """States of `n` slots that are to be taken."""
+        return n * self.per_slot if self.wanted is None else int(self.wanted.sum())
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
-        states = self.mapping[rows]
-        states = states[states > 0]
-        self.owned -= int(self.counts[rows].sum())
-        self.counts[rows] = 0
-        self.mapping[rows] = 0  # a row left behind would name states that belong to another slot by then
+        states = self._left[: self.states.leave(rows)]
         self.allocator.release(states, after, "free")
 
     def check_clear(self, operation: str) -> None:
@@ -97,8 +85,8 @@ class StateOwner(SlotListener):
 
     def check_conservation(self, live: int, operation: str) -> None:
         """Checks that as many states are live as slots own: SLOT_CONSERVATION."""
-        if self.allocator.live != self.owned:
-            self.allocator.check_live(self.owned, operation)
+        if self.allocator.live != self.states.owned:
+            self.allocator.check_live(self.states.owned, operation)
 
     def verify(self) -> None:
         """Checks the states from scratch: the live ones are those that live slots own, each once."""
@@ -257,6 +245,12 @@ class HybridSlotPool(SlotPool):
         self.query_fences()
         return self._with_states(number, reserved, None, wanted, write)
 
+    def check_take(self, n: int) -> None:
+        """See `SlotPool.check_take`: a step sends no states."""
+        problem = f"{self.name}: a step that takes {n} slots, which have states"
+        remedy = "take them with `take`, and join with them: name the column of slots too"
+        raise ArgumentError(problem, n, remedy)
+
     def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
         """See `SlotPool.take_with`; each slot gets `states_per_slot`."""
         return self._with_states(n, False, give, {}, True)
@@ -287,7 +281,7 @@ class HybridSlotPool(SlotPool):
         wanted = {}
         for kind, counts in states.items():
             owner = self._owner(kind)
-            each = np.broadcast_to(amounts(counts, n, f"{self._take}: {kind}"), (n,))
+            each = np.ascontiguousarray(np.broadcast_to(amounts(counts, n, f"{self._take}: {kind}"), (n,)))
             if n and not 0 <= int(each.min()) <= int(each.max()) <= owner.per_slot:
                 wrong = int(each.min()) if each.min() < 0 else int(each.max())
                 problem = f"{self.name}: take of {wrong} {kind} states for a slot"
@@ -352,7 +346,7 @@ class HybridSlotPool(SlotPool):
     def verify(self) -> None:
         """See `SlotPool.verify`; MIRROR_EQUAL also if the device maps a slot to other states than it owns."""
         super().verify()
-        everyone = self._generations.handles(self.live_slots())
+        everyone = self._allocator.handles(self.live_slots())
         for kind, table in self._state_tables.items():
             live = everyone.filter(table.written(everyone))  # others wait for the upload of a step
             owned, mapped = self._owners[kind].mapping[live.np].astype(np.int32), table.host_for(live)

@@ -461,38 +461,6 @@ def slot_shared(slots: Ints, **where: Unpack[Where]) -> Breach | None:
     return Breach(f"slot {slot} belongs to two rows", expected="one row per slot", actual=rows, row=row, slot=slot)
 
 
-_FEW, _DENSE = 1024, 32
-"""Up to so many slots, and so many for each row, a count for each that there may be costs less than a sort."""
-
-_SENTINEL_ESCAPED, _SLOT_ZERO_ALLOCATED = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED
-_SLOT_SHARED = Code.SLOT_SHARED
-
-
-def live_slots_hold(slots: Ints, most: int) -> bool:
-    """Whether the slots of live requests, int64[n], keep SENTINEL_ESCAPED, SLOT_ZERO_ALLOCATED and SLOT_SHARED.
-
-    One pass instead of three, for batches, which check them in each step. Counts all three if they hold; else it
-    counts none: check each for its report. None of the slots is above `most`.
-    """
-    if slots.size:
-        if most > _DENSE * slots.size + _FEW:
-            in_order = slots.copy()
-            in_order.sort()
-            hold = in_order.item(0) > 0 and 1 not in (in_order[1:] == in_order[:-1]).tobytes()
-        else:
-            try:
-                uses = np.bincount(slots)
-            except ValueError:  # a negative one
-                return False
-            hold = uses.item(0) == 0 and uses.item(uses.argmax()) == 1
-        if not hold:
-            return False
-    times_checked[_SENTINEL_ESCAPED] += 1
-    times_checked[_SLOT_ZERO_ALLOCATED] += 1
-    times_checked[_SLOT_SHARED] += 1
-    return True
-
-
 @cheap("every exit of a request (finish, abort, retract, error) frees what it took, exactly once")
 @origins("sglang #10871", "sglang #11970", "sglang #13741", "sglang #23496", "sglang #21652")
 def slot_conservation(

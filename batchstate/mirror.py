@@ -208,7 +208,22 @@ def stale_reasons(windows: tuple[StaleWindow, ...], side: str) -> tuple[str, ...
     return tuple(window.reason for window in windows if window.open and window.side == side)
 
 
-_UNSET: Any = object()
+@final
+class Rare:
+    """State that few values have.
+
+    Attributes:
+        windows: stale windows, some of them closed by now.
+        host_tensor: the host side as a tensor that was handed out.
+        contents: of the host side when the value was made, for checks at `full`.
+    """
+
+    __slots__ = ("contents", "host_tensor", "windows")
+
+    def __init__(self, windows: tuple[StaleWindow, ...] = (), contents: Array | None = None) -> None:
+        self.windows = windows
+        self.host_tensor: torch.Tensor | None = None
+        self.contents = contents
 
 
 class MirroredTensor(HostValues, OfThisProcess):
@@ -234,16 +249,13 @@ class MirroredTensor(HostValues, OfThisProcess):
         "_exposed",
         "_generations",
         "_host",
-        "_host_tensor",
         "_plain",
         "_pool_id",
+        "_rare",
         "_row_set",
-        "_seen",
         "_side",
-        "_windows",
         "contract",
         "dtype",
-        "held_at",
         "name",
         "runtime",
         "shape",
@@ -256,8 +268,8 @@ class MirroredTensor(HostValues, OfThisProcess):
         host: Array | None = None,
         device: DeviceSide | Callable[[], DeviceSide] | None = None,
         *,
-        dtype: torch.dtype = _UNSET,
-        shape: tuple[int, ...] = (),
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
         contract: Contract = Contract.EXACT,
         name: str = "",
         windows: tuple[StaleWindow, ...] = (),
@@ -272,7 +284,6 @@ class MirroredTensor(HostValues, OfThisProcess):
         `generations` int64[n] of slots move with the rows of the value; `pool_id` names the pool that made its indices.
         `row_set` is the requests that the rows belong to, if known.
         The value adds itself to `exposed` once its host side can be written from outside, or may be stale.
-        `held_at` of handles is `frees` of the pool when all of them were last live; -1 before.
         """
         self.runtime = runtime
         self.dtype = dtype
@@ -281,21 +292,19 @@ class MirroredTensor(HostValues, OfThisProcess):
         self.name = name
         self.version = runtime.new_version()
         self._host = host
-        self._host_tensor: torch.Tensor | None = None
         self._side = device
-        self._windows = windows
-        self._pool_id = pool_id
-        self._plain = 0  # pool and space of handles with nothing but a host side of their own
-        self.held_at = -1
-        if self._space:
-            if generations is None:
-                generations = np.zeros(shape[0], dtype=np.int64)
-            if pool_id and device is None and contract is Contract.EXACT and not windows:
-                self._plain = 4 * pool_id + self._space
+        if generations is None and self._space:
+            generations = np.zeros(shape[0], dtype=np.int64)
         self._generations = generations
+        self._pool_id = pool_id
         self._row_set = row_set
+        self._rare: Rare | None = None
         self._exposed = exposed
-        self._seen = host.copy() if levels.full and host is not None else None
+        # Of handles with nothing but a host side of their own, which many requests have: pool and space.
+        self._plain = 4 * pool_id + self._space if pool_id and device is None and contract is Contract.EXACT else 0
+        if windows or levels.full:
+            self._plain = 0
+            self._rare = Rare(windows, None if host is None or not levels.full else host.copy())
 
     @classmethod
     def from_host(
@@ -422,10 +431,8 @@ class MirroredTensor(HostValues, OfThisProcess):
             SideMissingError: a `device_only` value.
             Violation: MIRROR_STALE_READ inside a stale window of the host side.
         """
-        if self._windows:
-            self._check_fresh("host")
-        host = self._host
-        view = (self._host_side() if host is None else host).view()
+        self._check_fresh("host")
+        view = self._host_side().view()
         view.setflags(write=False)  # half the time that `flags.writeable = False` takes
         return view
 
@@ -433,16 +440,23 @@ class MirroredTensor(HostValues, OfThisProcess):
     def host(self) -> torch.Tensor:
         """The host side as a CPU tensor, to be read only. Raises what `np` raises."""
         self._check_fresh("host")
-        if self._host_tensor is None:
-            self._host_tensor = torch.from_numpy(self._host_side())
-            self._expose()
-        return self._host_tensor
+        rare = self._with_rare()
+        if rare.host_tensor is None:
+            rare.host_tensor = torch.from_numpy(self._host_side())
+        return rare.host_tensor
 
-    def _expose(self) -> None:
+    def _with_rare(self) -> Rare:
+        """Its rare state, made now if there is none, for what a batch that has the value must know."""
         self._plain = 0
+        self._rare = self._rare or Rare()
         if self._exposed is not None:
             self._exposed.append(self)
             self._exposed = None  # once is enough, and a list that its members know would be a cycle
+        return self._rare
+
+    @property
+    def _windows(self) -> tuple[StaleWindow, ...]:
+        return () if self._rare is None else self._rare.windows
 
     @property
     def device(self) -> torch.Tensor:
@@ -523,7 +537,7 @@ class MirroredTensor(HostValues, OfThisProcess):
     @property
     def open_windows(self) -> tuple[StaleWindow, ...]:
         """The stale windows that are open now; values derived from this one inherit them."""
-        return tuple(window for window in self._windows if window.open) if self._windows else ()
+        return () if self._rare is None else tuple(window for window in self._rare.windows if window.open)
 
     def _host_side(self) -> Array:
         if self._host is None:
@@ -532,8 +546,8 @@ class MirroredTensor(HostValues, OfThisProcess):
         return self._host
 
     def _check_fresh(self, side: str) -> None:
-        if self._windows:
-            invariants.mirror_stale_read(side, stale_reasons(self._windows, side), **self._where("read"))
+        if self._rare is not None and self._rare.windows:
+            invariants.mirror_stale_read(side, stale_reasons(self._rare.windows, side), **self._where("read"))
 
     @contextlib.contextmanager
     def stale(self, side: str, *, reason: str) -> Iterator[None]:
@@ -542,14 +556,13 @@ class MirroredTensor(HostValues, OfThisProcess):
         Raises:
             ArgumentError: unknown side, or no reason given.
         """
-        window = StaleWindow(side, reason)
-        self._windows = (*self._windows, window)
-        self._expose()
+        window, rare = StaleWindow(side, reason), self._with_rare()
+        rare.windows = (*rare.windows, window)
         try:
             yield
         finally:
             window.open = False
-            self._windows = self.open_windows
+            rare.windows = self.open_windows
 
     # Moving rows
 
@@ -735,7 +748,8 @@ class MirroredTensor(HostValues, OfThisProcess):
             packed = self.runtime.upload([index, new])
             operands = device, packed.view(0), packed.view(1)
             device = self.runtime.launch(replace_rows, *operands, reads=operands, name="update", operations=2)
-        generations, row_set = None, self._row_set
+        generations: Any = None
+        row_set = self._row_set
         if self._generations is not None and isinstance(values, MirroredTensor):
             generations, row_set = self._generations.copy(), None
             generations[index] = values._generations
@@ -872,13 +886,14 @@ class MirroredTensor(HostValues, OfThisProcess):
             self._check_fully(where)  # first: it says which row
         if type(self._side) is DeviceSide:
             self._side.check_count(where)
-        if self._host_tensor is not None and not self._host_tensor.is_inference():
-            invariants.mirror_foreign_write("host", 0, self._host_tensor._version, **where)
+        tensor = None if self._rare is None else self._rare.host_tensor
+        if tensor is not None and not tensor.is_inference():
+            invariants.mirror_foreign_write("host", 0, tensor._version, **where)
 
     def _check_fully(self, where: Where) -> None:
         host, device = self._host, self._existing()
-        if host is not None and self._seen is not None:
-            invariants.mirror_foreign_write("host", self._seen, host, **where)
+        if host is not None and self._rare is not None and self._rare.contents is not None:
+            invariants.mirror_foreign_write("host", self._rare.contents, host, **where)
         if device is None or self.open_windows or self.runtime.checks_suspended():
             return  # nothing to compare with, or knowingly different
         if host is not None and device.device.type == "cpu":

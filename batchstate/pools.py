@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate import invariants, levels
-from batchstate._allocator import DOUBLE_FREE, ONE, Allocator, Generations, SlotListener, Transaction, size_of
+from batchstate import _core, _interpreted, invariants, levels
+from batchstate._allocator import DOUBLE_FREE, Allocator, SlotListener, Transaction, size_of
 from batchstate._arrays import as_array, count
 from batchstate.errors import DtypeError
 from batchstate.invariants import times_checked
@@ -32,7 +32,7 @@ Ints = npt.NDArray[np.int64]
 @final
 @attrs.frozen
 class SlotStats:
-    """A pool in numbers: free + pending + live = size + reserve.
+    """A pool in numbers: free + pending + live + retired = size + reserve.
 
     Attributes:
         size: slots that can be taken ordinarily.
@@ -44,6 +44,7 @@ class SlotStats:
         taken_total, freed_total: since the pool was created. A take that was refused counts in none of these.
         peak_live: the most that were ever live at once.
         takes: calls that took some. As many as `taken_total` says that each slot is taken by a call of its own.
+        retired: slots that were taken 2^31 - 1 times, as often as a generation can say: they are never taken again.
     """
 
     size: int
@@ -56,6 +57,7 @@ class SlotStats:
     freed_total: int
     peak_live: int
     takes: int
+    retired: int = 0
 
     @classmethod
     def of(cls, allocator: Allocator) -> Self:
@@ -107,14 +109,18 @@ class SlotPool(OfThisProcess):
         ordinary = size_of(size, f"{name}: size", least=1)
         reserved = size_of(reserve, f"{name}: reserve")
         size_of(ordinary + reserved, f"{name}: size + reserve")
+        if not _core.compiled:
+            _interpreted.tell()
         self.runtime = runtime
         self.name = name
         label = f"SlotPool {name!r}"
         self.transaction = Transaction(runtime, label)  # of all that its slots own; for the library
-        self._allocator = Allocator(runtime, ordinary, reserve=reserved, label=label, transaction=self.transaction)
-        self._generations = Generations(runtime, self._allocator, name=name)
+        self._allocator = Allocator(
+            runtime, ordinary, reserve=reserved, label=label, transaction=self.transaction, name=name
+        )
+        self._core = self._allocator.core
         self.size, self.reserve, self.capacity = ordinary, reserved, self._allocator.capacity
-        self.pool_id = self._generations.pool_id
+        self.pool_id = self._allocator.pool_id
         self._take, self._free = f"{name}: take", f"{name}: free"
         runtime.declare_indices("slot", self.capacity)
         self._tables: list[Table] = []
@@ -124,13 +130,9 @@ class SlotPool(OfThisProcess):
         allocator = self._allocator
         return (
             f"SlotPool({self.name!r}, size={self.size}, reserve={self.reserve}, "
-            f"free={allocator.free}, pending={allocator.pending}, live={allocator.live})"
+            f"free={allocator.free}, pending={allocator.pending}, live={allocator.live}"
+            f"{f', retired={allocator.retired}' if allocator.retired else ''})"
         )
-
-    @property
-    def frees(self) -> int:
-        """How many slots were ever freed: while it stays, every handle that was live is live. For the library."""
-        return self._allocator.frees
 
     @property
     def stats(self) -> SlotStats:
@@ -168,9 +170,7 @@ class SlotPool(OfThisProcess):
 
     def next_handles(self, n: int) -> tuple[Ints, Ints]:
         """The numbers and generations int64[n] that `take_with(n, ...)` will return. For the library."""
-        self._allocator.check_available(n)
-        rows = self._allocator.next_free(n)
-        return rows, self._generations.of(rows) + ONE
+        return self._allocator.next_handles(n, "take")
 
     def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
         """`take` after `query_fences`, with `give(rows)` as the last `on_take` of slots int64[n]. For the library."""
@@ -181,17 +181,12 @@ class SlotPool(OfThisProcess):
 
         A pool that is marked stays as it is: its change was interrupted.
         """
-        if self.transaction.operation is None and self._generations.all_held(rows, generations):
+        if self.transaction.operation is None and self._allocator.all_held(rows, generations):
             self.transaction.undoing = True
             try:
                 self.release_rows(rows, None, operation)
             finally:
                 self.transaction.undoing = False
-
-    def held_among(self, rows: Ints, generations: Ints) -> npt.NDArray[np.bool_]:
-        """Whether each handle of this pool, by number and generation int64[n], is live, bool[n]. For the library."""
-        held: npt.NDArray[np.bool_] = self._allocator.live_among(rows) & (self._generations.of(rows) == generations)
-        return held
 
     def _taken(self, wanted: int, reserved: bool, give: Callable[[Ints], None] | None) -> Slots:
         transaction, allocator = self.transaction, self._allocator
@@ -201,10 +196,10 @@ class SlotPool(OfThisProcess):
                 listener.check_take(wanted)
         if levels.full:
             self._verify_tables("take")
-        rows = allocator.take(wanted, "take", reserved=reserved)
+        rows, generations = allocator.take(wanted, "take", reserved=reserved)
         done: list[SlotListener] = []
         try:
-            slots = self._generations.new_handles(rows)
+            slots = Slots.of_pool(self.runtime, rows, generations, pool_id=self.pool_id, name=self.name)
             for listener in self._taking:
                 listener.on_take(rows)
                 done.append(listener)
@@ -218,6 +213,19 @@ class SlotPool(OfThisProcess):
             self._undo_take(rows, done)
             raise
         return slots
+
+    def check_take(self, n: int) -> None:
+        """Refuses a take of `n` slots by a step, if what they need besides is not there. For the library."""
+        for listener in self._taking:
+            listener.check_take(n)
+        if levels.full:
+            self._verify_tables("take")
+
+    def note_taken(self, rows: Ints) -> None:
+        """A step has taken the slots `rows` int64[n], which `check_take` has allowed. For the library."""
+        self._allocator.note_taken(rows)
+        for listener in self._taking:
+            listener.on_take(rows)
 
     def _undo_take(self, rows: Ints, done: list[SlotListener]) -> None:
         """Frees slots that no caller has got. A Violation here leaves the mark: the pool is not as it was."""
@@ -263,23 +271,16 @@ class SlotPool(OfThisProcess):
             check_fence(after, f"{self.name}: {operation}")
         self._release(self._rows_to_free(slots, operation, whole=True), after, operation)
 
-    def check_leaving(
-        self, rows: Ints, generations: Ints, after: Fence | None, operation: str, *, live: bool = False
-    ) -> None:
+    def check_leaving(self, rows: Ints, generations: Ints, after: Fence | None, operation: str) -> None:
         """`release_requests`, but for the release itself: `release_rows`. For the library.
 
-        `rows` and `generations` int64[n] are those of handles of this pool, each once if they are known to be `live`.
+        `rows` and `generations` int64[n] are those of handles of this pool.
         """
         if after is not None:
             check_fence(after, f"{self.name}: {operation}")
         for query in self._before_free:
             query(rows)
-        if live:
-            times_checked[DOUBLE_FREE] += 1
-            for check in self._releasing_whole:
-                check(rows, operation)
-        else:
-            self._check_to_free(rows, generations, operation, self._releasing_whole)
+        self._check_to_free(rows, generations, operation, self._releasing_whole)
 
     def clear(self) -> None:
         """Frees every slot with all that hangs on the pool, and begins anew: slots and pages come in order, from 1.
@@ -443,15 +444,15 @@ class SlotPool(OfThisProcess):
             padded: allow padded rows at the end.
         """
         self.transaction.enter(f"{self.name}: {operation}")
-        return self._generations.rows_of(slots, operation, unique=unique, padded=padded)
+        return self._allocator.rows_of(slots, operation, unique=unique, padded=padded)
 
     def check_rows(self, rows: Ints, generations: Ints, operation: str) -> None:
         """`check_handles`, of the numbers and generations int64[n] of handles of this pool. For the library."""
-        self._generations.check_held(rows, generations, operation)
+        self._allocator.check_held(rows, generations, operation)
 
     def _rows_to_free(self, slots: Slots, operation: str, *, whole: bool = False) -> Ints:
         """Checks slots before they are freed, alone or as whole requests; their numbers, int64[n]."""
-        rows, held = self._generations.numbers_of(slots, Slots, operation)
+        rows, held = self._allocator.numbers_of(slots, Slots, operation)
         for query in self._before_free:
             query(rows)
         self._check_to_free(rows, held, operation, self._releasing_whole if whole else self._releasing_alone)
@@ -461,7 +462,10 @@ class SlotPool(OfThisProcess):
         self, rows: Ints, held: Ints, operation: str, checks: Sequence[Callable[[Ints, str], None]]
     ) -> None:
         """Checks slots int64[n] of these generations before they are freed, once fences were queried."""
-        self._generations.check_to_free(rows, held, operation)
+        times_checked[DOUBLE_FREE] += 1
+        wrong = self._core.first_not_to_free(rows, held)
+        if wrong >= 0:
+            self._allocator.refuse_to_free(rows, held, operation, wrong)
         for check in checks:
             check(rows, operation)
         if levels.full:
@@ -489,7 +493,6 @@ class SlotPool(OfThisProcess):
 
     def _verify_host(self) -> None:
         self._allocator.verify()
-        self._generations.verify()
         for listener in self._listeners:
             listener.verify()
 

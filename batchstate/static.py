@@ -14,9 +14,10 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
 from batchstate._arrays import Array, copy_into, of_dtype
+from batchstate._core import Block
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import Layout, RowState
-from batchstate._upload import Extras, append_needs, extra_array, joined_writes
+from batchstate._upload import Extras, append_needs, column_view, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
@@ -81,15 +82,14 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
             raise ArgumentError(f"extras are named as columns: {twice}", twice, "rename the extras")
         writes = 32 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
         layout = batch._layout
-        arrays = [*RowState.padding(layout, self.rows).aligned(), *self._extras.values()]
-        places, used = packed_places(arrays)
+        block = Block(layout.core, self.rows)
+        places, used = packed_places([*self._extras.values()], block.start(layout.core.num))
         capacity = used + writes * _BYTES_PER_WRITE + 2 * ALIGNMENT + _bytes_to_gather(layout, self.rows)
         packed = -(-capacity // ALIGNMENT) * ALIGNMENT
         own, total = _own_places(layout, self.rows, packed)
         self._fixed = FixedMemory(runtime, runtime.device_zeros((total,), torch.uint8, name="static buffers"))
-        by_name = {**dict(zip(self._extras, places[len(places) - len(self._extras) :], strict=True)), **own}
-        self._views = _packed_views(self._fixed.memory, layout, places, self.rows)
-        for name, at in by_name.items():
+        self._views = {name: column_view(self._fixed.memory, layout, block, name, {}) for name in layout.index}
+        for name, at in {**dict(zip(self._extras, places, strict=True)), **own}.items():
             view, column = view_at(self._fixed.memory, at), self._columns.get(name)
             self._views[name] = view if column is None else of_dtype(view, column.dtype)
         self._fixed_part = self._fixed.memory[:used]
@@ -165,9 +165,7 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         padded = batch if batch.num_rows == self.rows else batch.pad(self.rows)
         state = padded.device_side.state
         joined = joined_writes(self.runtime, writes) if writes else []
-        fixed = state.aligned()
-        first_extra = len(fixed)
-        fixed += arrays.values()
+        fixed = [state.crossing(), *arrays.values()]
         others: list[Array] = []
         needs = append_needs(others, state)
         first_write = len(others)
@@ -201,7 +199,7 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
             if isinstance(extras, DerivedArrays):  # of a plan: the forward may change them, and does
                 self._held = {name: rows for name, rows in self._held.items() if name in self._columns}
         self._version, self._origin = batch.version, extras.origin if isinstance(extras, DerivedArrays) else None
-        places = {name: first_extra + i for i, name in enumerate(arrays)}
+        places = {name: 1 + i for i, name in enumerate(arrays)}
         return Extras(self.runtime, copied, places, dict(extras), self._slots_of(state, copied))
 
     def _check_unwritten(self, operation: str) -> None:
@@ -280,24 +278,12 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
                 continue
             invariants.tail_stale(device[self.num_reqs :], column.pad, self.num_reqs, **where)
             rows = state.device.get(name)
-            if name in state.layout.places:
+            if name in state.layout.index:
                 invariant = invariants.mirror_equal if rows is None else invariants.mirror_bound
                 invariant(state.column(name), device, **where)
             contents = None if rows is None else rows.contents(self.runtime)
             if contents is not None:
                 invariants.mirror_equal(contents[1], device, **where)
-
-
-def _packed_views(
-    memory: torch.Tensor, layout: Layout, places: Sequence[Place], num_rows: int
-) -> dict[str, torch.Tensor]:
-    """Views of the mirrored columns at their packed places."""
-    views = {}
-    for name, column in layout.tensors.items():
-        if (at := layout.places.get(name)) is not None:
-            group = view_at(memory, places[at.group]).view(column.dtype)
-            views[name] = group[at.member, :num_rows].view(num_rows, *at.shape)
-    return views
 
 
 def _bytes_to_gather(layout: Layout, num_rows: int) -> int:
@@ -310,7 +296,7 @@ def _own_places(layout: Layout, num_rows: int, start: int) -> tuple[dict[str, Pl
     """Places of the columns that are not packed, from byte `start` on, and their end."""
     places = {}
     for name, column in layout.tensors.items():
-        if name not in layout.places:
+        if name not in layout.index:
             places[name] = (start, column.np_dtype, (num_rows, *column.shape))
             start += -(-num_rows * column.pad.nbytes // ALIGNMENT) * ALIGNMENT
     return places, start

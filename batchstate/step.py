@@ -1,82 +1,94 @@
-"""`StepPlanner`: the steps of an engine, declared once: what follows from the declaration is not computed in each step.
+"""`StepPlanner`: the steps of an engine, declared once, and planned in one loop over requests.
 
 An engine makes one planner, and asks it for each step::
 
     planner = StepPlanner(Running, pages=pages, relay=relay, ids="last_token", results=("last_token",))
 
-    step = planner.plan(batch)  # each request puts in one token; one copy, one scatter
+    step = planner.plan(batch)  # each request puts in one token; one copy
     inputs = step.inputs()  # at forward entry, on its stream
     step.publish(last_token=sampled)  # to the next step, and on the way to the host
     batch = step.batch
     ...
     step.results["last_token"].np  # a step later
 
-A step is `Batch.advance`, `PagePool.advance`, `ForwardPlan.of`, `Batch.upload`, `FutureMap.resolve_forward_inputs`,
-`publish` and `prefetch`. They run as one piece, in which each invariant is checked once for all parts; speculation,
-padded steps and whatever else `StepPlanner` says are composed of these calls, one after the other. A decode step, in
-which the relay has the one token of each request, is the piece at its shortest: numbers go to staging memory through
-views that were made when these requests first came.
+`plan` reads its arguments and asks fences, which may run code of the engine; then `_core.StepBlock` looks at each row
+and writes the step into memory that nobody reads yet; then the copy is launched; then slots, pages and lengths change,
+which cannot fail. So a plan that is refused, or whose copy fails, has changed nothing. Decode steps, prompts, mixed and
+padded steps, drafts, requests that leave and join: all go this way.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, SupportsIndex, cast, final
+from typing import Any, NoReturn, SupportsIndex, final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate import levels
-from batchstate._allocator import STALE_HANDLE
-from batchstate._arrays import Amount, Selection
+from batchstate import invariants, levels
+from batchstate._arrays import Amount, Array, Selection, arange_per_row
 from batchstate._arrays import count as counted
 from batchstate._column_inputs import rows_from
-from batchstate._origin import Origin
-from batchstate._planned_step import (
-    NAMES,
-    ONE,
-    OPERATION,
-    Declared,
-    DecodeStep,
-    PlannedStep,
-    StepRequests,
-    StepsInOnePiece,
-    StepTokens,
-    Written,
-    each_puts_in_one,
-)
-from batchstate._relay import HOST, Publication, PublishedRows
-from batchstate._rows import GENERATION_SUFFIX, RowState
-from batchstate._upload import NO_EXTRAS, Extras, extra_array, joined_writes
+from batchstate._core import StepBlock
+from batchstate._origin import RowSet
+from batchstate._planned_step import OPERATION, PlannedStep
+from batchstate._rows import RowState, not_counted
+from batchstate._step_arguments import NO_FURTHER, Declared, Further, StepTokens
+from batchstate._step_memory import StepMemories, StepMemory
+from batchstate._upload import append_needs, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
-from batchstate.errors import ArgumentError, DeclarationError, another_runtime, one_of, shown
-from batchstate.forward.plan import ForwardPlan, checked_layouts
+from batchstate.errors import (
+    ArgumentError,
+    DeclarationError,
+    ShapeError,
+    another_runtime,
+    expected,
+    one_of,
+    shown,
+    unexplained,
+)
+from batchstate.forward.plan import checked_layouts, layout_arrays
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap
 from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
-from batchstate.mirror import Contract, DeviceSide, Slots
+from batchstate.mirror import MirroredTensor
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import Fence, OfThisProcess, check_fence
-from batchstate.runtime.memory import PackedUpload, ReadyTensor, packed_places
-from batchstate.tables import Table, TableWrite
+from batchstate.tables import TableWrite
+from batchstate.violations import Code
 
 __all__ = ["PlannedStep", "StepPlanner"]
 
 Ints = npt.NDArray[np.int64]
-Array = npt.NDArray[Any]
 
 Held = tuple[Ints, Ints]
 """Slots and their generations, int64[n] each."""
 
-TakenSlots = list[Held]
-"""Slots that a plan takes for those that join: given back if it fails."""
-
 Joining = Batch | Mapping[str, object]
 """A batch, or columns by name."""
 
-_MOST_IN_ONE_PIECE = 8192
-"""Requests of a step that is planned in one piece; one of more is composed of the parts."""
+NO_PAGES: Ints = np.zeros(0, dtype=np.int64)
+
+_NAMES = {"positions", "query_start_loc", "kv_lens", "slot_mapping", "last_token_indices", "input_ids", "sample_slots"}
+"""Names of the arrays of a step: extras of an engine have others."""
+
+
+@final
+@attrs.frozen(eq=False)
+class Joined:
+    """Requests that join.
+
+    Attributes:
+        state: their rows.
+        num_reqs: how many.
+        pool_id: of their slots; None if the step takes slots for them.
+    """
+
+    state: RowState
+    num_reqs: int
+    pool_id: int | None
 
 
 @ranges("plan")
@@ -88,7 +100,7 @@ class StepPlanner(OfThisProcess):
         batch: the batch class.
         pages: where the KV goes.
         relay: with the ids of the requests that decode; None where the host knows all ids, or the forwards take none.
-        seq_lens: the column with the tokens of each request.
+        seq_lens: the column with the tokens of each request, int64 or int32.
         ids: relay field, or fields, whose entries end to end are the tokens that a request puts in.
         lengths: relay field with the true lengths, where the host knows bounds.
         results: relay fields that go to the host as soon as they are published.
@@ -97,9 +109,13 @@ class StepPlanner(OfThisProcess):
         window: as for `ForwardPlan.of`, as are the layouts.
         layouts: arrays of attention kernels.
 
+    Attributes:
+        made_for_holders: memories of steps that were made because batches or arrays of old steps were held.
+
     Raises:
         ArgumentError: page pool and relay are of two slot pools.
-        DeclarationError: no such column or field.
+        DeclarationError: no such column or field; fields of ids that lie apart.
+        DtypeError: ids of another dtype than `int32` says.
     """
 
     def __init__(
@@ -121,48 +137,32 @@ class StepPlanner(OfThisProcess):
         if relay is not None and pages.slots is not relay.slots:
             problem = f"StepPlanner: {pages!r} and {relay!r} are of two slot pools"
             raise ArgumentError(problem, relay.slots, "make both over the pool that the requests take their slots from")
-        column = batch.columns().get(seq_lens)
-        if not isinstance(column, MirroredColumn) or column.shape or batch._slot_column is None:
-            problem = f"StepPlanner of {batch.__name__}: no slots, or no column {seq_lens!r} of one number per request"
-            remedy = "declare slot_column() and mirrored(torch.int64), and name the second: seq_lens=..."
-            raise DeclarationError(problem, seq_lens, remedy)
-        offset = column if kv_offset is None else batch.columns().get(kv_offset)
-        if not isinstance(offset, MirroredColumn) or offset.shape:
-            problem = f"StepPlanner of {batch.__name__}: no column {kv_offset!r} of one number per request"
-            raise DeclarationError(problem, kv_offset, "declare mirrored(torch.int64), and name it: kv_offset=...")
+        for option, name in (("seq_lens", seq_lens), ("kv_offset", kv_offset)):
+            if name is not None:
+                _check_counts(batch, name, option)
         self._runtime, self._pages, self._slots = pages.runtime, pages, pages.slots
-        self._relay = relay
-        self._has_ids, self._int32, self._kv_offset = has_ids, tuple(int32), kv_offset
-        self._kind, self._slot_column, self._seq_lens = batch, batch._slot_column, seq_lens
+        self._kind, self._layout, self._lens = batch, batch._layout, batch._layout.index[seq_lens]
         names = (ids,) if isinstance(ids, str) else tuple(ids)
         reach = None if window is None else counted(window, "StepPlanner: window", least=1)
-        self._declared = Declared(pages, relay, names, lengths, tuple(results), has_ids, reach)
         self._layouts = checked_layouts(layouts, int32, "StepPlanner")
         fields = {} if relay is None else relay.fields
         for name in (*names, *results, *(() if lengths is None else (lengths,))):
             if name not in fields:
                 raise DeclarationError(f"StepPlanner: field {name!r} is not declared", name, one_of(fields, name))
-        field = fields[names[0]] if len(names) == 1 else None
-        in_one_piece = (
-            (relay is None or (has_ids and field is not None and field.dtype == torch.int64 and not field.shape))
-            and not self._int32
-            and kv_offset is None
-            and lengths is None
-            and not layouts
-            and column.dtype == torch.int64
-            and column.counted  # else `advance` refuses it
-            and pages.req_to_token is not None
-            and pages.req_to_token.dtype == torch.int32
-            and set(results) <= set(names)
-        )
-        self._table = cast(Table, pages.req_to_token)  # None without one: no step is planned in one piece then
-        lens = batch._layout.places[seq_lens]
-        self._lens_at = lens.group, lens.member
-        self._most = min(self._slots.size, _MOST_IN_ONE_PIECE)
-        self._steps = StepsInOnePiece(pages.runtime, self._most) if in_one_piece else None
+        taken = names if has_ids else ()
+        flags = has_ids, frozenset(int32), reach
+        self._declared = Declared(pages, relay, seq_lens, kv_offset, taken, lengths, tuple(results), *flags)
+        self._memories = StepMemories(pages.runtime, self._layout.core)
+        self._usual = 0  # bytes of the last step
 
     def __repr__(self) -> str:
-        return f"StepPlanner({self._pages!r}, {'no relay' if self._relay is None else self._relay!r})"
+        relay = self._declared.relay
+        return f"StepPlanner({self._pages!r}, {'no relay' if relay is None else relay!r})"
+
+    @property
+    def made_for_holders(self) -> int:
+        """How many memories were made because others were held."""
+        return self._memories.made_for_holders
 
     def plan(
         self,
@@ -181,11 +181,11 @@ class StepPlanner(OfThisProcess):
         extras: Mapping[str, object] | None = None,
         token_arrays: Mapping[str, TokenArray] | None = None,
     ) -> PlannedStep:
-        """Plans a step, and sends it to the device on the current stream: one copy, and a scatter for each table.
+        """Plans a step, and sends it to the device on the current stream in one copy.
 
         Some requests may leave before, with all that they have, and others join. Each that runs gets pages for the
-        tokens that it puts in, and they count as committed. If a request joins with tokens and no row of the token
-        table, as after `PagePool.take_requests`, the step writes the row too.
+        tokens that it puts in, and they count as committed. `PlannedStep.inputs` writes the token table: the rows of
+        requests that join too.
 
         Args:
             batch: the requests, with their lengths before the step.
@@ -193,12 +193,10 @@ class StepPlanner(OfThisProcess):
                 as by `SlotPool.release_requests`, and what they had can be taken from the next step on.
             joining: requests that come after those: column -> values, as for `Batch.build`, one row each. Without
                 slots among them, the step takes slots, and pages for the tokens of the column of lengths, whose KV is
-                there, as `PagePool.take_requests`; `step.batch` has the slots. Or a batch, as for `Batch.merge`. States
-                of a `HybridSlotPool` are written in a copy of their own.
+                there, as `PagePool.take_requests`; `step.batch` has the slots. Or a batch, as for `Batch.merge`.
             after: the forward-done fence of the last forward of those that leave, if any do.
             published: relay field -> host values, one entry for each request that joins: the values that its first step
-                starts from, if no forward here has published them. They cross in the same copy, or in one of their own
-                where the step is not planned as one piece.
+                starts from, if no forward here has published them. They cross in the same copy.
             query_lens: tokens that each puts in, as for `ForwardPlan.of`.
             prompt_ids: as for `ForwardPlan.of`.
             samples: as for `ForwardPlan.of`.
@@ -214,491 +212,340 @@ class StepPlanner(OfThisProcess):
             CaptureError: the stream is being captured.
             PoolExhaustedError: too few slots or pages are free for those that join, or pages for those that run.
             Violation: SLOT_STALE_HANDLE: a request has left, or an argument or a fence released it when it was read.
-            As `PagePool.advance`, `Batch.advance`, `Batch.build`, `ForwardPlan.of` and `Batch.upload`. No token was
-            committed, and slots and pages that were taken are given back.
+            As `PagePool.advance`, `Batch.advance`, `Batch.build`, `ForwardPlan.of` and `Batch.upload`. Nothing has
+            changed.
         """
-        self._slots.transaction.enter(OPERATION)
-        if self._runtime.capturing:
-            self._runtime.refuse_capture("planning a step")
+        # The arguments, which may run code of the engine.
+        slots, runtime, declared = self._slots, self._runtime, self._declared
+        relay = declared.relay
+        slots.transaction.enter(OPERATION)
+        if runtime.capturing:
+            runtime.refuse_capture("planning a step")
+        if after is not None:
+            check_fence(after, f"{slots.name}: {OPERATION}")
+        num_reqs = self._begin(batch)
+        index = None if keep is None else batch._kept(keep, num_reqs, f"StepPlanner.{OPERATION}")
+        kept = num_reqs if index is None else index.size
+        joined = None if joining is None else self._joined(joining)
+        n = kept if joined is None else kept + joined.num_reqs
+        num_rows = n if pad_rows is None else counted(pad_rows, "StepPlanner: pad_rows", least=n)
+        tokens = StepTokens.of(n, num_rows, query_lens, prompt_ids, samples, declared.id_dtype)
+        first = None if published is None else self._first(published, joined)
+        alone = not (extras or writes or token_arrays or first or self._layouts or declared.int32)
+        further = NO_FURTHER if alone and not self._layout.on_device else Further()
+        if extras or writes or token_arrays:
+            self._add_arguments(further, batch, tokens.each(n), extras, writes, token_arrays)
+        if first is not None:
+            further.arrays |= {f"published {name}": array for name, array in first.items()}
+
+        # Fences, which may too. Behind them nothing of the engine runs.
+        self._pages.query_fences()
+        leaving = None
+        if index is not None and kept < num_reqs:
+            leaving = _others(batch._state, index)
+            if joined is not None and joined.pool_id is not None:
+                _check_apart(leaving[0], joined.state.column(str(self._layout.slots)))
+            slots.check_leaving(*leaving, after, OPERATION)
+        if joined is not None and joined.pool_id is None:
+            slots.check_take(joined.num_reqs)
+
+        # A draft of the step, in memory that nobody reads, and its copy.
+        memory, state, new = self._drafted(batch, index, joined, tokens, n, num_rows, pad_tokens, further)
+        step = PlannedStep(declared, self._kind, memory, state, tokens, n, further, batch._open_windows())
+        if isinstance(query_lens, MirroredTensor) and query_lens.row_set is not None:
+            rows = RowSet(0, (step.rows, step.generations), slots.pool_id)
+            rows.check_same(query_lens.row_set, query_lens, object="StepPlanner", operation=OPERATION)
+        numbers: set[int] = set()
+        if published is not None and relay is not None:
+            numbers = relay.check_first(step.rows[kept:], published)
+        step.send()
+        if levels.full:
+            step.sent.check(OPERATION)
+        if first is not None and relay is not None:
+            values = {name: step.crossed(f"published {name}") for name in first}
+            own = step.rows[kept:], step.generations[kept:]
+            relay.put(*own, step.slots_of(kept, n), values, numbers, first, then=OPERATION)
+
+        # The changes, which cannot fail.
+        slots.transaction.operation = OPERATION
+        self._pages.note_grown(new)
+        memory.block.commit(slots._allocator.core, self._pages._rows)
+        if joined is not None and joined.pool_id is None:
+            slots.note_taken(step.rows[kept:])
+        slots.transaction.operation = None
+        if memory.block.new_pages:
+            self._pages._holders.check_whole(OPERATION)
+        if leaving is not None:
+            slots.release_rows(leaving[0], after, OPERATION)
+        if levels.full:
+            self._pages.verify()
+            if first is not None and relay is not None:
+                relay.check("publish")
+        return step
+
+    def _begin(self, batch: Batch) -> int:
+        """Checks the batch that a step follows on; the number of its requests."""
         if type(batch) is not self._kind:
             problem = f"StepPlanner: plan: expected a batch of {self._kind.__name__}, got {shown(batch)}"
             remedy = f"pass what `{self._kind.__name__}.build` returned; each batch class has a planner of its own"
             raise ArgumentError(problem, batch, remedy)
         if batch.runtime is not self._runtime:
             raise another_runtime("StepPlanner", batch)
+        num_reqs = batch._begin(OPERATION)
+        batch._check_host_is_fresh(OPERATION)
+        if num_reqs and batch._pool_id != self._slots.pool_id:
+            self._slots.rows_of(batch[str(self._layout.slots)], OPERATION)  # type: ignore[arg-type]
+        return num_reqs
 
-        if levels.full:
-            batch._check_unwritten(OPERATION)
-        if published is not None and (joining is None or self._relay is None):
+    def _joined(self, joining: Joining) -> Joined:
+        """The rows of those that join, checked."""
+        subject, own = f"StepPlanner: {OPERATION}: joining", self._slots.pool_id
+        if isinstance(joining, Mapping):
+            slots = str(self._layout.slots)
+            if len(joining) != len(self._kind._columns) - 1 or slots in joining:
+                self._kind._check_none_missing(joining, subject, but=slots)
+            state, num_reqs, pool_id = rows_from(self._layout, joining, self._runtime, subject)
+        else:
+            if type(joining) is not self._kind:
+                remedy = "pass a batch of the same class, or columns by name"
+                raise expected(OPERATION, f"another {self._kind.__name__}", joining, remedy, DeclarationError)
+            if joining.runtime is not self._runtime:
+                raise another_runtime(OPERATION, joining)
+            num_reqs = joining._begin(OPERATION)
+            joining._check_host_is_fresh(OPERATION)
+            state, pool_id = joining._state, joining._pool_id
+        if pool_id not in (None, own) and num_reqs:
+            problem = f"{subject}: expected slots of pool {own}, got slots of pool {pool_id}"
+            raise ArgumentError(problem, pool_id, "take the slots of all requests of a batch from one pool")
+        return Joined(state, num_reqs, pool_id)
+
+    def _first(self, published: Mapping[str, object], joined: Joined | None) -> dict[str, Array]:
+        """The values that those who join start from, checked."""
+        relay = self._declared.relay
+        if joined is None or relay is None:
             problem, remedy = "plan with published=, and none joins", "pass joining= with those that are published"
-            if self._relay is None:
+            if relay is None:
                 problem, remedy = "plan with published= and no relay", "declare the planner with one: relay=..."
             raise ArgumentError(f"StepPlanner: {problem}", published, remedy)
-        if after is not None:  # also where none leaves: else the first that does would show it
-            check_fence(after, "StepPlanner: plan")
-        pads = pad_rows, pad_tokens
-        taken: TakenSlots = []
-        try:
-            leaving: Held | None = None
-            frees: int | None = None
-            source, arrived, live = batch, 0, False
-            if keep is not None or joining is not None:
-                live, frees = self._are_live(batch), self._slots.frees
-                batch, leaving, arrived = self._turned_over(batch, keep, joining, after, live, taken)
-                live = live and (bool(taken) or not arrived)  # those with slots of a caller are looked at
-            steps, n, tokens, decodes = self._steps, batch.num_reqs, None, False
-            if steps is not None and pads == (None, None) and not token_arrays and self._fits(batch):
-                fed = 0 if self._relay is None else 1
-                decodes = (fed == 1 or not self._has_ids) and each_puts_in_one(n, query_lens, prompt_ids, samples)
-                if not decodes:
-                    tokens = StepTokens.of(n, query_lens, prompt_ids, samples, has_ids=self._has_ids, fed=fed)
-            if steps is not None and (decodes or tokens is not None):
-                return self._piece(
-                    steps, batch, tokens, writes, extras, published, arrived, leaving, after, source, live, frees, taken
-                )
-            writes = tuple(writes)  # one alone is refused here, before the relay is written
-            joined = None if joining is None else self._handles(batch).filter(np.arange(n - arrived, n))
-            entries = None
-            if self._relay is not None and published is not None and joined is not None:
-                rows = self._slots.rows_of(joined, OPERATION, unique=True)
-                entries = self._relay.packed(rows, joined.generations, published)
-                entries.launch_alone()
-            try:
-                step = self._composed(
-                    batch, query_lens, prompt_ids, samples, pads, writes, extras, token_arrays, joined, leaving, frees
-                )
-            except BaseException:
-                if entries is not None and self._slots.transaction.operation is None:  # else a part was interrupted
-                    entries.take_back()
-                raise
-            del taken[:]
-            if leaving is not None:
-                self._slots.release_rows(leaving[0], after, OPERATION)
-            return step
-        except BaseException:
-            for slots, generations in taken:
-                self._slots.give_back(slots, generations, OPERATION)
-            raise
+        return relay.first_values(published, joined.num_reqs)
 
-    def _turned_over(
+    def _add_arguments(
         self,
+        further: Further,
         batch: Batch,
-        keep: "Selection | None",
-        joining: Joining | None,
-        after: Fence | None,
-        live: bool,
-        taken: TakenSlots,
-    ) -> tuple[Batch, Held | None, int]:
-        """The batch that runs, the handles of those that leave, checked and not released yet, and how many join.
-
-        It is the same batch where no row moves. `live` says that its requests are known to be.
-        """
-        leaving: Held | None = None
-        num_reqs = batch._begin(OPERATION)
-        index = None if keep is None else batch._kept(keep, num_reqs, f"StepPlanner.{OPERATION}")
-        if index is not None:
-            stays = np.zeros(batch.num_reqs, dtype=np.bool_)
-            stays[index] = True
-            rows = (~stays).nonzero()[0]
-            if rows.size:
-                if batch._pool_id != self._slots.pool_id:
-                    self._slots.rows_of(self._handles(batch), OPERATION)  # refuses them
-                numbers, generations = self._numbers(batch)
-                leaving = numbers[rows], generations[rows]
-                self._slots.check_leaving(*leaving, after, OPERATION, live=live)
-        if index is None and joining is None:
-            return batch, None, 0
-        if isinstance(joining, Mapping):
-            new, arrived = self._joined(batch, index, joining, leaving, taken)
-            return new, leaving, arrived
-        state, num_reqs = batch._turned_over(index, num_reqs, joining, OPERATION)
-        if leaving is not None and joining is not None:
-            _check_apart(leaving[0], joining._state.column(self._slot_column))
-        arrived = 0 if joining is None else joining.num_reqs
-        return batch._derived(OPERATION, state, num_reqs, joined=joining), leaving, arrived
-
-    def _joined(
-        self, batch: Batch, index: Ints | None, joining: Mapping[str, object], leaving: Held | None, taken: TakenSlots
-    ) -> tuple[Batch, int]:
-        """The requests at `index`, all without one, and those of the columns `joining`; and how many these are.
-
-        Those that have no slots get them here, and their pages, and are added to `taken`.
-        """
-        subject, name = f"StepPlanner: {OPERATION}: joining", self._slot_column
-        if len(joining) != len(self._kind._columns) - 1 or name in joining:
-            self._kind._check_none_missing(joining, subject, but=name)
-        kept = np.arange(batch.num_reqs) if index is None else index
-        first = kept.size
-        state, arrived, pool_id = rows_from(self._kind._layout, joining, self._runtime, subject, (batch._state, kept))
-        slots, generations = state.column(name), state.column(name + GENERATION_SUFFIX)
-        takes: Held | None = None
-        if pool_id is None:
-            self._pages.query_fences()
-            takes = slots[first:], generations[first:] = self._slots.next_handles(arrived)
-            pool_id = self._slots.pool_id
-        elif leaving is not None:
-            _check_apart(leaving[0], slots[first:])
-        if first and arrived and batch._pool_id != pool_id:
-            problem = f"{subject}: expected slots of pool {pool_id}, got slots of pool {batch._pool_id}"
-            raise ArgumentError(problem, pool_id, "take the slots of all requests of a batch from one pool")
-        new = batch._derived(OPERATION, state, first + arrived, pool_id=pool_id if arrived else batch._pool_id)
-        if levels.cheap or takes is None:
-            new._check_slots(OPERATION)
-        if takes is not None:
-            lens = state.column(self._seq_lens)[first:].astype(np.int64)
-            if self._kv_offset is not None:
-                lens = np.where(lens > 0, lens + state.column(self._kv_offset)[first:], 0)
-            taken.append(takes)
-            self._pages.take_rows(lens, OPERATION)
-        return new, arrived
-
-    def _are_live(self, batch: Batch) -> bool:
-        """Whether its requests were found live by the step before, and no slot was freed since."""
-        before = None if self._steps is None or levels.full else self._steps.requests
-        return before is not None and before.row_set.number == batch._row_number and before.held_at == self._slots.frees
-
-    def _numbers(self, batch: Batch) -> Held:
-        column = batch._state.column
-        return column(self._slot_column), column(self._slot_column + GENERATION_SUFFIX)
-
-    def _composed(
-        self,
-        batch: Batch,
-        query_lens: "Amount",
-        prompt_ids: Sequence[object] | None,
-        samples: object,
-        pads: tuple[SupportsIndex | None, SupportsIndex | None],
-        writes: Sequence[TableWrite],
+        queries: Ints,
         extras: Mapping[str, object] | None,
+        writes: Sequence[TableWrite],
         token_arrays: Mapping[str, TokenArray] | None,
-        joined: Slots | None,
-        leaving: Held | None,
-        frees: int | None,
-    ) -> PlannedStep:
-        """Any step, from the parts. The requests `joined` are the last ones; for the others see `_piece`."""
-        pages = self._pages
-        advanced = batch.advance(self._seq_lens, query_lens)
-        slots, lens = self._handles(advanced), advanced[self._seq_lens]
-        before = pages.committed(slots)
-        held, totals = batch[self._seq_lens].np, lens.np
-        if self._kv_offset is not None:  # with its first token a request has those of its encoder
-            offset = batch[self._kv_offset].np.astype(np.int64)
-            held, totals = np.where(held > 0, held + offset, 0), np.where(totals > 0, totals + offset, 0)
-        if lens.contract is Contract.EXACT:
-            pages.check_committed(slots.np, held, OPERATION)
-        rows, tokens = pads
-        try:
-            extension = pages.extend(slots, totals)
-            sent = advanced if rows is None else advanced.pad(rows)
-            plan = ForwardPlan.of(
-                self._handles(sent),
-                sent[self._seq_lens],
-                query_lens,
-                prompt_ids=prompt_ids,
-                samples=samples,
-                pages=pages,
-                kv_offset=None if self._kv_offset is None else sent[self._kv_offset],
-                token_arrays=token_arrays,
-                has_ids=self._has_ids,
-                deferred=False,
-                int32=self._int32,
-                window=self._declared.window,
-                pad_tokens=tokens,
-                layouts=self._layouts,
-            )
-            if pages.req_to_token is not None:
-                writes = (extension.entry(), *writes)
-                if joined is not None:
-                    new = self._without_token_row(joined.np, joined.generations)
-                    writes = (pages.entry(joined.filter(new)), *writes) if new.size else writes
-            uploaded = sent.upload(writes=writes, extras=plan.extras | dict(extras or {}))
-            if frees is not None and self._slots.frees != frees:
-                self._look_again(advanced, leaving)
-        except BaseException:
-            if self._slots.transaction.operation is None:  # else a part was interrupted
-                grown = pages.committed_lengths[slots.np] != before
-                grown &= self._slots.held_among(slots.np, slots.generations)  # the arguments may have released some
-                if np.count_nonzero(grown):
-                    pages.truncate(slots.filter(grown), before[grown])
-            raise
-        return PlannedStep(self._declared, advanced, sent, plan, uploaded)
+    ) -> None:
+        """Arrays of the engine that cross with the step."""
+        for name, values in batch._checked_extras(extras, OPERATION).items() if extras else ():
+            further.arrays[name], further.named[name] = extra_array(name, values), values
+        for i, write in enumerate(joined_writes(self._runtime, writes) if writes else ()):
+            further.writes.append(write)
+            further.arrays |= {f"index {i}": write.index, f"values {i}": write.values}
+        starts = np.append(0, np.maximum(queries, 0).cumsum())
+        for name, array in (token_arrays or {}).items():
+            if name == "input_ids":
+                problem = f"StepPlanner: token_arrays are {token_arrays!r}"
+                raise DeclarationError(problem, name, "pass ids as `prompt_ids`")
+            label = f"StepPlanner: {name}"
+            laid = array.laid_out(array.values(np.maximum(queries, 0), queries.size, label), starts, int(starts[-1]))
+            array.check(laid, {"object": "StepPlanner", "operation": OPERATION, "column": name})
+            further.token_arrays[name] = further.arrays[name] = laid
+        _check_names(_NAMES.intersection(further.arrays) | (further.named.keys() & further.token_arrays))
 
-    def _without_token_row(self, rows: Ints, generations: Ints) -> Ints:
-        """The requests that have tokens which no step here has put into the token table, int64[k]."""
-        missing: Ints = (~self._table.written_for(rows, generations) & self._pages.have_tokens(rows)).nonzero()[0]
-        return missing
-
-    def _look_again(self, batch: Batch, leaving: Held | None) -> None:
-        """Refuses requests that code of the engine has released while it was run for the arguments of the plan."""
-        for handles in (self._numbers(batch), leaving):
-            if handles is not None:
-                self._slots.check_rows(*handles, OPERATION)
-
-    def _handles(self, batch: Batch) -> Slots:
-        return cast(Slots, batch[self._slot_column])
-
-    # A step in one piece
-
-    def _fits(self, batch: Batch) -> bool:
-        """Whether a step of the batch can be planned in one piece."""
-        device = batch._state.device
-        if device and (self._seq_lens in device or any(rows.as_it_is() is None for rows in device.values())):
-            return False
-        return (
-            0 < batch.num_reqs == batch.num_rows <= self._most
-            and not batch._windows
-            and not (batch._exposed and batch._open_windows())
-        )
-
-    def _piece(
+    def _drafted(
         self,
-        steps: StepsInOnePiece,
         batch: Batch,
-        tokens: StepTokens | None,
-        writes: Sequence[TableWrite],
-        extras: Mapping[str, object] | None,
-        published: Mapping[str, object] | None,
-        arrived: int,
-        leaving: Held | None,
-        after: Fence | None,
-        source: Batch,
-        live: bool,
-        frees: int | None,
-        taken: TakenSlots,
-    ) -> PlannedStep:
-        """A step in which each request puts in the one token that the relay has, or `tokens`.
+        index: Ints | None,
+        joined: Joined | None,
+        tokens: StepTokens,
+        n: int,
+        num_rows: int,
+        pad_tokens: SupportsIndex | None,
+        further: Further,
+    ) -> tuple[StepMemory, RowState, Ints]:
+        """The step, written into memory that nobody reads, its rows, and the pages that it will take.
 
-        The last `arrived` requests have joined with it, and `published` is for them. Those `leaving` do so behind
-        `after`, once the step is sent. `source` is the caller's batch; another one was made for the step, and its
-        lengths are moved where they are. `live` says that all are known to be, and `frees` is the pool's count when
-        that and those that leave were looked at.
+        Each row was looked at, and nothing changed.
         """
-        runtime, pages, own = self._runtime, self._pages, batch is not source and not levels.full
-        references = pages._references
-        if references.allocator._queue.count or references._readers:
-            pages.reap()
-        batch._begin(OPERATION)
-        joined = joined_writes(runtime, writes) if writes else ()
-        arrays: dict[str, Array] = {}
-        for name, value in batch._checked_extras(extras, OPERATION).items() if extras else ():
-            arrays[name] = extra_array(name, value)
-        if tokens is not None and not NAMES.isdisjoint(arrays):
-            used = sorted(NAMES.intersection(arrays))
-            remedy = "rename them: the arrays that the planner sends to the forward have these names"
-            raise DeclarationError(f"StepPlanner: plan with extras named {', '.join(used)}", used, remedy)
-        state = batch._state
-        requests = before = steps.requests
-        same = requests is not None and requests.row_set.number == batch._row_number
-        stayed = None
-        if tokens is None and not same and before is not None and before.row_set.number == source._row_number:
-            stayed = self._entries_of_those_that_stay(before, published, arrived)
-        if requests is None or not same:
-            requests = self._requests_of(steps, batch, live=live)
-        elif requests.held_at != self._slots.frees or levels.full:  # something was freed since
-            self._slots.check_rows(requests.rows, requests.generations, OPERATION)
-            requests.held_at = self._slots.frees
-        group, member = self._lens_at
-        rows, entries, moved = requests.rows, None, state
-        if published is not None and self._relay is not None:
-            at = rows.size - arrived
-            entries = self._relay.packed(rows[at:], requests.generations[at:], published)
-        if frees is not None and self._slots.frees != frees:
-            self._look_again(batch, leaving)
-        if not own:
-            groups = list(state.groups)
-            groups[group] = groups[group].copy()
-            moved = RowState(state.layout, groups, state.device, state.objects)
-        lens = moved.groups[group][member]
-        start = lens.copy() if own else state.groups[group][member]
-        pages.check_committed(rows, start, OPERATION)
-        columns = moved.groups
-        crossed: Sequence[torch.Tensor] = ()
-        beside: tuple[Ints, ...] = ()
-        planned: dict[str, Array] = {}
-        arrived_elsewhere = arrived  # whose rows of the token table are looked at
-        values = entries.arrays if entries is not None else ()
-        if tokens is None:
-            pages.check_readable(rows, start, OPERATION, window=self._declared.window)
-            lens += ONE
-            if requests.state is not state or requests.epoch != pages.epochs.last:
-                requests.steps = 0
-            if requests.steps:
-                locations, written = requests.places(pages, start, lens)
+        declared, pages, was = self._declared, self._pages._rows, batch._state
+        takes = 0 if joined is None or joined.pool_id is not None else joined.num_reqs
+        moved = was
+        if was.device or was.objects or joined is not None:
+            moved = was.moved(index, None if joined is None else joined.state)
+        if declared.seq_lens in moved.device:
+            rows = moved.device[declared.seq_lens].shifted(tokens.each(n))
+            moved.device = {**moved.device, declared.seq_lens: rows}
+        if moved.device:
+            moved.pad_device(num_rows - n)
+            self._add_needs(further, moved)
+        nbytes = self._usual
+        while True:
+            memory = self._memories.take(max(nbytes, self._layout.nbytes(num_rows)) + further.nbytes)
+            block = memory.begin(num_rows)
+            state = moved.on(block)
+            if joined is not None:
+                block.join(was.block, index, joined.state.block)
+            elif index is not None:
+                block.take(was.block, index)
             else:
-                if taken:
-                    arrived_elsewhere = 0
-                whole = before is not None and before.ended_with(source._state, pages) and not arrived_elsewhere
-                locations, written = requests.first_places(pages, start, lens, arrived - arrived_elsewhere, whole)
-            beside = start, locations, lens
-        else:
-            fed = tokens.counts > 0
-            pages.check_readable(rows[fed], start[fed], OPERATION, window=self._declared.window)
-            lens += tokens.counts
-            positions, locations, written = requests.places_of_all(pages, start, lens, tokens.counts)
-            planned = tokens.arrays(rows, positions, locations, lens)
-        self._slots.transaction.operation = None  # the requests have grown; nothing is committed yet
-        first: Publication | None = None
-        try:
-            if written is None and not (joined or arrays or entries or planned):
-                upload, uploaded = requests.layout.send(runtime, columns, beside), NO_EXTRAS
-            else:
-                upload, uploaded, crossed = self._sent(
-                    requests, columns, beside, planned, written, joined, arrays, values, arrived_elsewhere
-                )
-            if same and tokens is None:
-                slots, index = requests.slots, None
-            else:
-                slots, index = self._uploaded_slots(requests, upload)
-            if own:
-                advanced, batch._device, batch._crossed = batch, None, upload
-            else:
-                advanced = batch._sent(moved, upload, OPERATION)  # at `full` it is compared, before it is committed
-            if entries is not None:  # some join
-                index = slots.device if index is None else index
-                first = entries.launch(index[rows.size - arrived :], crossed)
-            if first is not None and written is not None:
-                self._table.note_fence(first.fence)  # which is behind the scatter of the table too
-        except BaseException:
-            if self._slots.transaction.operation is None:  # else a part was interrupted
-                pages.truncate(self._handles(batch), start)
-            raise
-        self._slots.transaction.operation = OPERATION
-        del taken[:]
-        pages.commit_rows(rows, lens)
-        if leaving is not None:  # before the plan notes when pages last changed, so that it need not look whose
-            self._slots.release_rows(leaving[0], after, OPERATION)
-        self._slots.transaction.operation = None
-        if not same and tokens is None:  # so that the next step need not look
-            self._slots.check_rows(rows, requests.generations, OPERATION)
-            requests.held_at = self._slots.frees
-        if tokens is not None or not same:
-            _ = advanced.device_side  # made before a forward can write into the slots, which are a part of the copy
-        if tokens is None:
-            requests.state, requests.epoch, requests.locations = moved, pages.epochs.last, locations
-            requests.steps += 1
-            if not same:
-                requests.slots = slots
-                if requests.published is not None:
-                    requests.published.live = slots
-                    if stayed is not None and (first is not None) == (arrived > 0):
-                        publications = stayed.publications if rows.size > arrived else []
-                        requests.published.noted([*publications, first] if first else publications, stayed.taken)
-                steps.requests = requests
-        if levels.full:
-            pages.verify()
-        if tokens is None:
-            return DecodeStep(self._declared, steps, requests, state, advanced, uploaded, upload, lens, locations)
-        origin = Origin(OPERATION, runtime.step, requests.row_set, pages.epochs, pages.epochs.last)
-        plan = tokens.plan(slots, lens, planned, origin, self._declared, pages.shares.last)
-        return PlannedStep(self._declared, advanced, advanced, plan, uploaded, checked=True)
+                block.append(0, was.block)
+            if num_rows > n:
+                block.pad(self._layout.pads, n)
+            self._look(block, state, tokens, n, takes)
+            padded = block.t if pad_tokens is None else counted(pad_tokens, "StepPlanner: pad_tokens", least=block.t)
+            new = pages.next_pages(block.new_pages) if block.new_pages else NO_PAGES
+            if self._layouts or declared.int32 or declared.seq_lens in state.device:
+                self._add_derived(further, state, tokens, n, num_rows, padded, new)
+            nbytes = block.lay_arrays(padded, declared.has_ids)
+            if nbytes + further.nbytes <= memory.size:
+                break
+        self._usual = nbytes
+        self._fill(memory, tokens, further, new)
+        return memory, state, new
 
-    def _entries_of_those_that_stay(
-        self, before: StepRequests, published: Mapping[str, object] | None, arrived: int
-    ) -> PublishedRows | None:
-        """The record of the entries of the step before, if none has changed: then they are not read again."""
-        kept = before.published
-        if kept is None or not kept.unchanged:
-            return None
-        ids = self._declared.ids[0]
-        if arrived and (published is None or ids not in published or kept.taken != HOST):
-            return None
-        return kept
-
-    def _sent(
-        self,
-        requests: StepRequests,
-        columns: Sequence[Array],
-        beside: Sequence[Ints],
-        planned: dict[str, Array],
-        written: Written | None,
-        writes: Sequence[TableWrite],
-        extras: Mapping[str, Array],
-        values: Sequence[Array],
-        arrived: int,
-    ) -> tuple[PackedUpload, Extras, list[torch.Tensor]]:
-        """One copy of the columns, the arrays of the forward and all that is added; then the table's scatters.
-
-        `beside` are the arrays of the forward that the layout has places for, `planned` the others. `written` is for
-        the token table; the last `arrived` requests may have rows of it already or not. `values` are returned last.
-        """
-        runtime, table, layout = self._runtime, self._table, requests.layout
-        further: list[Array] = []
-        scattered = None
-        if written is not None:
-            owner, index, places_written = written
-            owners = [owner]
-            if arrived:
-                rows, generations = requests.rows[-arrived:], requests.generations[-arrived:]
-                new = self._without_token_row(rows, generations)
-                if new.size:
-                    there = self._pages.token_rows(rows[new], requests.row_width)
-                    index, places_written = (np.concatenate(pair) for pair in zip(written[1:], there, strict=True))
-                    if planned:  # a request that puts in nothing does not own it yet
-                        owners.append((rows[new], generations[new]))
-            own = [write for write in writes if write.table is table] if writes else ()  # one at most: they are joined
-            if own:
-                writes = [write for write in writes if write.table is not table]
-                index = np.concatenate((index, own[0].index))
-                places_written = np.concatenate((places_written, own[0].values))
-                owners += [(slots.np, slots.generations) for slots in own[0].owners]
-            scattered = index, places_written, owners
-            further += (index, places_written.astype(np.int32))
-        base = layout.num_places
-        first_write = base + len(further) if further else base
-        for write in writes:
-            further += (write.index, write.values)
-        first_value = base + len(further)
-        further += values
-        named = {}
-        for name, array in (*extras.items(), *planned.items()):
-            named[name] = base + len(further)
-            further.append(array)
-        places, nbytes = layout.places, layout.nbytes if beside else layout.columns_nbytes
-        if further:
-            added, nbytes = packed_places(further, nbytes)
-            places = places + added
-        block = runtime.staging_block(nbytes)
-        layout.fill(block, columns, beside)
-        for array, (start, *_) in zip(further, places[base:], strict=True):
-            block.write(array, start)
-        upload = runtime.send(block, nbytes, places)
-        if scattered is not None:
-            table.scatter(upload.shared(base), upload.shared(base + 1), *scattered, fenced=not values)
-        for i, write in enumerate(writes):
-            at = first_write + 2 * i
-            write.table.launch_checked(write, upload.shared(at), upload.shared(at + 1))
-        crossed = [upload.shared(first_value + i) for i, _ in enumerate(values)]
-        uploaded = NO_EXTRAS
-        if named:
-            uploaded = Extras(runtime, upload, named, {**extras, **planned}, row_set=requests.row_set)
-        return upload, uploaded, crossed
-
-    def _uploaded_slots(self, requests: StepRequests, upload: PackedUpload) -> tuple[Slots, torch.Tensor]:
-        """The slots that have crossed with the first step of these requests: later steps, and the relay, use them."""
-        slot = self._kind._layout.places[self._slot_column]
-        column = upload.row(slot.group, slot.member, slot.dtype, requests.rows.size)
-        slots = Slots.of_pool(
-            self._runtime,
-            requests.rows,
-            requests.generations,
-            pool_id=self._slots.pool_id,
-            name=self._slots.name,
-            device=DeviceSide(ReadyTensor.uploaded(column, upload)),
+    def _look(self, block: StepBlock, state: RowState, tokens: StepTokens, n: int, takes: int) -> None:
+        """Asks each row, and counts."""
+        declared = self._declared
+        offset = None
+        if declared.kv_offset is not None:
+            offset = state.column(declared.kv_offset)[:n].astype(np.int64)
+        block.requests(n, takes, self._lens, tokens.numbers, tokens.told, tokens.samples, offset)
+        compared = levels.cheap and declared.seq_lens not in state.device
+        fed, least, most = declared.has_ids, declared.least, declared.places.size
+        if not fed and declared.seq_lens in state.device:  # the relay has true lengths, each of as many tokens more
+            rows = tokens.fed(n)
+            fed, least = rows.size > 0, int(tokens.each(n)[rows[0]]) if rows.size else 0
+            most = least
+        rule = block.look(
+            self._slots._allocator.core,
+            self._pages._rows,
+            fed,
+            least,
+            most,
+            declared.window or 0,
+            declared.table_width,
+            levels.cheap + compared,
         )
-        return slots, column
+        if rule is not None:
+            self._refuse(str(rule), block, state, tokens, n, takes)
+        times_checked[Code.SLOT_STALE_HANDLE] += 1
+        times_checked[Code.LENGTH_ORDER] += 1
+        times_checked[Code.DERIVED_STALE] += compared
+        times_checked[Code.SLOT_IN_FLIGHT] += levels.cheap
 
-    def _requests_of(self, steps: StepsInOnePiece, batch: Batch, *, live: bool) -> StepRequests:
-        """A record of requests other than those of the step before; `live` if they are known to be."""
-        rows, generations = self._numbers(batch)
-        if live:
-            times_checked[STALE_HANDLE] += 1
-        elif batch._pool_id == self._slots.pool_id and levels.cheap:  # then operations of batches refuse a slot twice
-            self._slots.check_rows(rows, generations, OPERATION)
+    def _fill(self, memory: StepMemory, tokens: StepTokens, further: Further, new: Ints) -> None:
+        """Writes the arrays of the forward."""
+        declared, block = self._declared, memory.block
+        places = declared.places if declared.has_ids else None
+        block.fill(self._pages._rows, new, places, declared.stride, tokens.ids, declared.table_width)
+        starts = {"positions": block.positions, "slot_mapping": block.mapping, "last_token_indices": block.last}
+        for name in declared.int32 & starts.keys():
+            array = further.arrays[name]
+            array[...] = memory.numbers(starts[name], array.size)
+
+    def _add_needs(self, further: Further, state: RowState) -> None:
+        """Arrays by which the device gathers columns that it has alone."""
+        arrays: list[Array] = []
+        for name, rows in append_needs(arrays, state).items():
+            start = len(further.arrays)
+            for i in rows:
+                further.arrays[f"{name}: need {i}"] = arrays[i]
+            further.needs[name] = range(start, len(further.arrays))
+
+    def _add_derived(
+        self, further: Further, state: RowState, tokens: StepTokens, n: int, num_rows: int, padded: int, new: Ints
+    ) -> None:
+        """Arrays that only some planners send: layouts of attention kernels, narrow indices, what bounds need."""
+        declared, arrays = self._declared, further.arrays
+        block: Any = state.block
+        sampling = num_rows if block.s == n else block.s
+        sizes = {"positions": padded, "slot_mapping": padded, "last_token_indices": sampling}
+        for name in declared.int32 & sizes.keys():
+            arrays[name] = np.zeros(sizes[name], dtype=np.int32)
+        queries, rows = tokens.each(n), state.column(str(self._layout.slots))[:n]
+        lens = state.column(declared.seq_lens)[:n].astype(np.int64) + queries
+        offset = None if declared.kv_offset is None else state.column(declared.kv_offset)[:n].astype(np.int64)
+        if self._layouts:
+            totals = lens if offset is None else np.where(lens > 0, lens + offset, 0)
+            table = self._pages.tables_with(rows, n - block.takes, totals, new)
+            bounded = block.fed > 0 and declared.seq_lens in state.device
+            laid = layout_arrays(self._layouts, table, lens, self._pages.page_size, num_rows, offset, bounded)
+            _check_names(laid.keys() & (further.named.keys() | further.token_arrays.keys()))
+            arrays |= laid
+        fed = tokens.fed(n)
+        if declared.seq_lens in state.device and fed.size:
+            starts = np.append(0, queries.cumsum())
+            arrays["relay_slots"] = rows[fed]
+            arrays["relay_rows"] = fed
+            arrays["relay_tokens"] = arange_per_row(starts[fed], queries[fed])
+            if offset is not None:
+                arrays["relay_kv_offset"] = offset[fed]
+
+    def _refuse(self, rule: str, block: StepBlock, state: RowState, tokens: StepTokens, n: int, takes: int) -> NoReturn:
+        """Raises for a rule that a row breaks: the invariants have the words."""
+        slots, pages, declared, row = self._slots, self._pages, self._declared, block.row
+        allocator, there = slots._allocator, n - takes
+        rows, generations = state.column(str(self._layout.slots))[:n].copy(), state.generations[:n].copy()
+        queries = tokens.each(n)
+        starts = state.column(declared.seq_lens)[:n].astype(np.int64)
+        begins, ends = starts, starts + queries
+        if declared.kv_offset is not None:
+            offset = state.column(declared.kv_offset)[:n].astype(np.int64)
+            begins, ends = (np.where(lens > 0, lens + offset, 0) for lens in (begins, ends))
+        if rule == "held":
+            allocator.check_held(rows[:there], generations[:there], OPERATION)
+        elif rule == "once":
+            invariants.slot_shared(rows[:there], **allocator.where(OPERATION))
+        elif rule == "slots":
+            allocator.check_available(takes)
+        elif rule == "free slot":
+            allocator.next_handles(takes, OPERATION)
+        elif rule == "negative":
+            pages._check_lengths(starts[row : row + 1], (starts + queries)[row : row + 1], OPERATION)
+        elif rule in ("length", "shrinks"):
+            held = begins if row >= there else np.minimum(begins, pages._committed(rows[:there])[row])
+            pages._check_lengths(held[row : row + 1], ends[row : row + 1], OPERATION)
+        elif rule == "derived":
+            pages.check_committed(rows[:there], begins[:there], OPERATION)
+        elif rule == "owner":
+            pages.check_unshared(np.array([block.value]), OPERATION)
+        elif rule == "released":
+            pages.check_readable(rows[:there], starts[:there], OPERATION, window=declared.window)
+        elif rule == "samples":
+            problem = f"StepPlanner: the request in row {row} samples and puts in no token"
+            raise ArgumentError(problem, row, "pass samples=query_lens > 0")
+        elif rule == "fed":
+            raise self._unfed(row, block.value)
         else:
-            self._slots.rows_of(self._handles(batch), OPERATION, unique=True)
-        layout, width = steps.layout(rows.size, self._kind._layout), self._table.shape[1]
-        kept = self._declared.published_rows(rows, generations)
-        return StepRequests(layout, batch.row_set, rows, generations, self._slots.frees, kept, width, rows * width)
+            pages.check_free(block.new_pages, OPERATION)
+        raise unexplained("StepPlanner", OPERATION, f"row {row}, by the rule {rule!r}")
+
+    def _unfed(self, row: int, query: int) -> Exception:
+        """The error for a request whose ids neither the host nor the relay has."""
+        declared, most = self._declared, self._declared.places.size
+        if declared.flat is None:
+            problem = f"StepPlanner: row {row} puts in {query} tokens, and no field of a relay has their ids"
+            return ArgumentError(problem, query, "pass their ids: prompt_ids=...; or declare the field that has them")
+        has = f"{declared.least} to {most}" if declared.least < most else f"{most}"
+        problem = f"StepPlanner: the request in row {row} puts in {query} tokens, and the relay has {has} for it in"
+        remedy = "pass its ids to the plan, or name the fields that hold them all"
+        return ShapeError(f"{problem} {', '.join(declared.ids)}", query, remedy)
+
+
+def _others(state: RowState, index: Ints) -> Held:
+    """The handles of the requests that are not at `index`."""
+    leaves = np.ones(state.block.n, dtype=np.bool_)
+    leaves[index] = False
+    return state.column(str(state.layout.slots))[leaves], state.generations[leaves]
+
+
+def _check_names(used: Collection[str]) -> None:
+    if used:
+        problem = f"StepPlanner: plan with extras or token arrays named {', '.join(sorted(used))}"
+        raise DeclarationError(problem, sorted(used), "rename them: arrays that the planner sends have these names")
 
 
 def _check_apart(leaving: Ints, joining: Ints) -> None:
@@ -708,3 +555,15 @@ def _check_apart(leaving: Ints, joining: Ints) -> None:
         problem = f"StepPlanner: plan with requests that leave and join, in slots {sorted(both)}"
         remedy = "a request that stays is kept: name its row in keep=, and pass in joining= those that are new"
         raise ArgumentError(problem, sorted(both), remedy)
+
+
+def _check_counts(batch: type[Batch], name: str, option: str) -> None:
+    """Refuses a column that is not one count per request, or a batch without slots."""
+    column = batch.columns().get(name)
+    counts = isinstance(column, MirroredColumn) and not column.shape and column.dtype in (torch.int64, torch.int32)
+    if not counts or batch._slot_column is None:
+        problem = f"StepPlanner of {batch.__name__}: no slots, or no column {name!r} of one number per request"
+        remedy = f"declare slot_column() and mirrored(torch.int64), and name the second: {option}=..."
+        raise DeclarationError(problem, name, remedy)
+    if option == "seq_lens" and not batch._layout.tensors[name].counted:
+        raise not_counted(batch._layout, name, f"StepPlanner: column {name!r}")

@@ -34,6 +34,7 @@ from batchstate.transport.receiver import Receiver
 from batchstate.transport.sender import Sender
 from batchstate.transport.workers import Description
 from batchstate.violations import Violation
+from tests.interpreted import interpreted_core
 
 PACKAGE = Path(batchstate.__file__).parent
 
@@ -135,10 +136,10 @@ def kv_row_between_workers() -> Steps:
 
 
 JOURNEYS: dict[Journey, int] = {
-    keep_through_filter: 6,
-    slot_from_take_to_reap: 9,
-    token_to_the_host: 10,
-    page_to_the_device: 15,
+    keep_through_filter: 7,
+    slot_from_take_to_reap: 11,
+    token_to_the_host: 11,
+    page_to_the_device: 16,
     mirror_equal_to_the_report: 6,
     kv_row_between_workers: 12,
 }
@@ -155,7 +156,7 @@ def files_of(journey: Journey) -> list[str]:
             if PACKAGE in path.parents and "testing" not in path.parts:
                 entered.setdefault(path.relative_to(PACKAGE).as_posix())
 
-    with checks("full"):
+    with checks("full"), interpreted_core():  # a profiler sees no functions of a compiled core
         steps = journey()
         next(steps)
         before = sys.getprofile()

@@ -1,13 +1,19 @@
-"""An engine's state whose steps come from a planner, or from the parts alone: what tests of steps have in common."""
+"""An engine's state whose steps come from a planner, or from the parts alone: what tests of steps have in common.
+
+`StepByParts` is a planner that is composed of public calls. What `StepPlanner` makes in one loop is compared with it.
+"""
 
 import contextlib
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, final
 
 import attrs
 import numpy as np
 import torch
 
-from batchstate import Batch, FutureMap, Runtime, StepPlanner, mirrored, relay_field, slot_column
+from batchstate import Batch, ForwardPlan, FutureMap, PagePool, Runtime, StepPlanner, mirrored, relay_field, slot_column
+from batchstate.batch import Extras
+from batchstate.forward.inputs import ForwardInputs
 from batchstate.mirror import Slots
 from batchstate.step import PlannedStep
 from tests.selfcheck.machines.failures import failing
@@ -43,14 +49,148 @@ def columns(rows: Any, lens: list[int]) -> dict[str, Any]:
     }
 
 
+@final
+@attrs.define(eq=False)
+class StepOfParts:
+    """A step that was composed of the parts: what `PlannedStep` is to `StepPlanner`."""
+
+    by: "StepByParts"
+    batch: Batch
+    sent: Batch
+    plan: ForwardPlan
+    extras: Extras
+    results: Any = None
+    sampled: Slots | None = None
+
+    def inputs(self) -> ForwardInputs:
+        """The inputs of the forward."""
+        by = self.by
+        if by.relay is None:
+            inputs = ForwardInputs.of(self.plan, self.extras)
+        else:
+            inputs = by.relay.resolve_forward_inputs(
+                self.plan,
+                self.extras,
+                ids=by.ids if by.has_ids else (),
+                lengths=by.lengths,
+                req_to_token=by.pages.req_to_token,
+            )
+        self.sampled = inputs.sampled_slots
+        return inputs
+
+    def publish(self, **values: object) -> None:
+        """Makes the values known to the next step, and sends the results to the host."""
+        slots = self.plan.sampled_slots if self.sampled is None else self.sampled
+        relay = cast(FutureMap, self.by.relay)
+        relay.publish(slots, **values)
+        self.results = relay.prefetch(slots, *self.by.results) if self.by.results else None
+
+
+@final
+@attrs.define(eq=False)
+class StepByParts:
+    """Plans steps by one public call after the other: the reference for `StepPlanner`, and with its declaration.
+
+    A plan that is refused may have changed what came before.
+    """
+
+    kind: type[Batch]
+    pages: PagePool = attrs.field(kw_only=True)
+    relay: FutureMap | None = attrs.field(default=None, kw_only=True)
+    seq_lens: str = attrs.field(default="seq_lens", kw_only=True)
+    ids: str | Sequence[str] = attrs.field(default=(), kw_only=True)
+    lengths: str | None = attrs.field(default=None, kw_only=True)
+    results: Sequence[str] = attrs.field(default=(), kw_only=True)
+    has_ids: bool = attrs.field(default=True, kw_only=True)
+    int32: Sequence[str] = attrs.field(default=(), kw_only=True)
+    kv_offset: str | None = attrs.field(default=None, kw_only=True)
+    window: int | None = attrs.field(default=None, kw_only=True)
+    layouts: str | Sequence[str] = attrs.field(default=(), kw_only=True)
+
+    def plan(
+        self,
+        batch: Batch,
+        query_lens: Any = 1,
+        *,
+        keep: Any = None,
+        joining: Batch | Mapping[str, Any] | None = None,
+        after: Any = None,
+        published: Mapping[str, object] | None = None,
+        pad_rows: int | None = None,
+        writes: Sequence[Any] = (),
+        extras: Mapping[str, object] | None = None,
+        **options: Any,
+    ) -> StepOfParts:
+        """A step; the arguments are those of `StepPlanner.plan`."""
+        pages, leaving = self.pages, None
+        pages.query_fences()  # as a step does, whether it takes slots or not
+        if keep is not None:
+            stays = np.zeros(batch.num_reqs, dtype=np.bool_)
+            stays[keep] = True
+            leaving, batch = batch.filter(~stays), batch.filter(keep)
+        if joining is not None:
+            joined = self._joined(joining, batch, query_lens)
+            batch = batch.merge(joined)
+            if published is not None and self.relay is not None:
+                self.relay.publish(self._slots(joined), **published)
+            if pages.req_to_token is not None:
+                slots = self._slots(joined)
+                new = joined.filter(~pages.req_to_token.written(slots) & (pages.committed(slots) > 0))
+                writes = (pages.entry(self._slots(new)), *writes) if new.num_reqs else writes
+        advanced = batch.advance(self.seq_lens, query_lens)
+        extension = pages.extend(self._slots(advanced), self._totals(advanced))
+        sent = advanced if pad_rows is None else advanced.pad(pad_rows)
+        plan = ForwardPlan.of(
+            self._slots(sent),
+            sent[self.seq_lens],
+            query_lens,
+            pages=pages,
+            kv_offset=None if self.kv_offset is None else sent[self.kv_offset],
+            has_ids=self.has_ids,
+            deferred=False,
+            int32=tuple(self.int32),
+            window=self.window,
+            layouts=self.layouts,
+            **options,
+        )
+        writes = writes if pages.req_to_token is None else (extension.entry(), *writes)
+        uploaded = sent.upload(writes=writes, extras=plan.extras | dict(extras or {}))
+        if leaving is not None and leaving.num_reqs:
+            pages.release_requests(self._slots(leaving), after=after)
+        return StepOfParts(self, advanced, sent, plan, uploaded)
+
+    def _joined(self, joining: Batch | Mapping[str, Any], batch: Batch, query_lens: Any) -> Batch:
+        """Those that join. The step takes slots and pages row by row, and so does this, for those without slots."""
+        if isinstance(joining, Batch):
+            return joining
+        name, pages = str(self.kind._slot_column), self.pages
+        if name in joining:
+            return self.kind.build(pages.runtime, **joining)
+        slots = pages.slots.take(len(joining[self.seq_lens]))
+        joined = self.kind.build(pages.runtime, slots=slots, **joining)
+        running = batch.merge(joined)
+        pages.grow(self._slots(running), self._totals(running.advance(self.seq_lens, query_lens)))
+        pages.commit(slots, self._totals(joined))
+        return joined
+
+    def _totals(self, batch: Batch) -> Any:
+        totals = batch[self.seq_lens].np
+        return totals if self.kv_offset is None else np.where(totals > 0, totals + batch[self.kv_offset].np, 0)
+
+    def _slots(self, batch: Batch) -> Slots:
+        return cast(Slots, batch[str(self.kind._slot_column)])
+
+
+Step = PlannedStep | StepOfParts
+
+
 @attrs.define(eq=False)
 class World(Pools):
-    """An engine's state. Its steps come from a planner, or from the parts alone."""
+    """An engine's state. Its steps come from a planner, or with `by_parts` from the parts alone."""
 
     relay: FutureMap = attrs.field(init=False)
-    planner: StepPlanner = attrs.field(init=False)
+    planner: StepPlanner | StepByParts = attrs.field(init=False)
     batch: Any = attrs.field(init=False)
-    in_one_piece: bool = True
     prompts: dict[tuple[int, int], list[int]] = attrs.field(factory=dict)  # of handles: what was not put in yet
     fails: tuple[object, str, int] | None = None  # a method of a part that fails in the plan of the next steps, when
 
@@ -62,20 +202,21 @@ class World(Pools):
         *,
         pages: int = 64,
         longest: int = LONGEST,
-        in_one_piece: bool = True,
+        by_parts: bool = False,
+        must_read: bool = True,
         **options: Any,
     ) -> "World":
         """No requests yet; `options` are of the planner."""
         world = cls.of(rt, size, pages=pages, longest=longest)
-        fields = {"last": relay_field(torch.int64, read_by="both"), "logit": relay_field(torch.float32, read_by="host")}
-        world.relay, world.in_one_piece = FutureMap(world.slots, fields), in_one_piece
+        last = relay_field(torch.int64, read_by="both", must_read=must_read)
+        fields = {"last": last, "logit": relay_field(torch.float32, read_by="host")}
+        world.relay = FutureMap(world.slots, fields)
         options = {"ids": "last", "results": ("last",), **options}
+        planner: Any = StepByParts if by_parts else StepPlanner
         world.batch, world.planner = (
             Running.empty(rt),
-            StepPlanner(Running, pages=world.pages, relay=world.relay, **options),
+            planner(Running, pages=world.pages, relay=world.relay, **options),
         )
-        if not in_one_piece:
-            world.planner._steps = None
         return world
 
     def join(self, lens: list[int]) -> None:
@@ -109,20 +250,11 @@ class World(Pools):
 
     def turn_over(
         self, gone: list[int], lens: list[int], prompted: bool = False, as_columns: bool = False
-    ) -> tuple[PlannedStep, dict[str, Any]]:
-        """A step before which requests leave and others come: as one plan, or by the parts one after the other."""
+    ) -> tuple[Step, dict[str, Any]]:
+        """A step before which requests leave and others come."""
         keep = np.ones(len(self.batch), dtype=np.bool_)
         keep[gone] = False
         joining: Any
-        if not self.in_one_piece:
-            joining = self.prompted(lens) if prompted else self.arrived(lens)
-            joining.upload(writes=[self.pages.entry(joining.slots)])
-            if not prompted:
-                self.relay.publish(joining.slots, last=10 * joining.slots.np)
-            leaving, self.batch = self.batch.filter(~keep), self.batch.filter(keep).merge(joining)
-            seen = self.step()
-            self.pages.release_requests(leaving.slots, after=self.rt.record())
-            return seen
         if as_columns:
             rows, generations = self.next_handles(len(lens))
             joining = columns(rows, [0] * len(lens) if prompted else lens)
@@ -166,7 +298,7 @@ class World(Pools):
         self.pages.release_requests(self.batch.filter(~keep).slots, after=self.rt.record())
         self.batch = self.batch.filter(keep)
 
-    def run(self, step: PlannedStep) -> Any:
+    def run(self, step: Step) -> Any:
         """The inputs of a step, whose forward finds the ids plus one; the engine goes on with its batch."""
         inputs = step.inputs()
         if len(inputs.last_token_indices):
@@ -174,7 +306,7 @@ class World(Pools):
         self.batch = step.batch
         return inputs
 
-    def step(self, **options: Any) -> tuple[PlannedStep, dict[str, Any]]:
+    def step(self, **options: Any) -> tuple[Step, dict[str, Any]]:
         """A step: what it gave to the forward, and what both sides of the engine's state are after it."""
         self.rt.next_step()
         tokens = self.tokens(options.get("keep"), options.get("joining"))
@@ -207,8 +339,3 @@ class World(Pools):
             assert memory[row, :n].tolist() == self.locations(row, range(n))
         self.slots.verify()
         self.pages.verify()
-
-
-def in_one_piece(step: PlannedStep) -> bool:
-    """Whether a step was planned in one piece, and not composed of the parts."""
-    return step._checked

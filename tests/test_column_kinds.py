@@ -41,6 +41,7 @@ class Capped(Batch):
     """Requests with columns of these kinds."""
 
     slots = slot_column()
+    lens = mirrored(torch.int64)
     seq_lens = CappedColumn(torch.int64, (), 0, Contract.EXACT)
     bound = CappedColumn(torch.int32, (), 0, Contract.UPPER_BOUND)
     drafts = CappedColumn(torch.int64, (2,), 1, Contract.EXACT)
@@ -51,7 +52,7 @@ def _values(rt: Runtime, state: object) -> dict[str, Any]:
     bound = MirroredTensor.from_pair(
         rt, [7, 8], rt.upload([np.array([5, 8], np.int32)]).view(0), contract="upper_bound"
     )
-    return {"seq_lens": np.array([4, 9]), "bound": bound, "drafts": [[1, 2], [3, 4]], "state": state}
+    return {"lens": [4, 9], "seq_lens": np.array([4, 9]), "bound": bound, "drafts": [[1, 2], [3, 4]], "state": state}
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_whole_columns_are_asked(rt: Runtime, pages: PagePool, batch: Capped, ca
     """However the values are given, also as the array that other columns take as it is; nothing is taken."""
     high = GIVEN[given](rt)
     stats = pages.slots.stats
-    planner = StepPlanner(Capped, pages=pages, seq_lens="seq_lens")
+    planner = StepPlanner(Capped, pages=pages, seq_lens="lens")
     calls: dict[str, Callable[[], object]] = {
         "build": lambda: Capped.build(rt, slots=batch.slots, **_values(rt, [0, 0]) | {"seq_lens": high}),
         "replace": lambda: batch.replace(seq_lens=high),
@@ -131,9 +132,8 @@ def test_lower_bounds_are_asked(batch: Capped) -> None:
 
 
 def test_what_checks_its_values_is_not_computed(pages: PagePool, batch: Capped) -> None:
-    """`advance` would change values without a look at them: it refuses the kind, in a planned step too."""
-    planner = StepPlanner(Capped, pages=pages, has_ids=False)
-    for refused in (lambda: batch.advance("seq_lens", 1), lambda: planner.plan(batch)):
+    """`advance` and a step would change values without a look at them: they refuse the kind."""
+    for refused in (lambda: batch.advance("seq_lens", 1), lambda: StepPlanner(Capped, pages=pages, has_ids=False)):
         with pytest.raises(DtypeError, match="'seq_lens' holds int64, of which a CappedColumn takes some"):
             refused()
     assert pages.committed(batch.slots).tolist() == [4, 9]

@@ -37,8 +37,8 @@ READINGS: dict[type, str] = {
     Batch: "build empty columns row_set device_side objects to_dict check_live",
     MirroredTensor: "label from_device from_pair np host device device_side row_set open_windows stale sum max min "
     "tolist aligned exact_numbers exact_host",
-    StepPlanner: "",
-    PlannedStep: "plan publish results",
+    StepPlanner: "made_for_holders",
+    PlannedStep: "plan publish results batch sent send bounded crossed slots slots_of sampled_slots tensor",
 }
 """Names that make a batch or value, or read one side of it, and replace nothing."""
 
@@ -149,9 +149,9 @@ class Lens(Batch):
 
 def test_bounds_are_compared_before_anybody_reads_them(tool: Runtime) -> None:
     """The operation after which the device exceeds a bound says so at once; for that nothing is sent or launched."""
-    one = built(tool, SlotPool(tool, 4), 2)
-    before = tool.counters.snapshot()
     with MUTANTS["bound_exceeded"].switched_on():
+        one = built(tool, SlotPool(tool, 4), 2)
+        before = tool.counters.snapshot()
         for _ in range(6):
             one = one.advance("accepted", 1)  # 8 too many on the device, each time
         with pytest.raises(Violation) as caught:
@@ -256,7 +256,7 @@ BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
     },
 }
 
-BY_NUMBER = {(SlotPool, "is_live"), (SlotPool, "check_leaving")}
+BY_NUMBER = {(SlotPool, "is_live"), (FutureMap, "publish_rows")}
 """Calls that take rows."""
 
 

@@ -134,7 +134,7 @@ class World:
 
     def handles(self, rows: list[int]) -> Slots:
         """Handles of slots as they are now."""
-        return self.slots._generations.handles(np.array(rows, np.int64))
+        return self.slots._allocator.handles(np.array(rows, np.int64))
 
     @property
     def live(self) -> Slots:
@@ -307,11 +307,11 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
         lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, after=w.shut, **NINE),
     ),
     "plan joining columns": (
-        "steps steady",
+        "plain steps steady",
         lambda w: w.planner.plan(w.batch, keep=[1], joining={"seq_lens": [3]}, after=w.shut, **NINE),
     ),
     "plan joining columns padded": (
-        "steps steady",
+        "plain steps steady",
         lambda w: w.planner.plan(w.batch, joining={"seq_lens": [3]}, pad_rows=6, **NINE),
     ),
     "mixed plan": (
@@ -425,8 +425,10 @@ def test_an_interrupt_is_never_silent(name: str, level: str) -> None:
 
 
 def test_an_interrupted_table_write_of_a_step_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a step is composed of parts, the parts that are taken back leave the mark of the one that is half done."""
+    """The places of pages are launched with the inputs, and an interrupt there leaves its mark."""
     world = World("steps steady")
+    step = world.step
+    assert step is not None
     launched = world.rt.launch
 
     def launch(*args: Any, name: str = "", **options: Any) -> Any:
@@ -436,7 +438,7 @@ def test_an_interrupted_table_write_of_a_step_is_not_forgotten(monkeypatch: pyte
 
     monkeypatch.setattr(world.rt, "launch", launch)
     with pytest.raises(KeyboardInterrupt):
-        OPERATIONS["plan padded"][1](world)
+        step.inputs()
     assert all(world.broken())
 
 

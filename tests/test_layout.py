@@ -1,6 +1,8 @@
 """The layout of the package: each module has a layer, and imports point downward."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -16,6 +18,7 @@ PACKAGE = Path(batchstate.__file__).parent
 LAYERS: dict[str, tuple[str, ...]] = {
     "ground": (
         "batchstate",
+        "_interpreted",
         "_lazy",
         "_source_lines",
         "_version",
@@ -26,13 +29,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "invariants",
     ),
     "runtime": ("runtime",),
+    "core": ("_core", "_cython"),
     "mirrored values": ("_arrays", "_origin", "_host_values", "mirror"),
     "pools": ("tables", "_allocator", "pools", "hybrid"),
     "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),
     "forward inputs": ("forward",),
     "relay": ("_relay", "future_map"),
-    "steps": ("_planned_step", "step"),
+    "steps": ("_step_arguments", "_step_memory", "_planned_step", "step"),
     "transport": ("transport",),
     "watch": ("watch",),
     "races": ("races",),
@@ -41,12 +45,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 """From the lowest to the highest: modules of the package, and folders with all that is in them."""
 
-CORE = range(1, 9)
+CORE = range(1, 10)
 GROUND = ("ground", "runtime")
 """All that `watch` and `races` stand on: they serve engines that keep their own state."""
 
 OUTSIDE = {
     "_arrays": ("transport", "testing"),
+    "_interpreted": ("batchstate",),
     "_lazy": ("batchstate", "races", "testing"),
     "_source_lines": ("races",),
 }
@@ -54,11 +59,12 @@ OUTSIDE = {
 
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
-    "ground": (LAYERS["ground"], 1_700),
+    "ground": (LAYERS["ground"], 1_760),
     "runtime": (("runtime",), 1_800),
+    "core": (LAYERS["core"], 2_320),
     "state, relay, steps, pages": (
-        tuple(part for layer in list(LAYERS)[2:9] for part in LAYERS[layer]),
-        13_800,
+        tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
+        13_050,
     ),
     "host tier": (_KV_TIER, 1_700),
     "transport": (("transport",), 5_000),
@@ -69,10 +75,10 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys."""
 
-MOST_LINES, MOST_FILES = 38_000, 128
+MOST_LINES, MOST_FILES = 39_500, 132
 BESIDE = {"tests/selfcheck": 12_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package."""
-OTHER_TESTS = 35_500
+OTHER_TESTS = 36_650
 
 MOST_FLOORS = 12
 
@@ -147,11 +153,20 @@ def test_tools_stand_on_ground_and_runtime(part: str) -> None:
             assert [name for name in needs if layer_of(name) not in allowed] == [], module
 
 
+def test_the_core_stands_on_the_ground() -> None:
+    """The compiled module imports numpy, its stand-in for Cython and the ground, and not torch."""
+    needs = imports("batchstate._core", inside=True, types=True) | imports("batchstate._cython", inside=True)
+    assert {layer_of(name) for name in needs - {"batchstate._cython"}} <= {layer_of(LAYERS["ground"][0])}
+    code = "import sys, batchstate._core; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_no_circle() -> None:
     """No module imports itself through others; outside of the state, imports for type checkers count."""
     order = list(TopologicalSorter({module: imports(module) for module in modules()}).static_order())
     assert len(order) == len(modules())
-    outside = [module for module in modules() if layer_of(module) not in range(2, 9)]
+    outside = [module for module in modules() if layer_of(module) not in range(2, 10)]
     graph = {
         module: imports(module, inside=True, types=True) & set(outside) - {module, "batchstate"} for module in outside
     }

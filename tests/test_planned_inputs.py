@@ -83,8 +83,8 @@ def test_a_planner_without_a_relay(rt: Runtime, world: Relayed, batch: Running, 
         step.publish(last=[1, 2, 3])
     with pytest.raises(ArgumentError, match="published= and no relay"):
         planner.plan(step.batch, published={"last": []}, joining=Running.empty(rt))
-    with pytest.raises(ArgumentError, match="waits for a relay"):
-        planner.plan(step.batch).inputs()
+    with pytest.raises(ArgumentError, match="no field of a relay has their ids"):
+        planner.plan(step.batch)
     assert "no relay" in repr(planner)
 
 

@@ -265,8 +265,9 @@ def test_belongs_to_one_thread(rt: Runtime) -> None:
 def test_running_out_says_whether_it_can_ever_succeed(rt: Runtime) -> None:
     """The error says what is free, what waiting would give, what the reserve has, and whether the pool is too small."""
     pool = SlotPool(rt, 6, reserve=2)
-    with pytest.raises(PoolExhaustedError, match="can never succeed: the pool has 6"):
-        pool.take(100)
+    for n in (100, 2**70):
+        with pytest.raises(PoolExhaustedError, match="can never succeed: the pool has 6"):
+            pool.take(n)
     with pytest.raises(PoolExhaustedError, match="can never succeed: the pool has 8"):
         pool.take(9, reserved=True)
     slots = pool.take(6)
@@ -338,3 +339,30 @@ def test_a_leak_is_named_with_the_line_that_took_it(rt: Runtime) -> None:
     found = re.findall(r"(\d+)(?: \(taken at \S*test_pools.py:\d+ in (\w+)\))?[,;]", slots.problem)
     assert found == [("1", "admitted"), ("2", test_a_leak_is_named_with_the_line_that_took_it.__name__), ("3", "")]
     assert owned.problem.count(" in grown)") == 2
+
+
+@pytest.mark.parametrize("after", [None, Gate(done=True)])
+@pytest.mark.parametrize("reserved", [False, True])
+def test_a_slot_with_the_last_generation_is_retired(rt: Runtime, reserved: bool, after: Gate | None) -> None:
+    """It is taken never again, counts as retired in the sum, and a pool that has lost it says what is left."""
+    pool = SlotPool(rt, 2, reserve=1)
+    slot = 3 if reserved else 1
+    pool._allocator.core.arrays["generation"][slot] = 2**31 - 2
+    slots = pool.take(1, reserved=reserved)
+    assert (slots.np.tolist(), slots.generations.tolist()) == ([slot], [2**31 - 1])
+    pool.check_handles(slots, "use")
+    pool.verify()
+    pool.free(slots, after=after)
+    stats = pool.stats
+    assert (stats.free, stats.pending, stats.live, stats.retired) == (2, 0, 0, 1)
+    assert "retired=1" in repr(pool)
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.check_handles(slots, "use"))
+    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
+    rest = pool.take(2, reserved=True)
+    assert slot not in rest.np
+    with pytest.raises(PoolExhaustedError, match=f"can never succeed: the pool has {2 if reserved else 1}"):
+        pool.take(2 + reserved)
+    pool.verify()
+    pool.clear()
+    assert slot not in pool.take(2, reserved=True).np
+    pool.verify()

@@ -1,15 +1,18 @@
 """The wheel: what is in it, and that it runs the ten-minutes page with nothing but what it requires."""
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import batchstate
 from tests.test_typed_at_the_prompt import ROOT, typed
 
 UNMET = re.compile(r";.*\bextra\b|platform_system|sys_platform|python_version <")
@@ -17,15 +20,22 @@ UNMET = re.compile(r";.*\bextra\b|platform_system|sys_platform|python_version <"
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built as `make wheel` builds it."""
-    for needed in ("build", "hatchling"):
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with sdist and wheel, built as `make wheel` builds them: with a compiled core where this one is."""
+    for needed in ("build", "Cython", "setuptools"):
         pytest.importorskip(needed, reason=f"{needed} is not installed, with which the wheel is built")
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    environment = {**os.environ, "BATCHSTATE_COMPILED": str(int(batchstate.compiled))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("*.whl")
+    return folder
+
+
+@pytest.fixture
+def wheel(dist: Path) -> Path:
+    """The wheel."""
+    (built,) = dist.glob("*.whl")
     return built
 
 
@@ -43,13 +53,25 @@ def required(requirements: list[str]) -> Iterator[str]:
 
 
 def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
-    """The wheel has every file of the package, its types marker and licence, and nothing else."""
+    """The wheel has every file of the package, its types marker and licence, the compiled core, and nothing else."""
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {str(file.relative_to(ROOT)) for file in (ROOT / "batchstate").rglob("*") if file.is_file()}
-    package = {name for name in package if "__pycache__" not in name}
-    assert {name for name in names if ".dist-info/" not in name} == package
+    package = {name for name in package if "__pycache__" not in name and not name.endswith(".so")}
+    binary = {"batchstate/_core.abi3.so"} if batchstate.compiled else set()
+    assert {name for name in names if ".dist-info/" not in name} == package | binary
     assert "batchstate/py.typed" in names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert ("-cp311-abi3-" if binary else "-py3-none-any") in wheel.name  # a tag, and every later Python takes it
+
+
+def test_the_sdist_holds_sources_alone(dist: Path) -> None:
+    """The sdist has what builds and tests the package, and nothing that was made of it."""
+    (built,) = dist.glob("*.tar.gz")
+    with tarfile.open(built) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    wanted = ("batchstate/_core.py", "tests/test_wheel.py", "docs/index.md", "setup.py", "Makefile", "constraints.txt")
+    assert names.issuperset(wanted)
+    assert [name for name in names if name.endswith((".so", ".c", ".pyc")) or "_build" in name] == []
 
 
 def test_ten_minutes_from_the_wheel(wheel: Path, tmp_path: Path) -> None:

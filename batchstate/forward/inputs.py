@@ -6,7 +6,7 @@ may change it; the two sides of the batch stay what they are.
 """
 
 from collections.abc import Callable, Mapping
-from typing import final
+from typing import Protocol, final
 
 import attrs
 import numpy as np
@@ -98,51 +98,136 @@ class Sources:
         return packed.view(0), packed.view(1)
 
 
+class InputSource(Protocol):
+    """Where the tensors of a forward are, safe on its stream: a planned step, or an upload."""
+
+    @property
+    def plan(self) -> ForwardPlan:
+        """The plan of the forward."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The slot of each row, int64[rows]."""
+
+    @property
+    def sampled_slots(self) -> Slots:
+        """The slots of the requests that sample."""
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """An array of the plan by its name, or None if it has no such array."""
+
+
 @final
-@attrs.define(eq=False, repr=False)
-class ForwardInputs:
-    """One forward's inputs on the device. Made by `FutureMap.resolve_forward_inputs`, or by `of` without a relay.
+@attrs.frozen(eq=False)
+class Uploaded:
+    """The tensors of a plan that was uploaded by itself."""
 
-    Attributes:
-        plan: what the host knows of the forward. It says which of the int64 tensors are int32.
-        slots: int64[num_rows]; 0 for padded rows.
-        sampled_slots: handles of the requests that sample, for `publish`.
-        positions: int64[num_padded_tokens].
-        arrays: name -> [num_padded_tokens, ...], the plan's token arrays.
-        query_start_loc: int32[num_rows + 1], where the tokens of each request begin (FlashAttention's `cu_seqlens_q`,
-            flashinfer's `qo_indptr`).
-        kv_lens: int32[num_rows], tokens of each request with those of this step (`seqused_k`, `cache_seqlens`).
-        last_token_indices: int64[s], the last token of each request that samples; int64[num_rows] where all do.
-        slot_mapping: int64[num_padded_tokens], where the KV of each token goes, or None without pages.
-        kv_start_loc, block_table: `cu_seqlens_k` int32[num_rows + 1] and int32[num_rows, m], or None.
-        kv_page_indptr, kv_page_indices, kv_last_page_len: flashinfer's `paged_kv_*`, or None.
-    """
-
-    _plan: ForwardPlan | Callable[[], ForwardPlan]
+    plan: ForwardPlan
     slots: torch.Tensor
     sampled_slots: Slots
-    positions: torch.Tensor
-    query_start_loc: torch.Tensor
-    kv_lens: torch.Tensor
-    last_token_indices: torch.Tensor
-    slot_mapping: torch.Tensor | None = None
-    kv_start_loc: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
-    kv_page_indptr: torch.Tensor | None = None
-    kv_page_indices: torch.Tensor | None = None
-    kv_last_page_len: torch.Tensor | None = None
-    arrays: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
-    _ids: torch.Tensor | None = None
+    tensors: Mapping[str, torch.Tensor]
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """See `InputSource`."""
+        return self.tensors.get(name)
+
+
+@final
+class ForwardInputs:
+    """One forward's inputs on the device: of `PlannedStep.inputs`, `FutureMap.resolve_forward_inputs`, or `of`.
+
+    A view of the step's copy is made when it is first asked for. The plan says which of the int64 tensors are int32.
+
+    Attributes:
+        arrays: name -> [num_padded_tokens, ...], the plan's token arrays.
+    """
+
+    __slots__ = ("_ids", "_made", "_source", "arrays")
+
+    def __init__(self, source: InputSource, ids: torch.Tensor | None, arrays: Mapping[str, torch.Tensor]) -> None:
+        """For the library."""
+        self._source, self._ids, self.arrays = source, ids, arrays
+        self._made: dict[str, torch.Tensor | None] = {}
 
     def __repr__(self) -> str:
         return f"ForwardInputs({self.plan!r})"
 
     @property
     def plan(self) -> ForwardPlan:
-        """The host's part."""
-        if not isinstance(self._plan, ForwardPlan):
-            self._plan = self._plan()
-        return self._plan
+        """The host's part: it says what the host knows of the forward."""
+        return self._source.plan
+
+    @property
+    def sampled_slots(self) -> Slots:
+        """Handles of the requests that sample, for `publish`."""
+        return self._source.sampled_slots
+
+    def _optional(self, name: str) -> torch.Tensor | None:
+        made = self._made
+        if name not in made:
+            made[name] = self._source.tensor(name)
+        return made[name]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor = self._optional(name)
+        if tensor is None:  # pragma: no cover - each plan has these
+            raise ArgumentError(f"{name} of {self.plan!r}, which has none", name, "ask the plan for what it has")
+        return tensor
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64[num_rows]; 0 for padded rows."""
+        return self._source.slots
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64[num_padded_tokens]."""
+        return self._tensor("positions")
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        """int32[num_rows + 1], where the tokens of each request begin (`cu_seqlens_q`, flashinfer's `qo_indptr`)."""
+        return self._tensor("query_start_loc")
+
+    @property
+    def kv_lens(self) -> torch.Tensor:
+        """int32[num_rows], tokens of each request with those of this step (`seqused_k`, `cache_seqlens`)."""
+        return self._tensor("kv_lens")
+
+    @property
+    def last_token_indices(self) -> torch.Tensor:
+        """int64[s], the last token of each request that samples; int64[num_rows] where all do."""
+        return self._tensor("last_token_indices")
+
+    @property
+    def slot_mapping(self) -> torch.Tensor | None:
+        """int64[num_padded_tokens], where the KV of each token goes, or None without pages."""
+        return self._optional("slot_mapping")
+
+    @property
+    def kv_start_loc(self) -> torch.Tensor | None:
+        """`cu_seqlens_k` int32[num_rows + 1], of the layout `flash_attention`; else None."""
+        return self._optional("kv_start_loc")
+
+    @property
+    def block_table(self) -> torch.Tensor | None:
+        """int32[num_rows, m], of the layout `flash_attention`; else None."""
+        return self._optional("block_table")
+
+    @property
+    def kv_page_indptr(self) -> torch.Tensor | None:
+        """`paged_kv_indptr`, of the layout `flashinfer`; else None."""
+        return self._optional("kv_page_indptr")
+
+    @property
+    def kv_page_indices(self) -> torch.Tensor | None:
+        """`paged_kv_indices`, of the layout `flashinfer`; else None."""
+        return self._optional("kv_page_indices")
+
+    @property
+    def kv_last_page_len(self) -> torch.Tensor | None:
+        """`paged_kv_last_page_len`, of the layout `flashinfer`; else None."""
+        return self._optional("kv_last_page_len")
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -199,17 +284,17 @@ class ForwardInputs:
         host_ids = arrays.pop("input_ids", None)
         if host_ids is None and "input_ids" in plan.extras:
             host_ids = uploaded["input_ids"]
-        inputs = cls(
-            plan=plan,
-            slots=slots.device,
-            sampled_slots=slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots"),
-            ids=_ids(plan, uploaded, host_ids, relayed, sources, put_in) if plan.has_ids else None,
-            arrays=arrays,
-            **uploaded.several([name for name in _TENSORS if name in plan.extras]),
+        source = Uploaded(
+            plan,
+            slots.device,
+            slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots"),
+            uploaded.several([name for name in plan.extras if name not in plan.token_arrays]),
         )
+        ids = _ids(plan, uploaded, host_ids, relayed, sources, put_in) if plan.has_ids else None
+        inputs = cls(source, ids, arrays)
         if plan.bounded and sources.lengths is not None:
             lengths = sources.gather(relayed, sources.lengths)
-            inputs._correct_lengths(uploaded, lengths, relayed.device, sources, put_in)
+            inputs.correct_lengths(uploaded, lengths, relayed.device, sources, put_in)
         if levels.full:
             inputs.check(runtime)
         plan.note_written()
@@ -225,8 +310,8 @@ class ForwardInputs:
             return
         corrected = _CORRECTED if plan.bounded else ("input_ids",)  # the others are as they were sent
         for name, sent in plan.extras.items():
-            tensor = getattr(self, name, None)
-            if tensor is not None and name not in corrected:
+            tensor = None if name in corrected or name in self.arrays else self._optional(name)
+            if tensor is not None:
                 device = runtime.inspect(tensor)
                 invariants.mirror_equal(sent.astype(device.dtype), device, **self._where(name))
         self._check_locations(runtime)
@@ -250,7 +335,7 @@ class ForwardInputs:
         step = self.plan.slots.runtime.step
         return {"object": self.plan, "operation": "resolve_forward_inputs", "column": column, "step": step}
 
-    def _correct_lengths(
+    def correct_lengths(
         self,
         uploaded: Extras,
         lengths: torch.Tensor,
@@ -258,7 +343,7 @@ class ForwardInputs:
         sources: Sources,
         put_in: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        """Sets positions, KV lengths and slot mapping of requests of which the host knows a bound.
+        """For the library: sets positions, KV lengths and slot mapping of requests of which the host knows a bound.
 
         `lengths` are those before this step. Changes tensors that were uploaded for this forward alone.
         """
@@ -284,7 +369,7 @@ class ForwardInputs:
         lens = self.kv_lens if direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
         launch(torch.add, lengths, added, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
         if direct:  # all rows and nothing else: the true ones replace what was planned
-            self.positions, self.slot_mapping = positions, mapping
+            self._made |= {"positions": positions, "slot_mapping": mapping}
         else:
             tokens = uploaded["relay_tokens"]
             corrections = [(self.kv_lens, uploaded["relay_rows"], lens), (self.positions, tokens, positions)]
@@ -337,12 +422,6 @@ class ForwardInputs:
 
 _CORRECTED = ("input_ids", "positions", "kv_lens", "slot_mapping", "kv_start_loc")
 """Tensors that the device sets right where the host knows bounds; ids of requests come from the relay in any case."""
-
-_TENSORS = tuple(
-    field.name
-    for field in attrs.fields(ForwardInputs)
-    if field.name not in ("_plan", "slots", "sampled_slots", "arrays", "_ids")
-)
 
 
 def _uploaded_handles(handles: Slots, uploaded: Extras, name: str) -> Slots:

@@ -120,6 +120,40 @@ LAYOUTS: dict[str, Callable[[npt.NDArray[np.int32], Ints, int, int], Arrays]] = 
 """Layout -> its function of `pages` int32[n, m], the pages of each live request, and `kv_lens` int64[n]."""
 
 
+def layout_arrays(
+    layouts: Sequence[str],
+    table: npt.NDArray[np.int32],
+    kv_lens: Ints,
+    page_size: int,
+    num_rows: int,
+    offset: Ints | None,
+    bounded: bool,
+) -> Arrays:
+    """The arrays of some layouts. `table` are the pages of each request, which begin `offset` tokens before position 0.
+
+    Raises:
+        ContractError: `flashinfer` with `bounded` lengths.
+        ArgumentError: an offset that does not fill whole pages.
+    """
+    if bounded and "flashinfer" in layouts:
+        problem = f"{_PLAN}: expected exact lengths for layout 'flashinfer', got bounds"
+        remedy = "resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'"
+        raise ContractError(problem, "upper_bound", remedy)
+    if offset is not None:
+        first, rest = np.divmod(offset, page_size)
+        if rest.any():
+            row = int(np.flatnonzero(rest)[0])
+            problem = f"{_PLAN}: row {row} has a kv_offset of {rest[row]} tokens over {first[row]} pages of {page_size}"
+            remedy = "page lists begin with a page: let the offset fill whole pages, or plan without layouts"
+            raise ArgumentError(problem, int(rest[row]), remedy)
+        columns = np.minimum(np.arange(table.shape[1]) + first[:, None], table.shape[1] - 1)
+        table = np.take_along_axis(table, columns, axis=1)
+    arrays: Arrays = {}
+    for name in layouts:
+        arrays |= LAYOUTS[name](table, kv_lens, page_size, num_rows)
+    return arrays
+
+
 def checked_layouts(layouts: str | Iterable[str], int32: Collection[str], subject: str) -> tuple[str, ...]:
     """The names of layouts.
 
@@ -416,7 +450,9 @@ class ForwardPlan:
     @property
     def kv_ends(self) -> Ints:
         """Tokens that the pages hold of each request with this forward, or a bound, int64[num_reqs]."""
-        ends = self.seq_lens if self.kv_offset is None else self.seq_lens + self.kv_offset
+        ends = self.seq_lens
+        if self.kv_offset is not None:  # with its first token a request has those of its encoder
+            ends = np.where(ends > 0, ends + self.kv_offset, 0)
         return ends if self.kv_window is None else np.minimum(ends, self.kv_window)
 
     @property
@@ -569,16 +605,9 @@ class ForwardPlan:
                 table, rows = self._page_table(self.pages), self._rows_of_tokens()
                 mapping = _locations(table, rows, self.kv_index(rows, positions), page_size)
             arrays["slot_mapping"] = self._indices("slot_mapping", mapping, size)
-            if self.bounded and "flashinfer" in layouts:
-                problem = f"{_PLAN}: expected exact lengths for layout 'flashinfer', got bounds"
-                remedy = "resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'"
-                raise ContractError(problem, "upper_bound", remedy)
             if layouts:
-                table = self._page_table(self.pages)
-                if self.kv_offset is not None:
-                    table = self._behind_offset(table, page_size)
-                for name in layouts:
-                    arrays |= LAYOUTS[name](table, self.seq_lens, page_size, num_rows)
+                table, offset = self._page_table(self.pages), self.kv_offset
+                arrays |= layout_arrays(layouts, table, self.seq_lens, page_size, num_rows, offset, self.bounded)
         elif layouts:
             raise ArgumentError(f"{_PLAN}: layouts {list(layouts)} need pages", layouts, "pass pages=, the PagePool")
         taken = sorted(({*arrays, *_INDICES} - {_IDS}) & self.token_arrays.keys())
@@ -610,18 +639,6 @@ class ForwardPlan:
     def _page_table(self, pages: PagePool) -> npt.NDArray[np.int32]:
         """The pages of each request, int32[num_reqs, most pages of a request]."""
         return pages.page_table[self.slots.np[: self.num_reqs]]
-
-    def _behind_offset(self, table: npt.NDArray[np.int32], page_size: int) -> npt.NDArray[np.int32]:
-        """The page table from the page of position 0 on."""
-        first, rest = np.divmod(np.zeros(0, np.int64) if self.kv_offset is None else self.kv_offset, page_size)
-        if rest.any():
-            row = int(np.flatnonzero(rest)[0])
-            problem = f"{_PLAN}: row {row} has a kv_offset of {rest[row]} tokens over {first[row]} pages of {page_size}"
-            remedy = "page lists begin with a page: let the offset fill whole pages, or plan without layouts"
-            raise ArgumentError(problem, int(rest[row]), remedy)
-        columns = np.minimum(np.arange(table.shape[1]) + first[:, None], table.shape[1] - 1)
-        shifted: npt.NDArray[np.int32] = np.take_along_axis(table, columns, axis=1)
-        return shifted
 
     def _check_lengths(self, pages: PagePool) -> None:
         """Each request has pages for what it reads; an exact length is the one that the pages were given."""

@@ -33,6 +33,7 @@ BEHIND_THE_FRONT = explained(
 OVERWRITTEN = explained(
     "{0} tokens count as written, of {1} that are committed", "report it: what is given back is to be written anew"
 )
+AHEAD = explained("{0} tokens count as accepted, of {1} that are committed", "report it: tokens are accepted last")
 SHORT_PREFIX = explained(
     "a prefix of {0} tokens asked for, {1} are committed", "commit the tokens first, or ask for fewer"
 )

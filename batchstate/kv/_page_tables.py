@@ -30,15 +30,16 @@ def check_map_to(pool: "PagePool", by: str, holds: str | None, shape: tuple[int,
 
 def check_map(pool: "PagePool", table: Table, of: "PagePool", operation: str) -> None:
     """Each row of a map that is written for a token of a live request names where `of` has that token."""
-    lengths = np.minimum(pool._table.committed, of._table.committed)
+    lengths = np.minimum(pool.committed_lengths, of.committed_lengths)
     rows = np.flatnonzero(lengths)
     counts = lengths[rows]
     owners, positions = rows.repeat(counts), arange_per_row(np.zeros_like(counts), counts)
-    here, there = pool._table.pages_at(owners, positions), of._table.pages_at(owners, positions)
+    columns, offset = np.divmod(positions, pool.page_size)
+    here, there = (pages.page_table[owners, columns].astype(np.int64) for pages in (pool, of))
     at = np.flatnonzero(here)
-    size, offset = pool.page_size, positions[at] % pool.page_size
+    size, offset = pool.page_size, offset[at]
     locations, expected = here[at] * size + offset, np.where(there[at] > 0, there[at] * size + offset, 0)
-    written = table.written_for(locations, pool._references.generations.of(here[at]))
+    written = table.written_for(locations, pool._space_of_pages.generations_of(here[at]))
     actual = pool.runtime.inspect(table.memory)[locations].astype(np.int64)
     where: Where = {**pool._where(operation), "column": table.name}
     invariants.table_link(locations[written], expected[written], actual[written], **where)

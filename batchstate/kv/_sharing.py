@@ -78,7 +78,7 @@ class PageSharing:
 
     def __init__(self, pool: "PagePool") -> None:
         self._pool = pool
-        self._slots, self._table, self._references = pool.slots, pool._table, pool._references
+        self._slots, self._rows, self._holders = pool.slots, pool._rows, pool._holders
         self._writes, self._transaction = pool.writes, pool.transaction
         self.leases: dict[int, PageLease] = {}
         self._take, self._release = f"{pool.name}: take", f"{pool.name}: release a lease"
@@ -88,16 +88,15 @@ class PageSharing:
     def take(self, n: SupportsIndex) -> PageLease:
         self._transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        self._references.query_fences()
-        return self.lease(self._references.take(wanted, "take"), 0, 0)
+        self._holders.query_fences()
+        return self.lease(self._holders.take(wanted, "take"), 0, 0)
 
     def hold(self, slots: Slots, num_tokens: SupportsIndex, first: SupportsIndex) -> PageLease:
         tokens, begin = self._tokens(num_tokens, "hold"), self._tokens(first, "hold")
         self._transaction.enter(f"{self._pool.name}: hold")
         pages, writer = self.prefix(slots, tokens, "hold")
         pages = pages[self._whole_pages(begin, tokens, "hold") :]
-        self._transaction.operation = "hold"
-        self._references.add(pages, 1)
+        self._holders.hold(pages, 1, "hold")
         self.note(slots, "hold")
         return self.lease(pages, pages.size * self._pool.page_size, writer)
 
@@ -157,7 +156,7 @@ class PageSharing:
         if after is not None:
             check_fence(after, self._release)
         operation = "release a lease"
-        self._references.query_fences()
+        self._holders.query_fences()
         if self.leases.get(id(lease)) is not lease:
             named = pages if pages.size else np.zeros(1, dtype=np.int64)
             where = self._pool._where(operation)
@@ -166,8 +165,7 @@ class PageSharing:
         self._pool._check_after()
 
     def _drop(self, lease: PageLease, pages: Ints, after: Fence | None, operation: str) -> None:
-        self._transaction.operation = operation
-        self._references.drop(pages, after, operation)
+        self._holders.drop(pages, after, operation)
         self.leases.pop(id(lease), None)  # a check that fails may be one of what it holds
         lease.released = True
         self._transaction.operation = None
@@ -179,49 +177,46 @@ class PageSharing:
         tokens = self._tokens(num_tokens, operation)
         rows = pool._begin(target, operation)
         pages, writer = self.prefix(source, tokens, operation)
-        have = self._table.num_pages[rows]
+        have = self._rows.arrays["count"][rows]
         if np.count_nonzero(have):
             slot = int(rows[have > 0][0])
-            problem = f"{self._references.allocator.label}: {operation} into slot {slot}, which has pages already"
+            problem = f"{self._holders.label}: {operation} into slot {slot}, which has pages already"
             remedy = "share a prefix before the request gets pages of its own, or release those"
             raise ArgumentError(problem, slot, remedy)
         lengths = np.full(rows.size, tokens, dtype=np.int64)
         pool._check_lengths(lengths, lengths, operation)
-        self._transaction.operation = operation
-        self._references.add(pages, rows.size)
-        self._table.append(rows, np.full(rows.size, pages.size, dtype=np.int64), np.tile(pages, rows.size))
-        self._table.committed[rows] = lengths
+        self._holders.hold(pages, rows.size, operation)
+        self._rows.append(rows, pages)
+        self._rows.commit(rows, lengths, True)
         self.note(source, operation)
         self._writes.begin(rows, tokens, writer)
-        self._transaction.operation = None
-        return pool._ragged(target, rows, np.zeros(rows.size, dtype=np.int64), lengths, operation)
+        return pool._extension(target, *pool.lay(rows, 0 * lengths, lengths, operation), lengths, operation)
 
     def rebase(self, slots: Slots, source: Source, num_tokens: SupportsIndex, after: Fence | None) -> "Extension":
-        operation, pool, table = "rebase", self._pool, self._table
+        operation, pool = "rebase", self._pool
         tokens = self._tokens(num_tokens, operation)
         check_fence(after, f"{pool.name}: {operation}")
         rows = pool._begin(self._one(slots, operation), operation)
         pages, writer = self.prefix(source, tokens, operation)
         length = np.array([tokens])
-        pool._check_lengths(length, table.committed[rows], operation, SHORT_PREFIX)
+        pool._check_lengths(length, pool._committed(rows), operation, SHORT_PREFIX)
         if tokens:
             pool.check_readable(rows, length, operation)
         pool._check_release(rows, operation)
         row = int(rows[0])
-        changed = pages != table.pages[row, : pages.size]
+        own = pool.page_table[row, : int(self._rows.arrays["count"][row])].astype(np.int64)
+        own, behind = own[: pages.size], own[pages.size :]
+        changed = pages != own
         if np.count_nonzero(changed):
-            behind = table.pages[row, pages.size : int(table.num_pages[row])]
             self._check_distinct(np.concatenate([pages, behind]), source, operation)
-            self._transaction.operation = operation
-            self._references.add(pages[changed], 1)
-            own = table.put(row, pages)[changed]
+            self._holders.hold(pages[changed], 1, operation)
+            self._rows.put(row, pages)
             pool.epochs.note(rows, operation, pool.runtime.step)
             self.note(source, operation)
             written = max(tokens, int(self._writes.tokens[row]))
             self._writes.begin(rows, written, self._writes.behind(np.array([writer, self._writes.writer_of(row)])))
-            self._references.drop(own, after, operation)
-        self._transaction.operation = None
-        return pool._ragged(slots, rows, np.zeros(1, dtype=np.int64), length, operation)
+            self._holders.drop(own[changed], after, operation)
+        return pool._extension(slots, *pool.lay(rows, 0 * length, length, operation), length, operation)
 
     def note(self, source: Source, operation: str) -> None:
         """Pages of the source have further holders from now on, and must not be written by it."""
@@ -230,6 +225,7 @@ class PageSharing:
 
     def prefix(self, source: Source, tokens: int, operation: str) -> tuple[Ints, int]:
         """The pages of the first `tokens` tokens of a source, checked, a new array; and who wrote them."""
+        pool = self._pool
         if isinstance(source, PageLease):
             available, pages = source.tokens, self.held(source, operation).pages
             written, writer = np.array([source._written]), source._writer
@@ -237,7 +233,7 @@ class PageSharing:
             leases = [self.held(lease, operation) for lease in source]
             available = sum(lease.tokens for lease in leases)
             pages = np.concatenate([np.empty(0, dtype=np.int64), *(lease.pages for lease in leases)])
-            self._check_distinct(pages[: tokens // self._pool.page_size], source, operation)
+            self._check_distinct(pages[: tokens // pool.page_size], source, operation)
             full = [lease._written == lease.tokens for lease in leases]
             first_part = leases[: full.index(False) + 1] if False in full else leases
             written = np.array([sum(lease._written for lease in first_part)])
@@ -245,12 +241,12 @@ class PageSharing:
         else:
             row = int(self._slots.rows_of(self._one(source, operation), operation)[0])
             rows = np.array([row])
-            available, pages = int(self._table.committed[row]), self._table.pages[row]
+            available, pages = int(pool._committed(rows)[0]), pool.page_table[row]
             written, writer = self._writes.tokens[rows], self._writes.writer_of(row)
         number, length = self._whole_pages(tokens, available, operation), np.array([tokens], dtype=np.int64)
         if isinstance(source, Slots) and tokens:
-            self._pool.check_readable(source.np, length, operation)
-        self._pool._check_written(length, written, operation)
+            pool.check_readable(source.np, length, operation)
+        pool._check_written(length, written, operation)
         return pages[:number].astype(np.int64), writer
 
     def _tokens(self, num_tokens: SupportsIndex, operation: str) -> int:
@@ -271,7 +267,7 @@ class PageSharing:
 
     def _check_distinct(self, pages: Ints, source: Source, operation: str) -> None:
         """A request names a page once: each place where it is named counts as a holder."""
-        if self._references.allocator.repeated(pages):
+        if self._rows.look_distinct(pages) >= 0:
             named = f"{self._pool.name}: {operation} of {source!r}"
             problem = f"{named}, after which a request would have a page at two places"
             remedy = "pass leases of different pages, each of which goes on where the one before ends"

@@ -44,9 +44,9 @@ def ranges_of(indices: Ints) -> tuple[Ints, Ints]:
 class FreeRanges:
     """Free indices among `first` to `last`, kept as ranges, all of them free at first.
 
-    Takes the place of a `FreeList` in an `Allocator` where indices that are taken together should be neighbours. Best
-    fit: the smallest range that holds all that is asked for, from its low end; where none does, the largest ones.
-    Neighbours that are freed become one range. Costs O(ranges): at most one more than there are ranges in use.
+    The free list of an `Allocator` where indices that are taken together should be neighbours. Best fit: the smallest
+    range that holds all that is asked for, from its low end; where none does, the largest ones. Neighbours that are
+    freed become one range. Costs O(ranges): at most one more than there are ranges in use.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -291,7 +291,7 @@ class HostKVPool(OfThisProcess):
             self.num_pages,
             label=f"HostKVPool {name!r}{pages}",
             transaction=self._transaction,
-            free_list=lambda first, last: self._free if first == 1 else FreeRanges(first, last),
+            outside=self._free,
         )
         self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the ranges with the page, 0 for none
         self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
@@ -377,7 +377,7 @@ class HostKVPool(OfThisProcess):
         self._allocator.check_available(sum(counts))
         self._poison_free()
         newest = self._newest
-        taken = [self._allocator.take(n, "take") for n in counts]
+        taken = [self._allocator.take(n, "take")[0] for n in counts]
         try:
             self._check_poison(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
             granted = [self._granted(pages, owner, writer) for pages, owner in zip(taken, whose.tolist(), strict=True)]
@@ -434,8 +434,7 @@ class HostKVPool(OfThisProcess):
                 problem = f"{self.name}: free of {part!r}, which a request of the host tier owns"
                 raise ArgumentError(problem, part, "call `HiSparse.finish` or `abort`, or free the slot of the request")
         pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-        if self._allocator.repeated(pages):
-            invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._allocator.where(operation))
+        invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._allocator.where(operation))
         self._transaction.operation = operation
         self._forget(pages)
         for part, its_pages in zip(freed, parts, strict=True):

@@ -7,7 +7,7 @@ is numpy on the host, O(what changes), on the owning thread; nothing here touche
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, SupportsIndex, cast, final
+from typing import TYPE_CHECKING, Literal, NoReturn, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -16,9 +16,10 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import Amount, amounts, arange_per_row, as_array, count, read_only, shape_of
+from batchstate._arrays import Amount, amounts, as_array, count, read_only, shape_of
+from batchstate._core import PageRows
 from batchstate._origin import Changes, Origin
-from batchstate.errors import ArgumentError, ShapeError, another_runtime
+from batchstate.errors import ArgumentError, ShapeError, another_runtime, unexplained
 from batchstate.invariants import times_checked
 from batchstate.kv._lengths import (
     BEHIND_THE_FRONT,
@@ -30,7 +31,7 @@ from batchstate.kv._lengths import (
     Explain,
     explain_total,
 )
-from batchstate.kv._page_state import ONE, KVWrites, PageOwners, PageReferences, PageSpace, PageTable
+from batchstate.kv._page_state import KVWrites, PageHolders, PageOwners, PageSpace
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
 from batchstate.kv._sharing import PageLease, PageSharing, Source
 from batchstate.mirror import Locations, MirroredTensor, Pages, Slots, lined_up
@@ -40,12 +41,14 @@ from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.tables import Table, TableWrite
 from batchstate.violations import Code, Where
 
+if TYPE_CHECKING:
+    from batchstate.kv.prefix_cache import PrefixCache
+
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
 
 Ints = npt.NDArray[np.int64]
 
-LENGTH_ORDER, DERIVED_STALE = Code.LENGTH_ORDER, Code.DERIVED_STALE
-ZERO = np.array(0)  # numpy takes as long to convert one number as to compare 100 of them
+LENGTH_ORDER = Code.LENGTH_ORDER
 
 
 @final
@@ -95,35 +98,31 @@ class Extension:
     the locations may be those of another: `locations` and `entry` then refuse (DERIVED_STALE, at `cheap`).
 
     Attributes:
-        slots: int64[t], the slot of each token.
-        positions: int64[t], its position in the request.
+        positions: int64[t], the position of each token in its request.
         counts: int64[n], tokens per request.
         owners: the handles of the n requests, which `entry` checks again: a slot may have another owner by then.
     """
 
-    slots: Ints
     positions: Ints
     _numbers: Ints
     counts: Ints
     owners: Slots
     _pool: "PagePool"
     _origin: Origin
-    _made: list[Locations] = attrs.field(factory=list, init=False)  # of the locations, once they were asked for
 
     def __len__(self) -> int:
         return self._numbers.size
 
     @property
+    def slots(self) -> Ints:
+        """The slot of each token, int64[t]."""
+        return read_only(self.owners.np.repeat(self.counts))
+
+    @property
     def locations(self) -> Locations:
         """The place of each token in KV memory, `host_only` int64[t]."""
-        if levels.cheap:
-            self._check("locations")
-        if not self._made:
-            self._made.append(self._pool._locations(self._numbers))
-        return self._made[0]
-
-    def _check(self, operation: str) -> None:
-        self._origin.check(object=self, operation=operation, step=self.owners.runtime.step)
+        self._origin.check(object=self, operation="locations", step=self.owners.runtime.step)
+        return self._pool._locations(self._numbers)
 
     def __repr__(self) -> str:
         return f"Extension({len(self)} tokens of {self.counts.size} requests)"
@@ -142,17 +141,13 @@ class Extension:
                 since. Else see `Table.entry`.
             RowIndexError: see `Table.entry`.
         """
-        target = self._pool._token_table(table)
-        self._pool.slots.check_handles(self.owners, "entry")
-        if levels.cheap:
-            self._check("entry")
-        width, counts = target.shape[-1], self.counts
-        if target is not self._pool.req_to_token:
-            width = max(width, int(self.positions.max(initial=0)) + 1)  # longer requests are refused
-        one_each = counts.size == len(self) == np.count_nonzero(counts)
-        at, counted = self.slots * width + self.positions, None if one_each else counts
-        index, locations = self._pool.whole_pages(at, self.positions, self._numbers, width, counted)
-        return self._pool._token_write(target, width, index, locations, self._writers(), self._origin)
+        pool = self._pool
+        target = pool._token_table(table)
+        rows = pool.slots.rows_of(self.owners, "entry")
+        self._origin.check(object=self, operation="entry", step=self.owners.runtime.step)
+        width = max(target.shape[-1], int(self.positions.max(initial=0)) + 1)  # longer requests are refused
+        index, locations = pool._rows.elements(rows, self.counts, self.positions, self._numbers, width)
+        return pool._token_write(target, width, index, locations, self._writers(), self._origin)
 
     def _writers(self) -> Slots:
         """The requests that have got tokens."""
@@ -213,36 +208,32 @@ class PagePool(OfThisProcess):
         shape_of((-(-most // self.page_size),), f"{name}: pages per request", rows=slots.capacity)
         if slots.runtime is not runtime:
             raise another_runtime(name, slots)
-        self._table = PageTable(slots.capacity, self.page_size, self.max_tokens_per_request)
+        self._rows = PageRows(slots.capacity, self.num_pages, self.page_size, most)
         self.transaction = slots.transaction
-        self._references = PageReferences(
-            runtime, self.num_pages, label=f"PagePool {name!r}", name=name, transaction=self.transaction
-        )
-        self._space_of_locations = PageSpace(self._references, Locations, self.page_size)
-        self._space_of_pages = PageSpace(self._references, Pages, 1)
+        self._holders = PageHolders(runtime, self._rows, name=name, transaction=self.transaction)
+        self._space_of_locations = PageSpace(self._holders, Locations, self.page_size)
+        self._space_of_pages = PageSpace(self._holders, Pages, 1)
+        self._cache: PrefixCache | None = None
         self._tables: list[Table] = []
         self._maps: list[tuple[Table, PagePool]] = []
         self._kv: tuple[torch.Tensor, ...] = ()
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
-        self.writes = KVWrites(runtime, slots.capacity)  # for the library
+        self.writes = KVWrites(runtime, self._rows)  # for the library
         self.epochs = Changes(slots.capacity, "pages")
         self.shares = Changes(slots.capacity, "holders of the pages")
         if req_to_token is not None:
             check_req_to_token(self, req_to_token)
         self._req_to_token = req_to_token
-        self._most = np.array(most, dtype=np.uint64)
-        self._ones = np.ones(256, dtype=np.int64)
         self._release_checks: list[Callable[[Ints, str], None]] = []
         self._sharing = PageSharing(self)
         self._listener = PageOwners(self)
         slots.add_listener(self._listener)
 
     def __repr__(self) -> str:
-        pages = self._references.allocator
         return (
             f"PagePool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
-            f"free={pages.free}, pending={pages.pending}, live={pages.live})"
+            f"free={self._rows.free}, pending={self._rows.pending}, live={self._rows.live})"
         )
 
     @property
@@ -259,37 +250,46 @@ class PagePool(OfThisProcess):
     def stats(self) -> PageStats:
         """The pool in numbers, after `reap`."""
         self.reap()
-        pages = self._references.allocator
+        rows = self._rows
         return PageStats(
             num_pages=self.num_pages,
-            free=pages.free,
-            pending=pages.pending,
-            live=pages.live,
-            shared=self._references.shared,
+            free=rows.free,
+            pending=rows.pending,
+            live=rows.live,
+            shared=rows.shared,
             leases=len(self._sharing.leases),
         )
 
     @property
     def page_table(self) -> npt.NDArray[np.int32]:
         """The pages of each slot in order, int32[slots.capacity, max_pages], 0 beyond the last; a read-only view."""
-        return read_only(self._table.pages)
+        return read_only(self._rows.arrays["table"].reshape(-1, self._rows.width))
 
     @property
     def committed_lengths(self) -> Ints:
         """Committed tokens of every slot, int64[slots.capacity]; a read-only view."""
-        return read_only(self._table.committed)
+        return read_only(self._rows.arrays["committed"])
 
     def committed(self, slots: Slots) -> Ints:
         """Committed tokens of each slot, int64[n]."""
-        return self._table.committed[self.slots.rows_of(slots, "committed")]
+        return self._committed(self.slots.rows_of(slots, "committed"))
 
     def allocated(self, slots: Slots) -> Ints:
         """Allocated tokens of each slot, int64[n]: where its last page ends, in tokens."""
-        return self._table.num_pages[self.slots.rows_of(slots, "allocated")] * self.page_size
+        return self._tokens_of("count", self.slots.rows_of(slots, "allocated"))
 
     def first_positions(self, slots: Slots) -> Ints:
         """The first position of each slot whose page was not given back (`truncate(first=)`), int64[n]; at first 0."""
-        return self._table.first[self.slots.rows_of(slots, "first_positions")] * self.page_size
+        return self._tokens_of("first", self.slots.rows_of(slots, "first_positions"))
+
+    def _committed(self, rows: Ints) -> Ints:
+        committed: Ints = self._rows.arrays["committed"][rows]
+        return committed
+
+    def _tokens_of(self, pages: str, rows: Ints) -> Ints:
+        """Pages of slots that the core counts, in tokens, int64[n]."""
+        counts: Ints = self._rows.arrays[pages][rows].astype(np.int64)
+        return counts * self.page_size
 
     def check_readable(self, rows: Ints, positions: Ints, operation: str, *, window: int | None = None) -> None:
         """Refuses that tokens at `positions` int64[n] of live slots read what was given back. For the library.
@@ -299,11 +299,9 @@ class PagePool(OfThisProcess):
         Raises:
             Violation: PAGE_RELEASED.
         """
-        table = self._table
-        if table.fronted:
+        if self._rows.look_readable(rows, positions, window or 0) >= 0:
             reads = np.zeros_like(rows) if window is None else np.maximum(positions - (window - 1), 0)
-            first = table.first[rows] * self.page_size
-            invariants.page_released(reads, first, slots=rows, **self._where(operation))
+            invariants.page_released(reads, self._tokens_of("first", rows), slots=rows, **self._where(operation))
 
     def locations(self, slots: Slots, first: SupportsIndex, stop: SupportsIndex) -> Locations:
         """Where the tokens at positions first to stop - 1 of one slot lie, `host_only` int64[stop - first].
@@ -321,11 +319,10 @@ class PagePool(OfThisProcess):
             problem = f"{label}: expected positions of one slot, got {begin} to {end} of {rows.size} slots"
             raise ArgumentError(problem, (begin, end), "name one slot, and positions in ascending order")
         lengths = np.array([end], dtype=np.int64)
-        self._check_lengths(lengths, self._table.committed[rows], operation, SHORT_PREFIX)
+        self._check_lengths(lengths, self._committed(rows), operation, SHORT_PREFIX)
         self._check_written(lengths, self.writes.tokens[rows], operation)
         self.check_readable(rows, np.array([begin]), operation, window=1)
-        positions = np.arange(begin, end, dtype=np.int64)
-        return self._locations(self._table.locations_at(rows.repeat(positions.size), positions))
+        return self._locations(self.lay(rows, np.array([begin]), lengths - begin, operation)[1])
 
     def pages_of(self, owner: Slots | PageLease) -> Pages:
         """The pages of requests, one after the other, or of a lease, in the order of their tokens. O(pages).
@@ -337,7 +334,7 @@ class PagePool(OfThisProcess):
             pages = self._sharing.held(owner, "pages_of").pages
         else:
             rows = self.slots.rows_of(owner, "pages_of")
-            table = self._table.pages[rows]
+            table = self.page_table[rows]
             pages = table[table > 0].astype(np.int64)
         return cast(Pages, self._space_of_pages.handles(pages))
 
@@ -436,17 +433,17 @@ class PagePool(OfThisProcess):
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
         self.transaction.enter(f"{self.name}: reap")
-        return self._references.query_fences()
+        return self._holders.query_fences()
 
     def pending(self) -> list[PendingPages]:
         """The pending pages, of requests and leases, by the fence that they wait for; see `SlotPool.pending`."""
         self.transaction.enter(f"{self.name}: pending")
-        groups = self._references.allocator.pending_groups()
-        return [PendingPages(pages, queried.fence, queried.step) for queried, pages in groups]
+        return [PendingPages(pages, fence, step) for pages, fence, step in self._holders.pending_groups()]
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
         """Refuses (PAGE_OWNER) a write into pages int64[n] if one has another holder too."""
-        self._references.check_exclusive(pages, operation)
+        if self._rows.look_writable(pages) >= 0:
+            self._holders.explain_writable(pages, operation)
 
     # Growing
 
@@ -469,37 +466,31 @@ class PagePool(OfThisProcess):
             ShapeError, DtypeError: `total_lens` are not n integers.
         """
         operation = "take_requests"
-        if type(total_lens) is np.ndarray and total_lens.ndim == 1 and total_lens.dtype is ONE.dtype:
-            totals: Ints = total_lens.copy()
-        else:
-            label = f"{self.name}: {operation}"
-            lengths = as_array(total_lens, label)
-            if lengths.ndim != 1:
-                raise ShapeError(f"{label} of {total_lens!r}", total_lens, "pass one length per request")
-            totals = amounts(lengths, lengths.size, label)
+        label = f"{self.name}: {operation}"
+        lengths = as_array(total_lens, label)
+        if lengths.ndim != 1:
+            raise ShapeError(f"{label} of {total_lens!r}", total_lens, "pass one length per request")
+        totals = amounts(lengths, lengths.size, label)
         self.transaction.enter(operation)
         self.query_fences()
         return self.take_rows(totals, operation)
 
     def query_fences(self) -> None:
         """Queries fences, before slots and pages are taken: it may run code of the engine. For the library."""
-        self._references.query_fences()
+        self._holders.query_fences()
         self.slots.query_fences()
 
     def take_rows(self, totals: Ints, operation: str) -> Slots:
         """`take_requests` of lengths int64[n], after `query_fences`. For the library."""
-        self._check_lengths(totals, totals, operation)
-        needed = self._table.pages_needed(totals)
-        total = int(np.add.reduce(needed))  # half of what the method takes
+        self._look(None, None, totals, operation)
+        needed = self._rows.needed
 
         def give(rows: Ints) -> None:
-            if total:
-                self._table.append(rows, needed, self._references.take(total, operation))
+            self._holders.grow(rows, totals, needed, operation)
+            self._rows.commit(rows, totals, True)
+            if needed:
                 self.writes.launched(rows, totals)
-            self._table.committed[rows] = totals
 
-        if total > self._references.allocator.free:
-            self._references.allocator.check_available(total)
         slots = self.slots.take_with(totals.size, give)
         self._check_after()
         return slots
@@ -519,21 +510,14 @@ class PagePool(OfThisProcess):
         operation = "entry"
         target = self._token_table(table)
         rows = self.slots.rows_of(slots, operation, unique=True)
-        width = max(target.shape[-1], int(self._table.committed[rows].max(initial=0)))  # longer requests are refused
+        width = max(target.shape[-1], int(self._committed(rows).max(initial=0)))  # longer requests are refused
         origin = Origin("token rows", self.runtime.step, slots, self.epochs, self.epochs.last)
-        index, locations = self.token_rows(rows, width)
+        index, locations = self._rows.all_elements(rows, width)
         return self._token_write(target, width, index, locations, slots, origin)
 
     def have_tokens(self, rows: Ints) -> npt.NDArray[np.bool_]:
         """Whether each of the live slots `rows` int64[n] has committed tokens, bool[n]. For the library."""
-        return self._table.committed[rows] > ZERO
-
-    def token_rows(self, rows: Ints, width: int) -> tuple[Ints, Ints]:
-        """For all tokens of slots, to the end of each page: elements of a token table, and locations. For the library.
-
-        `rows` int64[n] are live; the table has rows of `width`.
-        """
-        return self._table.token_rows(rows, width)
+        return self._committed(rows) > 0
 
     def _token_write(
         self, target: Table, width: int, index: Ints, locations: Ints, owners: Slots, origin: Origin
@@ -573,8 +557,8 @@ class PagePool(OfThisProcess):
             Violation: LENGTH_ORDER: longer than a request may be; SLOT_SHARED.
         """
         rows, totals = self._begin_with(slots, total_lens, "grow")
-        self._check_lengths(totals, totals, "grow")
-        self._allocate(rows, totals, "grow")
+        self._look(rows, None, totals, "grow")
+        self._holders.grow(rows, totals, self._rows.needed, "grow")
         self._done()
 
     def commit(self, owner: Slots | PageLease, total_lens: "Amount") -> None:
@@ -596,15 +580,11 @@ class PagePool(OfThisProcess):
             self._sharing.commit(owner, total_lens)
             return
         rows, totals = self._begin_with(owner, total_lens, "commit")
-        table = self._table
-        start = table.committed[rows]
-        self._check_lengths(start, totals, "commit")
-        allocated, most = table.num_pages[rows] * self.page_size, table.width * self.page_size
-        invariants.length_order(totals, allocated, most, explain=UNCOMMITTED, **self._where("commit"))
-        self._check_writable(rows, start, totals - start, "commit")
+        start = self._committed(rows)
+        self._look(rows, start, totals, "commit", allocated=True)
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
-        table.committed[rows] = totals
+        self._rows.commit(rows, totals, True)
         self._done()
 
     def wait_written(self, slots: Slots) -> None:
@@ -616,7 +596,7 @@ class PagePool(OfThisProcess):
             Violation: PAGE_UNWRITTEN, at `cheap`: for some no work was launched that writes them.
         """
         rows = self.slots.rows_of(slots, "wait_written")
-        self._check_written(self._table.committed[rows], self.writes.tokens[rows], "wait_written")
+        self._check_written(self._committed(rows), self.writes.tokens[rows], "wait_written")
         self.writes.wait_for_slots(rows)
 
     def extend(self, slots: Slots, total_lens: "Amount") -> Extension:
@@ -628,8 +608,7 @@ class PagePool(OfThisProcess):
         Raises:
             As `grow` and `commit`. Nothing was changed.
         """
-        rows, totals = self._begin_with(slots, total_lens, "extend")
-        return self._extend(slots, rows, self._table.committed[rows], totals, "extend", explain_total)
+        return self._extend(slots, total_lens, False, "extend", explain_total)
 
     def advance(self, slots: Slots, num_new_tokens: "Amount" = 1) -> Extension:
         """Grows and commits each slot by `num_new_tokens`, as a decode step does, O(requests).
@@ -644,152 +623,139 @@ class PagePool(OfThisProcess):
         Raises:
             As `grow` and `commit`. Nothing was changed.
         """
-        if type(num_new_tokens) is int and num_new_tokens == 1:
-            rows = self._begin(slots, "advance")
-            start = self._table.committed[rows]
-            totals = start + ONE
-            self.check_totals(totals, "advance")
-            return self._extend_by_one(slots, rows, start, totals, "advance")
-        rows, counts = self._begin_with(slots, num_new_tokens, "advance")
-        if 1 in (counts < ZERO).tobytes():
-            problem = f"{self.name}: advance by {counts.min()}"
-            raise ArgumentError(problem, int(counts.min()), "advance by 0 or more; `truncate` takes tokens back")
-        start = self._table.committed[rows]
-        # A sum that wraps is less than `start`, so that the check of the lengths finds it.
-        return self._extend(slots, rows, start, start + counts, "advance", FURTHER)
+        return self._extend(slots, num_new_tokens, True, "advance", FURTHER)
 
-    def _extend_by_one(self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str) -> Extension:
-        """The hot path of decoding: nothing is ragged. The lengths are checked."""
-        locations = self.next_locations(rows, start, operation)
-        self.commit_rows(rows, totals)
-        self.transaction.operation = None
-        if rows.size > self._ones.size:
-            self._ones = np.ones(2 * rows.size, dtype=np.int64)
-        return self._extension(slots, rows, start, locations, self._ones[: rows.size])
+    def _extend(self, slots: Slots, lengths: object, adds: bool, operation: str, explain: Explain) -> Extension:
+        """Allocates and commits `lengths` tokens in all, or so many more."""
+        numbers = self._numbers(slots, lengths, operation)
+        rows = self._begin(slots, operation)
+        if self._holders.notes:
+            starts, totals = self._lengths(rows, numbers, adds)
+            self._look(rows, starts, totals, operation, explain)
+            self._holders.note(self._rows.next_pages(self._rows.needed))
+        times_checked[LENGTH_ORDER] += 1
+        self.transaction.operation = operation
+        laid = self._rows.extend(rows, numbers, adds)
+        if type(laid) is not tuple:
+            self.transaction.operation = None
+            starts, totals = self._lengths(rows, numbers, adds)
+            self._explain(laid, rows, starts, totals, operation, explain)
+        positions, locations, counts = laid
+        self._holders.check_whole(operation)
+        return self._extension(slots, positions, locations, counts, operation)
 
-    def check_totals(self, totals: Ints, operation: str, longest: int | None = None) -> None:
-        """Refuses (LENGTH_ORDER) lengths int64[n] that are too long; `longest` of them, if known. For the library."""
-        if longest is not None and longest <= self.max_tokens_per_request:
-            times_checked[LENGTH_ORDER] += 1
-        else:
-            self._check_lengths(totals, totals, operation, FURTHER)
+    def _lengths(self, rows: Ints, numbers: int | Ints, adds: bool) -> tuple[Ints, Ints]:
+        """Tokens of each row before and after, int64[n]. A sum that wraps around is less than the tokens before."""
+        starts, numbers = self._committed(rows), _each(numbers, rows)
+        return starts, starts + numbers if adds else numbers
+
+    def _look(
+        self,
+        rows: Ints | None,
+        starts: Ints | None,
+        totals: Ints,
+        operation: str,
+        explain: Explain = explain_total,
+        *,
+        allocated: bool = False,
+    ) -> None:
+        """Refuses lengths int64[n] that are out of order, or for which there are no pages; see `PageRows.look`.
+
+        With `allocated` the slots have to have the pages already.
+        """
+        times_checked[LENGTH_ORDER] += 1
+        row = self._rows.look(rows, starts, totals, starts is not None)
+        if row >= 0 or (allocated and self._rows.needed):
+            self._explain(row, rows, starts, totals, operation, explain, allocated)
+
+    def _explain(
+        self,
+        row: int,
+        rows: Ints | None,
+        starts: Ints | None,
+        totals: Ints,
+        operation: str,
+        explain: Explain,
+        allocated: bool = False,
+    ) -> NoReturn:
+        """Raises what stands against these lengths, of which the core has refused `row`."""
+        core, where, begin = self._rows, self._where(operation), totals if starts is None else starts
+        if explain is FURTHER and (least := int((totals - begin).min(initial=0))) < 0:
+            problem = f"{self.name}: advance by {least}"
+            raise ArgumentError(problem, least, "advance by 0 or more; `truncate` takes tokens back")
+        invariants.length_order(begin, totals, core.most, explain=explain, **where)
+        if starts is not None and rows is not None:
+            if allocated:
+                self._check_allocated(rows, totals, operation)
+            at = np.flatnonzero((totals > starts) & (starts < self._tokens_of("count", rows)))
+            pages = self.page_table[rows[at], starts[at] // self.page_size].astype(np.int64)
+            self._holders.explain_writable(pages, operation)
+        if row < totals.size:
+            raise unexplained(self._holders.label, operation, f"row {row}")
+        self._holders.explain_free(core.needed, operation)
+
+    def note_grown(self, new: Ints) -> None:
+        """A step takes these pages next. For the library."""
+        if self._holders.notes:
+            self._holders.note(new)
+
+    def check_free(self, n: int, operation: str) -> None:
+        """Refuses a step that needs `n` further pages: there are fewer, or one is not free. For the library."""
+        self._holders.explain_free(n, operation)
+
+    def tables_with(self, rows: Ints, there: int, totals: Ints, new: Ints) -> npt.NDArray[np.int32]:
+        """The pages of slots int64[n] for `totals` tokens, int32[n, most], with the `new` ones that a step will take.
+
+        The slots from row `there` on have none yet. For the library.
+        """
+        tables: npt.NDArray[np.int32] = self.page_table[rows]
+        tables[there:] = 0
+        has = np.count_nonzero(tables, axis=1) + self._rows.arrays["first"][rows]
+        ends = np.maximum(-(-totals // self.page_size), has)
+        columns = np.arange(tables.shape[1])
+        tables[(columns >= has[:, None]) & (columns < ends[:, None])] = new
+        return tables
+
+    def check_committed(self, rows: Ints, lens: Ints, operation: str) -> None:
+        """Refuses (DERIVED_STALE), at `cheap`, lengths int64[n] of live slots other than committed. For the library."""
+        if levels.cheap:
+            committed = self._committed(rows)
+            where: Where = {**self._where(operation), "column": "seq_lens"}
+
+            def explain(row: int) -> tuple[str, object, object]:
+                return "the lengths are not those of the pages", committed[row], lens[row]
+
+            invariants.derived_stale(committed != lens, explain, slots=rows, **where)
 
     def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
         """Locations int64[t] of the `counts` positions of each of `rows` from `start` on, int64[n]. For the library.
 
         `positions` are these, int64[t], those of one slot after the other; they are allocated.
         """
-        return self._table.locations_of(rows, start, counts, positions)
+        return self.lay(rows, start, counts, "locations_of")[1]
 
-    def next_locations(self, rows: Ints, start: Ints, operation: str) -> Ints:
-        """Where the KV of each request's next token goes, int64[n]; takes a page where one begins. For the library.
+    def lay(self, rows: Ints, starts: Ints, counts: Ints, operation: str) -> tuple[Ints, Ints]:
+        """Positions and locations of `counts` tokens of each row from `starts` on, int64[t] each. For the library."""
+        positions: Ints = np.empty(int(counts.sum()), dtype=np.int64)
+        locations = np.empty_like(positions)
+        self._rows.lay(rows, starts, counts, positions, locations)
+        return positions, self._placed(locations, operation)
 
-        Nothing is committed. Leaves the mark of the transaction, which the caller takes away. Raises as `grow` and
-        `commit`.
-
-        Args:
-            rows: live slots int64[n], each once.
-            start: their committed tokens; `check_totals` has found that one more may follow.
-            operation: for reports.
-        """
-        table, references = self._table, self._references
-        columns, index, pages = table.next_pages(rows, start)
-        if references.shared or references.cached is not None:
-            references.check_exclusive(pages, operation)
-        new = (pages == ZERO).nonzero()[0]
-        if new.size:
-            pages[new] = taken = references.take(new.size, operation)
-            table.append_at(index[new], rows[new], taken)
-            if levels.cheap and np.count_nonzero(pages) != pages.size:
-                invariants.slot_zero_allocated(pages, **self._where(operation))
-        return table.locations_on(pages, columns, start)
-
-    def whole_pages(
-        self, index: Ints, positions: Ints, locations: Ints, width: int, counts: Ints | None = None
-    ) -> tuple[Ints, Ints]:
-        """Elements of a token table and their locations, and behind those of tokens the rest of each page that begins.
-
-        A page that began earlier was written then, to its end. For the library.
-
-        Args:
-            index: of the tokens' elements in the flat table, int64[t].
-            positions: of the tokens in their requests, int64[t].
-            locations: of the tokens, int64[t].
-            width: elements of a row of the table.
-            counts: tokens of each request, one request after the other; None for one each.
-        """
-        return self._table.whole_pages(index, positions, locations, width, counts)
-
-    def check_committed(self, rows: Ints, lens: Ints, operation: str) -> None:
-        """Refuses (DERIVED_STALE), at `cheap`, lengths int64[n] of live slots other than committed. For the library."""
-        if not levels.cheap:
-            return
-        committed = self._table.committed[rows]
-        if committed.tobytes() == lens.tobytes():
-            times_checked[DERIVED_STALE] += 1
-            return
-        where: Where = {**self._where(operation), "column": "seq_lens"}
-
-        def explain(row: int) -> tuple[str, object, object]:
-            return "the lengths are not those of the pages", committed[row], lens[row]
-
-        invariants.derived_stale(committed != lens, explain, slots=rows, **where)
-
-    def commit_rows(self, rows: Ints, totals: Ints) -> None:
-        """Notes that `totals` tokens of each row are committed. For the library: both are checked."""
-        self._table.committed[rows] = totals
-
-    def _extend(
-        self, slots: Slots, rows: Ints, start: Ints, totals: Ints, operation: str, explain: Explain
-    ) -> Extension:
-        """Allocates and commits each row from `start` to `totals`."""
-        self._check_lengths(start, totals, operation, explain)
-        counts = totals - start
-        if rows.size and 1 not in (counts != ONE).tobytes():
-            return self._extend_by_one(slots, rows, start, totals, operation)
-        self._check_writable(rows, start, counts, operation)
-        self._allocate(rows, totals, operation)
-        self._table.committed[rows] = totals
-        self.transaction.operation = None
-        return self._ragged(slots, rows, start, counts, operation)
-
-    def further_locations(self, rows: Ints, start: Ints, totals: Ints, operation: str) -> tuple[Ints, Ints]:
-        """Positions and locations of the tokens of each request from `start` to `totals`, int64[t]. For the library.
-
-        As `next_locations`, of any number of tokens: takes the pages, commits nothing, and leaves the mark.
-        """
-        self._check_lengths(start, totals, operation)
-        counts = totals - start
-        self._check_writable(rows, start, counts, operation)
-        self._allocate(rows, totals, operation)
-        positions = arange_per_row(start, counts)
-        return positions, self._located(rows, start, counts, positions, operation)
-
-    def _allocate(self, rows: Ints, totals: Ints, operation: str) -> None:
-        missing = np.maximum(self._table.pages_needed(totals) - self._table.num_pages[rows], ZERO)
-        total = int(np.add.reduce(missing))
-        if total:
-            self._table.append(rows, missing, self._references.take(total, operation))
-
-    def _ragged(self, slots: Slots, rows: Ints, start: Ints, counts: Ints, operation: str) -> Extension:
-        """The extension of `counts` committed tokens of each row from `start` on."""
-        owned_by, positions = rows.repeat(counts), arange_per_row(start, counts)
-        locations = self._located(rows, start, counts, positions, operation)
-        return self._extension(slots, owned_by, positions, locations, counts)
-
-    def _located(self, rows: Ints, start: Ints, counts: Ints, positions: Ints, operation: str) -> Ints:
-        locations = self.locations_of(rows, start, counts, positions)
-        if levels.cheap and locations.size and int(locations.min()) < self.page_size:
-            # A position counted as allocated that is not.
+    def _placed(self, locations: Ints, operation: str) -> Ints:
+        """The locations that were laid last, each on a page: else a position counts as allocated that is not."""
+        if self._rows.unplaced:
             invariants.slot_zero_allocated(locations // self.page_size, **self._where(operation))
+            raise unexplained(self._holders.label, operation, "the rows")
         return locations
 
-    def _extension(self, owners: Slots, slots: Ints, positions: Ints, locations: Ints, counts: Ints) -> Extension:
-        self._check_after()
-        for array in (slots, positions, counts):  # made for it
-            array.setflags(write=False)
+    def _extension(self, owners: Slots, positions: Ints, locations: Ints, counts: Ints, operation: str) -> Extension:
+        """Ends a change by which slots have `counts` tokens more, which are the extension."""
+        self._placed(locations, operation)
+        self._done()
+        positions.setflags(write=False)
+        counts.setflags(write=False)
         origin = Origin("extension", self.runtime.step, owners, self.epochs, self.epochs.last)
-        return Extension(slots, positions, locations, counts, owners, self, origin)
+        return Extension(positions, locations, counts, owners, self, origin)
 
     def _locations(self, numbers: Ints) -> Locations:
         return cast(Locations, self._space_of_locations.handles(numbers))
@@ -900,22 +866,18 @@ class PagePool(OfThisProcess):
         ends = None if total_lens is None else self._numbers(slots, total_lens, operation)
         begins = None if first is None else self._numbers(slots, first, operation)
         rows = self._begin(slots, operation)
-        table = self._table
-        committed = table.committed[rows]
+        committed = self._committed(rows)
         totals = committed if ends is None else _each(ends, rows)
+        starts = None if begins is None else _each(begins, rows)
         self._check_release(rows, operation)
-        self._check_lengths(totals, committed, operation, TRUNCATED)
-        keep, front = table.pages_needed(totals), table.first[rows]
-        self._check_lengths(front * self.page_size, totals, operation, BEHIND_THE_FRONT)
-        loses = (totals < committed) | (keep < table.num_pages[rows])
-        if begins is not None:
-            starts = _each(begins, rows)
-            self._check_lengths(starts, totals, operation, BEYOND)
-            new_front = np.maximum(starts // self.page_size, front)
-            loses |= new_front > front
-            front = new_front
-        self.transaction.operation = operation
-        self._listener.cut(rows, totals, keep, after, operation, rows[loses], None if begins is None else front)
+        times_checked[LENGTH_ORDER] += 1
+        if not self._listener.cut(rows, totals, starts, after, operation):
+            self._check_lengths(totals, committed, operation, TRUNCATED)
+            self._check_allocated(rows, totals, operation)
+            self._check_lengths(self._tokens_of("first", rows), totals, operation, BEHIND_THE_FRONT)
+            if starts is not None:
+                self._check_lengths(starts, totals, operation, BEYOND)
+            raise unexplained(self._holders.label, operation, "the rows")
         self._done()
 
     def release(self, slots: Slots, *, after: Fence | None = None) -> None:
@@ -923,8 +885,7 @@ class PagePool(OfThisProcess):
         check_fence(after, f"{self.name}: release")
         rows = self._begin(slots, "release")
         self._check_release(rows, "release")
-        self.transaction.operation = "release"
-        self._listener.cut_all(rows, after, "release")
+        self._listener.cut(rows, None, None, after, "release")
         self._done()
 
     def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
@@ -964,7 +925,7 @@ class PagePool(OfThisProcess):
     def expect_idle(self) -> None:
         """No slot and no lease holds a page; pending ones are no leak. Else SLOT_CONSERVATION, naming up to 8."""
         self.transaction.enter(f"{self.name}: expect_idle")
-        self._references.allocator.expect_idle("expect_idle")
+        self._holders.expect_idle("expect_idle")
 
     def _done(self) -> None:
         """An operation has changed all that it changes."""
@@ -981,7 +942,7 @@ class PagePool(OfThisProcess):
         From here on no code of the engine runs.
         """
         self.transaction.enter(f"{self.name}: {operation}")
-        self._references.query_fences()
+        self._holders.query_fences()
         if levels.full:
             self._verify_tables(operation)
         return self.slots.rows_of(slots, operation, unique=True)
@@ -995,47 +956,34 @@ class PagePool(OfThisProcess):
         rows = self._begin(slots, operation)
         return rows, _each(per_slot, rows)
 
-    def _numbers(self, slots: Slots, numbers: object, operation: str) -> Ints:
-        """One number, or one per slot, int64."""
+    def _numbers(self, slots: Slots, numbers: object, operation: str) -> int | Ints:
+        """One number, or one per slot, int64[n]."""
+        if type(numbers) is int and abs(numbers) <= MOST_TOKENS:
+            return numbers
         label = f"{self.name}: {operation}"
         if isinstance(numbers, MirroredTensor):
             numbers = lined_up(numbers, slots.row_set, label)
-        return amounts(numbers, len(slots), label)
+        per_slot = amounts(numbers, len(slots), label)
+        return per_slot if per_slot.ndim else int(per_slot)
 
     def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = explain_total) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
-        if longer.size == 1:  # as plain numbers, in a fifth of the time
-            in_order = 0 <= shorter.item() <= longer.item() <= self.max_tokens_per_request
-        else:
-            high = longer.view(np.uint64)  # in which negative numbers are the largest
-            in_order = 1 not in (high > self._most).tobytes() and (  # a fraction of what `np.count_nonzero` takes
-                shorter is longer or 1 not in (shorter.view(np.uint64) > high).tobytes()
-            )
-        if in_order:
-            times_checked[LENGTH_ORDER] += 1
-            return
         most = self.max_tokens_per_request
         invariants.length_order(shorter, longer, most, explain=explain, **self._where(operation))
+
+    def _check_allocated(self, rows: Ints, totals: Ints, operation: str) -> None:
+        """Each row has pages for `totals` tokens."""
+        allocated, most = self._tokens_of("count", rows), self._rows.width * self.page_size
+        invariants.length_order(totals, allocated, most, explain=UNCOMMITTED, **self._where(operation))
 
     def _check_written(self, tokens: Ints, written: Ints, operation: str) -> None:
         if levels.cheap:
             invariants.page_unwritten(tokens, written, **self._where(operation))
 
-    def _check_writable(self, rows: Ints, start: Ints, counts: Ints, operation: str) -> None:
-        """Tokens are added in pages with one holder. Only the first page of each row can be an old one."""
-        if not self._references.shared and self._references.cached is None:
-            return
-        partial = np.flatnonzero((counts > 0) & (start % self.page_size > 0))
-        self._references.check_exclusive(self._table.pages_at(rows[partial], start[partial]), operation)
-
     def _where(self, operation: str) -> Where:
         return {"object": f"PagePool {self.name!r}", "operation": operation, "step": self.runtime.step}
 
 
-def _each(numbers: Ints, rows: Ints) -> Ints:
+def _each(numbers: int | Ints, rows: Ints) -> Ints:
     """One number for each row, int64[n]."""
-    if numbers.ndim:
-        return numbers
-    each = np.empty(rows.size, dtype=np.int64)
-    each[:] = numbers
-    return each
+    return np.full(rows.size, numbers, dtype=np.int64) if isinstance(numbers, int) else numbers

@@ -544,18 +544,24 @@ class Runtime(OfThisProcess, abc.ABC):
         """
         stream = self.current_stream
         try:
-            buffer = self._copied_to_device(block, nbytes, into)
+            buffer, ready = self.copied(block, nbytes, stream, into=into)
         except BaseException:
             self._give_back(block, self._staging, stream)
             raise
+        self._staging.release(block, ready, self.step, stream.key)
+        return PackedUpload(buffer, stream, ready, places)
+
+    def copied(
+        self, block: StagingBlock, nbytes: int, stream: Stream, *, into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Fence]:
+        """The first bytes of a block, copied on `stream`, the current one, and a fence behind that. For the library."""
+        buffer = self._copied_to_device(block, nbytes, into)
         if into is None:
             self._allocated(buffer)
-        ready = self._fence_behind(stream)
-        self._staging.release(block, ready, self.step, stream.key)
         counters = self.counters
         counters.host_to_device_copies += 1
         counters.host_to_device_bytes += nbytes
-        return PackedUpload(buffer, stream, ready, places)
+        return buffer, self._fence_behind(stream)
 
     def _give_back(self, block: StagingBlock, staging: Staging, stream: Stream) -> None:
         """Gives back a block whose copy failed, or was interrupted: behind a fence, since it may be under way."""

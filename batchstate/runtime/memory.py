@@ -259,15 +259,20 @@ class PackedUpload:
         stream: the stream that ran the copy.
         ready: the fence behind the copy.
         synchronised: keys of the streams that may use the buffer (see `Runtime.use_on_current_stream`).
+        write_count: torch's count of writes in place into the buffer when it was uploaded; None for inference tensors.
     """
 
     buffer: torch.Tensor
     stream: Stream
     ready: Fence
     _places: list[Place]
+    write_count: int | None = attrs.field(init=False)
     synchronised: set[object] = attrs.field(factory=set, init=False)
     _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
     _typed: "dict[np.dtype[Any], torch.Tensor]" = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.write_count = None if self.buffer.is_inference() else self.buffer._version
 
     def __repr__(self) -> str:
         return f"PackedUpload({len(self._places)} arrays in {self.buffer.numel()} bytes)"
@@ -284,24 +289,6 @@ class PackedUpload:
         """The same, made anew. A write into it in place counts as one into the buffer."""
         start, dtype, shape = self._places[index]
         return _strided(self._typed_as(dtype), start // dtype.itemsize, shape)
-
-    def group(self, index: int, dtype: np.dtype[Any], num_rows: int) -> tuple[torch.Tensor, ...]:
-        """The first `num_rows` rows of each column of the group `index` [k, n, ...], as `dtype` of the same width.
-
-        All in one call: a view of each costs several times as much. A write into one counts as one into the buffer.
-        """
-        start, _, (num_columns, pitch, *shape) = self._places[index]
-        if shape:
-            return self.shared(index).unbind(0)
-        typed = self._typed_as(dtype)
-        first = typed.storage_offset() + start // dtype.itemsize
-        return typed.as_strided((num_columns, num_rows), (pitch, 1), first).unbind(0)
-
-    def row(self, index: int, member: int, dtype: np.dtype[Any], num_rows: int) -> torch.Tensor:
-        """One column of those that `group` gives."""
-        start, _, (_, pitch) = self._places[index]
-        first = start // dtype.itemsize + member * pitch
-        return self._typed_as(dtype)[first : first + num_rows]
 
     def _typed_as(self, dtype: np.dtype[Any]) -> torch.Tensor:
         typed = self._typed.get(dtype)

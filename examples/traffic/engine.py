@@ -273,7 +273,7 @@ class TrafficEngine(BatchScheduler[RunningBatch, Request]):
         samples = plan.samples
         joining = _rows(plan.joining) if plan.joining else None
         step = self.when_free(lambda: self._planner.plan(self.batch, plan.chunks, joining=joining, samples=samples))
-        # The forward would run here, on `step.inputs()` and the device sides of `step.batch`.
+        step.inputs()  # the forward would run here, on these and the device sides of `step.batch`
         forward_done = runtime.record()
         self.req_to_token.read_until(forward_done)
         self._in_flight.append(forward_done)

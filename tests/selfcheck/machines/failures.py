@@ -256,7 +256,7 @@ class FailureMachine(Machine):
             return
         self.reached("interrupted, and whole")  # then the call was over, or has changed nothing
         if call == "take" and owner is self.rt:  # the slots are taken, and no one has got them
-            self.live = [self.slots._generations.handles(rows) for rows in self.slots.live_slots()[:, None]]
+            self.live = [self.slots._allocator.handles(rows) for rows in self.slots.live_slots()[:, None]]
         self.live = [request for request in self.live if self.slots.is_live(request.np)[0]]
         self.leases = list(self.pages._sharing.leases.values())
 

@@ -880,11 +880,7 @@ class OverlapMachine(Machine):
 
     @precondition(lambda self: len(self.engine.waiting) < _MAX_WAITING)
     @rule(
-        n=st.integers(1, 2),
-        prompt=st.integers(1, 6),
-        answer=st.integers(1, 4),
-        arrival=_ARRIVALS,
-        marked=st.booleans(),
+        n=st.integers(1, 2), prompt=st.integers(1, 6), answer=st.integers(1, 4), arrival=_ARRIVALS, marked=st.booleans()
     )
     def arrive(self, n: int, prompt: int, answer: int, arrival: Arrival, marked: bool) -> None:
         for _ in range(n):

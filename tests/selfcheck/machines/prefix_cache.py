@@ -54,11 +54,11 @@ class PrefixCacheMachine(PagesMachine):
         return (self.pages, self._some(data).owner) if self.requests else None
 
     def snapshot(self) -> tuple[object, ...]:
-        return *super().snapshot(), dict(self.cache._cached.pages), self._evictions()
+        return *super().snapshot(), dict(self.cache._page_of), self._evictions()
 
     def check(self) -> None:
         super().check()
-        agree(self.keys, dict(self.cache._cached.pages), "keys")
+        agree(self.keys, dict(self.cache._page_of), "keys")
         for holder in (*self.requests.values(), *self.leases):
             pages = -(-len(holder.tokens[holder.first :]) // self.pages.page_size)
             agree(pages, len(self.pages_of(holder)), "pages of", holder)

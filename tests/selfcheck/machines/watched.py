@@ -169,11 +169,7 @@ class WatchedMachine(Machine):
                 num_pages=NUM_PAGES,
             ),
             watch_slots(
-                HandSlots,
-                after=["take", "give_back"],
-                live=lambda pool: pool.of.values(),
-                free="free",
-                size=NUM_SLOTS,
+                HandSlots, after=["take", "give_back"], live=lambda pool: pool.of.values(), free="free", size=NUM_SLOTS
             ),
             watch_copy(HandStaging, "copy_to_gpu", host="cpu", device="gpu"),
         ]

@@ -38,6 +38,7 @@ import attrs
 
 from batchstate import Code, Level
 from batchstate.errors import DeclarationError
+from tests.interpreted import interpreted_core
 from tests.selfcheck.mutants.registry import GROUPS, Mutant, Patch, Switch, register
 
 _HEAD = re.compile(
@@ -219,7 +220,8 @@ def _changes(lines: list[str], file: str) -> Iterator[Change]:
 
 @contextlib.contextmanager
 def changed(where: str, before: str, after: str) -> Iterator[None]:
-    """A window in which one piece of the library's source is another, for tests; see `Change`."""
-    with contextlib.ExitStack() as undo:
+    """A window where a piece of the library is another, for tests; see `Change`. One of the core is interpreted."""
+    window = interpreted_core() if where.startswith("_core:") else contextlib.nullcontext()
+    with window, contextlib.ExitStack() as undo:
         Diff((Change(where, ((before, after),)),))(Patch(undo))
         yield

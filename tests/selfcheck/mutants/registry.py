@@ -10,6 +10,7 @@ import attrs
 
 from batchstate import Code, Level
 from batchstate.errors import DeclarationError
+from tests.interpreted import interpreted_core
 
 
 @final
@@ -73,8 +74,8 @@ class Mutant:
 
     @contextlib.contextmanager
     def switched_on(self) -> Iterator[Patch]:
-        """A window in which the library has the bug. Not for a process that does anything else meanwhile."""
-        with contextlib.ExitStack() as undo:
+        """A window with the bug, and the core interpreted: a binary has no lines. Not beside anything else."""
+        with interpreted_core(), contextlib.ExitStack() as undo:
             patch = Patch(undo)
             self._switch(patch)
             yield patch

@@ -9,8 +9,8 @@ import numpy as np
 
 from batchstate import ForwardInputs, ForwardPlan, FutureMap, HostLocations, Locations
 from batchstate._allocator import Ints
-from batchstate._arrays import Array
-from batchstate._rows import GENERATION_SUFFIX, RowState
+from batchstate._core import Block
+from batchstate._rows import RowState
 from batchstate._upload import BatchDevice, Extras
 from batchstate.kv import host_pool
 from batchstate.kv.hisparse import HiSparse, LastLocation
@@ -51,19 +51,19 @@ for _operation in dict(values.OPERATIONS):
 @mutant("MIRROR_EQUAL | batch | sglang #15132, sglang #15227", "drift")
 def upload_takes_older_stack(patch: Patch) -> None:
     """The upload of a batch sends the columns of the batch before it, if that had as many rows."""
-    before: WeakKeyDictionary[Runtime, Sequence[Array]] = WeakKeyDictionary()
+    before: WeakKeyDictionary[Runtime, Block] = WeakKeyDictionary()
 
     def upload(self: BatchDevice, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
-        mine = self.state.groups
+        mine = self.state.block
         if not self.uploaded:
             older = before.get(self._runtime)
-            if older is not None and [group.shape for group in older] == [group.shape for group in mine]:
-                self.state.groups = older
+            if older is not None and older.columns is mine.columns and older.n == mine.n:
+                self.state.block = older
             before[self._runtime] = mine
         try:
             uploaded: Extras = original(self, writes, extras)
         finally:
-            self.state.groups = mine
+            self.state.block = mine
         return uploaded
 
     original = patch(BatchDevice, "upload", upload)
@@ -75,9 +75,7 @@ def generations_not_filtered(patch: Patch) -> None:
 
     def taken(self: RowState, rows: Ints) -> RowState:
         result: RowState = original(self, rows)
-        for name in self.layout.places:
-            if name.endswith(GENERATION_SUFFIX):
-                result.column(name)[...] = self.column(name)[: rows.size]
+        result.generations[:] = self.generations[: rows.size]
         return result
 
     original = patch(RowState, "taken", taken)
