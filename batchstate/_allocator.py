@@ -55,9 +55,6 @@ MOST_INDICES = 2**31 - 2
 MOST_TOKENS = 2**62
 """Tokens of one pool: sums of two such numbers are still int64."""
 
-_MOST_LINES = 12
-"""Stack frames kept per take: the library's own, and some of the engine."""
-
 _, FREE, PENDING, LIVE, RETIRED = STATES
 
 # Members of an enumeration that the hot path counts by, found once.
@@ -192,8 +189,85 @@ class Group:
     count: int = 0
 
 
+_MOST_LINES = 12
+"""Stack frames kept per take: the library's own, and some of the engine."""
+
+
+@final
+class TakenAt:
+    """The lines that led to taking each index, of takes at `full`.
+
+    Attributes:
+        lines: index -> lines, innermost first.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[int, Sequence[Line]] = {}
+
+    def note(self, indices: Ints) -> None:
+        """The caller of the caller takes indices int64[n]; below `full` they have no lines any more."""
+        lines: list[Line] = []
+        frame = sys._getframe(2) if levels.full else None
+        while frame is not None and len(lines) < _MOST_LINES:
+            lines.append(Line(frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        self.lines.update(dict.fromkeys(indices.tolist(), lines))
+
+    def named(self, index: int) -> str:
+        """A live index, with the line outside the library where it was taken, if that was noted."""
+        line = users_line(self.lines.get(index, ()))
+        return str(index) if line is None else f"{index} (taken at {line})"
+
+
 _pool_ids = itertools.count(1)
-_pools: "weakref.WeakValueDictionary[int, Allocator]" = weakref.WeakValueDictionary()
+_pools: "weakref.WeakValueDictionary[int, HandlePool]" = weakref.WeakValueDictionary()
+
+
+class HandlePool(Protocol):
+    """A pool whose handles carry its id: of slots, or of pages."""
+
+    runtime: Runtime
+    name: str
+    pool_id: int
+
+    def where(self, operation: str) -> Where: ...
+
+
+def new_pool_id(pool: HandlePool) -> int:
+    """An id for the handles of `pool`, from 1."""
+    pool_id = next(_pool_ids)
+    _pools[pool_id] = pool
+    return pool_id
+
+
+def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool) -> Ints:
+    """The numbers of handles that are of this pool, or with `padded` all padding, int64[n].
+
+    Raises:
+        DtypeError: other than handles of this kind.
+        DeviceError: handles of another runtime.
+        ArgumentError: handles of another pool.
+        Violation: UNIT_MISMATCH, MIRROR_STALE_READ; codes of mirrored values at `full`.
+    """
+    if not isinstance(handles, kind):
+        if isinstance(handles, MirroredTensor) and handles.unit is not None:
+            invariants.unit_mismatch(str(kind.unit), str(handles.unit), **pool.where(operation))
+        remedy = f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is"
+        raise expected(f"{pool.name}: {operation}", f"{kind.unit}s", handles, remedy, DtypeError)
+    if levels.full:
+        handles.check(operation)
+    if handles._windows:
+        handles._check_fresh("host")
+    rows: Ints = handles._host_side()
+    if handles.runtime is not pool.runtime:
+        raise another_runtime(pool.name, handles)
+    if handles._pool_id != pool.pool_id and (np.count_nonzero(rows) if padded else rows.size):
+        other = _pools.get(handles._pool_id)
+        whose = "no pool" if other is None else f"pool {other.name!r}"
+        problem = f"{operation}: expected {kind.unit}s of pool {pool.name!r}, got {kind.unit}s of {whose}"
+        remedy = f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it"
+        raise ArgumentError(problem, handles, remedy)
+    return rows
 
 
 @final
@@ -236,7 +310,6 @@ class Allocator:
         self.runtime = runtime
         self.transaction = transaction
         self.label, self.name = label, name
-        self.pool_id = next(_pool_ids)
         self.core = Indices(size, reserve, outside is None)
         self.size, self.reserve, self.capacity = size, reserve, size + reserve + 1
         self.states: npt.NDArray[np.uint8] = self.core.arrays["state"]
@@ -245,14 +318,15 @@ class Allocator:
         self._outside = outside
         self._groups: list[Group] = []  # oldest first
         self._deferred = 0  # indices of all groups
-        self._taken_at: dict[int, Sequence[Line]] = {}  # at `full`
+        self._taken_at = TakenAt()
         self._generations_seen: Ints = np.zeros(self.capacity, dtype=np.int64)  # at the last `verify`
-        _pools[self.pool_id] = self
+        self.pool_id = new_pool_id(self)
 
     @staticmethod
     def of_pool(pool_id: int) -> "Allocator | None":
         """The one whose handles carry this id; None for 0 and for a pool that is gone."""
-        return _pools.get(pool_id)
+        pool = _pools.get(pool_id)
+        return pool if isinstance(pool, Allocator) else None
 
     free_reserved = property(attrgetter("core.free_reserved"))
     pending = property(attrgetter("core.pending"))
@@ -300,7 +374,7 @@ class Allocator:
             )
 
     def next_handles(self, n: int, operation: str) -> tuple[Ints, Ints]:
-        """What `take(n)` would return now. Raises as `take`."""
+        """The handles that `take(n)` would return now, int64[n] each. Raises as `take`."""
         self.check_available(n)
         if self._outside is not None:
             self._rows[:n] = self._outside.top(n)
@@ -335,16 +409,16 @@ class Allocator:
         rows, generations = self._rows[:n].copy(), self._gens[:n].copy()
         if self._outside is not None:
             self._outside.drop(n)
-        if levels.full or self._taken_at:
-            self._note_lines(rows)
+        if levels.full or self._taken_at.lines:
+            self._taken_at.note(rows)
         if self.runtime.agreement is not None:
             self.runtime.agreement.note(rows)
         return rows, generations
 
     def note_taken(self, indices: Ints) -> None:
         """The core has taken `indices` int64[n] by itself."""
-        if levels.full or self._taken_at:
-            self._note_lines(indices)
+        if levels.full or self._taken_at.lines:
+            self._taken_at.note(indices)
         if self.runtime.agreement is not None:
             self.runtime.agreement.note(indices)
 
@@ -356,20 +430,6 @@ class Allocator:
         invariants.slot_shared(np.concatenate([self.live_indices(), rows]), **where)
         invariants.slot_stale_handle(rows, self.of(rows) + 1, generations, **where)
         raise unexplained(self.label, operation, f"row {wrong}")
-
-    def _note_lines(self, indices: Ints) -> None:
-        """Remembers, at `full`, the lines that led to taking `indices`, innermost first."""
-        lines: list[Line] = []
-        frame = sys._getframe(2) if levels.full else None
-        while frame is not None and len(lines) < _MOST_LINES:
-            lines.append(Line(frame.f_code, frame.f_lineno))
-            frame = frame.f_back
-        self._taken_at.update(dict.fromkeys(indices.tolist(), lines))
-
-    def _named(self, index: int) -> str:
-        """A live index, with the line where it was taken, if that is known."""
-        line = users_line(self._taken_at.get(index, ()))
-        return str(index) if line is None else f"{index} (taken at {line})"
 
     # Releasing
 
@@ -496,33 +556,10 @@ class Allocator:
         """Handles of the present owners of `rows`, int64[n], which are live: for checks."""
         return Slots.of_pool(self.runtime, rows, self.of(rows), pool_id=self.pool_id, name=self.name)
 
-    def numbers_of(
-        self, slots: object, kind: type[Handles], operation: str, *, padded: bool = False
-    ) -> tuple[Ints, Ints]:
-        """The arrays of handles that are of this pool, or with `padded` all padding: numbers, generations."""
-        if not isinstance(slots, kind):
-            if isinstance(slots, MirroredTensor) and slots.unit is not None:
-                invariants.unit_mismatch(str(kind.unit), str(slots.unit), **self.where(operation))
-            remedy = f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is"
-            raise expected(f"{self.name}: {operation}", f"{kind.unit}s", slots, remedy, DtypeError)
-        if levels.full:
-            slots.check(operation)
-        if slots._windows:
-            slots._check_fresh("host")
-        rows: Ints = slots._host_side()
-        if slots.runtime is not self.runtime:
-            raise another_runtime(self.name, slots)
-        if slots._pool_id != self.pool_id and (np.count_nonzero(rows) if padded else rows.size):
-            other = _pools.get(slots.pool_id)
-            whose = "no pool" if other is None else f"pool {other.name!r}"
-            problem = f"{operation}: expected {kind.unit}s of pool {self.name!r}, got {kind.unit}s of {whose}"
-            remedy = f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it"
-            raise ArgumentError(problem, slots, remedy)
-        return rows, slots._generations  # type: ignore[return-value]
-
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
-        numbers, held = self.numbers_of(slots, Slots, operation, padded=padded)
+        numbers = numbers_of_pool(self, slots, Slots, operation, padded)
+        held: Ints = slots._generations  # type: ignore[assignment]
         rows = numbers.view()
         rows.setflags(write=False)
         times_checked[STALE_HANDLE] += 1
@@ -598,7 +635,7 @@ class Allocator:
         """Checks that nothing is live: SLOT_CONSERVATION, naming some indices that are."""
         self.reap()
         if self.live:
-            self.check_live(0, operation, leaked=self.live_indices(), named=self._named)
+            self.check_live(0, operation, leaked=self.live_indices(), named=self._taken_at.named)
 
     def check_live(self, live: int, operation: str, **report: Any) -> None:
         """Checks that so many are live, as counted elsewhere: SLOT_CONSERVATION; see there for `report`."""

@@ -232,7 +232,7 @@ class Indices:
         return -1
 
     def take(self, n: cython.Py_ssize_t, reserve: cython.bint, checked: cython.bint) -> cython.Py_ssize_t:
-        """Takes `n`, whose handles are then in `rows` and `gens`. What `look` refuses changes nothing."""
+        """Takes `n`, whose handles are then in `rows` and `gens`. A take that `look` refuses changes nothing."""
         i: cython.Py_ssize_t
         wrong: cython.Py_ssize_t = self.look(n, reserve, checked)
         if wrong != -1:
@@ -2042,12 +2042,12 @@ class StepBlock(Block):
         size: cython.longlong = pages.page_size
         width: cython.longlong = table
         wide: cython.longlong = stride
-        known: cython.const[cython.longlong][::1]
-        nth_known: cython.longlong = 0
+        told_ids: cython.const[cython.longlong][::1]
+        nth_told: cython.longlong = 0
         told: cython.int = 0
         ids: cython.int = places is not None
         both: cython.int = ids and (self.h > 0 or self.fed == 0)
-        place: cython.const[cython.longlong][::1]
+        at_id: cython.const[cython.longlong][::1]
         t: cython.longlong = 0
         k: cython.longlong = 0
         s: cython.longlong = 0
@@ -2056,9 +2056,9 @@ class StepBlock(Block):
         at: cython.longlong = self.at[self.columns.slots] // 8
         lens: cython.longlong = self.at[self.lens]
         if ids:
-            place = _view(places)
+            at_id = _view(places)
         if host is not None:
-            known = _view(host)
+            told_ids = _view(host)
         # Names of their own: to a compiler each write into memory may change every attribute.
         w8: cython.longlong[::1] = self.w8
         w4: cython.int[::1] = self.w4
@@ -2110,10 +2110,10 @@ class StepBlock(Block):
                     inside = 0
                     page = table_of[slot * wide_table + nth] if nth < has else taken[fresh + nth - has]
                 if ids:
-                    w8[source + t] = 0 if told else slot * wide + place[i]
+                    w8[source + t] = 0 if told else slot * wide + at_id[i]
                 if both:
-                    w8[inputs + t] = known[nth_known] if told else 0
-                    nth_known += told
+                    w8[inputs + t] = told_ids[nth_told] if told else 0
+                    nth_told += told
                 w8[positions + t] = start + i
                 w8[mapping + t] = page * size + inside
                 inside += 1
@@ -2182,7 +2182,7 @@ class StepBlock(Block):
             slots.count_taken(self.takes)
 
     def running(self, slots: Indices, pages: PageRows, checks: int) -> object:
-        """What `inputs` asks first: each request is there, with the tokens of the step. None, or the rule broken."""
+        """`inputs` asks first: each request is there, with the tokens of the step. None, or the rule broken."""
         row: cython.longlong
         slot: cython.longlong
         after: cython.longlong

@@ -21,6 +21,7 @@ from batchstate.invariants import times_checked
 from batchstate.mirror import DeviceSide, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
+from batchstate.runtime.base import Stream
 from batchstate.runtime.memory import ALIGNMENT, PackedUpload, Place, ReadyTensor
 from batchstate.violations import Code
 
@@ -57,11 +58,11 @@ class Sampled:
         if block.s < num_reqs:
             self.generations = memory.numbers(block.gens, num_reqs)[memory.numbers(block.rows, block.s)]
 
-    def index(self) -> torch.Tensor:
-        """The slots on the device, which no forward was given; safe on the current stream."""
+    def index(self, stream: Stream) -> torch.Tensor:
+        """The slots on the device, which no forward was given; safe on `stream`, the current one."""
         upload, block = self._upload, self._memory.block
         self._pool.runtime.use_on_current_stream(
-            upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised
+            upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised, current=stream
         )
         return self._wide[block.sampled : block.sampled + block.s]
 
@@ -146,7 +147,7 @@ class PlannedStep:
 
     # Sending, for `StepPlanner`
 
-    def send(self) -> None:
+    def _send(self) -> None:
         """Copies the step to the device, with what goes along; then writes the engine's tables."""
         memory, further, runtime = self._memory, self._further, self._declared.pages.runtime
         end, places = memory.block.end, list[Place]()
@@ -165,13 +166,13 @@ class PlannedStep:
             at = {name: self._places[name] for name in further.named}
             self.extras = Extras(runtime, upload, at, further.named, row_set=self.sent.row_set)
         for i, write in enumerate(further.writes):
-            write.table.launch_checked(write, self.crossed(f"index {i}"), self.crossed(f"values {i}"))
+            write.table.launch_checked(write, self._crossed(f"index {i}"), self._crossed(f"values {i}"))
 
-    def crossed(self, name: str) -> torch.Tensor:
+    def _crossed(self, name: str) -> torch.Tensor:
         """An array that went along, to be used on the stream of the copy."""
         return self._upload.shared(self._places[name])
 
-    def slots_of(self, start: int, stop: int) -> torch.Tensor:
+    def _slots_of(self, start: int, stop: int) -> torch.Tensor:
         """The slots of some rows on the device, likewise. A write into them counts as one into the columns."""
         at = self._memory.block.start(self._memory.block.columns.slots) >> 3
         return self._buffer.view(torch.int64)[at + start : at + stop]
@@ -179,7 +180,7 @@ class PlannedStep:
     @property
     def slots(self) -> torch.Tensor:
         """The slots on the device, int64[num_rows]."""
-        return self.slots_of(0, self._memory.block.n)
+        return self._slots_of(0, self._memory.block.n)
 
     # Batches
 
@@ -224,7 +225,7 @@ class PlannedStep:
             memory.numbers(block.gens, block.n),
             pool_id=pages.slots.pool_id,
             name=pages.slots.name,
-            device=DeviceSide(ReadyTensor.uploaded(self.slots_of(0, block.n), self._upload)),
+            device=DeviceSide(ReadyTensor.uploaded(self._slots_of(0, block.n), self._upload)),
         )
         queries = self._tokens.each(n)
         lens = self._state.column(declared.seq_lens)[:n].astype(np.int64)
@@ -307,15 +308,17 @@ class PlannedStep:
         if block.fed and relay is not None:
             fed = self._fed()
             numbers = relay.gathering(*fed, declared.read, stream)
-        runtime.use_on_current_stream(upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised)
+        runtime.use_on_current_stream(
+            upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised, current=stream
+        )
         if block.k:
             self._write_table()
         ids = self._gathered_ids() if declared.has_ids else None
         inputs = ForwardInputs(self, ids, self._token_arrays() if self._further.token_arrays else NO_ARRAYS)
         if numbers is not None and relay is not None and ids is not None:
             names = declared.ids if len(declared.ids) == 1 else ()  # of several they lie mixed: see `inputs.check`
-            relay.gathered(numbers, names, ids)
-        if self.bounded:
+            relay.gathered(numbers, stream, names, ids)
+        if self._bounded:
             self._correct_lengths(inputs)
         elif levels.full and declared.lengths is not None and relay is not None and fed[0].size:
             relay.check_known_lengths(self.plan, declared.lengths)
@@ -331,7 +334,7 @@ class PlannedStep:
         return inputs
 
     @property
-    def bounded(self) -> bool:
+    def _bounded(self) -> bool:
         """Whether the host knows only bounds of the lengths of requests that the relay feeds."""
         return self._memory.block.fed > 0 and self._declared.seq_lens in self._state.device
 
@@ -406,7 +409,7 @@ class PlannedStep:
         runtime, n = declared.pages.runtime, self.num_reqs
         most = declared.places.size if declared.has_ids else int(plan.query_lens[plan.relay_rows[0]])
         sources = Sources(runtime, relay.gather, declared.ids, most, declared.lengths, declared.pages.req_to_token)
-        slots = self.slots_of(0, n) if plan.direct else self.crossed("relay_slots")
+        slots = self._slots_of(0, n) if plan.direct else self._crossed("relay_slots")
         lengths = relay.selected(declared.lengths, slots)
         inputs.correct_lengths(self._extras_of_bounds(), lengths, slots, sources, sources.put_in(plan))
 
@@ -456,6 +459,7 @@ class PlannedStep:
             sampled.rows,
             sampled.generations,
             sampled.num_rows,
+            runtime.current_stream,
             sampled.index,
             values,
             declared.results,

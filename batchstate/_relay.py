@@ -1,8 +1,8 @@
-"""Which publish the entries of a relay come from, and which stream comes behind which.
+"""The publishes that the entries of a relay come from, and the order of streams around them.
 
-What an entry holds, and for whom, is in `_core.Entries`. A publish has a fence of its own, and a stream waits for the
-fences of those publishes whose entries it touches, on the device and once each. While a relay is used on one stream,
-nothing is looked up or waited for, since its own order does.
+The contents of an entry, and its readers, are in `_core.Entries`. A publish has a fence of its own, and a stream waits
+for the fences of those publishes whose entries it touches, on the device and once each. While a relay is used on one
+stream, nothing is looked up or waited for, since its own order does.
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""What a planner was declared with, and what a plan was given: checked, and as arrays."""
+"""The declaration of a planner, and the arguments of a plan: checked, and as arrays."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self, final

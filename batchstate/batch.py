@@ -149,22 +149,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
         self._exposed: list[MirroredTensor] = []  # values that can be written from outside, or have stale windows
 
     @classmethod
-    def _of_block(
-        cls,
-        runtime: Runtime,
-        state: RowState,
-        num_reqs: int,
-        pool_id: int,
-        crossed: PackedUpload | None,
-        lease: object,
-        row_set: RowSet | None = None,
-    ) -> Self:
-        """A batch of checked rows, for a planner: `crossed` has the columns of their block, from its first byte on."""
-        batch = cls(runtime, state, num_reqs, state.block.n, pool_id, NO_WINDOWS, row_set, lease)
-        batch._crossed = crossed
-        return batch
-
-    @classmethod
     def build(cls, runtime: Runtime, /, **columns: ColumnValues) -> Self:
         """A batch from a value for every declared column.
 

@@ -325,8 +325,9 @@ class FutureMap(OfThisProcess):
         """
         self._check_call(values, "publish")
         live, rows, generations = self._live(slots, "publish")
+        stream, padded = self.runtime.current_stream, len(slots)
         self.publish_rows(
-            rows, generations, len(slots), lambda: self._index(slots, rows.size), values, (), lambda: live
+            rows, generations, padded, stream, lambda _: self._index(slots, rows.size), values, (), lambda: live
         )
 
     def publish_rows(
@@ -334,15 +335,16 @@ class FutureMap(OfThisProcess):
         rows: Array,
         generations: Array,
         num_rows: int,
-        index: Callable[[], torch.Tensor],
+        stream: Stream,
+        index: Callable[[Stream], torch.Tensor],
         values: Mapping[str, object],
         results: Sequence[str],
         handles: Callable[[], Slots],
     ) -> Prefetched | None:
         """`publish` for live slots, and `prefetch` of `results`: values at hand go straight to the host.
 
-        For `StepPlanner`. `index` makes the slots on the device, and `handles` the handles; `num_rows` counts padded
-        rows too.
+        For `StepPlanner`. `index` makes the slots on the device for `stream`, the current one, and `handles` the
+        handles; `num_rows` counts padded rows too.
         """
         if not values:
             raise DeclarationError(f"{self.name}: publish of no field", None, f"name one of: {', '.join(self._fields)}")
@@ -379,9 +381,9 @@ class FutureMap(OfThisProcess):
             at = packed.view(0)
             tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
         else:
-            at = index()
+            at = index(stream)
         to_host = (*host, *results) if sent else host
-        publish, download = self.put(rows, generations, at, tensors, numbers, to_host, sent)
+        publish, download = self.put(rows, generations, stream, at, tensors, numbers, to_host, sent)
         if levels.full:
             self.check("publish")
         if download is None:
@@ -422,6 +424,7 @@ class FutureMap(OfThisProcess):
         self,
         rows: Array,
         generations: Array,
+        stream: Stream,
         index: torch.Tensor,
         values: Mapping[str, torch.Tensor],
         numbers: Numbers,
@@ -429,27 +432,27 @@ class FutureMap(OfThisProcess):
         sent: Sequence[torch.Tensor] = (),
         then: str | None = None,
     ) -> tuple[Use, Download | None]:
-        """Launches and notes a checked publish on the current stream, for which all tensors are safe.
+        """Launches and notes a checked publish on `stream`, the current one, for which all tensors are safe.
 
         `index` has the slots `rows`, and `numbers` is what `RelayEntries.check_overwrite` returned. The host has, or
         gets by this, the values of the fields `to_host`; `sent` are those that go there behind the publish.
         """
         runtime, written = self.runtime, list[str]()
-        launch, stream = runtime.launch, runtime.current_stream
+        launch = runtime.launch
         self._entries.come_behind(numbers, stream, "publish", to_write=True)
         self._transaction.operation = "publish"
         try:
             for run in self._runs(values) if len(values) > 2 else [[name] for name in values]:
                 label = f"{self.name}: {', '.join(run)}"
                 if len(run) == 1:
-                    memory, part = self._memory_of(run[0]), values[run[0]]
+                    memory, part = self._memory_of(run[0], stream), values[run[0]]
                 else:
                     parts = [values[name] for name in run]
                     memory, part = self._part_of_record(run), launch(_as_record, parts, reads=parts, name=label)
                 launch(put_rows, memory, index, part, reads=(index, part), writes=(memory,), name=label)
                 written += run
             # On this stream, where what is published may be written over later; one fence is behind both.
-            download = runtime.download(sent, name=self.name) if sent else None
+            download = runtime.download(sent, name=self.name, stream=stream) if sent else None
             fence = runtime.record(stream) if download is None else download.done
             publish = self._entries.publish(rows, generations, written, fence, stream, to_host)
         except Exception:
@@ -489,17 +492,18 @@ class FutureMap(OfThisProcess):
 
     def _gathered(self, numbers: Numbers, fields: Sequence[str], slots: Slots) -> torch.Tensor:
         """Launches and notes a gather of checked entries."""
-        self._entries.come_behind(numbers, self.runtime.current_stream, "gather")
+        stream = self.runtime.current_stream
+        self._entries.come_behind(numbers, stream, "gather")
         values = self._end_to_end(fields, slots.device)
-        self.gathered(numbers, fields, values)
+        self.gathered(numbers, stream, fields, values)
         return values
 
-    def gathered(self, numbers: Numbers, fields: Sequence[str], values: torch.Tensor) -> None:
+    def gathered(self, numbers: Numbers, stream: Stream, fields: Sequence[str], values: torch.Tensor) -> None:
         """Notes a gather, and at `full` asks the values of these fields, which lie end to end. For `StepPlanner`.
 
         To be followed by `RelayEntries.take`.
         """
-        self._entries.note_read(numbers, self.runtime.current_stream)
+        self._entries.note_read(numbers, stream)
         if levels.full and fields and not self.runtime.checks_suspended():
             widths = [math.prod(self._fields[field].shape) for field in fields]
             parts = [values] if len(fields) == 1 else torch.split(values, widths, dim=1)
@@ -516,7 +520,7 @@ class FutureMap(OfThisProcess):
         numbers = self._entries.check_read(rows, generations, names, DEVICE, "gather")
         self._entries.come_behind(numbers, stream, "gather")
         for name in names:
-            self._memory_of(name)
+            self._memory_of(name, stream)
         return numbers
 
     def flat_ids(self, fields: Sequence[str]) -> tuple[torch.Tensor, int, list[int]] | None:
@@ -769,10 +773,11 @@ class FutureMap(OfThisProcess):
         """The live rows on the device, out of those that were uploaded with the batch."""
         return slots.device if live == len(slots) else slots.device[:live]
 
-    def _memory_of(self, field: str) -> torch.Tensor:
-        """The entries of a field, safe on the current stream: it comes behind the kernel that zeroed them."""
+    def _memory_of(self, field: str, stream: Stream | None = None) -> torch.Tensor:
+        """The entries of a field, safe on the current `stream`: it comes behind the kernel that zeroed them."""
+        memory, synchronised = self._memory[field], self._synchronised[field]
         return self.runtime.use_on_current_stream(
-            self._memory[field], self._zeroed_on, self._zeroed, synchronised=self._synchronised[field]
+            memory, self._zeroed_on, self._zeroed, synchronised=synchronised, current=stream
         )
 
     def _part_of_record(self, fields: Sequence[str]) -> torch.Tensor:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import _core, _interpreted, invariants, levels
-from batchstate._allocator import DOUBLE_FREE, Allocator, SlotListener, Transaction, size_of
+from batchstate._allocator import DOUBLE_FREE, Allocator, SlotListener, Transaction, numbers_of_pool, size_of
 from batchstate._arrays import as_array, count
 from batchstate.errors import DtypeError
 from batchstate.invariants import times_checked
@@ -452,7 +452,8 @@ class SlotPool(OfThisProcess):
 
     def _rows_to_free(self, slots: Slots, operation: str, *, whole: bool = False) -> Ints:
         """Checks slots before they are freed, alone or as whole requests; their numbers, int64[n]."""
-        rows, held = self._allocator.numbers_of(slots, Slots, operation)
+        rows = numbers_of_pool(self._allocator, slots, Slots, operation, False)
+        held: Ints = slots._generations  # type: ignore[assignment]
         for query in self._before_free:
             query(rows)
         self._check_to_free(rows, held, operation, self._releasing_whole if whole else self._releasing_alone)

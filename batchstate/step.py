@@ -258,13 +258,14 @@ class StepPlanner(OfThisProcess):
         numbers: set[int] = set()
         if published is not None and relay is not None:
             numbers = relay.check_first(step.rows[kept:], published)
-        step.send()
+        step._send()
         if levels.full:
             step.sent.check(OPERATION)
         if first is not None and relay is not None:
-            values = {name: step.crossed(f"published {name}") for name in first}
+            values = {name: step._crossed(f"published {name}") for name in first}
             own = step.rows[kept:], step.generations[kept:]
-            relay.put(*own, step.slots_of(kept, n), values, numbers, first, then=OPERATION)
+            stream = runtime.current_stream
+            relay.put(*own, stream, step._slots_of(kept, n), values, numbers, first, then=OPERATION)
 
         # The changes, which cannot fail.
         slots.transaction.operation = OPERATION

@@ -374,10 +374,10 @@ STEP = {"device_allocations": 1, "staging_allocations": 0}
 
 BUDGETS: dict[str, Budget] = {
     # Calls
-    "steady step": Budget(steady, {"calls": 195}, (1, 256), **PLAIN),
-    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 290}, (8, 256), **{**PLAIN, "warm": 3}),
-    "step with churn of one": Budget(churn, {"calls": 594}, (1,), **CPU),
-    "step with churn of 256": Budget(churn, {"calls": 594}, (256,), **CPU),
+    "steady step": Budget(steady, {"calls": 187}, (1, 256), **PLAIN),
+    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 282}, (8, 256), **{**PLAIN, "warm": 3}),
+    "step with churn of one": Budget(churn, {"calls": 585}, (1,), **CPU),
+    "step with churn of 256": Budget(churn, {"calls": 585}, (256,), **CPU),
     "step with churn of an eighth": Budget(churn, {"functions": 329}, (16, 256), warm=PAGE_SIZE),
     "step of parts": Budget(parts, {"functions": 548, **ONCE}, (16, 256), warm=8),
     "batch alone, unchecked": Budget(batch_alone, {"python": 44, "numpy": 2}, levels=("off",), **ALONE),
@@ -386,7 +386,7 @@ BUDGETS: dict[str, Budget] = {
     "one extension": Budget(one_extension, {"calls": 42}, **CPU),
     "256 handles joined": Budget(joined, {"calls": 18}, (256,), **CPU),
     "arrivals": Budget(arrivals, {"calls": 93}, (32,), **CPU),
-    "prefill": Budget(prefill, {"calls": 359}, (64,), **CPU),
+    "prefill": Budget(prefill, {"calls": 358}, (64,), **CPU),
     # Copies, launches, allocations
     "whole step": Budget(whole_step, {**LIMITS, "Table.entry_of": 0}, COLUMNS, OFF_TOO, warm=4),
     "whole step, looked at again": Budget(whole_step, {"Table.entry_of": 1}, COLUMNS[:1], ("full",)),
@@ -415,10 +415,10 @@ BUDGETS: dict[str, Budget] = {
     "true lengths of drafts and a prompt": Budget(true_lengths(3, prompt=True), device(1, 11)),
     # Questions to an accelerator: a fence behind the copy to the device, and one behind the publish and the copy back;
     # with churn also one behind the table's scatter and that of the first ids, and the engine's own.
-    "asked in a steady step": Budget(churn_of(0), asked(2, 3, 6, 9), **ASKED),
-    "asked in a steady step, on two streams": Budget(churn_of(0, "forward"), asked(2, 3, 7, 11, 1, 2), **ASKED),
-    "asked in a step with churn": Budget(churn_of(2), asked(5, 5, 13, 13), **ASKED),
-    "asked in a step with churn, on two streams": Budget(churn_of(2, "forward"), asked(7, 6, 14, 19, 5, 2), **ASKED),
+    "asked in a steady step": Budget(churn_of(0), asked(2, 3, 5, 3), **ASKED),
+    "asked in a steady step, on two streams": Budget(churn_of(0, "forward"), asked(2, 3, 6, 5, 1, 2), **ASKED),
+    "asked in a step with churn": Budget(churn_of(2), asked(5, 5, 12, 6), **ASKED),
+    "asked in a step with churn, on two streams": Budget(churn_of(2, "forward"), asked(7, 6, 13, 8, 5, 2), **ASKED),
 }
 
 

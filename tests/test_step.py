@@ -410,13 +410,13 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime, monkeypatch: pytest.Mon
         step = world.planner.plan(world.batch)
         assert step.batch["seed"].device.tolist() == [1, 2]
         assert (rt.counters - before).host_to_device_copies == 1
-        send = PlannedStep.send
+        send = PlannedStep._send
 
         def wrong(step: PlannedStep) -> None:
             send(step)
             step._wide[1] = 0  # the slot of row 1
 
-        monkeypatch.setattr(PlannedStep, "send", wrong)
+        monkeypatch.setattr(PlannedStep, "_send", wrong)
         new = world.arrived([2])
         with pytest.raises(Violation) as caught:
             world.planner.plan(step.batch, keep=[0, 1], joining=new, published={"last": [5]})

@@ -3,9 +3,6 @@
 All work on slot and page numbers that `PagePool` has checked.
 """
 
-import itertools
-import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import attrs
@@ -13,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._allocator import SlotListener, Transaction, joined
+from batchstate._allocator import SlotListener, TakenAt, Transaction, joined, new_pool_id, numbers_of_pool
 from batchstate._arrays import read_only
 from batchstate._core import PageRows
-from batchstate._source_lines import Line, users_line
-from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, another_runtime, expected, unexplained
+from batchstate.errors import PoolExhaustedError, unexplained
 from batchstate.invariants import times_checked
 from batchstate.kv._lengths import AHEAD, OVERWRITTEN
-from batchstate.mirror import Contract, Handles, MirroredTensor
+from batchstate.mirror import Contract, Handles
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, Runtime, Stream
 from batchstate.violations import Code, Where
@@ -32,11 +28,6 @@ Ints = npt.NDArray[np.int64]
 
 IN_FLIGHT, DOUBLE_FREE, CONSERVATION = Code.SLOT_IN_FLIGHT, Code.SLOT_DOUBLE_FREE, Code.SLOT_CONSERVATION
 STALE_HANDLE = Code.SLOT_STALE_HANDLE
-
-_MOST_LINES = 12
-"""Stack frames kept per take: the library's own, and some of the engine."""
-
-_pool_ids = itertools.count(1)
 
 
 @final
@@ -130,11 +121,11 @@ class PageHolders:
         self.runtime = runtime
         self.rows = rows
         self.transaction = transaction
-        self.pool_id = next(_pool_ids)
         self.name = name
+        self.pool_id = new_pool_id(self)
         self.label = f"PagePool {name!r}"
         self._leaving: list[tuple[QueriedFence, list[Ints]]] = []
-        self._taken_at: dict[int, Sequence[Line]] = {}  # at `full`
+        self._taken_at = TakenAt()
 
     def where(self, operation: str) -> Where:
         return {"object": self.label, "operation": operation, "step": self.runtime.step}
@@ -186,19 +177,14 @@ class PageHolders:
     @property
     def notes(self) -> bool:
         """Whether `note` wants the pages that are taken."""
-        return levels.full or bool(self._taken_at) or self.runtime.agreement is not None
+        return levels.full or bool(self._taken_at.lines) or self.runtime.agreement is not None
 
     def note(self, pages: Ints) -> None:
         """Tells ranks which pages are taken, and remembers at `full` the lines that led there, innermost first."""
         if self.runtime.agreement is not None:
             self.runtime.agreement.note(pages)
-        if levels.full or self._taken_at:
-            lines: list[Line] = []
-            frame = sys._getframe(2) if levels.full else None
-            while frame is not None and len(lines) < _MOST_LINES:
-                lines.append(Line(frame.f_code, frame.f_lineno))
-                frame = frame.f_back
-            self._taken_at.update(dict.fromkeys(pages.tolist(), lines))
+        if levels.full or self._taken_at.lines:
+            self._taken_at.note(pages)
 
     def explain_free(self, n: int, operation: str) -> NoReturn:
         """Raises what stands against taking the next `n` pages."""
@@ -381,12 +367,7 @@ class PageHolders:
             leaked = rows.arrays["holders"].nonzero()[0]
             free, pending, size = rows.free, rows.pending, rows.num_pages
             where = self.where(operation)
-            invariants.slot_conservation(free, pending, 0, size, leaked=leaked, named=self._named, **where)
-
-    def _named(self, page: int) -> str:
-        """A live page, with the line where it was taken, if that is known."""
-        line = users_line(self._taken_at.get(page, ()))
-        return str(page) if line is None else f"{page} (taken at {line})"
+            invariants.slot_conservation(free, pending, 0, size, leaked=leaked, named=self._taken_at.named, **where)
 
     def verify(self, counted: Ints) -> None:
         """Checks every invariant of the pages from scratch. `counted` int64[num_pages + 1] are their holders."""
@@ -458,7 +439,7 @@ class PageSpace:
 
     def rows_of(self, handles: Handles, operation: str, *, padded: bool = False) -> Ints:
         self.transaction.enter(f"{self.name}: {operation}")
-        rows = self._numbers_of(handles, operation, padded)
+        rows = numbers_of_pool(self._holders, handles, self.kind, operation, padded)
         owned = np.count_nonzero(rows) if padded else rows.size
         numbers, held = rows[:owned], handles.generations[:owned]
         times_checked[STALE_HANDLE] += 1
@@ -471,28 +452,6 @@ class PageSpace:
             invariants.slot_stale_handle(pages, held, np.where(live, self.generations_of(numbers), -1), **where)
             raise unexplained(self.name, operation, "pages")
         return read_only(rows)
-
-    def _numbers_of(self, handles: object, operation: str, padded: bool) -> Ints:
-        """The numbers of handles that are of this pool, or with `padded` all padding."""
-        kind, where = self.kind, self._holders.where(operation)
-        if not isinstance(handles, kind):
-            if isinstance(handles, MirroredTensor) and handles.unit is not None:
-                invariants.unit_mismatch(str(kind.unit), str(handles.unit), **where)
-            remedy = f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is"
-            raise expected(f"{self.name}: {operation}", f"{kind.unit}s", handles, remedy, DtypeError)
-        if levels.full:
-            handles.check(operation)
-        if handles._windows:
-            handles._check_fresh("host")
-        rows: Ints = handles._host_side()
-        if handles.runtime is not self.runtime:
-            raise another_runtime(self.name, handles)
-        if handles.pool_id != self._holders.pool_id and (np.count_nonzero(rows) if padded else rows.size):
-            whose = f"pool {handles.name!r}" if handles.pool_id else "no pool"
-            problem = f"{operation}: expected {kind.unit}s of pool {self.name!r}, got {kind.unit}s of {whose}"
-            remedy = f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it"
-            raise ArgumentError(problem, handles, remedy)
-        return rows
 
 
 @final

@@ -515,10 +515,6 @@ class PagePool(OfThisProcess):
         index, locations = self._rows.all_elements(rows, width)
         return self._token_write(target, width, index, locations, slots, origin)
 
-    def have_tokens(self, rows: Ints) -> npt.NDArray[np.bool_]:
-        """Whether each of the live slots `rows` int64[n] has committed tokens, bool[n]. For the library."""
-        return self._committed(rows) > 0
-
     def _token_write(
         self, target: Table, width: int, index: Ints, locations: Ints, owners: Slots, origin: Origin
     ) -> TableWrite:

@@ -567,19 +567,23 @@ class Runtime(OfThisProcess, abc.ABC):
         """Gives back a block whose copy failed, or was interrupted: behind a fence, since it may be under way."""
         staging.release(block, self.record(stream), self.step, stream.key)
 
-    def download(self, tensors: Sequence[torch.Tensor], *, name: str = "download") -> Download:
+    def download(
+        self, tensors: Sequence[torch.Tensor], *, name: str = "download", stream: Stream | None = None
+    ) -> Download:
         """Starts to bring device tensors to the host in one copy, on the current stream. The host does not wait.
 
         Args:
             tensors: made on the current stream, of dtypes that numpy has too.
             name: for reports.
+            stream: the current one, where the caller has asked for it, and whether it is captured.
 
         Raises:
             CaptureError: the current stream is being captured.
             DtypeError: a dtype that numpy lacks.
         """
         self.check_owner("download")
-        self.refuse_capture("a download")
+        if stream is None:
+            self.refuse_capture("a download")
         kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape), tensor.nbytes) for tensor in tensors]
         parts = [
             tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
@@ -590,7 +594,7 @@ class Runtime(OfThisProcess, abc.ABC):
         if len(parts) > 1:
             parts = [part.view(torch.uint8) for part in parts]
             packed = self.launch(torch.cat, parts, reads=parts, name=f"{name}: pack")
-        return self.land(packed, kinds, name, self.current_stream)
+        return self.land(packed, kinds, name, stream or self.current_stream)
 
     def land(
         self,
@@ -704,6 +708,7 @@ class Runtime(OfThisProcess, abc.ABC):
         ready: Fence | None = None,
         *,
         synchronised: set[object] | None = None,
+        current: Stream | None = None,
     ) -> torch.Tensor:
         """Makes `tensor` safe to use on the current stream, whichever stream made it, and returns it.
 
@@ -716,8 +721,9 @@ class Runtime(OfThisProcess, abc.ABC):
             ready: a fence behind its making.
             synchronised: keys of the streams that have it already, if the memory is not written again. Nothing is done
                 for these; a new one is added.
+            current: the current stream, where the caller has asked for it.
         """
-        current = self.current_stream
+        current = current or self.current_stream
         if current is made_on or current == made_on or (synchronised is not None and current.key in synchronised):
             return tensor
         if synchronised is not None and len(synchronised) >= MOST_SYNCHRONISED:
