@@ -273,11 +273,11 @@ class StepPlanner(OfThisProcess):
         memory.block.commit(slots._allocator.core, self._pages._rows)
         if joined is not None and joined.pool_id is None:
             slots.note_taken(step.rows[kept:])
+        if leaving is not None:  # under the same mark: a step that has been taken, and whose leavers stay, is a leak
+            slots.release_rows(leaving[0], after, OPERATION)
         slots.transaction.operation = None
         if memory.block.new_pages:
             self._pages._holders.check_whole(OPERATION)
-        if leaving is not None:
-            slots.release_rows(leaving[0], after, OPERATION)
         if levels.full:
             self._pages.verify()
             if first is not None and relay is not None:

@@ -442,6 +442,19 @@ def test_an_interrupted_table_write_of_a_step_is_not_forgotten(monkeypatch: pyte
     assert all(world.broken())
 
 
+def test_leavers_of_a_step_are_under_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was taken, and whose leavers were not released, is no state to go on from: they would be lost."""
+
+    def interrupted(pool: SlotPool, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    world = World("plain steps steady")
+    monkeypatch.setattr(SlotPool, "release_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        OPERATIONS["plan joining columns"][1](world)
+    assert all(world.broken())
+
+
 def main() -> int:
     """Every point of every operation, or of those named, at `off` and at `cheap`; 1 if one is lost in silence."""
     total: Counter[str] = Counter()
