@@ -86,10 +86,6 @@ class ColumnInputs:
             if levels.full and isinstance(value, MirroredTensor):
                 value.check(subject)
             if isinstance(column, MirroredColumn):
-                if type(value) is np.ndarray and value.dtype == column.np_dtype and column.takes_any:
-                    _check_shape(column, value.shape, num_rows, label)  # any number is one of the column
-                    inputs.host[name] = value
-                    continue
                 inputs._read_mirrored(column, value, num_rows, runtime, label)
             elif isinstance(column, DeviceColumn):
                 inputs.device[name] = device_rows(column, value, num_rows, runtime, label)
@@ -154,8 +150,9 @@ def rows_from(
     if not values:
         raise ArgumentError(f"{subject}: no columns", (), "use `empty` for a batch of no requests")
     num_rows = len(next(iter(values.values())))  # type: ignore[arg-type]
-    inputs = ColumnInputs.read(layout, values, num_rows, runtime, subject)
-    state = RowState(layout, Block(layout.core, num_rows), inputs.device, inputs.objects)
+    block = Block(layout.core, num_rows)
+    inputs = ColumnInputs.read(layout, block.put(layout.plain, values), num_rows, runtime, subject)
+    state = RowState(layout, block, inputs.device, inputs.objects)
     inputs.into(state, 0)
     if after is not None:
         state = after[0].merged(state, after[1])

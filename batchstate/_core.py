@@ -47,11 +47,59 @@ FAR = cython.declare(cython.longlong, 2**40)  # from zero, for numbers of 4 byte
 INT64, INT32, INT16, UINT8 = (np.dtype(kind) for kind in ("int64", "int32", "int16", "uint8"))
 
 
+def tally(counts: dict[Any, int], keys: tuple[Any, ...]) -> None:
+    """Adds 1 to each of some counts."""
+    for key in keys:
+        counts[key] += 1
+
+
 @cython.cfunc
 @cython.inline
 @cython.exceptval(check=False)
 def _aligned(nbytes: cython.longlong) -> cython.longlong:
     return (nbytes + 15) // 16 * 16
+
+
+@cython.final
+@cython.cclass
+class Requests:
+    """Requests in order, by slot and generation: those of handles, or some of a step, in its block."""
+
+    n = cython.declare(cython.Py_ssize_t, visibility="readonly")
+    slots: cython.const[cython.longlong][::1]
+    gens: cython.const[cython.longlong][::1]
+    order: cython.const[cython.longlong][::1]
+    first_slot: cython.Py_ssize_t  # where those of the first row lie
+    first_gen: cython.Py_ssize_t
+    first: cython.Py_ssize_t  # where the row of the first request lies in `order`, unless that is -1: all are in order
+
+    def __init__(self, slots: Any, generations: Any) -> None:
+        """From slots and generations, int64[n] each."""
+        self.slots, self.gens, self.n = _view(slots), _view(generations), len(slots)
+        self.first_slot, self.first_gen, self.first = 0, 0, -1
+
+    @cython.cfunc
+    @cython.inline
+    @cython.exceptval(-1, check=False)
+    def slot(self, i: cython.Py_ssize_t) -> cython.longlong:
+        return self.slots[self.first_slot + (i if self.first < 0 else self.order[self.first + i])]
+
+    @cython.cfunc
+    @cython.inline
+    @cython.exceptval(-1, check=False)
+    def gen(self, i: cython.Py_ssize_t) -> cython.longlong:
+        return self.gens[self.first_gen + (i if self.first < 0 else self.order[self.first + i])]
+
+    def handles(self) -> tuple[Any, Any]:
+        """Slots and generations as new arrays, int64[n] each."""
+        i: cython.Py_ssize_t
+        slots: Any = np.empty(self.n, INT64)
+        generations: Any = np.empty(self.n, INT64)
+        rows: cython.longlong[::1] = _view(slots)
+        gens: cython.longlong[::1] = _view(generations)
+        for i in range(self.n):
+            rows[i], gens[i] = self.slot(i), self.gen(i)
+        return slots, generations
 
 
 @cython.final
@@ -280,6 +328,14 @@ class Indices:
         self.stamp += 1
         for i in range(n):
             if not self.held(rows[i], gens[i]) or (unique and not self.once(rows[i])):
+                return i
+        return -1
+
+    def first_gone(self, requests: Requests) -> cython.Py_ssize_t:
+        """The first request that does not own its index any more, or -1."""
+        i: cython.Py_ssize_t
+        for i in range(requests.n):
+            if not self.held(requests.slot(i), requests.gen(i)):
                 return i
         return -1
 
@@ -1269,82 +1325,67 @@ class Entries:
 
     @cython.cfunc
     @cython.inline
+    @cython.exceptval(-1)
     def note(
         self, slot: cython.Py_ssize_t, generation: cython.longlong, number: cython.longlong, readers: cython.int
-    ) -> cython.void:
+    ) -> cython.int:
         """Publish `number` has written the entry; `readers` have its value already."""
         self.generation[slot] = generation
         self.number[slot] = self.last_writer[slot] = number
         self.taken[slot] = readers
+        return 0
 
-    def refused_read(
-        self,
-        rows: cython.const[cython.longlong][::1],
-        generations: cython.const[cython.longlong][::1],
-        reader: cython.int,
-        checked: cython.bint,
-        numbers: set[int],
-    ) -> int:
-        """The first row whose entry `reader` may not take, if that is `checked`, or -1.
+    def refused_read(self, requests: Requests, reader: cython.int, checked: cython.bint, numbers: Any) -> int:
+        """The first request whose entry `reader` may not take, if that is `checked`, or -1.
 
-        `numbers` gets those of the publishes that the entries come from: mostly one, so rows are compared with the row
-        before.
+        The set `numbers` gets those of the publishes that the entries come from: mostly one, so requests are compared
+        with the one before. None where one stream has done all.
         """
         i: cython.Py_ssize_t
+        slot: cython.longlong
         number: cython.longlong
         last: cython.longlong = 0
-        if not cython.compiled:
-            rows, generations = _view(rows), _view(generations)
-        for i in range(len(rows)):
-            if checked and not self.readable(rows[i], generations[i], reader):
+        for i in range(requests.n):
+            slot = requests.slot(i)
+            if checked and not self.readable(slot, requests.gen(i), reader):
                 return i
-            number = self.number[rows[i]]
-            if number != last and number != 0:
+            number = self.number[slot]
+            if number != last and number != 0 and numbers is not None:
                 numbers.add(number)
                 last = number
         return -1
 
-    def refused_write(self, rows: cython.const[cython.longlong][::1], checked: cython.bint, numbers: set[int]) -> int:
-        """The first row whose entry must be read before it is overwritten, if that is `checked`, or -1.
+    def refused_write(self, requests: Requests, checked: cython.bint, numbers: Any) -> int:
+        """The first request whose entry must be read before it is overwritten, if that is `checked`, or -1.
 
-        `numbers` gets those of the last publishes into the memory of the entries.
+        The set `numbers` gets those of the last publishes into the memory of the entries; None as for `refused_read`.
         """
         i: cython.Py_ssize_t
+        slot: cython.longlong
         number: cython.longlong
         last: cython.longlong = 0
         must_read: cython.bint = checked and self.must_read
-        if not cython.compiled:
-            rows = _view(rows)
-        for i in range(len(rows)):
-            if must_read and self.unread(rows[i]):
+        for i in range(requests.n):
+            slot = requests.slot(i)
+            if must_read and self.unread(slot):
                 return i
-            number = self.last_writer[rows[i]]
-            if number != last and number != 0:
+            number = self.last_writer[slot]
+            if number != last and number != 0 and numbers is not None:
                 numbers.add(number)
                 last = number
         return -1
 
-    def publish(
-        self,
-        rows: cython.const[cython.longlong][::1],
-        generations: cython.const[cython.longlong][::1],
-        number: cython.longlong,
-        readers: cython.int,
-    ) -> None:
+    def publish(self, requests: Requests, number: cython.longlong, readers: cython.int) -> None:
         """Notes that publish `number` has written the entries; `readers` have their values already."""
         i: cython.Py_ssize_t
-        if not cython.compiled:
-            rows, generations = _view(rows), _view(generations)
-        for i in range(len(rows)):
-            self.note(rows[i], generations[i], number, readers)
+        for i in range(requests.n):
+            self.note(requests.slot(i), requests.gen(i), number, readers)
 
-    def take(self, rows: cython.const[cython.longlong][::1], reader: cython.int) -> None:
+    def take(self, requests: Requests, reader: cython.int) -> None:
         """Notes that `reader` has taken the entries."""
         i: cython.Py_ssize_t
-        if not cython.compiled:
-            rows = _view(rows)
-        for i in range(len(rows)):
-            self.taken[rows[i]] |= reader
+        for i in range(requests.n):
+            self.taken[requests.slot(i)] |= reader
 
     def clear(self, rows: cython.const[cython.longlong][::1], number: cython.longlong = 0) -> None:
         """Makes the entries unwritten. Publish `number` has written their memory and failed, unless that is 0."""
@@ -1663,6 +1704,46 @@ class Block:
             self.gather(0, source, _view(kept))
             self.append(len(kept), other)
 
+    def put(self, plain: dict[str, tuple[Any, Any, int]], values: Any) -> Any:
+        """Fills columns from arrays of numpy that have their dtype and shape; the values that are left, by column.
+
+        `plain` has the dtype of a column, the shape of a row, and its number.
+        """
+        start: cython.Py_ssize_t
+        nbytes: cython.Py_ssize_t
+        c: cython.int
+        rest: Any = {}
+        memory: Any = memoryview(self.memory).cast("B")
+        for name, value in values.items():
+            if type(value) is np.ndarray and name in plain:
+                dtype, shape, c = plain[name]
+                if value.dtype == dtype and value.shape == (self.n, *shape) and value.flags.c_contiguous:
+                    start, nbytes = self.at[c], value.nbytes
+                    if nbytes:
+                        memory[start : start + nbytes] = value.data.cast("B")
+                    continue
+            rest[name] = value
+        return rest
+
+    def others(self, index: Any) -> tuple[Any, Any]:
+        """Slots and generations of the rows that are not at checked indices int64[k], int64[n - k] each."""
+        i: cython.Py_ssize_t
+        k: cython.Py_ssize_t = 0
+        kept: cython.const[cython.longlong][::1] = _view(index)
+        stay: cython.uchar[::1] = _view(np.zeros(self.n, UINT8))
+        slots: Any = np.empty(self.n - len(index), INT64)
+        generations: Any = np.empty(self.n - len(index), INT64)
+        rows: cython.longlong[::1] = _view(slots)
+        gens: cython.longlong[::1] = _view(generations)
+        at: cython.Py_ssize_t = self.at[self.columns.slots] >> 3
+        for i in range(kept.shape[0]):
+            stay[kept[i]] = 1
+        for i in range(self.n):
+            if not stay[i]:
+                rows[k], gens[k] = self.w8[at + i], self.w8[self.gens + i]
+                k += 1
+        return slots, generations
+
     def copy(self, source: Block) -> None:
         """All rows of a block with as many."""
         end: cython.Py_ssize_t = self.at[self.columns.num] >> 3
@@ -1767,15 +1848,60 @@ class Block:
 # Steps
 
 
+@cython.final
+@cython.cclass
+class StepRules:
+    """The declaration of a planner, as its loops need it, and the pools that they ask.
+
+    A request that the relay feeds puts in `least` to `widest` tokens, whose ids lie at `slot * stride + places[i]`;
+    element 0 of the relay is 0. `window` positions are read by each token, all for 0. `table` is the width of a row of
+    the token table, 0 without one. `epochs` and `shares` number the changes of the pages of each slot.
+    """
+
+    slots: Indices
+    pages: PageRows
+    lens: cython.int  # the column with the tokens of each request before the step
+    offset: cython.int  # that with tokens in its pages before its first position, or -1
+    ids: cython.bint
+    least: cython.longlong
+    widest: cython.longlong
+    stride: cython.longlong
+    window: cython.longlong
+    table: cython.longlong
+    places: cython.const[cython.longlong][::1]
+    epochs: cython.const[cython.longlong][::1]
+    shares: cython.const[cython.longlong][::1]
+
+    def __init__(
+        self,
+        slots: Indices,
+        pages: PageRows,
+        *,
+        lens: int,
+        offset: int,
+        ids: bool,
+        least: int,
+        stride: int,
+        window: int,
+        table: int,
+        places: Any,
+        epochs: Any,
+        shares: Any,
+    ) -> None:
+        self.slots, self.pages, self.lens, self.offset, self.ids = slots, pages, lens, offset, ids
+        self.least, self.widest, self.stride, self.window, self.table = least, len(places), stride, window, table
+        self.places, self.epochs, self.shares = _view(places), _view(epochs), _view(shares)
+
+
 @cython.cclass
 class StepBlock(Block):
     """The block of a step: columns, then the arrays of a forward, each at a multiple of 16 bytes.
 
         columns | starts, KV lengths | sources, positions, mapping, last, sampled | writes | ids of the host | extras
 
-    cross in one copy. Behind them, and not sent, lie the rows that sample, and the generations. `look` asks each row
-    and changes nothing but this block, `fill` writes what follows, and `commit` takes slots and pages, which cannot
-    fail.
+    cross in one copy. Behind them, and not sent, lie the rows that sample, and the generations. `draft` moves the rows
+    here, asks each of them, and changes nothing but this block; `fill` writes what follows, and `commit` takes slots
+    and pages, which cannot fail.
     """
 
     reqs = cython.declare(cython.int, visibility="readonly")  # requests; rows behind them are padding
@@ -1783,11 +1909,12 @@ class StepBlock(Block):
     t = cython.declare(cython.longlong, visibility="readonly")  # tokens
     padded = cython.declare(cython.longlong, visibility="readonly")  # tokens, padded ones included
     s = cython.declare(cython.int, visibility="readonly")  # requests that sample
+    last_rows = cython.declare(cython.longlong, visibility="readonly")  # those, and padded rows where all sample
     k = cython.declare(cython.longlong, visibility="readonly")  # elements of the token table that are written
     h = cython.declare(cython.longlong, visibility="readonly")  # ids of the host
     fed = cython.declare(cython.int, visibility="readonly")  # requests whose ids the relay has
     new_pages = cython.declare(cython.longlong, visibility="readonly")
-    lens = cython.declare(cython.int, visibility="readonly")  # the column of lengths
+    changed = cython.declare(cython.bint, visibility="readonly")  # pages of a request, since the plan: see `running`
     row = cython.declare(cython.longlong, visibility="readonly")  # where `look` or `forward` has met a broken rule
     value = cython.declare(cython.longlong, visibility="readonly")  # the number that it met there
     # Where the arrays begin, in elements of their own dtype: int32 for the first two and the table's values.
@@ -1803,51 +1930,91 @@ class StepBlock(Block):
     ids = cython.declare(cython.longlong, visibility="readonly")
     end = cython.declare(cython.longlong, visibility="readonly")  # in bytes
     rows = cython.declare(cython.longlong, visibility="readonly")  # that sample, int64
+    fed_rows = cython.declare(cython.longlong, visibility="readonly")  # that the relay feeds, int64
     numbers: cython.longlong[::1]  # tokens that each request puts in
     told: cython.uchar[::1]  # whether the host has its ids
     samples: cython.uchar[::1]
-    offset: cython.longlong[::1]  # tokens in its pages before its first position
     has_numbers: cython.int
     each: cython.longlong
     has_told: cython.int
     has_samples: cython.int
-    has_offset: cython.int
+    lens: cython.longlong  # where the column of lengths begins, in elements of its own dtype
+    long_lens: cython.bint  # whether that is int64, not int32
+    offset: cython.int
+    epoch = cython.declare(cython.longlong, visibility="readonly")  # the last changes of pages before the step
+    share = cython.declare(cython.longlong, visibility="readonly")
 
     def __init__(self, columns: Columns, memory: Any) -> None:
         """Over memory int64[...] that other steps use later."""
         Block.__init__(self, columns, 0, memory)
         self.w4 = _view(memory.view(np.int32))
         self.reqs = self.takes = self.s = self.fed = self.lens = 0
+        self.offset = -1
+        self.epoch = self.share = self.last_rows = 0
+        self.changed = False
         self.t = self.padded = self.k = self.h = self.new_pages = self.end = 0
 
     @cython.cfunc
     @cython.inline
     @cython.exceptval(check=False)
-    def number(self, row: cython.longlong) -> cython.longlong:
-        return self.numbers[row] if self.has_numbers else self.each
+    def count(self, c: cython.int, row: cython.longlong) -> cython.longlong:
+        """The value of a column of counts."""
+        at: cython.longlong = self.at[c]
+        if self.columns.widths[c] == 3:
+            return self.w8[at // 8 + row]
+        return self.w4[at // 4 + row]
 
     @cython.cfunc
     @cython.inline
     @cython.exceptval(check=False)
-    def length(self, row: cython.longlong) -> cython.longlong:
-        at: cython.longlong = self.at[self.lens]
-        if self.columns.widths[self.lens] == 3:
-            return self.w8[at // 8 + row]
-        return self.w4[at // 4 + row]
+    def in_pages(self, row: cython.longlong, tokens: cython.longlong) -> cython.longlong:
+        """So many tokens of a request as its pages count them: with those before its first position."""
+        return tokens + self.count(self.offset, row) if self.offset >= 0 and tokens > 0 else tokens
 
     @cython.cfunc
     def met(self, rule: str, row: cython.longlong, value: cython.longlong) -> object:
         self.row, self.value = row, value
         return rule
 
-    def requests(self, reqs: int, takes: int, lens: int, numbers: Any, told: Any, samples: Any, offset: Any) -> None:
-        """Says what the rows are, which are laid and filled: `takes` of the `reqs` requests come last, without slots.
+    def draft(
+        self,
+        rules: StepRules,
+        source: Block,
+        kept: Any,
+        joining: Any,
+        pads: Block,
+        n: cython.int,
+        takes: cython.int,
+        numbers: Any,
+        told: Any,
+        samples: Any,
+        checks: cython.int,
+        bounds: cython.longlong,
+    ) -> object:
+        """Moves the rows of a step here, n with padded ones, asks each, and counts; None, or the rule that one breaks.
 
-        `lens` is the column with the tokens of each before the step. `numbers` are an int, or int64[reqs], of tokens
-        that each puts in; `told` and `samples` uint8[reqs] or None for all that have no ids of the host, and all that
-        sample.
+        Then `row` and `value` say where. They are those of `source` at checked indices `kept` int64[k], all for None,
+        then those of `joining` or None, the last `takes` of which have no slot before the step; then `pads`. `numbers`
+        are an int, or int64[reqs], of tokens that each puts in; `told` and `samples` uint8[reqs] or None for all that
+        have no ids of the host, and all that sample. Lengths are compared with those of the pages at `checks`, where
+        they are exact: 2; the numbers of pools at 1. A planner without ids takes true lengths from the relay, of
+        requests that put in `bounds` tokens each, unless these are -1.
         """
-        self.reqs, self.takes, self.lens = reqs, takes, lens
+        reqs: cython.int = source.n if kept is None else len(kept)
+        self.lay(n)
+        if kept is None:
+            self.append(0, source)
+        else:
+            self.gather(0, source, _view(kept))
+        if joining is not None:
+            other: Block = joining
+            self.append(reqs, other)
+            reqs += other.n
+        if n > reqs:
+            self.pad(pads, reqs)
+        self.reqs, self.takes, self.offset = reqs, takes, rules.offset
+        self.long_lens = self.columns.widths[rules.lens] == 3
+        self.lens = self.at[rules.lens] // (8 if self.long_lens else 4)
         self.has_numbers = not isinstance(numbers, int)
         self.each = 0
         if self.has_numbers:
@@ -1860,27 +2027,11 @@ class StepBlock(Block):
         self.has_samples = samples is not None
         if self.has_samples:
             self.samples = _view(samples)
-        self.has_offset = offset is not None
-        if self.has_offset:
-            self.offset = _view(offset)
+        return self.look(rules, checks, bounds)
 
-    def look(
-        self,
-        slots: Indices,
-        pages: PageRows,
-        has_ids: int,
-        least: int,
-        widest: int,
-        window: int,
-        table: int,
-        checks: int,
-    ) -> object:
-        """Asks each row, and counts; None, or the rule that a row breaks: then `row` and `value` say where.
-
-        A request that the relay feeds puts in `least` to `widest` tokens. `window` positions are read by each token,
-        all for 0. `table` is the width of a row of the token table, 0 without one. Lengths are compared with those of
-        the pages at `checks`, where they are exact: 2; the numbers of pools at 1.
-        """
+    @cython.cfunc
+    def look(self, rules: StepRules, asked: cython.int, bounds: cython.longlong) -> object:
+        """The second half of `draft`."""
         row: cython.longlong
         i: cython.longlong
         slot: cython.longlong
@@ -1893,17 +2044,24 @@ class StepBlock(Block):
         has: cython.longlong
         page: cython.longlong
         end: cython.longlong
+        slots: Indices = rules.slots
+        pages: PageRows = rules.pages
         size: cython.longlong = pages.page_size
-        width: cython.longlong = table
-        fewest: cython.longlong = least
-        fullest: cython.longlong = widest
-        reach: cython.longlong = window
-        ids: cython.int = has_ids
-        asked: cython.int = checks
+        width: cython.longlong = rules.table
+        fewest: cython.longlong = rules.least if bounds < 0 else bounds
+        fullest: cython.longlong = rules.widest if bounds < 0 else bounds
+        reach: cython.longlong = rules.window
+        ids: cython.int = rules.ids or bounds >= 0
         first_new: cython.longlong = self.reqs - self.takes
         at: cython.longlong = self.at[self.columns.slots] // 8
         # Names of their own: to a compiler each write into memory may change every attribute.
         w8: cython.longlong[::1] = self.w8
+        w4: cython.int[::1] = self.w4
+        lens: cython.longlong = self.lens
+        is_long: cython.bint = self.long_lens
+        shifted: cython.bint = self.offset >= 0
+        each: cython.longlong = self.each
+        has_numbers: cython.bint = self.has_numbers
         gens: cython.longlong = self.gens
         state: cython.uchar[::1] = slots.state
         generation: cython.longlong[::1] = slots.generation
@@ -1941,14 +2099,13 @@ class StepBlock(Block):
             if seen[slot] == stamp:
                 return self.met("once", row, slot)
             seen[slot] = stamp
-            q, start = self.number(row), self.length(row)
+            q, start = (self.numbers[row] if has_numbers else each), (w8[lens + row] if is_long else w4[lens + row])
             total = start + q
             if q < 0 or start < 0:
                 return self.met("negative", row, q if q < 0 else start)
             before, after = start, total
-            if self.has_offset:
-                before = start + self.offset[row] if start > 0 else 0
-                after = total + self.offset[row] if total > 0 else 0
+            if shifted:
+                before, after = self.in_pages(row, start), self.in_pages(row, total)
             if after > most:
                 return self.met("length", row, after)
             if row < first_new:
@@ -1993,10 +2150,9 @@ class StepBlock(Block):
             return self.met("free page", -1, more)
         return None
 
-    def lay_arrays(self, padded: int, has_ids: int) -> int:
-        """Where the arrays begin, once `look` has counted; the bytes of memory that all of it needs, tail included."""
+    def lay_arrays(self, tokens: cython.longlong, has_ids: cython.bint) -> int:
+        """Where the arrays begin, for so many tokens with padded ones; the bytes that all needs, tail included."""
         n: cython.longlong = self.n
-        tokens: cython.longlong = padded
         end: cython.longlong = self.at[self.columns.num]
         sampling: cython.longlong = self.s if self.s < self.reqs else n
         self.padded = tokens
@@ -2005,6 +2161,7 @@ class StepBlock(Block):
         self.source = (4 * self.kv_lens + _aligned(4 * n)) // 8
         self.positions = self.source + (_aligned(8 * tokens) // 8 if has_ids else 0)
         self.mapping = self.positions + _aligned(8 * tokens) // 8
+        self.last_rows = sampling
         self.last = self.mapping + _aligned(8 * tokens) // 8
         self.sampled = self.last + _aligned(8 * sampling) // 8
         self.elements = self.sampled + _aligned(8 * sampling) // 8
@@ -2013,14 +2170,15 @@ class StepBlock(Block):
         # Those of the host: one for each token, and 0 where the relay has it. None where the relay has all.
         self.end = 8 * self.ids + _aligned(8 * tokens if has_ids and (self.h or not self.fed) else 0)
         self.rows = self.gens - _aligned(8 * self.s) // 8
-        return self.end + _aligned(8 * self.s) + _aligned(8 * n)
+        self.fed_rows = self.rows - _aligned(8 * self.fed) // 8
+        return self.end + _aligned(8 * self.fed) + _aligned(8 * self.s) + _aligned(8 * n)
 
-    def fill(self, pages: PageRows, new: Any, places: Any, stride: int, host: Any, table: int) -> None:
-        """Writes the arrays. Nothing here fails: `look` has asked. `new` int64[...] are the pages that will be taken.
+    def fill(self, rules: StepRules, new: Any, host: Any) -> None:
+        """Writes the arrays. Nothing here fails: `draft` has asked. `new` int64[...] are the pages that will be taken.
 
-        Id i of a request lies at `slot * stride + places[i]` of the relay, `places` int64[...] or None without ids;
-        those that the host has are `host` int64[h], end to end, or None. Element 0 of the relay is 0.
+        The ids that the host has are `host` int64[h], end to end, or None.
         """
+        pages: PageRows = rules.pages
         row: cython.longlong
         i: cython.longlong
         x: cython.longlong
@@ -2032,7 +2190,7 @@ class StepBlock(Block):
         shift: cython.longlong
         has: cython.longlong
         fresh: cython.longlong = 0
-        taken: cython.const[cython.longlong][::1] = _view(new)
+        taken: cython.const[cython.longlong][::1] = None if new is None else _view(new)
         nth: cython.longlong
         inside: cython.longlong
         page: cython.longlong
@@ -2040,34 +2198,34 @@ class StepBlock(Block):
         stop: cython.longlong
         first: cython.longlong
         size: cython.longlong = pages.page_size
-        width: cython.longlong = table
-        wide: cython.longlong = stride
+        width: cython.longlong = rules.table
+        wide: cython.longlong = rules.stride
         told_ids: cython.const[cython.longlong][::1]
         nth_told: cython.longlong = 0
         told: cython.int = 0
-        ids: cython.int = places is not None
+        ids: cython.int = rules.ids
         both: cython.int = ids and (self.h > 0 or self.fed == 0)
-        at_id: cython.const[cython.longlong][::1]
+        at_id: cython.const[cython.longlong][::1] = rules.places
         t: cython.longlong = 0
         k: cython.longlong = 0
         s: cython.longlong = 0
         everyone: cython.int = self.s == self.reqs
         first_new: cython.longlong = self.reqs - self.takes
         at: cython.longlong = self.at[self.columns.slots] // 8
-        lens: cython.longlong = self.at[self.lens]
-        if ids:
-            at_id = _view(places)
         if host is not None:
             told_ids = _view(host)
         # Names of their own: to a compiler each write into memory may change every attribute.
         w8: cython.longlong[::1] = self.w8
+        lens: cython.longlong = self.lens
+        is_long: cython.bint = self.long_lens
+        each: cython.longlong = self.each
+        has_numbers: cython.bint = self.has_numbers
         w4: cython.int[::1] = self.w4
         count: cython.int[::1] = pages.count
         begin: cython.int[::1] = pages.first
         sent: cython.int[::1] = pages.sent
         table_of: cython.int[::1] = pages.table
         wide_table: cython.longlong = pages.width
-        is_long: cython.int = self.columns.widths[self.lens] == 3
         has_samples: cython.int = self.has_samples
         starts: cython.longlong = self.starts
         kv_lens: cython.longlong = self.kv_lens
@@ -2078,24 +2236,29 @@ class StepBlock(Block):
         last: cython.longlong = self.last
         sampled: cython.longlong = self.sampled
         rows: cython.longlong = self.rows
+        feds: cython.longlong = self.fed_rows
         elements: cython.longlong = self.elements
         values: cython.longlong = self.places
         w4[starts] = 0
         for row in range(self.reqs):
-            slot, q, start = w8[at + row], self.number(row), self.length(row)
+            slot, q, start = (
+                w8[at + row],
+                (self.numbers[row] if has_numbers else each),
+                (w8[lens + row] if is_long else w4[lens + row]),
+            )
             total = start + q
             has, first = 0, 0
             if row < first_new:
                 has, first = count[slot], begin[slot]
-            shift = self.offset[row] if self.has_offset else 0
+            shift = self.count(self.offset, row) if self.offset >= 0 else 0
             after = total + shift if total > 0 else 0
             end = has
             while end * size < after:
                 end += 1
             if is_long:
-                w8[lens // 8 + row] = total
+                w8[lens + row] = total
             else:
-                w4[lens // 4 + row] = total
+                w4[lens + row] = total
             w4[kv_lens + row] = total
             x = start + shift
             nth = x // size
@@ -2104,6 +2267,9 @@ class StepBlock(Block):
             if q > 0:
                 page = table_of[slot * wide_table + nth] if nth < has else taken[fresh + nth - has]
             told = ids and self.has_told and self.told[row]
+            if not told and q > 0 and self.fed > 0:
+                w8[feds] = row
+                feds += 1
             for i in range(q):
                 if inside == size:
                     nth += 1
@@ -2148,8 +2314,37 @@ class StepBlock(Block):
             w8[positions + i] = 0
             w8[mapping + i] = 0
 
-    def commit(self, slots: Indices, pages: PageRows) -> None:
-        """Takes the slots and pages that the block names already, and moves the lengths on. Cannot fail."""
+    @cython.cfunc
+    def _some(self, n: cython.Py_ssize_t, order: cython.longlong) -> Requests:
+        requests: Requests = Requests.__new__(Requests)
+        requests.slots = requests.gens = requests.order = self.w8
+        requests.n, requests.first = n, -1 if n == self.reqs else order
+        requests.first_slot, requests.first_gen = self.at[self.columns.slots] // 8, self.gens
+        return requests
+
+    def those_fed(self) -> Requests:
+        """The requests whose ids, or true lengths, the relay has."""
+        return self._some(self.fed, self.fed_rows)
+
+    def those_sampling(self) -> Requests:
+        """The requests that sample."""
+        return self._some(self.s, self.rows)
+
+    def those_joining(self, n: cython.Py_ssize_t) -> Requests:
+        """The last `n` requests."""
+        requests: Requests = self._some(self.reqs, 0)
+        requests.n = n
+        requests.first_slot += self.reqs - n
+        requests.first_gen += self.reqs - n
+        return requests
+
+    def commit(self, rules: StepRules, epoch: cython.longlong, share: cython.longlong) -> None:
+        """Takes the slots and pages that the block names already, and moves the lengths on. Cannot fail.
+
+        `epoch` and `share` are the last changes of pages by now.
+        """
+        slots: Indices = rules.slots
+        pages: PageRows = rules.pages
         row: cython.longlong
         slot: cython.longlong
         q: cython.longlong
@@ -2160,16 +2355,25 @@ class StepBlock(Block):
         at: cython.longlong = self.at[self.columns.slots] // 8
         # Names of their own: to a compiler each write into memory may change every attribute.
         w8: cython.longlong[::1] = self.w8
+        w4: cython.int[::1] = self.w4
+        lens: cython.longlong = self.lens
+        is_long: cython.bint = self.long_lens
+        shifted: cython.bint = self.offset >= 0
+        each: cython.longlong = self.each
+        has_numbers: cython.bint = self.has_numbers
         count: cython.int[::1] = pages.count
         committed: cython.longlong[::1] = pages.committed
         accepted: cython.longlong[::1] = pages.accepted
         size: cython.longlong = pages.page_size
         for row in range(self.reqs):
-            slot, q, total = w8[at + row], self.number(row), self.length(row)
+            slot, q, total = (
+                w8[at + row],
+                (self.numbers[row] if has_numbers else each),
+                (w8[lens + row] if is_long else w4[lens + row]),
+            )
             before, after = total - q, total
-            if self.has_offset:
-                before = before + self.offset[row] if before > 0 else 0
-                after = after + self.offset[row] if after > 0 else 0
+            if shifted:
+                before, after = self.in_pages(row, before), self.in_pages(row, after)
             if row >= first_new:
                 slots.own(slot)
                 pages.launched[slot] = before
@@ -2178,37 +2382,51 @@ class StepBlock(Block):
                 pages.append_page(slot)
             committed[slot] = after
             accepted[slot] = min(before, after)
+        self.epoch, self.share = epoch, share
         if self.takes:
             slots.count_taken(self.takes)
 
-    def running(self, slots: Indices, pages: PageRows, checks: int) -> object:
-        """`inputs` asks first: each request is there, with the tokens of the step. None, or the rule broken."""
+    def running(self, rules: StepRules, epoch: cython.longlong, share: cython.longlong, asked: cython.bint) -> object:
+        """`inputs` asks first: each request is there, with the tokens of the step. None, or the rule broken.
+
+        If changes of pages came after those of the step, `changed` says whether any was of a request.
+        """
+        slots: Indices = rules.slots
+        pages: PageRows = rules.pages
         row: cython.longlong
         slot: cython.longlong
         after: cython.longlong
-        asked: cython.int = checks
+        later: cython.bint = asked and (epoch != self.epoch or share != self.share)
         at: cython.longlong = self.at[self.columns.slots] // 8
         w8: cython.longlong[::1] = self.w8
+        w4: cython.int[::1] = self.w4
+        lens: cython.longlong = self.lens
+        is_long: cython.bint = self.long_lens
+        shifted: cython.bint = self.offset >= 0
         gens: cython.longlong = self.gens
         state: cython.uchar[::1] = slots.state
         generation: cython.longlong[::1] = slots.generation
         committed: cython.longlong[::1] = pages.committed
+        self.changed = False
         for row in range(self.reqs):
             slot = w8[at + row]
             if state[slot] != LIVE or generation[slot] != w8[gens + row]:
                 return self.met("held", row, slot)
-            after = self.length(row)
-            if self.has_offset:
-                after = after + self.offset[row] if after > 0 else 0
+            after = w8[lens + row] if is_long else w4[lens + row]
+            if shifted:
+                after = self.in_pages(row, after)
+            if later and (rules.epochs[slot] > self.epoch or rules.shares[slot] > self.share):
+                self.changed = True
             if asked and committed[slot] < after:
                 return self.met("derived", row, after)
         return None
 
-    def launched(self, pages: PageRows, table: int) -> None:
+    def launched(self, rules: StepRules) -> None:
         """The forward was given to its stream: it writes the tokens of each request that has all before them written.
 
-        With a `table` the places of its pages have been written there.
+        The places of its pages have been written into the token table.
         """
+        pages: PageRows = rules.pages
         row: cython.longlong
         slot: cython.longlong
         before: cython.longlong
@@ -2216,16 +2434,21 @@ class StepBlock(Block):
         end: cython.longlong
         at: cython.longlong = self.at[self.columns.slots] // 8
         w8: cython.longlong[::1] = self.w8
+        w4: cython.int[::1] = self.w4
+        lens: cython.longlong = self.lens
+        is_long: cython.bint = self.long_lens
+        shifted: cython.bint = self.offset >= 0
+        each: cython.longlong = self.each
+        has_numbers: cython.bint = self.has_numbers
         launched: cython.longlong[::1] = pages.launched
         sent: cython.int[::1] = pages.sent
         size: cython.longlong = pages.page_size
-        written: cython.int = table > 0
+        written: cython.bint = rules.table > 0
         for row in range(self.reqs):
-            slot, after = w8[at + row], self.length(row)
-            before = after - self.number(row)
-            if self.has_offset:
-                before = before + self.offset[row] if before > 0 else 0
-                after = after + self.offset[row] if after > 0 else 0
+            slot, after = w8[at + row], (w8[lens + row] if is_long else w4[lens + row])
+            before = after - (self.numbers[row] if has_numbers else each)
+            if shifted:
+                before, after = self.in_pages(row, before), self.in_pages(row, after)
             if launched[slot] >= before and launched[slot] < after:
                 launched[slot] = after
             if written:

@@ -8,6 +8,7 @@ import torch
 
 from batchstate import levels
 from batchstate._arrays import Array, read_only
+from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import RowState
 from batchstate._step_arguments import Declared, Further, StepTokens
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 
 OPERATION, INPUTS = "plan", "inputs"
+STALE_HANDLE = Code.SLOT_STALE_HANDLE
+TAKEN = STALE_HANDLE, Code.DERIVED_STALE, Code.FUTURE_CONSUMED
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
-NO_HANDLES = NO_ROWS, NO_ROWS
-NO_ARRAYS: dict[str, torch.Tensor] = {}
+NO_PLACES: dict[str, int] = {}
 
 
 @final
@@ -41,38 +43,32 @@ class Sampled:
     """The requests of a step that sample: it refers to the memory of the step, and not to the step.
 
     Attributes:
-        rows, generations: their slots, int64[s].
-        num_rows: s, or with padded rows where all requests sample.
+        requests: they.
+        num_rows: how many, or with padded rows where all requests sample.
     """
 
-    __slots__ = ("_memory", "_pool", "_upload", "_wide", "generations", "num_rows", "rows")
+    __slots__ = ("_index", "_memory", "_pool", "_upload", "num_rows", "requests")
 
-    def __init__(
-        self, pool: SlotPool, memory: StepMemory, wide: torch.Tensor, upload: PackedUpload, num_reqs: int
-    ) -> None:
-        block = memory.block
-        self._pool, self._memory, self._wide, self._upload = pool, memory, wide, upload
-        self.rows: Ints = memory.numbers(block.sampled, block.s)
-        self.num_rows = block.n if block.s == num_reqs else block.s
-        self.generations: Ints = memory.numbers(block.gens, block.s)
-        if block.s < num_reqs:
-            self.generations = memory.numbers(block.gens, num_reqs)[memory.numbers(block.rows, block.s)]
+    def __init__(self, pool: SlotPool, memory: StepMemory, index: torch.Tensor, upload: PackedUpload) -> None:
+        self._pool, self._memory, self._index, self._upload = pool, memory, index, upload
+        self.requests, self.num_rows = memory.block.those_sampling(), memory.block.last_rows
 
     def index(self, stream: Stream) -> torch.Tensor:
-        """The slots on the device, which no forward was given; safe on `stream`, the current one."""
-        upload, block = self._upload, self._memory.block
-        self._pool.runtime.use_on_current_stream(
-            upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised, current=stream
-        )
-        return self._wide[block.sampled : block.sampled + block.s]
+        """The slots on the device, safe on `stream`, the current one."""
+        upload, n = self._upload, self.requests.n
+        if stream is not upload.stream:
+            self._pool.runtime.use_on_current_stream(
+                upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised, current=stream
+            )
+        return self._index if self.num_rows == n else self._index[:n]
 
     def handles(self, *, padded: bool = False) -> Slots:
         """Their handles."""
-        block, rows, generations = self._memory.block, self.rows, self.generations
-        if padded and self.num_rows > block.s:
-            rows = self._memory.numbers(block.sampled, self.num_rows)
-            generations = self._memory.numbers(block.gens, self.num_rows)
-        side = DeviceSide(ReadyTensor.uploaded(self._wide[block.sampled :][: len(rows)], self._upload))
+        rows, generations = self.requests.handles()
+        if padded and self.num_rows > rows.size:
+            more = np.zeros(self.num_rows - rows.size, dtype=np.int64)
+            rows, generations = np.append(rows, more), np.append(generations, more)
+        side = DeviceSide(ReadyTensor.uploaded(self._index[: len(rows)], self._upload))
         pool = self._pool
         return Slots.of_pool(pool.runtime, rows, generations, pool_id=pool.pool_id, name=pool.name, device=side)
 
@@ -84,35 +80,30 @@ class PlannedStep:
 
     Attributes:
         num_reqs: requests.
-        rows, generations: their slots, int64[n], in the memory of the step.
         extras: what the engine sent with it, by name.
     """
 
     __slots__ = (
         "_batch",
-        "_buffer",
         "_declared",
         "_further",
+        "_index",
         "_kind",
         "_memory",
-        "_narrow",
-        "_origin",
+        "_moved",
         "_places",
         "_plan",
-        "_pool_id",
         "_results",
+        "_rows",
         "_sampled",
         "_sent",
-        "_state",
+        "_step",
         "_tokens",
         "_upload",
         "_used",
-        "_wide",
         "_windows",
         "extras",
-        "generations",
         "num_reqs",
-        "rows",
     )
 
     def __init__(
@@ -120,26 +111,25 @@ class PlannedStep:
         declared: Declared,
         kind: type[Batch],
         memory: StepMemory,
-        state: RowState,
+        moved: RowState,
         tokens: StepTokens,
         num_reqs: int,
         further: Further,
         windows: Windows,
     ) -> None:
-        block, pages = memory.block, declared.pages
-        self._declared, self._kind, self._memory, self._state = declared, kind, memory, state
+        """For the library. The rows of `moved` lie in the memory, but for those of columns on the device alone."""
+        self._declared, self._kind, self._memory, self._moved = declared, kind, memory, moved
         self._tokens, self._further, self._windows, self.num_reqs = tokens, further, windows, num_reqs
-        self.rows = memory.numbers(block.start(block.columns.slots) >> 3, num_reqs)
-        self.generations = memory.numbers(block.gens, num_reqs)
-        self.rows.setflags(write=False)
-        self.generations.setflags(write=False)
+        self._step = declared.runtime.step
+        self._rows: Ints | None = None
         self._batch: Batch | None = None
         self._sent: Batch | None = None
         self._plan: ForwardPlan | None = None
+        self._index: torch.Tensor | None = None
+        self._sampled: Sampled | None = None
         self._results: Prefetched | None = None
         self._used = False
-        self._origin = pages.epochs.last, pages.shares.last, pages.runtime.step
-        self._places: dict[str, int] = {}
+        self._places = NO_PLACES
         self.extras = NO_EXTRAS
 
     def __repr__(self) -> str:
@@ -147,24 +137,21 @@ class PlannedStep:
 
     # Sending, for `StepPlanner`
 
-    def _send(self) -> None:
-        """Copies the step to the device, with what goes along; then writes the engine's tables."""
-        memory, further, runtime = self._memory, self._further, self._declared.pages.runtime
+    def _send(self, stream: Stream) -> None:
+        """Copies the step to the device on `stream`, the current one, with what goes along; then writes tables."""
+        memory, further, runtime = self._memory, self._further, self._declared.runtime
         end, places = memory.block.end, list[Place]()
-        for name, array in further.arrays.items():
-            self._places[name] = len(places)
-            places.append((end, array.dtype, array.shape))
-            memory.staging.write(array, end)
-            end += array.nbytes + ALIGNMENT - 1 & -ALIGNMENT
-        stream = runtime.current_stream
-        buffer, memory.copied = runtime.copied(memory.staging, end, stream)
-        self._upload = upload = PackedUpload(buffer, stream, memory.copied, places)
-        self._buffer, data = buffer, buffer.data  # with a count of its own: a forward may write into its inputs
-        self._wide, self._narrow = data.view(torch.int64), data.view(torch.int32)
-        self._sampled = Sampled(self._declared.pages.slots, memory, self._wide, upload, self.num_reqs)
+        if further.arrays:
+            self._places = {}
+            for name, array in further.arrays.items():
+                self._places[name] = len(places)
+                places.append((end, array.dtype, array.shape))
+                memory.staging.write(array, end)
+                end += array.nbytes + ALIGNMENT - 1 & -ALIGNMENT
+        self._upload = memory.send(end, places, stream)
         if further.named:
             at = {name: self._places[name] for name in further.named}
-            self.extras = Extras(runtime, upload, at, further.named, row_set=self.sent.row_set)
+            self.extras = Extras(runtime, self._upload, at, further.named, row_set=self.sent.row_set)
         for i, write in enumerate(further.writes):
             write.table.launch_checked(write, self._crossed(f"index {i}"), self._crossed(f"values {i}"))
 
@@ -175,14 +162,35 @@ class PlannedStep:
     def _slots_of(self, start: int, stop: int) -> torch.Tensor:
         """The slots of some rows on the device, likewise. A write into them counts as one into the columns."""
         at = self._memory.block.start(self._memory.block.columns.slots) >> 3
-        return self._buffer.view(torch.int64)[at + start : at + stop]
+        return self._upload.buffer.view(torch.int64)[at + start : at + stop]
 
     @property
     def slots(self) -> torch.Tensor:
         """The slots on the device, int64[num_rows]."""
         return self._slots_of(0, self._memory.block.n)
 
-    # Batches
+    # Rows
+
+    @property
+    def rows(self) -> Ints:
+        """The slots, int64[num_reqs], read-only in the memory of the step."""
+        if self._rows is None:
+            block = self._memory.block
+            self._rows = self._memory.numbers(block.start(block.columns.slots) >> 3, self.num_reqs)
+            self._rows.setflags(write=False)
+        return self._rows
+
+    @property
+    def generations(self) -> Ints:
+        """Their generations, likewise."""
+        generations = self._memory.numbers(self._memory.block.gens, self.num_reqs)
+        generations.setflags(write=False)
+        return generations
+
+    @property
+    def _state(self) -> RowState:
+        """The rows, padded ones too."""
+        return self._moved.on(self._memory.block)
 
     @property
     def batch(self) -> Batch:
@@ -199,12 +207,13 @@ class PlannedStep:
             self._sent = batch = self._made(self._state)
             batch.lease = self._memory
             batch._crossed = self._upload
-            for name, places in self._further.needs.items():
-                batch.device_side.note_needs(name, self._upload, places)
+            if self._further.needs:
+                for name, places in self._further.needs.items():
+                    batch.device_side.note_needs(name, self._upload, places)
         return self._sent
 
     def _made(self, state: RowState) -> Batch:
-        pool, runtime = self._declared.pages.slots, self._declared.pages.runtime
+        pool, runtime = self._declared.pages.slots, self._declared.runtime
         return self._kind(runtime, state, self.num_reqs, state.block.n, pool.pool_id, self._windows)
 
     # The host's part
@@ -218,7 +227,7 @@ class PlannedStep:
 
     def _planned(self) -> ForwardPlan:
         declared, block, n, memory = self._declared, self._memory.block, self.num_reqs, self._memory
-        pages, batch = declared.pages, self.sent
+        pages, batch, state = declared.pages, self.sent, self._state
         slots = Slots.of_pool(
             pages.runtime,
             memory.numbers(block.start(block.columns.slots) >> 3, block.n),
@@ -228,16 +237,15 @@ class PlannedStep:
             device=DeviceSide(ReadyTensor.uploaded(self._slots_of(0, block.n), self._upload)),
         )
         queries = self._tokens.each(n)
-        lens = self._state.column(declared.seq_lens)[:n].astype(np.int64)
+        lens = state.column(declared.seq_lens)[:n].astype(np.int64)
         sampling, fed = self._tokens.sampling(n), self._tokens.fed(n) if block.fed else NO_ROWS
-        epoch, shares, step = self._origin
-        offset = None if declared.kv_offset is None else self._state.column(declared.kv_offset)[:n].astype(np.int64)
-        bounds = batch[declared.seq_lens] if declared.seq_lens in self._state.device and fed.size else None
+        offset = None if declared.kv_offset is None else state.column(declared.kv_offset)[:n].astype(np.int64)
+        bounds = batch[declared.seq_lens] if declared.seq_lens in state.device and fed.size else None
         num_rows, everyone = block.n, sampling.size == n
         arrays: dict[str, Array] = {
             "positions": memory.numbers(block.positions, block.padded),
-            "query_start_loc": memory.narrow(block.starts, num_rows + 1),
-            "kv_lens": memory.narrow(block.kv_lens, num_rows),
+            "query_start_loc": memory.small_numbers(block.starts, num_rows + 1),
+            "kv_lens": memory.small_numbers(block.kv_lens, num_rows),
             "last_token_indices": memory.numbers(block.last, num_rows if everyone else block.s),
             "slot_mapping": memory.numbers(block.mapping, block.padded),
         }
@@ -253,7 +261,7 @@ class PlannedStep:
         further = self._further
         own = further.arrays.keys() - further.named.keys() - further.token_arrays.keys()
         arrays |= {name: further.arrays[name] for name in own if name.isidentifier()} | tokens
-        origin = Origin(OPERATION, step, slots.row_set, pages.epochs, epoch)
+        origin = Origin(OPERATION, self._step, slots.row_set, pages.epochs, block.epoch)
         plan = ForwardPlan(
             slots=slots,
             num_tokens=block.t,
@@ -262,7 +270,7 @@ class PlannedStep:
             seq_lens=read_only(lens),
             bounds=bounds,
             bounded=bounds is not None,
-            exact=declared.seq_lens not in self._state.device,
+            exact=declared.seq_lens not in state.device,
             relay_rows=read_only(fed),
             sample_rows=read_only(sampling),
             origin=origin,
@@ -273,7 +281,7 @@ class PlannedStep:
             token_arrays=tokens,
             deferred=False,
             reach=declared.window,
-            shares=shares,
+            shares=block.share,
             used=self._used,
         )
         if fed.size and not plan.direct:
@@ -295,118 +303,102 @@ class PlannedStep:
                 before. FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED and FUTURE_ORDER of the relay's entries.
         """
         declared, block, upload = self._declared, self._memory.block, self._upload
-        pages, relay = declared.pages, declared.relay
-        runtime = pages.runtime
-        pages.slots.transaction.enter(INPUTS)
+        pages, relay, runtime = declared.pages, declared.relay, declared.runtime
+        declared.transaction.enter(INPUTS)
         if runtime.capturing:
             runtime.refuse_capture("taking the inputs of a step")
+        bounded = block.fed > 0 and declared.seq_lens in self._moved.device
+        if bounded and declared.lengths is None:
+            problem = f"{self!r} has bounds of the lengths, and the planner no field of true ones"
+            raise ContractError(problem, "upper_bound", "name the field: StepPlanner(..., lengths=...)")
         if levels.full:
             self.sent._check_unwritten(INPUTS)
-        self._check_running()
-        stream = runtime.current_stream
-        fed, numbers = NO_HANDLES, None
+        rule = block.running(declared.rules, pages.epochs.last, pages.shares.last, levels.cheap)
+        if rule is not None or block.changed or self._used:
+            self._check_running(rule)
+        if levels.cheap:
+            tally(times_checked, TAKEN)
+        stream, fed = runtime.current_stream, None
         if block.fed and relay is not None:
-            fed = self._fed()
-            numbers = relay.gathering(*fed, declared.read, stream)
-        runtime.use_on_current_stream(
-            upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised, current=stream
-        )
+            fed = block.those_fed()
+            relay.gathering(fed, declared.read, stream)
+        if stream is not upload.stream:
+            runtime.use_on_current_stream(
+                upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised, current=stream
+            )
         if block.k:
             self._write_table()
-        ids = self._gathered_ids() if declared.has_ids else None
-        inputs = ForwardInputs(self, ids, self._token_arrays() if self._further.token_arrays else NO_ARRAYS)
-        if numbers is not None and relay is not None and ids is not None:
-            names = declared.ids if len(declared.ids) == 1 else ()  # of several they lie mixed: see `inputs.check`
-            relay.gathered(numbers, stream, names, ids)
-        if self._bounded:
-            self._correct_lengths(inputs)
-        elif levels.full and declared.lengths is not None and relay is not None and fed[0].size:
-            relay.check_known_lengths(self.plan, declared.lengths)
+        source, positions, starts, kv_lens, last, mapping, self._index = self._memory.views()
+        ids = self._gathered_ids(source) if declared.has_ids else None
+        inputs = ForwardInputs(self, ids, positions, starts, kv_lens, last, mapping)
+        if self._places:
+            own = {name: at for name, at in self._places.items() if name not in self._further.named}
+            inputs.put({name: upload.view(at) for name, at in own.items()}, self._further.token_arrays)
+        if fed is not None and relay is not None:
+            if levels.full and len(declared.ids) == 1 and ids is not None:  # several lie mixed: see `inputs.check`
+                relay.check_gathered(declared.ids, ids)
+            if bounded:
+                self._correct_lengths(inputs)
+            elif levels.full and declared.lengths is not None:
+                relay.check_known_lengths(self.plan, declared.lengths)
         if levels.full:
             inputs.check(runtime)
-        if relay is not None and fed[0].size:
-            relay.take_entries(fed[0], declared.read)
-        pages.writes.note(self.rows, stream)
-        block.launched(pages._rows, self._declared.table_width)
+        if fed is not None and relay is not None:
+            relay.take_entries(fed, declared.read)
+        if not pages.writes.only(stream):
+            pages.writes.note(self.rows, stream)
+        block.launched(declared.rules)
         self._used = True
         if self._plan is not None:
             self._plan.use()
         return inputs
 
-    @property
-    def _bounded(self) -> bool:
-        """Whether the host knows only bounds of the lengths of requests that the relay feeds."""
-        return self._memory.block.fed > 0 and self._declared.seq_lens in self._state.device
-
-    def _check_running(self) -> None:
-        """The requests are there, with the pages that they were planned with, and the inputs were not taken before."""
-        declared, block = self._declared, self._memory.block
-        pages = declared.pages
-        slots = pages.slots
-        rule = block.running(slots._allocator.core, pages._rows, levels.cheap)
+    def _check_running(self, rule: object) -> None:
+        """Asks in words what `StepBlock.running` found, or whether the inputs were taken before."""
+        block, pages = self._memory.block, self._declared.pages
         if rule == "held":
-            slots.check_rows(self.rows, self.generations, INPUTS)
+            pages.slots.check_rows(self.rows, self.generations, INPUTS)
             raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")
-        epoch, shares, _ = self._origin
-        if rule is not None or (levels.cheap and (pages.epochs.last != epoch or pages.shares.last != shares)):
-            self.plan.check(None, INPUTS)
-            if rule is not None:
-                pages.check_committed(self.rows[block.row :][:1], np.array([block.value]), INPUTS)
-                raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")
-        elif levels.cheap:
-            times_checked[Code.SLOT_STALE_HANDLE] += 1
-            times_checked[Code.DERIVED_STALE] += 1
-            times_checked[Code.FUTURE_CONSUMED] += 1
+        self.plan.check(None, INPUTS)
+        if rule is not None:
+            pages.check_committed(self.rows[block.row :][:1], np.array([block.value]), INPUTS)
+            raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")
         if self._used and levels.cheap:
             self.plan.check_unused()
-
-    def _fed(self) -> tuple[Ints, Ints]:
-        """Slots and generations of the requests whose ids the relay has."""
-        if self._memory.block.fed == self.num_reqs:
-            return self.rows, self.generations
-        fed = self._tokens.fed(self.num_reqs)
-        return self.rows[fed], self.generations[fed]
 
     def _write_table(self) -> None:
         """The places of pages that begin, and of requests that have none there yet, into the token table."""
         block, memory, table = self._memory.block, self._memory, self._declared.pages.req_to_token
         if table is None:
             return
-        index, places = self._wide[block.elements :][: block.k], self._narrow[block.places :][: block.k]
-        at, values = memory.numbers(block.elements, block.k), memory.narrow(block.places, block.k)
+        wide, narrow = memory.wide, memory.narrow
+        index, places = wide[block.elements : block.elements + block.k], narrow[block.places : block.places + block.k]
+        at, values = memory.numbers(block.elements, block.k), memory.small_numbers(block.places, block.k)
         there = self._state.column(self._declared.seq_lens)[: self.num_reqs] > 0
         owners = [(self.rows[there], self.generations[there])]
         table.scatter(index, places, at, values, owners)
 
-    def _gathered_ids(self) -> torch.Tensor:
+    def _gathered_ids(self, source: torch.Tensor) -> torch.Tensor:
         """The ids of all tokens: those of the relay, and those of the host where it has any.
 
         A token has an id on one side, and 0 on the other. The whole relay is not read: others may write to theirs.
         """
-        declared, block, runtime = self._declared, self._memory.block, self._declared.pages.runtime
+        declared, block, runtime = self._declared, self._memory.block, self._declared.runtime
         flat: Any = declared.flat
         host: torch.Tensor | None = None
         if block.h or not block.fed:
-            host = self._wide[block.ids : block.ids + block.padded]
+            host = self._memory.wide[block.ids : block.ids + block.padded]
             if not block.fed:
                 return host.to(torch.int32) if "input_ids" in declared.int32 else host
-        source = self._wide[block.source : block.source + block.padded]
         ids: torch.Tensor = runtime.launch(flat.index_select, 0, source, reads=(flat, source), name="ids of the step")
         if host is not None:
             runtime.launch(ids.add_, host, reads=(ids, host), writes=(ids,), name="ids of the host")
         return ids
 
-    def _token_arrays(self) -> dict[str, torch.Tensor]:
-        return {name: self._upload.view(self._places[name]) for name in self._further.token_arrays}
-
     def _correct_lengths(self, inputs: ForwardInputs) -> None:
         """The true lengths from the relay, where the host has bounds."""
-        declared, plan = self._declared, self.plan
-        relay = declared.relay
-        if declared.lengths is None or relay is None:
-            problem = f"{self!r} has bounds of the lengths, and the planner no field of true ones"
-            raise ContractError(problem, "upper_bound", "name the field: StepPlanner(..., lengths=...)")
-        runtime, n = declared.pages.runtime, self.num_reqs
+        declared, plan, runtime, n = self._declared, self.plan, self._declared.runtime, self.num_reqs
+        relay: Any = declared.relay
         most = declared.places.size if declared.has_ids else int(plan.query_lens[plan.relay_rows[0]])
         sources = Sources(runtime, relay.gather, declared.ids, most, declared.lengths, declared.pages.req_to_token)
         slots = self._slots_of(0, n) if plan.direct else self._crossed("relay_slots")
@@ -418,25 +410,26 @@ class PlannedStep:
         places = {name: self._places[name] for name in names}
         return Extras(self._declared.pages.runtime, self._upload, places, dict.fromkeys(names))
 
+    def used_on(self, stream: Stream) -> None:
+        """Says that work on another stream uses tensors of the step, in place of torch's `record_stream`.
+
+        Streams on which `inputs`, `publish` or a column's `device` were asked are noted by themselves. The memory of
+        the step is not used again before `stream` has run what it was given by the time that nobody has the tensors.
+        """
+        self._upload.synchronised[stream.key] = stream
+
+    @property
+    def _sampling(self) -> Sampled:
+        if self._sampled is None:
+            memory, slots = self._memory, self._declared.pages.slots
+            index = memory.views().sampled if self._index is None else self._index
+            self._sampled = Sampled(slots, memory, index, self._upload)
+        return self._sampled
+
     @property
     def sampled_slots(self) -> Slots:
         """Handles of the requests that sample, and of padded rows where all do."""
-        return self._sampled.handles(padded=True)
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """An array of the forward, by its name in `ForwardInputs`."""
-        if name in self._places:
-            return self._upload.view(self._places[name])  # the forward may write into it
-        block, n = self._memory.block, self._memory.block.n
-        if name == "positions":
-            return self._wide[block.positions : block.positions + block.padded]
-        if name == "slot_mapping":
-            return self._wide[block.mapping : block.mapping + block.padded]
-        if name == "last_token_indices":
-            return self._wide[block.last : block.last + (n if block.s == self.num_reqs else block.s)]
-        if name == "query_start_loc":
-            return self._narrow[block.starts : block.starts + n + 1]
-        return self._narrow[block.kv_lens : block.kv_lens + n] if name == "kv_lens" else None
+        return self._sampling.handles(padded=True)
 
     # What it found
 
@@ -449,22 +442,15 @@ class PlannedStep:
         relay = self._declared.relay
         if relay is None:
             raise ArgumentError("StepPlanner: publish without a relay", None, "declare the planner with one: relay=...")
-        declared, sampled = self._declared, self._sampled
-        slots, runtime = declared.pages.slots, declared.pages.runtime
-        slots.transaction.enter("publish")
+        declared, sampled, runtime = self._declared, self._sampling, self._declared.runtime
+        declared.transaction.enter("publish")
         if runtime.capturing:
             runtime.refuse_capture("publishing what a step has found")
-        slots.check_rows(sampled.rows, sampled.generations, "publish")
-        self._results = relay.publish_rows(
-            sampled.rows,
-            sampled.generations,
-            sampled.num_rows,
-            runtime.current_stream,
-            sampled.index,
-            values,
-            declared.results,
-            sampled.handles,
-        )
+        requests = sampled.requests
+        times_checked[STALE_HANDLE] += 1
+        if declared.slots.first_gone(requests) >= 0:
+            declared.pages.slots.check_rows(*requests.handles(), "publish")
+        self._results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
 
     @property
     def results(self) -> "Prefetched":

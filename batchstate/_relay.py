@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._core import Entries
+from batchstate._core import Entries, Requests, tally
 from batchstate.errors import unexplained
 from batchstate.invariants import times_checked
 from batchstate.pools import SlotListener
@@ -65,8 +65,7 @@ class Use:
 
     def __init__(self, number: int, operation: str, step: int, stream: Stream, fence: Fence | None) -> None:
         self.number, self.operation, self.step, self.stream, self.fence = number, operation, step, stream, fence
-        self.ordered = {stream.key}
-        self.reads: dict[object, Use] = {}
+        self.ordered, self.reads = {stream.key}, dict[object, Use]()
 
     @property
     def by(self) -> str:
@@ -92,7 +91,7 @@ class RelayEntries(SlotListener):
     _is_live: Callable[[Ints], Mask]  # int64[n] -> bool[n]
     label: str
     publishes: dict[int, Use] = attrs.field(factory=dict, init=False)
-    _by_fence: dict[int, Use] = attrs.field(factory=dict, init=False)  # by its id: the publish keeps it alive
+    _last: Use | None = attrs.field(default=None, init=False)  # publish
     _older: dict[object, Use] = attrs.field(factory=dict, init=False)  # stream -> the last use not told apart
     _only: Stream | None = attrs.field(default=None, init=False)  # the stream of all uses, before there is a second
     _read: int = attrs.field(default=0, init=False)  # the last publish of which this stream may have read entries
@@ -100,17 +99,18 @@ class RelayEntries(SlotListener):
 
     # Checks
 
-    def check_overwrite(self, rows: Ints, names: Iterable[str]) -> Numbers:
+    def check_overwrite(self, requests: Requests, names: Iterable[str], stream: Stream) -> Numbers | None:
         """The publishes that wrote these entries last; they must be read first: FUTURE_UNREAD_OVERWRITTEN, at `cheap`.
 
-        To be passed to `come_behind`.
+        To be passed to `come_behind`; None while `stream`, the current one, is the only one.
         """
-        numbers: Numbers = set()
+        numbers: Numbers | None = None if stream is self._only else set()
         for name in names:
             entries = self.fields[name]
-            if entries.refused_write(rows, levels.cheap, numbers) < 0:
+            if entries.refused_write(requests, levels.cheap, numbers) < 0:
                 times_checked[UNREAD_OVERWRITTEN] += levels.cheap
                 continue
+            rows = requests.handles()[0]
             number, taken = entries.arrays["number"][rows], entries.arrays["taken"][rows]
             unread = (number != 0) & ((taken & entries.readers) != entries.readers)
             writer, readers = self._writer(number), READERS[entries.readers]
@@ -120,21 +120,30 @@ class RelayEntries(SlotListener):
         return numbers
 
     def check_read(
-        self, rows: Ints, generations: Ints, names: Iterable[str], reader: int, operation: str, *, again: bool = False
-    ) -> Numbers:
-        """The publishes that entries of live slots int64[n] come from, which `reader` has not taken.
+        self,
+        requests: Requests,
+        names: Iterable[str],
+        reader: int,
+        stream: Stream,
+        operation: str,
+        *,
+        again: bool = False,
+    ) -> Numbers | None:
+        """The publishes that entries of live requests come from, which `reader` has not taken.
 
-        `again` says that it has read them before, and that this was not noted yet. FUTURE_UNWRITTEN,
-        FUTURE_GENERATION, FUTURE_CONSUMED, at `cheap`.
+        To be passed to `come_behind`; None while `stream`, the current one, is the only one. `again` says that it has
+        read them before, and that this was not noted yet. FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED, at
+        `cheap`.
         """
-        numbers: Numbers = set()
+        numbers: Numbers | None = None if stream is self._only else set()
         for name in names:
             entries = self.fields[name]
-            row = entries.refused_read(rows, generations, reader, levels.cheap, numbers)
-            if row < 0 and not (levels.cheap and again and rows.size):
-                for code in READ_CODES if levels.cheap else ():
-                    times_checked[code] += 1
+            row = entries.refused_read(requests, reader, levels.cheap, numbers)
+            if row < 0 and not (levels.cheap and again and requests.n):
+                if levels.cheap:
+                    tally(times_checked, READ_CODES)
                 continue
+            rows, generations = requests.handles()
             number, by, where = entries.arrays["number"][rows], self.by(operation), self.where(operation, name)
             writer, taken = self._writer(number), (entries.arrays["taken"][rows] & reader) != 0
             invariants.future_unwritten(rows, number != 0, by, **where)
@@ -154,12 +163,12 @@ class RelayEntries(SlotListener):
 
     # The order of streams
 
-    def come_behind(self, numbers: Numbers, stream: Stream, operation: str, *, to_write: bool = False) -> None:
+    def come_behind(self, numbers: Numbers | None, stream: Stream, operation: str, *, to_write: bool = False) -> None:
         """Puts `stream` behind these publishes, and `to_write` behind the reads of what they wrote.
 
         FUTURE_ORDER, at `cheap`, where it does not stand there afterwards.
         """
-        if stream is self._only:
+        if numbers is None:
             return
         if not self.publishes:
             self._only = stream
@@ -187,12 +196,12 @@ class RelayEntries(SlotListener):
                 invariants.future_order(False, use.by, self.by(operation, stream), missing, **where)
         times_checked[FUTURE_ORDER] += len(uses) * levels.cheap
 
-    def note_read(self, numbers: Numbers, stream: Stream, fence: Fence | None = None) -> None:
+    def note_read(self, numbers: Numbers | None, stream: Stream, fence: Fence | None = None) -> None:
         """Notes a read on `stream` of what these publishes wrote; `fence` is behind it.
 
         Without one, a writer on another stream waits for all that the stream has by then.
         """
-        if stream is self._only:
+        if numbers is None or stream is self._only:
             self._read = self._count
             return
         self._count += 1
@@ -203,9 +212,9 @@ class RelayEntries(SlotListener):
                 read.fence = self._runtime.record(stream)
             (self._older if publish is None else publish.reads)[stream.key] = read
 
-    def published(self, numbers: Numbers) -> list[Use]:
+    def published(self, numbers: Numbers | None) -> list[Use]:
         """Those of the publishes that are told apart."""
-        return [self.publishes[number] for number in numbers if number in self.publishes]
+        return [] if numbers is None else [self.publishes[number] for number in numbers if number in self.publishes]
 
     def _note_reads_of(self, only: Stream) -> None:
         """A second stream has come: until its last read, the first one may have read all that there was."""
@@ -234,7 +243,6 @@ class RelayEntries(SlotListener):
                 if before is None or before.number < use.number:
                     self._older[use.stream.key] = use
             publish.reads = {}
-        self._by_fence = {id(publish.fence): publish for publish in self.publishes.values()}
         for use in self._older.values():
             self._fence_of(use)
         if len(self._older) > MOST_STREAMS:
@@ -247,39 +255,37 @@ class RelayEntries(SlotListener):
 
     def publish(
         self,
-        rows: Ints,
-        generations: Ints,
+        requests: Requests,
         names: Iterable[str],
         fence: Fence,
         stream: Stream,
         to_host: Collection[str] = (),
     ) -> Use:
-        """Notes a publish for slots int64[n] of these generations on `stream`; `fence` is behind it, its own.
+        """Notes a publish for live requests on `stream`; `fence` is behind it, its own.
 
-        The host has the values of the fields `to_host` already. FUTURE_ORDER, at `cheap`: another publish shares the
-        fence, which is not complete.
+        The host has the values of the fields `to_host` already. FUTURE_ORDER, at `cheap`: the publish before
+        shares the fence, which is not complete.
         """
         if levels.cheap:
-            shared = self._by_fence.get(id(fence))
-            if shared is None or fence.query():
-                times_checked[FUTURE_ORDER] += 1
-            else:
+            times_checked[FUTURE_ORDER] += 1
+            shared = self._last
+            if shared is not None and shared.fence is fence and not fence.query():
                 by, missing = self.by("publish", stream), "a fence for each publish"
                 invariants.future_order(False, shared.by, by, missing, **self.where("publish"))
         publish = self._add(fence, stream)
         for name in names:
-            self.fields[name].publish(rows, generations, publish.number, HOST if name in to_host else 0)
+            self.fields[name].publish(requests, publish.number, HOST if name in to_host else 0)
         return publish
 
-    def mark_failed(self, rows: Ints, names: Iterable[str], fence: Fence, stream: Stream) -> None:
+    def mark_failed(self, requests: Requests, names: Iterable[str], fence: Fence, stream: Stream) -> None:
         """Notes a publish that failed half way: the memory of `names` was written, and the entries are unwritten."""
-        publish = self._add(fence, stream)
+        publish, (rows, _) = self._add(fence, stream), requests.handles()
         for name in names:
             self.fields[name].clear(rows, publish.number)
 
-    def take(self, rows: Ints, names: Iterable[str], reader: int) -> None:
+    def take(self, requests: Requests, names: Iterable[str], reader: int) -> None:
         for name in names:
-            self.fields[name].take(rows, reader)
+            self.fields[name].take(requests, reader)
 
     def clear(self, rows: Ints, names: Iterable[str]) -> None:
         for name in names:
@@ -292,7 +298,7 @@ class RelayEntries(SlotListener):
     def _add(self, fence: Fence, stream: Stream) -> Use:
         self._count += 1
         publish = Use(self._count, "publish", self._runtime.step, stream, fence)
-        self.publishes[self._count] = self._by_fence[id(fence)] = publish
+        self.publishes[self._count] = self._last = publish
         if len(self.publishes) > 2 * KEPT:
             self._forget()
         return publish

@@ -56,6 +56,7 @@ class Layout:
         core: widths and units of these.
         slots: the column of slots, or None.
         row_bytes: mirrored column -> bytes of one row of it.
+        plain: mirrored column of which every number is a value -> its dtype, the shape of a row, and its number.
         runs: column of one number per row -> the first column of its width, how many there are, and its number among
             these: they lie side by side, so that one call of torch gives views of all.
         pads: one padded row.
@@ -73,6 +74,9 @@ class Layout:
         unsigned = [column.np_dtype.kind == "u" for column in mirrored]
         slots = -1 if self.slots is None else self.index[self.slots]
         self.core = Columns([size.bit_length() - 1 for size in sizes], units, unsigned, slots)
+        self.plain = {
+            column.name: (column.np_dtype, column.shape, c) for c, column in enumerate(mirrored) if column.takes_any
+        }
         self.row_bytes = {name: sizes[c] * units[c] for name, c in self.index.items()}
         self.runs: dict[str, tuple[int, int, int]] = {}
         for size in set(sizes):
@@ -230,7 +234,6 @@ class DeviceRows:
 
 
 @final
-@attrs.define(eq=False, repr=False)
 class RowState:
     """The rows of one batch, in three parts that move alike. An operation makes another one; no two batches share it.
 
@@ -243,12 +246,18 @@ class RowState:
             rows.
     """
 
-    layout: Layout
-    block: Block
-    device: Mapping[str, DeviceRows]
-    objects: Mapping[str, Array]
-    changed: Collection[str] | None = None
-    _views: dict[str, Array] = attrs.field(factory=dict, init=False)
+    __slots__ = ("_views", "block", "changed", "device", "layout", "objects")
+
+    def __init__(
+        self,
+        layout: Layout,
+        block: Block,
+        device: Mapping[str, DeviceRows],
+        objects: Mapping[str, Array],
+        changed: Collection[str] | None = None,
+    ) -> None:
+        self.layout, self.block, self.device, self.objects, self.changed = layout, block, device, objects, changed
+        self._views: dict[str, Array] = {}
 
     def __repr__(self) -> str:
         return f"RowState({self.block.n} rows; {len(self.device)} device columns, {len(self.objects)} object columns)"

@@ -1,6 +1,6 @@
 """The declaration of a planner, and the arguments of a plan: checked, and as arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self, final
 
 import attrs
@@ -8,11 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchstate._allocator import Transaction
 from batchstate._arrays import Array, amounts
+from batchstate._core import Indices, StepRules
 from batchstate.errors import DeclarationError
 from batchstate.forward.plan import STAND_IN, rows_that_sample
 from batchstate.forward.token_array import TokenArray
 from batchstate.kv.pages import PagePool
+from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import ALIGNMENT
 from batchstate.tables import TableWrite
 
@@ -31,15 +34,17 @@ class Declared:
     """The declaration of a planner; see `StepPlanner`.
 
     Attributes:
+        index: number of each mirrored column in a block.
+        read: the fields whose entries `inputs` takes.
         flat: the relay's fields of ids as one vector; None where no ids come from a relay.
-        stride: elements from the ids of one slot to those of the next.
         places: int64[most], where id i of a request lies behind the first element of its slot.
         least: the fewest ids that the relay has of a request; fewer than `most` where the last field is ragged.
-        table_width: elements of a row of the token table; 0 without one.
+        rules: the same, for the core.
     """
 
     pages: PagePool
     relay: "FutureMap | None"
+    index: Mapping[str, int]
     seq_lens: str
     kv_offset: str | None
     ids: tuple[str, ...]
@@ -48,23 +53,27 @@ class Declared:
     has_ids: bool
     int32: frozenset[str]
     window: int | None
+    read: tuple[str, ...] = attrs.field(init=False)
     flat: torch.Tensor | None = attrs.field(init=False, default=None)
-    stride: int = attrs.field(init=False, default=0)
     places: Ints = attrs.field(init=False, default=NO_IDS)
     least: int = attrs.field(init=False, default=0)
-    table_width: int = attrs.field(init=False)
+    rules: StepRules = attrs.field(init=False)
+    slots: Indices = attrs.field(init=False)
+    runtime: Runtime = attrs.field(init=False)
+    transaction: Transaction = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
+        def put(**values: object) -> None:
+            for name, value in values.items():
+                object.__setattr__(self, name, value)
 
-        table, relay = self.pages.req_to_token, self.relay
-        put("table_width", 0 if table is None else int(table.shape[1]))
-        if relay is None:
-            return
-        if self.lengths is not None:
+        pages, relay, stride = self.pages, self.relay, 0
+        table = pages.req_to_token
+        put(slots=pages.slots._allocator.core, runtime=pages.runtime, transaction=pages.slots.transaction)
+        put(read=self.ids if self.lengths is None else (*self.ids, self.lengths))
+        if relay is not None and self.lengths is not None:
             relay.check_lengths_field(self.lengths)
-        if self.ids:
+        if relay is not None and self.ids:
             least, widths = relay.id_widths(self.ids, self.id_dtype)
             lying = relay.flat_ids(self.ids)
             if lying is None:
@@ -72,19 +81,26 @@ class Declared:
                 raise DeclarationError(problem, self.ids, "declare ids of one dtype, of at most 256 bytes each")
             memory, stride, offsets = lying
             parts = [at + np.arange(width) for at, width in zip(offsets, widths, strict=True)]
-            put("flat", memory)
-            put("stride", stride)
-            put("places", np.concatenate(parts).astype(np.int64))
-            put("least", least)
+            put(flat=memory, places=np.concatenate(parts).astype(np.int64), least=least)
+        rules = StepRules(
+            self.slots,
+            pages._rows,
+            lens=self.index[self.seq_lens],
+            offset=-1 if self.kv_offset is None else self.index[self.kv_offset],
+            ids=self.has_ids,
+            least=self.least,
+            stride=stride,
+            window=self.window or 0,
+            table=0 if table is None else int(table.shape[1]),
+            places=self.places,
+            epochs=pages.epochs.rows,
+            shares=pages.shares.rows,
+        )
+        put(rules=rules)
 
     @property
     def id_dtype(self) -> torch.dtype:
         return torch.int32 if "input_ids" in self.int32 else torch.int64
-
-    @property
-    def read(self) -> tuple[str, ...]:
-        """The fields whose entries `inputs` takes."""
-        return self.ids if self.lengths is None else (*self.ids, self.lengths)
 
 
 @final
@@ -115,12 +131,14 @@ class StepTokens:
         id_dtype: torch.dtype = torch.int64,
     ) -> Self:
         """From the arguments of a plan of n requests; raises as `ForwardPlan.of`. Ids have to fit into `id_dtype`."""
+        if type(query_lens) is int and query_lens == 1 and prompt_ids is None and samples is None:
+            return ONE_EACH
         subject, numbers = "StepPlanner: plan", query_lens
         if type(numbers) is not int:
             array = amounts(query_lens, n, f"{subject}: query_lens")
             numbers = array if array.ndim else int(array)
         if type(numbers) is int and numbers > 0 and prompt_ids is None and samples is None:
-            return ONE_EACH if numbers == 1 else cls(numbers)
+            return cls(numbers)
         each = np.full(n, numbers, dtype=np.int64)
         told = ids = mask = None
         if prompt_ids is not None:

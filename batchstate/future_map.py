@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import attrs
 import numpy as np
@@ -27,9 +27,9 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import carried, check_dense, put_rows, select_rows, shape_of
-from batchstate._core import Entries
+from batchstate._core import Entries, Requests
 from batchstate._origin import RowSet
-from batchstate._relay import DEVICE, HOST, READERS, EntryState, Numbers, RelayEntries, Use
+from batchstate._relay import DEVICE, FUTURE_ORDER, HOST, READERS, EntryState, Numbers, RelayEntries, Use
 from batchstate._upload import Extras
 from batchstate.errors import (
     ArgumentError,
@@ -45,13 +45,13 @@ from batchstate.errors import (
 from batchstate.forward.inputs import ForwardInputs, Sources, end_to_end
 from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
-from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
+from batchstate.mirror import DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
-from batchstate.runtime.base import Download, Fence, OfThisProcess, Runtime, Stream
+from batchstate.runtime.base import Download, Fence, OfThisProcess, Stream
 from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, host_dtype, numpy_dtype
 from batchstate.tables import Table
-from batchstate.violations import Code, Where
+from batchstate.violations import Where
 
 __all__ = ["EntryState", "FutureMap", "Prefetched", "RelayField", "relay_field"]
 
@@ -124,8 +124,41 @@ def relay_field(
     return RelayField(dtype, sizes, readers, non_negative, must_read, ragged)
 
 
+class Publishing(Protocol):
+    """Requests that publish.
+
+    Attributes:
+        requests: live ones, each named once.
+        num_rows: how many there are with padded rows, which publish nothing.
+    """
+
+    requests: Requests
+    num_rows: int
+
+    def index(self, stream: Stream) -> torch.Tensor:
+        """Their slots on the device, int64[n], safe on `stream`, the current one."""
+
+    def handles(self) -> Slots:
+        """Their handles."""
+
+
 @final
-@attrs.define(eq=False, repr=False)
+@attrs.define
+class LiveSlots:
+    """Handles that publish; see `Publishing`."""
+
+    slots: Slots
+    requests: Requests
+    num_rows: int
+
+    def index(self, stream: Stream) -> torch.Tensor:
+        return self.slots.device if self.requests.n == self.num_rows else self.slots.device[: self.requests.n]
+
+    def handles(self) -> Slots:
+        return _unpadded(self.slots)
+
+
+@final
 class Prefetched(Mapping[str, MirroredTensor]):
     """Fields of some requests, asked for with `FutureMap.prefetch`; row i is that of `slots[i]`.
 
@@ -134,28 +167,53 @@ class Prefetched(Mapping[str, MirroredTensor]):
     the slots then. `prefetched["tokens"].aligned(batch.slots)` has the rows of a batch.
     """
 
-    runtime: Runtime
-    num_reqs: int
-    _slots: Slots | Callable[[], Slots]
-    _fields: Mapping[str, RelayField]
-    _rows: Sequence[torch.Tensor | None]  # None where the device side is made from the host's when it is asked for
-    _read: tuple[Stream, Fence]  # the stream that selected the rows, and a fence behind that
-    _download: Download
-    _publishes: Sequence[Use]
-    _relay: str
-    _pool_id: int
-    _parts: Sequence[slice] | None = None  # of each field in the bytes of a request, where all came in one piece
-    _values: dict[str, MirroredTensor] | None = attrs.field(default=None, init=False)
+    __slots__ = (
+        "__weakref__",
+        "_download",
+        "_fields",
+        "_names",
+        "_parts",
+        "_pool_id",
+        "_publishes",
+        "_read",
+        "_relay",
+        "_rows",
+        "_slots",
+        "_values",
+        "num_reqs",
+        "runtime",
+    )
+
+    def __init__(
+        self,
+        relay: "FutureMap",
+        names: Sequence[str],
+        num_reqs: int,
+        slots: Callable[[], Slots],
+        download: Download,
+        publishes: Sequence[Use],
+        read: tuple[Stream, Fence] | None = None,
+        rows: Sequence[torch.Tensor] | None = None,
+        parts: Sequence[slice] | None = None,
+    ) -> None:
+        """For the library.
+
+        With `rows`, the device side was selected on a stream, behind which there is a fence: `read`; else it is made of
+        the host's when it is asked for. `parts` are those of each field in the bytes of a request, where all came in
+        one piece. The relay itself is not kept: its memory goes with it.
+        """
+        self.runtime, self.num_reqs, self._slots = relay.runtime, num_reqs, slots
+        self._fields, self._names, self._relay, self._pool_id = relay._fields, names, relay._label, relay.slots.pool_id
+        self._download, self._publishes, self._read, self._rows, self._parts = download, publishes, read, rows, parts
+        self._values: dict[str, MirroredTensor] | None = None
 
     def __repr__(self) -> str:
-        return f"Prefetched({', '.join(self._fields)} of {self.num_reqs} requests)"
+        return f"Prefetched({', '.join(self._names)} of {self.num_reqs} requests)"
 
     @property
     def slots(self) -> Slots:
         """The requests."""
-        if not isinstance(self._slots, Slots):
-            self._slots = self._slots()
-        return self._slots
+        return self._slots()
 
     @property
     def _where(self) -> Where:
@@ -181,23 +239,25 @@ class Prefetched(Mapping[str, MirroredTensor]):
                 runtime.check_owner(f"{self._download.name}: resolve")
             arrays = self._download.resolve()
             if self._parts is not None:
-                pairs = zip(self._parts, self._fields.values(), strict=True)
+                pairs = zip(self._parts, (self._fields[name] for name in self._names), strict=True)
                 pieces = [(arrays[0][:, part].copy().view(numpy_dtype(field.dtype)), field) for part, field in pairs]
                 arrays = [piece.reshape(len(piece), *field.shape) for piece, field in pieces]
             if levels.cheap:
                 self._check_order()
-            values = {}
-            for (name, field), array, device in zip(self._fields.items(), arrays, self._rows, strict=True):
+            values, device = {}, None
+            for i, name in enumerate(self._names):
+                field, array = self._fields[name], arrays[i]
                 if levels.cheap and field.non_negative and not field.ragged:
                     where: Where = {**self._where, "column": name}
                     invariants.sentinel_escaped(array.reshape(-1), **where)
+                if self._rows is not None and self._read is not None:
+                    device = DeviceSide(ReadyTensor(self._rows[i], *self._read, {}))
                 values[name] = MirroredTensor(
                     runtime,
                     array,
-                    None if device is None else DeviceSide(ReadyTensor(device, *self._read, set())),
+                    device,
                     dtype=field.dtype,
                     shape=array.shape,
-                    contract=Contract.EXACT,
                     name=name,
                     # Not by a method: a value that refers to this object, which has it, would be a cycle.
                     row_set=RowSet(0, partial(_numbers_of, self._slots), self._pool_id),
@@ -209,8 +269,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     def _check_order(self) -> None:
         """The values had been published when they were read, as the publish's fence says, and have landed."""
-        times_checked[Code.FUTURE_ORDER] += 1 + len(self._publishes)
         done = self._download.done
+        times_checked[FUTURE_ORDER] += 1 + len(self._publishes)
         for publish in self._publishes:
             if publish.fence is not done and not (publish.fence and publish.fence.query()):
                 invariants.future_order(False, publish.by, "the host", f"a wait for {publish.by}", **self._where)
@@ -218,18 +278,18 @@ class Prefetched(Mapping[str, MirroredTensor]):
             invariants.future_order(False, "the copy from the device", "the host", "a wait for the copy", **self._where)
 
     def __getitem__(self, field: str) -> MirroredTensor:
-        if field not in self._fields:
-            raise KeyError(f"{field!r} was not prefetched, only {', '.join(self._fields)}")
+        if field not in self._names:
+            raise KeyError(f"{field!r} was not prefetched, only {', '.join(self._names)}")
         return self.resolve()[field]
 
     def __contains__(self, field: object) -> bool:
-        return field in self._fields  # and waits for nothing, which `__getitem__` would
+        return field in self._names  # and waits for nothing, which `__getitem__` would
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._fields)
+        return len(self._names)
 
 
 @ranges("publish", "gather", "prefetch", "resolve", "resolve_forward_inputs")
@@ -258,14 +318,16 @@ class FutureMap(OfThisProcess):
         self._record: torch.Tensor  # uint8[capacity, nbytes], the entries of all small fields, if there are several
         self._places: dict[str, slice] = {}  # of these in it
         self._memory = self._allocated(capacity)
-        self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=repr(self))
+        self._label = repr(self)
+        self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=self._label)
         self._transaction = slots.transaction
+        self._labels: dict[Sequence[str], str] = {}
         self._private = self.runtime.stream(f"{name}: to the host")
         slots.add_listener(self._entries)
         weakref.finalize(self, slots.remove_listener, self._entries).atexit = False
         self._zeroed_on, self._zeroed = self.runtime.current_stream, self.runtime.record()
-        record = set[object]()  # one allocation for all in it
-        self._synchronised = {field: record if field in self._places else set[object]() for field in self._fields}
+        record = dict[object, Stream]()  # one allocation for all in it
+        self._synchronised = {field: record if field in self._places else {} for field in self._fields}
 
     def __repr__(self) -> str:
         return f"FutureMap({self.name!r}, {', '.join(self._fields)})"
@@ -299,7 +361,7 @@ class FutureMap(OfThisProcess):
     def states(self, slots: Slots, field: str) -> list[EntryState]:
         """The states of the entries of some requests."""
         self._check_call((field,), "states", launches=False)
-        return self._entries.states(self._live(slots, "states")[1], field)
+        return self._entries.states(self._live(slots, "states")[0].np, field)
 
     # Writing
 
@@ -324,31 +386,18 @@ class FutureMap(OfThisProcess):
                 published.
         """
         self._check_call(values, "publish")
-        live, rows, generations = self._live(slots, "publish")
-        stream, padded = self.runtime.current_stream, len(slots)
-        self.publish_rows(
-            rows, generations, padded, stream, lambda _: self._index(slots, rows.size), values, (), lambda: live
-        )
+        requests = self._live(slots, "publish")[1]
+        self.publish_for(LiveSlots(slots, requests, len(slots)), self.runtime.current_stream, values, ())
 
-    def publish_rows(
-        self,
-        rows: Array,
-        generations: Array,
-        num_rows: int,
-        stream: Stream,
-        index: Callable[[Stream], torch.Tensor],
-        values: Mapping[str, object],
-        results: Sequence[str],
-        handles: Callable[[], Slots],
+    def publish_for(
+        self, publishing: Publishing, stream: Stream, values: Mapping[str, object], results: Sequence[str]
     ) -> Prefetched | None:
-        """`publish` for live slots, and `prefetch` of `results`: values at hand go straight to the host.
+        """`publish` for live requests on `stream`, the current one, and `prefetch` of `results`: for `StepPlanner`.
 
-        For `StepPlanner`. `index` makes the slots on the device for `stream`, the current one, and `handles` the
-        handles; `num_rows` counts padded rows too.
+        Values at hand go straight to the host.
         """
-        if not values:
-            raise DeclarationError(f"{self.name}: publish of no field", None, f"name one of: {', '.join(self._fields)}")
-        n, device = len(rows), self.runtime.device
+        requests = publishing.requests
+        n, device = requests.n, self.runtime.device
         tensors: dict[str, torch.Tensor] = {}
         others: dict[str, torch.Tensor | MirroredTensor] = {}
         host: dict[str, Array] = {}
@@ -366,30 +415,34 @@ class FutureMap(OfThisProcess):
             ):
                 tensors[name] = value
             elif isinstance(value, (torch.Tensor, MirroredTensor)):
-                self._check_device_values(name, value, (n, num_rows), handles)
+                self._check_device_values(name, value, (n, publishing.num_rows), publishing.handles)
                 others[name] = value
             else:
-                host[name] = self.host_values(name, value, (n, num_rows))
-        numbers = self._entries.check_overwrite(rows, values)
+                host[name] = self.host_values(name, value, (n, publishing.num_rows))
+        if not values:
+            raise DeclarationError(f"{self.name}: publish of no field", None, f"name one of: {', '.join(self._fields)}")
+        numbers = self._entries.check_overwrite(requests, values, stream)
         if not n:
-            return self.prefetch(handles(), *results) if results else None
-        for name, value in others.items():
-            tensors[name] = _live_rows(value, n)
-        sent = [tensors[name] for name in results] if tensors.keys() >= {*results} else []
+            return self.prefetch(publishing.handles(), *results) if results else None
+        if others:
+            tensors |= {name: _live_rows(value, n) for name, value in others.items()}
+        sent = [tensors[name] for name in results if name in tensors]
+        if len(sent) < len(results):
+            sent = []
+        to_host: Collection[str] = results if sent else ()
         if host:
-            packed = self.runtime.upload([rows, *host.values()])
+            packed = self.runtime.upload([requests.handles()[0], *host.values()])
             at = packed.view(0)
             tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
+            to_host = (*host, *to_host)
         else:
-            at = index(stream)
-        to_host = (*host, *results) if sent else host
-        publish, download = self.put(rows, generations, stream, at, tensors, numbers, to_host, sent)
+            at = publishing.index(stream)
+        publish, download = self.put(requests, stream, at, tensors, numbers, to_host, sent)
         if levels.full:
             self.check("publish")
         if download is None:
-            return self.prefetch(handles(), *results) if results else None
-        here = publish.stream, download.done
-        return self._prefetched(handles, n, results, [None] * len(sent), here, download, [publish])
+            return self.prefetch(publishing.handles(), *results) if results else None
+        return Prefetched(self, results, n, publishing.handles, download, (publish,))
 
     def host_values(self, name: str, value: object, num_rows: tuple[int, int]) -> Array:
         """Checked values of a field for its live rows, as they cross. An array may be the caller's own.
@@ -409,8 +462,16 @@ class FutureMap(OfThisProcess):
             invariants.sentinel_escaped(array.reshape(-1), **self._entries.where("publish", name))
         return array
 
-    def _runs(self, names: Iterable[str]) -> list[list[str]]:
+    def _named(self, run: tuple[str, ...]) -> str:
+        label = self._labels.get(run)
+        if label is None:
+            label = self._labels[run] = f"{self.name}: {', '.join(run)}"
+        return label
+
+    def _runs(self, names: Collection[str]) -> list[tuple[str, ...]]:
         """The names in runs that lie side by side in the record; a field that is not in it is a run of its own."""
+        if len(names) < 3:
+            return [(name,) for name in names]
         runs: list[list[str]] = []
         end = -1
         for place, name in sorted((self._places.get(name, slice(-2, -3)).start, name) for name in names):
@@ -418,46 +479,43 @@ class FutureMap(OfThisProcess):
                 runs.append([])
             runs[-1].append(name)
             end = self._places[name].stop if name in self._places else -1
-        return runs
+        return [tuple(run) for run in runs]
 
     def put(
         self,
-        rows: Array,
-        generations: Array,
+        requests: Requests,
         stream: Stream,
         index: torch.Tensor,
         values: Mapping[str, torch.Tensor],
-        numbers: Numbers,
+        numbers: Numbers | None,
         to_host: Collection[str] = (),
         sent: Sequence[torch.Tensor] = (),
         then: str | None = None,
     ) -> tuple[Use, Download | None]:
         """Launches and notes a checked publish on `stream`, the current one, for which all tensors are safe.
 
-        `index` has the slots `rows`, and `numbers` is what `RelayEntries.check_overwrite` returned. The host has, or
-        gets by this, the values of the fields `to_host`; `sent` are those that go there behind the publish.
+        `index` has the slots, and `numbers` is what `RelayEntries.check_overwrite` returned. The host has, or gets by
+        this, the values of the fields `to_host`; `sent` are those that go there behind the publish.
         """
-        runtime, written = self.runtime, list[str]()
-        launch = runtime.launch
-        self._entries.come_behind(numbers, stream, "publish", to_write=True)
+        runtime, entries, written = self.runtime, self._entries, list[str]()
+        if numbers is not None:
+            entries.come_behind(numbers, stream, "publish", to_write=True)
         self._transaction.operation = "publish"
         try:
-            for run in self._runs(values) if len(values) > 2 else [[name] for name in values]:
-                label = f"{self.name}: {', '.join(run)}"
-                if len(run) == 1:
-                    memory, part = self._memory_of(run[0], stream), values[run[0]]
-                else:
-                    parts = [values[name] for name in run]
-                    memory, part = self._part_of_record(run), launch(_as_record, parts, reads=parts, name=label)
-                launch(put_rows, memory, index, part, reads=(index, part), writes=(memory,), name=label)
+            for run in self._runs(values):
+                label, memory, part = self._named(run), self._memory_of(run[0], stream), values[run[0]]
+                if len(run) > 1:
+                    parts, memory = [values[name] for name in run], self._part_of_record(run)
+                    part = runtime.launch(_as_record, parts, reads=parts, name=label)
+                runtime.launch(put_rows, memory, index, part, reads=(index, part), writes=(memory,), name=label)
                 written += run
             # On this stream, where what is published may be written over later; one fence is behind both.
             download = runtime.download(sent, name=self.name, stream=stream) if sent else None
             fence = runtime.record(stream) if download is None else download.done
-            publish = self._entries.publish(rows, generations, written, fence, stream, to_host)
+            publish = entries.publish(requests, written, fence, stream, to_host)
         except Exception:
             if written:  # a device takes no launch back
-                self._entries.mark_failed(rows, written, runtime.record(stream), stream)
+                entries.mark_failed(requests, written, runtime.record(stream), stream)
             self._transaction.operation = None
             raise
         self._transaction.operation = then
@@ -466,7 +524,7 @@ class FutureMap(OfThisProcess):
     def discard(self, slots: Slots, *fields: str) -> None:
         """Makes entries unwritten that no reader wants any more; all fields by default. Touches no device memory."""
         self._check_call(fields, "discard", launches=False)
-        _, rows, _ = self._live(slots, "discard")
+        rows = self._live(slots, "discard")[0].np
         self._transaction.operation = "discard"
         self._entries.clear(rows, fields or self._fields)
         self._transaction.operation = None
@@ -484,27 +542,24 @@ class FutureMap(OfThisProcess):
         """
         fields = (field,)
         self._check_call(fields, "gather", DEVICE)
-        _, rows, generations = self._live(slots, "gather")
-        numbers = self._entries.check_read(rows, generations, fields, DEVICE, "gather")
-        values = self._gathered(numbers, fields, slots)
-        self._entries.take(rows, fields, DEVICE)
+        _, requests = self._live(slots, "gather")
+        stream = self.runtime.current_stream
+        numbers = self._entries.check_read(requests, fields, DEVICE, stream, "gather")
+        values = self._gathered(numbers, fields, slots, stream)
+        self._entries.take(requests, fields, DEVICE)
         return values
 
-    def _gathered(self, numbers: Numbers, fields: Sequence[str], slots: Slots) -> torch.Tensor:
-        """Launches and notes a gather of checked entries."""
-        stream = self.runtime.current_stream
+    def _gathered(self, numbers: Numbers | None, fields: Sequence[str], slots: Slots, stream: Stream) -> torch.Tensor:
+        """Launches and notes a gather of checked entries on `stream`, the current one."""
         self._entries.come_behind(numbers, stream, "gather")
         values = self._end_to_end(fields, slots.device)
-        self.gathered(numbers, stream, fields, values)
+        self._entries.note_read(numbers, stream)
+        self.check_gathered(fields, values)
         return values
 
-    def gathered(self, numbers: Numbers, stream: Stream, fields: Sequence[str], values: torch.Tensor) -> None:
-        """Notes a gather, and at `full` asks the values of these fields, which lie end to end. For `StepPlanner`.
-
-        To be followed by `RelayEntries.take`.
-        """
-        self._entries.note_read(numbers, stream)
-        if levels.full and fields and not self.runtime.checks_suspended():
+    def check_gathered(self, fields: Sequence[str], values: torch.Tensor) -> None:
+        """Asks, at `full`, the values of these fields, which lie end to end. For `StepPlanner`."""
+        if levels.full and not self.runtime.checks_suspended():
             widths = [math.prod(self._fields[field].shape) for field in fields]
             parts = [values] if len(fields) == 1 else torch.split(values, widths, dim=1)
             for field, part in zip(fields, parts, strict=True):
@@ -512,16 +567,18 @@ class FutureMap(OfThisProcess):
                     where = self._entries.where("gather", field)
                     invariants.sentinel_escaped(self.runtime.inspect(part).reshape(-1), **where)
 
-    def gathering(self, rows: Array, generations: Array, names: Sequence[str], stream: Stream) -> Numbers:
-        """Before entries are gathered for live slots on `stream`, the current one: they are there, and it waits.
+    def gathering(self, requests: Requests, names: Sequence[str], stream: Stream) -> None:
+        """Before entries are gathered for live requests on `stream`, the current one: they are there, and it waits.
 
-        Returns the publishes they come from, for `gathered`. For `StepPlanner`.
+        Notes the read: a later writer on another stream waits for what the stream has by then. For `StepPlanner`.
         """
-        numbers = self._entries.check_read(rows, generations, names, DEVICE, "gather")
-        self._entries.come_behind(numbers, stream, "gather")
-        for name in names:
-            self._memory_of(name, stream)
-        return numbers
+        numbers = self._entries.check_read(requests, names, DEVICE, stream, "gather")
+        if numbers is not None:
+            self._entries.come_behind(numbers, stream, "gather")
+        if stream is not self._zeroed_on:
+            for name in names:
+                self._memory_of(name, stream)
+        self._entries.note_read(numbers, stream)
 
     def flat_ids(self, fields: Sequence[str]) -> tuple[torch.Tensor, int, list[int]] | None:
         """Fields of one dtype as one vector: entry i of field f of slot s is its element `s * width + offsets[f] + i`.
@@ -546,37 +603,21 @@ class FutureMap(OfThisProcess):
         if not fields or len(set(fields)) < len(fields):
             problem = f"{self.name}: prefetch of {fields}"
             raise DeclarationError(problem, fields, "name each field once, and at least one")
-        live, rows, generations = self._live(slots, "prefetch")
+        live, requests = self._live(slots, "prefetch")
         entries, stream = self._entries, self._private
-        numbers = entries.check_read(rows, generations, fields, HOST, "prefetch")
+        numbers = entries.check_read(requests, fields, HOST, stream, "prefetch")
         with self.runtime.use(stream):
-            index = self._index(slots, rows.size)
+            index = self._index(slots, requests.n)
             entries.come_behind(numbers, stream, "prefetch")
             tensors, parts = self._select(fields, index, torch.uint8)
             read = self.runtime.record(stream)
             entries.note_read(numbers, stream, read)
             download = self.runtime.download(tensors, name=self.name)
         self._transaction.operation = "prefetch"
-        entries.take(rows, fields, HOST)
+        entries.take(requests, fields, HOST)
         self._transaction.operation = None
-        devices = tensors if parts is None else [None] * len(fields)
-        publishes = entries.published(numbers)
-        return self._prefetched(live, rows.size, fields, devices, (stream, read), download, publishes, parts)
-
-    def _prefetched(
-        self,
-        slots: Slots | Callable[[], Slots],
-        n: int,
-        fields: Sequence[str],
-        devices: Sequence[torch.Tensor | None],
-        read: tuple[Stream, Fence],
-        download: Download,
-        publishes: Sequence[Use],
-        parts: Sequence[slice] | None = None,
-    ) -> Prefetched:
-        declared, label = {name: self._fields[name] for name in fields}, self._entries.label
-        pool_id = self.slots.pool_id
-        return Prefetched(self.runtime, n, slots, declared, devices, read, download, publishes, label, pool_id, parts)
+        rows, publishes = None if parts is not None else tensors, entries.published(numbers)
+        return Prefetched(self, fields, requests.n, lambda: live, download, publishes, (stream, read), rows, parts)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy."""
@@ -633,29 +674,30 @@ class FutureMap(OfThisProcess):
         gathered: list[str] = []  # and taken when all has succeeded
 
         def gather(slots: Slots, *fields: str) -> torch.Tensor:
-            live, again = _unpadded(slots), fields[0] in gathered
-            numbers = self._entries.check_read(live.np, live.generations, fields, DEVICE, "gather", again=again)
+            live, again, stream = _unpadded(slots), fields[0] in gathered, self.runtime.current_stream
+            requests = Requests(live.np, live.generations)
+            numbers = self._entries.check_read(requests, fields, DEVICE, stream, "gather", again=again)
             gathered.extend(fields)
-            return self._gathered(numbers, fields, slots)
+            return self._gathered(numbers, fields, slots, stream)
 
         sources = Sources(self.runtime, gather, names, width, lengths, req_to_token, least)
         sources.check(plan, uploaded, self.name)
-        relayed = plan.relayed
-        if len(relayed):
+        relayed = Requests(plan.relayed.np, plan.relayed.generations)
+        if relayed.n:
             self._check_call(read, operation, DEVICE)
-            self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, operation)
+            self._entries.check_read(relayed, read, DEVICE, self.runtime.current_stream, operation)
         plan.check_unused()
         inputs = ForwardInputs.resolve(plan, uploaded, sources)
         if lengths is not None and not plan.bounded:
             self.check_known_lengths(plan, lengths)
             gathered.append(lengths)  # without a read, since the host knows them: so entries end alike in every mode
         self._transaction.operation = operation
-        self._entries.take(relayed.np, gathered, DEVICE)
+        self._entries.take(relayed, gathered, DEVICE)
         plan.use()
         self._transaction.operation = None
         return inputs
 
-    # For `StepPlanner`, besides `publish_rows`, `put`, `gathering`, `gathered` and `flat_ids`
+    # For `StepPlanner`, besides `publish_for`, `put`, `gathering`, `check_gathered` and `flat_ids`
 
     def id_widths(self, names: Sequence[str], dtype: torch.dtype) -> tuple[int, list[int]]:
         """The fewest ids of a request in these fields of ids of `dtype`, and the most in each."""
@@ -682,18 +724,18 @@ class FutureMap(OfThisProcess):
                 raise ArgumentError(problem, name, "publish what a forward has made with `publish`")
         return {name: self.host_values(name, value, (n, n)) for name, value in values.items()}
 
-    def check_first(self, rows: Array, names: Iterable[str]) -> Numbers:
-        """The publishes that those of slots int64[n] come behind, for `put`."""
-        return self._entries.check_overwrite(rows, names)
+    def check_first(self, requests: Requests, names: Iterable[str], stream: Stream) -> Numbers | None:
+        """The publishes that those of requests that join come behind, for `put`."""
+        return self._entries.check_overwrite(requests, names, stream)
 
     def selected(self, field: str, index: torch.Tensor) -> torch.Tensor:
         """The entries of a field that `gathering` has checked."""
         return self._end_to_end((field,), index)
 
-    def take_entries(self, rows: Array, names: Iterable[str]) -> None:
+    def take_entries(self, requests: Requests, names: Iterable[str]) -> None:
         """Notes that the next forward has taken entries."""
         self._transaction.operation = "inputs"
-        self._entries.take(rows, names, DEVICE)
+        self._entries.take(requests, names, DEVICE)
         self._transaction.operation = None
 
     def check_known_lengths(self, plan: ForwardPlan, lengths: str) -> None:
@@ -702,8 +744,9 @@ class FutureMap(OfThisProcess):
         if levels.full and len(relayed) and not self.runtime.checks_suspended():
             before = (plan.seq_lens - plan.query_lens)[plan.relay_rows]
             index, operation = self.runtime.upload([relayed.np]).view(0), "resolve_forward_inputs"
-            numbers = self._entries.check_read(relayed.np, relayed.generations, (lengths,), DEVICE, operation)
-            self._entries.come_behind(numbers, self.runtime.current_stream, operation)
+            stream, requests = self.runtime.current_stream, Requests(relayed.np, relayed.generations)
+            numbers = self._entries.check_read(requests, (lengths,), DEVICE, stream, operation)
+            self._entries.come_behind(numbers, stream, operation)
             true = self.runtime.inspect(self._memory_of(lengths).index_select(0, index))
             invariants.mirror_equal(before.astype(true.dtype), true, **self._entries.where(operation, lengths))
 
@@ -761,11 +804,11 @@ class FutureMap(OfThisProcess):
             raise expected(subject, field.dtype, value.dtype, "convert it in the forward", DtypeError)
         _check_shape(tuple(value.shape), field, num_rows, subject)
 
-    def _live(self, slots: Slots, operation: str) -> tuple[Slots, Array, Array]:
-        """The rows before the padding at the end, each a live handle and named once; their slots and generations."""
+    def _live(self, slots: Slots, operation: str) -> tuple[Slots, Requests]:
+        """The rows before the padding at the end, each a live handle and named once."""
         live = _unpadded(slots)
         rows = self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)  # refuses a zero elsewhere
-        return live, rows, live.generations
+        return live, Requests(rows, live.generations)
 
     # Device memory
 
@@ -776,6 +819,8 @@ class FutureMap(OfThisProcess):
     def _memory_of(self, field: str, stream: Stream | None = None) -> torch.Tensor:
         """The entries of a field, safe on the current `stream`: it comes behind the kernel that zeroed them."""
         memory, synchronised = self._memory[field], self._synchronised[field]
+        if stream is self._zeroed_on:
+            return memory
         return self.runtime.use_on_current_stream(
             memory, self._zeroed_on, self._zeroed, synchronised=synchronised, current=stream
         )
@@ -814,8 +859,8 @@ class FutureMap(OfThisProcess):
         return self.runtime.launch(end_to_end, tensors, reads=tensors, name="ids of requests")
 
 
-def _numbers_of(slots: Slots | Callable[[], Slots]) -> tuple[Array, Array]:
-    handles = slots if isinstance(slots, Slots) else slots()
+def _numbers_of(slots: Callable[[], Slots]) -> tuple[Array, Array]:
+    handles = slots()
     return handles.np, handles.generations
 
 

@@ -29,7 +29,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import Amount, Array, Selection, arange_per_row
 from batchstate._arrays import count as counted
 from batchstate._column_inputs import rows_from
-from batchstate._core import StepBlock
+from batchstate._core import tally
 from batchstate._origin import RowSet
 from batchstate._planned_step import OPERATION, PlannedStep
 from batchstate._rows import RowState, not_counted
@@ -55,7 +55,7 @@ from batchstate.invariants import times_checked
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.nvtx import ranges
-from batchstate.runtime.base import Fence, OfThisProcess, check_fence
+from batchstate.runtime.base import Fence, OfThisProcess, Stream, check_fence
 from batchstate.tables import TableWrite
 from batchstate.violations import Code
 
@@ -63,13 +63,15 @@ __all__ = ["PlannedStep", "StepPlanner"]
 
 Ints = npt.NDArray[np.int64]
 
-Held = tuple[Ints, Ints]
-"""Slots and their generations, int64[n] each."""
-
 Joining = Batch | Mapping[str, object]
 """A batch, or columns by name."""
 
 NO_PAGES: Ints = np.zeros(0, dtype=np.int64)
+
+_ALWAYS = Code.SLOT_STALE_HANDLE, Code.LENGTH_ORDER
+_AT_CHEAP = (*_ALWAYS, Code.SLOT_IN_FLIGHT)
+LOOKED_AT = _ALWAYS, _AT_CHEAP, (*_AT_CHEAP, Code.DERIVED_STALE)
+"""The invariants that a draft asks, by its level."""
 
 _NAMES = {"positions", "query_start_loc", "kv_lens", "slot_mapping", "last_token_indices", "input_ids", "sample_slots"}
 """Names of the arrays of a step: extras of an engine have others."""
@@ -141,7 +143,7 @@ class StepPlanner(OfThisProcess):
             if name is not None:
                 _check_counts(batch, name, option)
         self._runtime, self._pages, self._slots = pages.runtime, pages, pages.slots
-        self._kind, self._layout, self._lens = batch, batch._layout, batch._layout.index[seq_lens]
+        self._kind, self._layout = batch, batch._layout
         names = (ids,) if isinstance(ids, str) else tuple(ids)
         reach = None if window is None else counted(window, "StepPlanner: window", least=1)
         self._layouts = checked_layouts(layouts, int32, "StepPlanner")
@@ -151,9 +153,13 @@ class StepPlanner(OfThisProcess):
                 raise DeclarationError(f"StepPlanner: field {name!r} is not declared", name, one_of(fields, name))
         taken = names if has_ids else ()
         flags = has_ids, frozenset(int32), reach
-        self._declared = Declared(pages, relay, seq_lens, kv_offset, taken, lengths, tuple(results), *flags)
+        self._transaction = pages.slots.transaction
+        columns = self._layout.index
+        self._declared = Declared(pages, relay, columns, seq_lens, kv_offset, taken, lengths, tuple(results), *flags)
         self._memories = StepMemories(pages.runtime, self._layout.core)
-        self._usual = 0  # bytes of the last step
+        self._usual = self._usual_rows = 0  # bytes of the last step, and the most rows for which they are enough
+        # Whether nothing crosses but the arrays of the core, and what the engine adds to a step.
+        self._plain = not (self._layouts or int32 or self._layout.on_device)
 
     def __repr__(self) -> str:
         relay = self._declared.relay
@@ -217,70 +223,75 @@ class StepPlanner(OfThisProcess):
         """
         # The arguments, which may run code of the engine.
         slots, runtime, declared = self._slots, self._runtime, self._declared
-        relay = declared.relay
-        slots.transaction.enter(OPERATION)
+        self._transaction.enter(OPERATION)
         if runtime.capturing:
             runtime.refuse_capture("planning a step")
         if after is not None:
             check_fence(after, f"{slots.name}: {OPERATION}")
-        num_reqs = self._begin(batch)
-        index = None if keep is None else batch._kept(keep, num_reqs, f"StepPlanner.{OPERATION}")
-        kept = num_reqs if index is None else index.size
-        joined = None if joining is None else self._joined(joining)
-        n = kept if joined is None else kept + joined.num_reqs
+        n = num_reqs = self._begin(batch)
+        index = joined = None
+        if keep is not None and (index := batch._kept(keep, num_reqs, f"StepPlanner.{OPERATION}")) is not None:
+            n = index.size
+        kept = n
+        if joining is not None:
+            joined = self._joined(joining)
+            n += joined.num_reqs
         num_rows = n if pad_rows is None else counted(pad_rows, "StepPlanner: pad_rows", least=n)
         tokens = StepTokens.of(n, num_rows, query_lens, prompt_ids, samples, declared.id_dtype)
         first = None if published is None else self._first(published, joined)
-        alone = not (extras or writes or token_arrays or first or self._layouts or declared.int32)
-        further = NO_FURTHER if alone and not self._layout.on_device else Further()
-        if extras or writes or token_arrays:
-            self._add_arguments(further, batch, tokens.each(n), extras, writes, token_arrays)
-        if first is not None:
-            further.arrays |= {f"published {name}": array for name, array in first.items()}
+        further = NO_FURTHER if self._plain else Further()
+        if extras or writes or token_arrays or first:
+            further = Further()
+            self._add_arguments(further, batch, tokens.each(n), extras, writes, token_arrays, first)
 
         # Fences, which may too. Behind them nothing of the engine runs.
         self._pages.query_fences()
         leaving = None
         if index is not None and kept < num_reqs:
-            leaving = _others(batch._state, index)
+            leaving = batch._state.block.others(index)
             if joined is not None and joined.pool_id is not None:
                 _check_apart(leaving[0], joined.state.column(str(self._layout.slots)))
             slots.check_leaving(*leaving, after, OPERATION)
-        if joined is not None and joined.pool_id is None:
-            slots.check_take(joined.num_reqs)
+        takes = joined.num_reqs if joined is not None and joined.pool_id is None else 0
+        if takes:
+            slots.check_take(takes)
 
         # A draft of the step, in memory that nobody reads, and its copy.
-        memory, state, new = self._drafted(batch, index, joined, tokens, n, num_rows, pad_tokens, further)
+        stream = runtime.current_stream
+        memory, state, new = self._drafted(
+            batch, index, joined, takes, tokens, n, num_rows, pad_tokens, further, stream
+        )
         step = PlannedStep(declared, self._kind, memory, state, tokens, n, further, batch._open_windows())
         if isinstance(query_lens, MirroredTensor) and query_lens.row_set is not None:
             rows = RowSet(0, (step.rows, step.generations), slots.pool_id)
             rows.check_same(query_lens.row_set, query_lens, object="StepPlanner", operation=OPERATION)
-        numbers: set[int] = set()
-        if published is not None and relay is not None:
-            numbers = relay.check_first(step.rows[kept:], published)
-        step._send()
+        relay, numbers = declared.relay, None
+        if relay is not None and first is not None:
+            joins = memory.block.those_joining(n - kept)
+            numbers = relay.check_first(joins, first, stream)
+        step._send(stream)
         if levels.full:
             step.sent.check(OPERATION)
         if first is not None and relay is not None:
             values = {name: step._crossed(f"published {name}") for name in first}
-            own = step.rows[kept:], step.generations[kept:]
-            stream = runtime.current_stream
-            relay.put(*own, stream, step._slots_of(kept, n), values, numbers, first, then=OPERATION)
+            joins = memory.block.those_joining(n - kept)
+            relay.put(joins, stream, step._slots_of(kept, n), values, numbers, first, then=OPERATION)
 
         # The changes, which cannot fail.
-        slots.transaction.operation = OPERATION
-        self._pages.note_grown(new)
-        memory.block.commit(slots._allocator.core, self._pages._rows)
-        if joined is not None and joined.pool_id is None:
+        self._transaction.operation = OPERATION
+        if new is not None:
+            self._pages.note_grown(new)
+        memory.block.commit(declared.rules, self._pages.epochs.last, self._pages.shares.last)
+        if takes:
             slots.note_taken(step.rows[kept:])
         if leaving is not None:  # under the same mark: a step that has been taken, and whose leavers stay, is a leak
             slots.release_rows(leaving[0], after, OPERATION)
-        slots.transaction.operation = None
+        self._transaction.operation = None
         if memory.block.new_pages:
             self._pages._holders.check_whole(OPERATION)
         if levels.full:
             self._pages.verify()
-            if first is not None and relay is not None:
+            if relay is not None and first is not None:
                 relay.check("publish")
         return step
 
@@ -293,7 +304,8 @@ class StepPlanner(OfThisProcess):
         if batch.runtime is not self._runtime:
             raise another_runtime("StepPlanner", batch)
         num_reqs = batch._begin(OPERATION)
-        batch._check_host_is_fresh(OPERATION)
+        if batch._exposed or batch._windows:
+            batch._check_host_is_fresh(OPERATION)
         if num_reqs and batch._pool_id != self._slots.pool_id:
             self._slots.rows_of(batch[str(self._layout.slots)], OPERATION)  # type: ignore[arg-type]
         return num_reqs
@@ -338,6 +350,7 @@ class StepPlanner(OfThisProcess):
         extras: Mapping[str, object] | None,
         writes: Sequence[TableWrite],
         token_arrays: Mapping[str, TokenArray] | None,
+        first: Mapping[str, Array] | None,
     ) -> None:
         """Arrays of the engine that cross with the step."""
         for name, values in batch._checked_extras(extras, OPERATION).items() if extras else ():
@@ -355,97 +368,79 @@ class StepPlanner(OfThisProcess):
             array.check(laid, {"object": "StepPlanner", "operation": OPERATION, "column": name})
             further.token_arrays[name] = further.arrays[name] = laid
         _check_names(_NAMES.intersection(further.arrays) | (further.named.keys() & further.token_arrays))
+        if first is not None:
+            further.arrays |= {f"published {name}": array for name, array in first.items()}
 
     def _drafted(
         self,
         batch: Batch,
         index: Ints | None,
         joined: Joined | None,
+        takes: int,
         tokens: StepTokens,
         n: int,
         num_rows: int,
         pad_tokens: SupportsIndex | None,
         further: Further,
-    ) -> tuple[StepMemory, RowState, Ints]:
+        stream: Stream,
+    ) -> tuple[StepMemory, RowState, Ints | None]:
         """The step, written into memory that nobody reads, its rows, and the pages that it will take.
 
         Each row was looked at, and nothing changed.
         """
-        declared, pages, was = self._declared, self._pages._rows, batch._state
-        takes = 0 if joined is None or joined.pool_id is not None else joined.num_reqs
-        moved = was
+        declared, cheap = self._declared, levels.cheap
+        moved = was = batch._state
         if was.device or was.objects or joined is not None:
             moved = was.moved(index, None if joined is None else joined.state)
-        if declared.seq_lens in moved.device:
-            rows = moved.device[declared.seq_lens].shifted(tokens.each(n))
-            moved.device = {**moved.device, declared.seq_lens: rows}
+        exact, bounds = True, -1
         if moved.device:
+            exact = declared.seq_lens not in moved.device
+            if not exact:
+                bounds = self._bounds(moved, tokens, n)
             moved.pad_device(num_rows - n)
             self._add_needs(further, moved)
+        rules, other, checks = declared.rules, None if joined is None else joined.state.block, cheap + (cheap and exact)
         nbytes = self._usual
+        if num_rows > self._usual_rows:
+            nbytes = max(nbytes, self._layout.nbytes(num_rows))
+        if further.arrays:
+            nbytes += further.nbytes
         while True:
-            memory = self._memories.take(max(nbytes, self._layout.nbytes(num_rows)) + further.nbytes)
-            block = memory.begin(num_rows)
-            state = moved.on(block)
-            if joined is not None:
-                block.join(was.block, index, joined.state.block)
-            elif index is not None:
-                block.take(was.block, index)
-            else:
-                block.append(0, was.block)
-            if num_rows > n:
-                block.pad(self._layout.pads, n)
-            self._look(block, state, tokens, n, takes)
+            memory = self._memories.take(nbytes, stream)
+            block = memory.block
+            numbers, told, samples = tokens.numbers, tokens.told, tokens.samples
+            own, pads = was.block, self._layout.pads
+            rule = block.draft(rules, own, index, other, pads, num_rows, takes, numbers, told, samples, checks, bounds)
+            if rule is not None:
+                self._refuse(str(rule), moved.on(block), tokens, n, takes)
             padded = block.t if pad_tokens is None else counted(pad_tokens, "StepPlanner: pad_tokens", least=block.t)
-            new = pages.next_pages(block.new_pages) if block.new_pages else NO_PAGES
-            if self._layouts or declared.int32 or declared.seq_lens in state.device:
-                self._add_derived(further, state, tokens, n, num_rows, padded, new)
-            nbytes = block.lay_arrays(padded, declared.has_ids)
-            if nbytes + further.nbytes <= memory.size:
+            new = self._pages._rows.next_pages(block.new_pages) if block.new_pages else None
+            if not self._plain:
+                self._add_derived(further, moved.on(block), tokens, n, num_rows, padded, new, exact)
+            nbytes = self._usual = block.lay_arrays(padded, declared.has_ids)
+            if further.arrays:
+                nbytes += further.nbytes
+            if nbytes <= memory.size:
                 break
-        self._usual = nbytes
-        self._fill(memory, tokens, further, new)
-        return memory, state, new
+        self._usual_rows = num_rows
+        tally(times_checked, LOOKED_AT[checks])
+        block.fill(rules, new, tokens.ids)
+        if declared.int32:
+            starts = {"positions": block.positions, "slot_mapping": block.mapping, "last_token_indices": block.last}
+            for name in declared.int32 & starts.keys():
+                array = further.arrays[name]
+                array[...] = memory.numbers(starts[name], array.size)
+        return memory, moved, new
 
-    def _look(self, block: StepBlock, state: RowState, tokens: StepTokens, n: int, takes: int) -> None:
-        """Asks each row, and counts."""
+    def _bounds(self, moved: RowState, tokens: StepTokens, n: int) -> int:
+        """Moves the device side of bounded lengths on; tokens of each request whose true length comes without ids."""
         declared = self._declared
-        offset = None
-        if declared.kv_offset is not None:
-            offset = state.column(declared.kv_offset)[:n].astype(np.int64)
-        block.requests(n, takes, self._lens, tokens.numbers, tokens.told, tokens.samples, offset)
-        compared = levels.cheap and declared.seq_lens not in state.device
-        fed, least, most = declared.has_ids, declared.least, declared.places.size
-        if not fed and declared.seq_lens in state.device:  # the relay has true lengths, each of as many tokens more
-            rows = tokens.fed(n)
-            fed, least = rows.size > 0, int(tokens.each(n)[rows[0]]) if rows.size else 0
-            most = least
-        rule = block.look(
-            self._slots._allocator.core,
-            self._pages._rows,
-            fed,
-            least,
-            most,
-            declared.window or 0,
-            declared.table_width,
-            levels.cheap + compared,
-        )
-        if rule is not None:
-            self._refuse(str(rule), block, state, tokens, n, takes)
-        times_checked[Code.SLOT_STALE_HANDLE] += 1
-        times_checked[Code.LENGTH_ORDER] += 1
-        times_checked[Code.DERIVED_STALE] += compared
-        times_checked[Code.SLOT_IN_FLIGHT] += levels.cheap
-
-    def _fill(self, memory: StepMemory, tokens: StepTokens, further: Further, new: Ints) -> None:
-        """Writes the arrays of the forward."""
-        declared, block = self._declared, memory.block
-        places = declared.places if declared.has_ids else None
-        block.fill(self._pages._rows, new, places, declared.stride, tokens.ids, declared.table_width)
-        starts = {"positions": block.positions, "slot_mapping": block.mapping, "last_token_indices": block.last}
-        for name in declared.int32 & starts.keys():
-            array = further.arrays[name]
-            array[...] = memory.numbers(starts[name], array.size)
+        rows = moved.device[declared.seq_lens].shifted(tokens.each(n))
+        moved.device = {**moved.device, declared.seq_lens: rows}
+        if declared.has_ids:
+            return -1
+        fed = tokens.fed(n)
+        return int(tokens.each(n)[fed[0]]) if fed.size else -1
 
     def _add_needs(self, further: Further, state: RowState) -> None:
         """Arrays by which the device gathers columns that it has alone."""
@@ -457,7 +452,15 @@ class StepPlanner(OfThisProcess):
             further.needs[name] = range(start, len(further.arrays))
 
     def _add_derived(
-        self, further: Further, state: RowState, tokens: StepTokens, n: int, num_rows: int, padded: int, new: Ints
+        self,
+        further: Further,
+        state: RowState,
+        tokens: StepTokens,
+        n: int,
+        num_rows: int,
+        padded: int,
+        new: Ints | None,
+        exact: bool,
     ) -> None:
         """Arrays that only some planners send: layouts of attention kernels, narrow indices, what bounds need."""
         declared, arrays = self._declared, further.arrays
@@ -471,13 +474,13 @@ class StepPlanner(OfThisProcess):
         offset = None if declared.kv_offset is None else state.column(declared.kv_offset)[:n].astype(np.int64)
         if self._layouts:
             totals = lens if offset is None else np.where(lens > 0, lens + offset, 0)
-            table = self._pages.tables_with(rows, n - block.takes, totals, new)
-            bounded = block.fed > 0 and declared.seq_lens in state.device
+            table = self._pages.tables_with(rows, n - block.takes, totals, NO_PAGES if new is None else new)
+            bounded = block.fed > 0 and not exact
             laid = layout_arrays(self._layouts, table, lens, self._pages.page_size, num_rows, offset, bounded)
             _check_names(laid.keys() & (further.named.keys() | further.token_arrays.keys()))
             arrays |= laid
         fed = tokens.fed(n)
-        if declared.seq_lens in state.device and fed.size:
+        if not exact and fed.size:
             starts = np.append(0, queries.cumsum())
             arrays["relay_slots"] = rows[fed]
             arrays["relay_rows"] = fed
@@ -485,8 +488,9 @@ class StepPlanner(OfThisProcess):
             if offset is not None:
                 arrays["relay_kv_offset"] = offset[fed]
 
-    def _refuse(self, rule: str, block: StepBlock, state: RowState, tokens: StepTokens, n: int, takes: int) -> NoReturn:
+    def _refuse(self, rule: str, state: RowState, tokens: StepTokens, n: int, takes: int) -> NoReturn:
         """Raises for a rule that a row breaks: the invariants have the words."""
+        block: Any = state.block
         slots, pages, declared, row = self._slots, self._pages, self._declared, block.row
         allocator, there = slots._allocator, n - takes
         rows, generations = state.column(str(self._layout.slots))[:n].copy(), state.generations[:n].copy()
@@ -534,13 +538,6 @@ class StepPlanner(OfThisProcess):
         problem = f"StepPlanner: the request in row {row} puts in {query} tokens, and the relay has {has} for it in"
         remedy = "pass its ids to the plan, or name the fields that hold them all"
         return ShapeError(f"{problem} {', '.join(declared.ids)}", query, remedy)
-
-
-def _others(state: RowState, index: Ints) -> Held:
-    """The handles of the requests that are not at `index`."""
-    leaves = np.ones(state.block.n, dtype=np.bool_)
-    leaves[index] = False
-    return state.column(str(state.layout.slots))[leaves], state.generations[leaves]
 
 
 def _check_names(used: Collection[str]) -> None:

@@ -69,6 +69,7 @@ class Steady:
         self._relay.publish(self._batch.slots, last=np.ones(n, dtype=np.int64))
         self._batch.upload(writes=[self._pages.entry(self._batch.slots)])
         self._keep = np.arange(n) >= churn  # those that came first leave first
+        self._length = START  # of each request, while none leaves
         self._planner = StepPlanner(self._kind, pages=self._pages, relay=self._relay, ids="last", results=("last",))
         self._before: PlannedStep | None = None
 
@@ -86,7 +87,9 @@ class Steady:
             joining = self._columns(self._some)
             first = {"last": np.ones(self._churn, dtype=np.int64)}
             return plan(self._batch, keep=self._keep, joining=joining, after=done(), published=first)
-        if self._batch.seq_lens.np[0] == LONGEST - 1:
+        self._length += 1
+        if self._length == LONGEST:
+            self._length = START + 1
             self._pages.release_requests(self._batch.slots, after=done())
             self._batch = self._arrived(self._first)
             self._relay.publish(self._batch.slots, last=np.ones(self._first.size, dtype=np.int64))

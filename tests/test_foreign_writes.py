@@ -38,7 +38,7 @@ READINGS: dict[type, str] = {
     MirroredTensor: "label from_device from_pair np host device device_side row_set open_windows stale sum max min "
     "tolist aligned exact_numbers exact_host",
     StepPlanner: "made_for_holders",
-    PlannedStep: "plan publish results batch sent slots sampled_slots tensor",
+    PlannedStep: "plan publish results batch sent slots sampled_slots rows generations used_on",
 }
 """Names that make a batch or value, or read one side of it, and replace nothing."""
 
@@ -256,7 +256,7 @@ BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
     },
 }
 
-BY_NUMBER = {(SlotPool, "is_live"), (FutureMap, "publish_rows")}
+BY_NUMBER = {(SlotPool, "is_live")}
 """Calls that take rows."""
 
 

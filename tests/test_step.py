@@ -43,6 +43,7 @@ from batchstate.errors import (
 )
 from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
+from batchstate.runtime import Stream
 from batchstate.testing.fences import LateRuntime
 from tests.doubles import fake_accelerator, refused
 from tests.refusals import Expected, refuses
@@ -412,9 +413,9 @@ def test_full_compares_the_copy_of_the_step(rt: Runtime, monkeypatch: pytest.Mon
         assert (rt.counters - before).host_to_device_copies == 1
         send = PlannedStep._send
 
-        def wrong(step: PlannedStep) -> None:
-            send(step)
-            step._wide[1] = 0  # the slot of row 1
+        def wrong(step: PlannedStep, stream: Stream) -> None:
+            send(step, stream)
+            step._memory.wide[1] = 0  # the slot of row 1
 
         monkeypatch.setattr(PlannedStep, "_send", wrong)
         new = world.arrived([2])

@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchstate import PoolExhaustedError, Runtime, TokenArray, checks, open_runtime
+from batchstate._origin import RowSet
 from batchstate.errors import BatchStateError
+from batchstate.mirror import DeviceSide
+from batchstate.runtime.devices import CpuRuntime
 from batchstate.testing.fences import LateRuntime
 from tests.selfcheck.machines.failures import PlantedError, failing
 from tests.step_world import World, columns
@@ -43,6 +46,11 @@ def turn(world: World, at: int) -> Any:
     return step, inputs
 
 
+def on_a_cpu(step: Any) -> bool:
+    """Whether tensors of the device give arrays."""
+    return isinstance(step.batch.runtime, CpuRuntime)
+
+
 INPUTS = ("slots", "input_ids", "positions", "query_start_loc", "kv_lens", "last_token_indices", "slot_mapping")
 
 KEPT: dict[str, Callable[[Any, Any], Any]] = {
@@ -55,11 +63,23 @@ KEPT: dict[str, Callable[[Any, Any], Any]] = {
     "handles": lambda step, inputs: step.batch["slots"],
     "device column": lambda step, inputs: step.batch["seed"].device,
     "results": lambda step, inputs: step.results,
+    "requests of a result": lambda step, inputs: step.results["last"].row_set,
+    "a device side": lambda step, inputs: step.batch["temperature"].device_side,
     "plan": lambda step, inputs: step.plan,
     "plan arrays": lambda step, inputs: step.plan.extras["slot_mapping"],
+    "starts of the plan": lambda step, inputs: step.plan.extras["query_start_loc"],
     "lengths of the plan": lambda step, inputs: step.plan.seq_lens,
     "extras": lambda step, inputs: step.extras["salt"],
     "inputs": lambda step, inputs: inputs,
+    "a slice": lambda step, inputs: inputs.positions[1:],
+    "a view of a view": lambda step, inputs: inputs.positions.view(-1, 1)[:, 0],
+    "a tensor of the data": lambda step, inputs: inputs.positions.data,
+    "an alias by DLPack": lambda step, inputs: torch.utils.dlpack.from_dlpack(inputs.slot_mapping),
+    "an array of a tensor": lambda step, inputs: (
+        inputs.kv_lens.numpy() if inputs.kv_lens.device.type == "cpu" else None
+    ),
+    "the storage": lambda step, inputs: inputs.kv_lens.untyped_storage(),
+    "a tensor of the storage": lambda step, inputs: inputs.kv_lens.new_empty(0).set_(inputs.kv_lens.untyped_storage()),
     **{name: lambda step, inputs, name=name: getattr(inputs, name) for name in INPUTS},  # type: ignore[misc]
 }
 
@@ -68,8 +88,14 @@ def contents(rt: Runtime, value: Any) -> Any:
     """What a kept value says."""
     if isinstance(value, torch.Tensor):
         return rt.inspect(value).tolist()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
+    if isinstance(value, torch.UntypedStorage):
+        return rt.inspect(torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)).tolist()
+    if isinstance(value, RowSet):
+        return None if value.handles is None else [numbers.tolist() for numbers in value.handles]
+    if isinstance(value, DeviceSide):
+        return rt.inspect(value.tensor(rt)).tolist()
+    if value is None or isinstance(value, np.ndarray):
+        return value if value is None else value.tolist()
     if hasattr(value, "positions"):  # inputs
         return [contents(rt, getattr(value, name)) for name in INPUTS]
     if hasattr(value, "sent"):  # a step
@@ -111,6 +137,31 @@ def test_kept_values_do_not_change(rt: Runtime, kept: str) -> None:
         assert contents(rt, value) == before, name
     world.relay.check()
     world.pages.verify()
+
+
+def test_memory_waits_for_streams_that_use_it() -> None:
+    """A step whose tensors nobody has any more is not planned over before another stream has run that reads them."""
+    rt = LateRuntime(steps_in_flight=2)
+    world = World.planned(rt, pages=96)
+    world.join([3, 4, 5])
+    planner: Any = world.planner
+    other, own = rt.stream("other"), rt.current_stream
+    used, first = [], 0
+    for at in range(16):
+        step, _ = turn(world, at)
+        step.results.resolve()
+        if at == 4:
+            step.used_on(other)
+            first = id(step._memory)
+        used.append(id(step._memory))
+        del step, _
+        rt.complete(rt.pending(own), own)
+        if at == 11:
+            assert rt.pending(other), "a fence was recorded there"
+            rt.complete(rt.pending(other), other)
+    assert first not in used[5:12]
+    assert first in used[12:]
+    assert planner.made_for_holders == 0
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -5,7 +5,7 @@ that only the last forward knew: ids, and true lengths where the host has bounds
 may change it; the two sides of the batch stay what they are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, final
 
 import attrs
@@ -113,41 +113,79 @@ class InputSource(Protocol):
     def sampled_slots(self) -> Slots:
         """The slots of the requests that sample."""
 
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """An array of the plan by its name, or None if it has no such array."""
-
 
 @final
 @attrs.frozen(eq=False)
 class Uploaded:
-    """The tensors of a plan that was uploaded by itself."""
+    """The slots of a plan that was uploaded by itself."""
 
     plan: ForwardPlan
     slots: torch.Tensor
     sampled_slots: Slots
-    tensors: Mapping[str, torch.Tensor]
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """See `InputSource`."""
-        return self.tensors.get(name)
 
 
 @final
 class ForwardInputs:
     """One forward's inputs on the device: of `PlannedStep.inputs`, `FutureMap.resolve_forward_inputs`, or `of`.
 
-    A view of the step's copy is made when it is first asked for. The plan says which of the int64 tensors are int32.
+    Views of the step's copy. The plan says which of the int64 tensors are int32.
 
     Attributes:
+        positions: int64[num_padded_tokens].
+        query_start_loc: int32[num_rows + 1], where the tokens of each request begin (`cu_seqlens_q`, flashinfer's
+            `qo_indptr`).
+        kv_lens: int32[num_rows], tokens of each request with those of this step (`seqused_k`, `cache_seqlens`).
+        last_token_indices: int64[s], the last token of each request that samples; int64[num_rows] where all do.
+        slot_mapping: int64[num_padded_tokens], where the KV of each token goes, or None without pages.
+        kv_start_loc, block_table: `cu_seqlens_k` int32[num_rows + 1] and int32[num_rows, m], of the layout
+            `flash_attention`; else None.
+        kv_page_indptr, kv_page_indices, kv_last_page_len: flashinfer's `paged_kv_*`, of the layout `flashinfer`; else
+            None.
         arrays: name -> [num_padded_tokens, ...], the plan's token arrays.
     """
 
-    __slots__ = ("_ids", "_made", "_source", "arrays")
+    __slots__ = (
+        "_ids",
+        "_source",
+        "arrays",
+        "block_table",
+        "kv_last_page_len",
+        "kv_lens",
+        "kv_page_indices",
+        "kv_page_indptr",
+        "kv_start_loc",
+        "last_token_indices",
+        "positions",
+        "query_start_loc",
+        "slot_mapping",
+    )
 
-    def __init__(self, source: InputSource, ids: torch.Tensor | None, arrays: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        source: InputSource,
+        ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        kv_lens: torch.Tensor,
+        last_token_indices: torch.Tensor,
+        slot_mapping: torch.Tensor | None,
+    ) -> None:
         """For the library."""
-        self._source, self._ids, self.arrays = source, ids, arrays
-        self._made: dict[str, torch.Tensor | None] = {}
+        self._source, self._ids = source, ids
+        self.positions, self.query_start_loc, self.kv_lens = positions, query_start_loc, kv_lens
+        self.last_token_indices, self.slot_mapping = last_token_indices, slot_mapping
+        self.kv_start_loc: torch.Tensor | None = None
+        self.block_table: torch.Tensor | None = None
+        self.kv_page_indptr: torch.Tensor | None = None
+        self.kv_page_indices: torch.Tensor | None = None
+        self.kv_last_page_len: torch.Tensor | None = None
+        self.arrays: Mapping[str, torch.Tensor] = NO_ARRAYS
+
+    def put(self, tensors: Mapping[str, torch.Tensor], token_arrays: Collection[str]) -> None:
+        """For the library: further arrays of the plan, and others in place of those that are there."""
+        for name in _ARRAYS.intersection(tensors):
+            setattr(self, name, tensors[name])
+        self.arrays = {name: tensors[name] for name in token_arrays}
 
     def __repr__(self) -> str:
         return f"ForwardInputs({self.plan!r})"
@@ -162,72 +200,10 @@ class ForwardInputs:
         """Handles of the requests that sample, for `publish`."""
         return self._source.sampled_slots
 
-    def _optional(self, name: str) -> torch.Tensor | None:
-        made = self._made
-        if name not in made:
-            made[name] = self._source.tensor(name)
-        return made[name]
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        tensor = self._optional(name)
-        if tensor is None:  # pragma: no cover - each plan has these
-            raise ArgumentError(f"{name} of {self.plan!r}, which has none", name, "ask the plan for what it has")
-        return tensor
-
     @property
     def slots(self) -> torch.Tensor:
         """int64[num_rows]; 0 for padded rows."""
         return self._source.slots
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """int64[num_padded_tokens]."""
-        return self._tensor("positions")
-
-    @property
-    def query_start_loc(self) -> torch.Tensor:
-        """int32[num_rows + 1], where the tokens of each request begin (`cu_seqlens_q`, flashinfer's `qo_indptr`)."""
-        return self._tensor("query_start_loc")
-
-    @property
-    def kv_lens(self) -> torch.Tensor:
-        """int32[num_rows], tokens of each request with those of this step (`seqused_k`, `cache_seqlens`)."""
-        return self._tensor("kv_lens")
-
-    @property
-    def last_token_indices(self) -> torch.Tensor:
-        """int64[s], the last token of each request that samples; int64[num_rows] where all do."""
-        return self._tensor("last_token_indices")
-
-    @property
-    def slot_mapping(self) -> torch.Tensor | None:
-        """int64[num_padded_tokens], where the KV of each token goes, or None without pages."""
-        return self._optional("slot_mapping")
-
-    @property
-    def kv_start_loc(self) -> torch.Tensor | None:
-        """`cu_seqlens_k` int32[num_rows + 1], of the layout `flash_attention`; else None."""
-        return self._optional("kv_start_loc")
-
-    @property
-    def block_table(self) -> torch.Tensor | None:
-        """int32[num_rows, m], of the layout `flash_attention`; else None."""
-        return self._optional("block_table")
-
-    @property
-    def kv_page_indptr(self) -> torch.Tensor | None:
-        """`paged_kv_indptr`, of the layout `flashinfer`; else None."""
-        return self._optional("kv_page_indptr")
-
-    @property
-    def kv_page_indices(self) -> torch.Tensor | None:
-        """`paged_kv_indices`, of the layout `flashinfer`; else None."""
-        return self._optional("kv_page_indices")
-
-    @property
-    def kv_last_page_len(self) -> torch.Tensor | None:
-        """`paged_kv_last_page_len`, of the layout `flashinfer`; else None."""
-        return self._optional("kv_last_page_len")
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -284,14 +260,13 @@ class ForwardInputs:
         host_ids = arrays.pop("input_ids", None)
         if host_ids is None and "input_ids" in plan.extras:
             host_ids = uploaded["input_ids"]
-        source = Uploaded(
-            plan,
-            slots.device,
-            slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots"),
-            uploaded.several([name for name in plan.extras if name not in plan.token_arrays]),
-        )
+        sampled = slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots")
+        source = Uploaded(plan, slots.device, sampled)
+        tensors = uploaded.several([name for name in plan.extras if name not in plan.token_arrays])
         ids = _ids(plan, uploaded, host_ids, relayed, sources, put_in) if plan.has_ids else None
-        inputs = cls(source, ids, arrays)
+        positions, starts, kv_lens, last = (tensors[name] for name in _ALWAYS)
+        inputs = cls(source, ids, positions, starts, kv_lens, last, tensors.get("slot_mapping"))
+        inputs.put({**tensors, **arrays}, arrays)
         if plan.bounded and sources.lengths is not None:
             lengths = sources.gather(relayed, sources.lengths)
             inputs.correct_lengths(uploaded, lengths, relayed.device, sources, put_in)
@@ -310,7 +285,8 @@ class ForwardInputs:
             return
         corrected = _CORRECTED if plan.bounded else ("input_ids",)  # the others are as they were sent
         for name, sent in plan.extras.items():
-            tensor = None if name in corrected or name in self.arrays else self._optional(name)
+            ours = name in _ARRAYS and name not in corrected
+            tensor = getattr(self, name) if ours else None
             if tensor is not None:
                 device = runtime.inspect(tensor)
                 invariants.mirror_equal(sent.astype(device.dtype), device, **self._where(name))
@@ -369,7 +345,7 @@ class ForwardInputs:
         lens = self.kv_lens if direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
         launch(torch.add, lengths, added, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
         if direct:  # all rows and nothing else: the true ones replace what was planned
-            self._made |= {"positions": positions, "slot_mapping": mapping}
+            self.positions, self.slot_mapping = positions, mapping
         else:
             tokens = uploaded["relay_tokens"]
             corrections = [(self.kv_lens, uploaded["relay_rows"], lens), (self.positions, tokens, positions)]
@@ -419,6 +395,11 @@ class ForwardInputs:
             column = runtime.inspect(plan.bounds.device)
             invariants.mirror_equal(column[rows].astype(true.dtype), true, **where)
 
+
+NO_ARRAYS: Mapping[str, torch.Tensor] = {}
+
+_ALWAYS = "positions", "query_start_loc", "kv_lens", "last_token_indices"
+_ARRAYS = frozenset(ForwardInputs.__slots__) - {"_ids", "_source", "arrays"}
 
 _CORRECTED = ("input_ids", "positions", "kv_lens", "slot_mapping", "kv_start_loc")
 """Tensors that the device sets right where the host knows bounds; ids of requests come from the relay in any case."""

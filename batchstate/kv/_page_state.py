@@ -80,9 +80,13 @@ class KVWrites:
         self.note(rows, stream or self.runtime.current_stream)
         return bool(self._rows.launch(rows, starts, stops))
 
+    def only(self, stream: Stream) -> bool:
+        """Whether no other stream has written: then nothing looks at single slots."""
+        return len(self._streams) == 1 and self._streams[0] is stream
+
     def note(self, rows: Ints, stream: Stream) -> None:
         """The current `stream` writes further tokens of `rows` int64[n], behind writes of them on other streams."""
-        if self._streams != [stream]:  # with one stream nothing looks at single slots
+        if not self.only(stream):
             writer = self.writer()
             if np.count_nonzero(self._writer[rows] != writer):
                 self.wait_for_slots(rows)

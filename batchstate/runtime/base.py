@@ -206,11 +206,11 @@ class Download(OfThisProcess):
                     invariants.staging_reused(self._lending, lent, object=self, operation="resolve", step=self.step)
             arrays, start, block = [], 0, self._block
             for dtype, shape, nbytes in self._kinds:
-                # Copied as bytes: in the block a number may stand where it is not aligned.
-                self._runtime.host_accesses(block.tensor, start, start + nbytes, "download: take out", writes=False)
-                array = block.bytes[start : start + nbytes].copy().view(dtype)
+                end = start + nbytes
+                self._runtime.host_accesses(block.tensor, start, end, "download: take out", writes=False)
+                array = block.bytes[start:end].copy().view(dtype)  # as bytes: a number may not be aligned in the block
                 arrays.append(array if len(shape) == 1 else array.reshape(shape))
-                start += nbytes
+                start = end
             self._arrays = arrays
             self._landing.give_up(block)
         return self._arrays
@@ -581,15 +581,16 @@ class Runtime(OfThisProcess, abc.ABC):
             CaptureError: the current stream is being captured.
             DtypeError: a dtype that numpy lacks.
         """
-        self.check_owner("download")
         if stream is None:
+            self.check_owner("download")
             self.refuse_capture("a download")
-        kinds = [(numpy_dtype(tensor.dtype), tuple(tensor.shape), tensor.nbytes) for tensor in tensors]
-        parts = [
-            tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
-            for tensor in tensors
-            if tensor.numel()
-        ]
+        kinds, parts = [], []
+        for tensor in tensors:
+            nbytes = tensor.nbytes
+            kinds.append((numpy_dtype(tensor.dtype), tensor.shape, nbytes))
+            if nbytes:
+                flat = tensor.ndim == 1 and tensor.is_contiguous()
+                parts.append(tensor if flat else tensor.contiguous().view(-1))
         packed = parts[0] if parts else None
         if len(parts) > 1:
             parts = [part.view(torch.uint8) for part in parts]
@@ -707,7 +708,7 @@ class Runtime(OfThisProcess, abc.ABC):
         made_on: Stream,
         ready: Fence | None = None,
         *,
-        synchronised: set[object] | None = None,
+        synchronised: dict[object, Stream] | None = None,
         current: Stream | None = None,
     ) -> torch.Tensor:
         """Makes `tensor` safe to use on the current stream, whichever stream made it, and returns it.
@@ -719,21 +720,21 @@ class Runtime(OfThisProcess, abc.ABC):
             tensor: device memory.
             made_on: the stream that made it.
             ready: a fence behind its making.
-            synchronised: keys of the streams that have it already, if the memory is not written again. Nothing is done
-                for these; a new one is added.
+            synchronised: the streams that have it already, by their keys, if the memory is not written again. Nothing
+                is done for these; a new one is added.
             current: the current stream, where the caller has asked for it.
         """
         current = current or self.current_stream
         if current is made_on or current == made_on or (synchronised is not None and current.key in synchronised):
             return tensor
         if synchronised is not None and len(synchronised) >= MOST_SYNCHRONISED:
-            synchronised.clear()  # an engine may make its streams anew in each step; those in use wait once more
+            del synchronised[next(iter(synchronised))]  # an engine may make its streams anew in each step
         if not self.capturing:
             self.wait(ready or self.record(made_on), stream=current)
             self.counters.cross_stream_uses += 1
             self._keep_alive(tensor, current)
             if synchronised is not None:
-                synchronised.add(current.key)
+                synchronised[current.key] = current
         return tensor
 
     def use_part_on_current_stream(self, packed: PackedUpload, index: int) -> torch.Tensor:

@@ -250,7 +250,6 @@ def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.T
 
 
 @final
-@attrs.define(eq=False, repr=False)
 class PackedUpload:
     """The device side of several host arrays, uploaded in one copy; a view of each is made at its first use.
 
@@ -258,21 +257,18 @@ class PackedUpload:
         buffer: uint8[nbytes] on the device.
         stream: the stream that ran the copy.
         ready: the fence behind the copy.
-        synchronised: keys of the streams that may use the buffer (see `Runtime.use_on_current_stream`).
+        synchronised: other streams that use the buffer, by their keys; see `Runtime.use_on_current_stream`.
         write_count: torch's count of writes in place into the buffer when it was uploaded; None for inference tensors.
     """
 
-    buffer: torch.Tensor
-    stream: Stream
-    ready: Fence
-    _places: list[Place]
-    write_count: int | None = attrs.field(init=False)
-    synchronised: set[object] = attrs.field(factory=set, init=False)
-    _views: dict[int, torch.Tensor] = attrs.field(factory=dict, init=False)
-    _typed: "dict[np.dtype[Any], torch.Tensor]" = attrs.field(factory=dict, init=False)
+    __slots__ = ("_places", "_typed", "_views", "buffer", "ready", "stream", "synchronised", "write_count")
 
-    def __attrs_post_init__(self) -> None:
-        self.write_count = None if self.buffer.is_inference() else self.buffer._version
+    def __init__(self, buffer: torch.Tensor, stream: Stream, ready: Fence, places: Sequence[Place]) -> None:
+        self.buffer, self.stream, self.ready, self._places = buffer, stream, ready, places
+        self.write_count = None if buffer.is_inference() else buffer._version
+        self.synchronised: dict[object, Stream] = {}
+        self._views: dict[int, torch.Tensor] = {}
+        self._typed: dict[np.dtype[Any], torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"PackedUpload({len(self._places)} arrays in {self.buffer.numel()} bytes)"
@@ -304,13 +300,13 @@ class ReadyTensor(NamedTuple):
         tensor: on the device.
         stream: the stream that made it.
         ready: a fence recorded after the work that made it; None stands for all work of `stream`.
-        synchronised: keys of other streams that are synchronised with it; see `Runtime.use_on_current_stream`.
+        synchronised: other streams that are synchronised with it, by their keys; see `Runtime.use_on_current_stream`.
     """
 
     tensor: torch.Tensor
     stream: Stream
     ready: Fence | None
-    synchronised: set[object]
+    synchronised: dict[object, Stream]
 
     @classmethod
     def uploaded(cls, tensor: torch.Tensor, packed: PackedUpload) -> Self:
@@ -320,7 +316,7 @@ class ReadyTensor(NamedTuple):
     @classmethod
     def made_now(cls, tensor: torch.Tensor, runtime: StreamOrder) -> Self:
         """A tensor that the current stream has made."""
-        return cls(tensor, runtime.current_stream, None, set())
+        return cls(tensor, runtime.current_stream, None, {})
 
     def on_current_stream(self, runtime: StreamOrder) -> torch.Tensor:
         """The tensor, ordered before and kept alive for what the current stream does next."""
@@ -363,7 +359,7 @@ class FixedMemory:
         self.memory = memory
         self._last_writer = runtime.current_stream
         self._written: Fence | None = None  # behind the last write; without it, readers wait for all of its stream
-        self._synchronised: set[object] = set()
+        self._synchronised: dict[object, Stream] = {}
         self._readers: list[tuple[Fence, set[Stream]]] = []
 
     def __repr__(self) -> str:
@@ -406,7 +402,7 @@ class FixedMemory:
         if fence is None and fenced and not self.runtime.capturing:
             fence = self.runtime.record(self._last_writer)
         self._written = fence
-        self._synchronised = set()
+        self._synchronised = {}
 
     def note_foreign_write(self) -> None:
         """The same for a write that others launched on the current stream, in an order of their own."""

@@ -50,5 +50,10 @@ class StreamOrder(Protocol):
     def wait(self, fence: Fence, *, stream: Stream | None = None) -> None: ...
 
     def use_on_current_stream(
-        self, tensor: torch.Tensor, made_on: Stream, ready: Fence | None = None, *, synchronised: set[object] | None
+        self,
+        tensor: torch.Tensor,
+        made_on: Stream,
+        ready: Fence | None = None,
+        *,
+        synchronised: dict[object, Stream] | None,
     ) -> torch.Tensor: ...

@@ -442,7 +442,7 @@ class FutureMapMachine(Machine):
                 if name in names and not slots.isdisjoint(req.slot for req in asked.requests):
                     ask(
                         invariants.future_order,
-                        is_behind(written, asked.prefetched._read[1]),
+                        is_behind(written, asked.prefetched._read[1]),  # type: ignore[index]
                         f"the read of {name!r} of slots {sorted(slots)} for the host",
                         "a write into the same memory",
                         "a wait for that read",

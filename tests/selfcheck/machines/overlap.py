@@ -324,7 +324,7 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         with runtime.use(self.streams.forward):
             self._kv = runtime.device_zeros((self.pages.location_capacity, 2), torch.int64)
             self._kv_ready = runtime.record()
-        self._kv_synchronised: set[object] = set()
+        self._kv_synchronised: dict[object, Any] = {}
         self.ages = MirroredTensor.from_host(
             runtime, np.zeros(0, np.int64), name="ages"
         )  # in steps, moved as the batch
