@@ -27,7 +27,7 @@ from batchstate.forward.inputs import ForwardInputs
 from batchstate.forward.plan import ForwardPlan
 from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
-from batchstate.testing import no_hidden_sync
+from batchstate.testing import LateRuntime, no_hidden_sync
 from batchstate.violations import Code
 from tests.doubles import fake_accelerator, in_a_thread, refused
 from tests.refusals import Expected, refuses
@@ -552,6 +552,22 @@ def run_steps(world: ForwardWorld, speculating: bool) -> None:
             )
         if not speculating:
             relay.discard(batch.slots, "drafts")
+
+
+def test_inputs_are_made_on_the_forwards_stream() -> None:
+    """A forward on its own stream gets its inputs without the host waiting, although nothing has run yet."""
+    rt = LateRuntime()
+    world = ForwardWorld.of(rt)
+    slots = world.take([5, 6])
+    forward = rt.stream("forward")
+    with rt.use(forward):
+        world.relay.publish(slots, last_token=rt.upload([np.array([50, 60])]).view(0))
+    plan, uploaded = world.planned(slots, [5, 6])
+    with rt.use(forward):
+        inputs = world.resolve(plan, uploaded)
+        assert values(rt, inputs.input_ids) == [50, 60]
+    assert (rt.counters.fence_waits, rt.counters.forced_syncs) == (0, 0)
+    assert rt.pending() > 0
 
 
 def test_padded_rows_may_have_an_entry_everywhere(rt: Runtime, world: ForwardWorld) -> None:

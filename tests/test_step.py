@@ -43,6 +43,7 @@ from batchstate.errors import (
 )
 from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
+from batchstate.testing.fences import LateRuntime
 from tests.doubles import refused
 from tests.refusals import Expected, refuses
 from tests.selfcheck.machines.failures import PlantedError, failing
@@ -136,6 +137,30 @@ def happen(world: World, event: str, value: Any) -> object:
         return None
     step, seen = stepped
     return seen, step.results["last"].np.tolist() if step.plan.sample_rows.size else None
+
+
+def test_on_a_device_that_lags(device: str) -> None:
+    """Two steps ahead of the device and over two streams, each token is right, and the results are waited for once."""
+    if device != "cpu":
+        pytest.skip("the lagging device is a stand-in for one with streams")
+    rt = LateRuntime(steps_in_flight=2)
+    world = World.planned(rt)
+    world.join([3, 4, 5])
+    rt.synchronize()
+    schedule, forward = rt.stream("schedule"), rt.stream("forward")
+    tokens, steps = [], []
+    with rt.use(schedule):
+        for _ in range(6):
+            rt.next_step()
+            step = world.planner.plan(world.batch)
+            with rt.use(forward):
+                inputs = step.inputs()
+                step.publish(last=rt.launch(torch.add, inputs.input_ids, 1, reads=(inputs.input_ids,)))
+            world.batch = step.batch
+            steps.append(step)
+            if len(steps) > 1:
+                tokens.append(steps[-2].results["last"].np.tolist())
+    assert tokens == [[10 * slot + k for slot in (1, 2, 3)] for k in range(1, 6)]
 
 
 def test_a_token_table_that_was_written_token_by_token_is_filled_to_the_end_of_each_page(rt: Runtime) -> None:
@@ -338,6 +363,24 @@ def test_each_invariant_is_asked_once(rt: Runtime, mixed: bool) -> None:
     lost = {Code.MIRROR_FOREIGN_WRITE, Code.SLOT_ZERO_ALLOCATED}
     assert parts - planned == lost
     assert sum(asked[False].values()) < sum(asked[True].values()) / 2
+
+
+def test_a_planner_without_a_relay(rt: Runtime, full: None) -> None:
+    """Where the host knows all ids, steps are planned without a relay, and publish nothing."""
+    world = World.planned(rt)
+    planner = StepPlanner(Running, pages=world.pages)
+    step = planner.plan(world.prompted([2, 1, 3]), [2, 1, 3], prompt_ids=[[1, 2], [3], [4, 5, 6]])
+    assert rt.inspect(step.inputs().input_ids).tolist() == [1, 2, 3, 4, 5, 6]
+    step = planner.plan(step.batch, prompt_ids=[[7], [8], [9]])
+    inputs = step.inputs()
+    assert rt.inspect(inputs.input_ids).tolist() == [7, 8, 9]
+    assert rt.inspect(inputs.positions).tolist() == [2, 1, 3]
+    refused(Code.FUTURE_CONSUMED, step.inputs)
+    refuses(ArgumentError, "publish without a relay", lambda: step.publish(last=[1, 2, 3]))
+    first: dict[str, Any] = {"published": {"last": []}, "joining": Running.empty(rt)}
+    refuses(ArgumentError, "published= and no relay", lambda: planner.plan(step.batch, **first))
+    refuses(ArgumentError, "no field of a relay has their ids", lambda: planner.plan(step.batch))
+    assert "no relay" in repr(planner)
 
 
 def test_no_step_is_planned_while_a_graph_is_captured(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
