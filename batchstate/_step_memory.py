@@ -128,6 +128,7 @@ class StepMemory:
         """New memory of the device."""
         with torch.inference_mode(False):  # else torch would not count writes
             self._buffer = self._runtime.device_empty((self.size,), torch.uint8)
+            self._runtime.name_memory(self._buffer, "step")
             data = self._buffer.data
             self.wide, self.narrow = data.view(torch.int64), data.view(torch.int32)
         self._storage = self._buffer.untyped_storage()
@@ -247,11 +248,11 @@ class StepMemories:
         free: StepMemory | None = None
         held = 0
         for memory in self._all:
-            answer = memory.free(stream)
-            if answer:
-                free = memory
-                break
-            held += answer is None
+            if free is None or memory.others:  # of those that other streams use each gets its fence soon
+                answer = memory.free(stream)
+                held += answer is None
+                if answer and free is None:
+                    free = memory
         if free is None or free.size < nbytes:
             free = self._made(free, held, nbytes)
         self._all.append(self._all.pop(self._all.index(free)))  # so that the one lent longest ago is asked first

@@ -110,6 +110,28 @@ def counted_calls(runtime: Runtime) -> list[Count]:
     return counts
 
 
+WAITS = {False: 1, True: 2}
+"""The most waits, of one stream for another, of a steady step whose forward has its own; results on that, or aside."""
+
+
+def counted_waits(runtime: Runtime) -> list[Count]:
+    """The waits of such steps, which the device does: the most in a step."""
+    counts, forward = [], runtime.stream("forward")
+    for churn in (False, True):
+        for n in (1, 256):
+            for aside, limit in WAITS.items():
+                steady = Steady(runtime, n, max(1, n // 8) if churn else 0, aside=aside)
+                spent = []
+                for _ in range(4 * PAGE_SIZE):
+                    before = runtime.counters.snapshot()
+                    steady.step(forward)
+                    spent.append((runtime.counters - before).stream_waits)
+                work = f"decode step{' with churn' * churn}, {n} requests, two streams{', results on a third' * aside}"
+                waits = max(spent[2 * PAGE_SIZE :])
+                counts.append(Count(work, "stream_waits", waits, None if churn else limit))
+    return counts
+
+
 OTHER = "benchmark, torch and numpy"
 
 

@@ -4,6 +4,7 @@ Every request advances by a token. In a steady step none leaves or joins; in one
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast, final
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from batchstate.columns import TensorColumn
 from batchstate.forward.inputs import ForwardInputs
-from batchstate.future_map import FutureMap, relay_field
+from batchstate.future_map import FutureMap, Prefetched, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
 from batchstate.pools import SlotPool
@@ -48,10 +49,13 @@ LIMITS_US = {False: (70, 75, 85, 120), True: (150, 170, 210, 320)}
 
 @final
 class Steady:
-    """Requests of this library that decode: batch, slots, pages, token table and relay."""
+    """Requests of this library that decode: batch, slots, pages, token table and relay.
 
-    def __init__(self, runtime: Runtime, n: int, churn: int) -> None:
-        self._runtime, self._churn = runtime, churn
+    With `aside` the tokens come to the host over the relay's own stream, and else over that of the forward.
+    """
+
+    def __init__(self, runtime: Runtime, n: int, churn: int, *, aside: bool = False) -> None:
+        self._runtime, self._churn, self._aside = runtime, churn, aside
         self._kind = declared(COLUMNS)
         self._slots = SlotPool(runtime, 4 * n)
         table = self._slots.table("req_to_token", (LONGEST + 1,), torch.int32, holds="location")
@@ -70,8 +74,10 @@ class Steady:
         self._batch.upload(writes=[self._pages.entry(self._batch.slots)])
         self._keep = np.arange(n) >= churn  # those that came first leave first
         self._length = START  # of each request, while none leaves
-        self._planner = StepPlanner(self._kind, pages=self._pages, relay=self._relay, ids="last", results=("last",))
+        results = () if aside else ("last",)
+        self._planner = StepPlanner(self._kind, pages=self._pages, relay=self._relay, ids="last", results=results)
         self._before: PlannedStep | None = None
+        self._tokens: Prefetched | None = None
 
     def _arrived(self, lengths: npt.NDArray[np.int64]) -> Decode:
         """Requests with a prompt whose KV is there."""
@@ -111,9 +117,10 @@ class Steady:
         else:
             with self._runtime.use(forward):
                 inputs = self._launched(step)
+        tokens = self._relay.prefetch(step.sampled_slots, "last") if self._aside else None
         if self._before is not None:
-            self._before.results.resolve()
-        self._batch, self._before = cast(Decode, step.batch), step
+            (self._before.results if self._tokens is None else self._tokens).resolve()
+        self._batch, self._before, self._tokens = cast(Decode, step.batch), step, tokens
         return Inputs(inputs.input_ids, inputs.positions, inputs.kv_lens, cast(torch.Tensor, inputs.slot_mapping))
 
 
@@ -142,6 +149,34 @@ def against_request_loops(runtime: Runtime, *, num_requests: int, churn: bool = 
         baselines=[Contender(way.name, way.step) for way in (*others, *floors)],
         verify=verify,
         asks=asks,
+    )
+
+
+MOST_OF_TWO_STREAMS = 1.5
+"""The most that a step may take whose forward has a stream of its own, in steps on one stream."""
+
+
+def on_two_streams(runtime: Runtime, *, num_requests: int) -> Comparison:
+    """The cost of a stream of its own for the forward: the ratio is a step on two streams to one on a single stream.
+
+    Plan and results are on the other stream. A CPU runs both at once: there it is the cost of the host's part.
+    """
+    single, double = (Steady(runtime, num_requests, 0) for _ in range(2))
+    forward = runtime.stream("forward")
+    ours = Contender("one stream, checks cheap", single.step, Level.CHEAP)
+    theirs = Contender("the forward on a second stream", partial(double.step, forward), Level.CHEAP)
+
+    def verify() -> None:
+        for _ in range(2 * PAGE_SIZE):
+            require_equal_inputs([single.step, partial(double.step, forward)])
+
+    return Comparison(
+        task=f"a forward on a stream of its own, {num_requests:,} requests",
+        ours=[ours],
+        baselines=[theirs],
+        verify=verify,
+        limit=MOST_OF_TWO_STREAMS,
+        paired=True,
     )
 
 

@@ -14,9 +14,9 @@ import torch
 
 from batchstate.errors import TransferError
 from batchstate.runtime import Runtime
-from benchmarks import arrivals, curves, forward_inputs, staging, steady_steps, transfers, whole_steps
+from benchmarks import arrivals, curves, forward_inputs, mixed_steps, staging, steady_steps, transfers, whole_steps
 from benchmarks.comparisons import Absent, Asked, Comparison, MismatchError, Row, run
-from benchmarks.counts import COLUMNS, Count, counted_calls, counted_steps
+from benchmarks.counts import COLUMNS, Count, counted_calls, counted_steps, counted_waits
 from benchmarks.decode_steps import against_checks, against_floors, against_stable_rows, against_twins
 from benchmarks.growth import growth_with_rows, pages_flat, slots_flat
 from benchmarks.peers.sglang import against_schedule_batch, slots_against_request_pool, slots_against_token_allocator
@@ -98,6 +98,12 @@ def comparisons(runtime: Runtime, *, quick: bool) -> Mapping[str, Make]:
         for step, churn in (("decode step", False), ("decode step with churn", True)):
             make_steady = partial(steady_steps.against_request_loops, runtime, num_requests=n, churn=churn)
             makers[f"{step}, {n:,} requests"] = make_steady
+    for n in (*mixed_steps.TARGETS,)[:1] if quick else mixed_steps.TARGETS:
+        make_mixed = partial(mixed_steps.against_lists, runtime, num_requests=n)
+        makers[f"mixed step with chunked prompts, {n:,} requests"] = make_mixed
+    for n in (1, 256):
+        own = partial(steady_steps.on_two_streams, runtime, num_requests=n)
+        makers[f"a forward on a stream of its own, {n:,} requests"] = own
     makers["inputs of prompts"] = partial(forward_inputs.deferred_against_copies, runtime)
     for busy in forward_inputs.FORWARD_US[:1] if quick else forward_inputs.FORWARD_US:
         overlap = partial(forward_inputs.overlapped_against_synchronous, runtime, busy_us=busy)
@@ -136,6 +142,7 @@ def works(runtime: Runtime, *, quick: bool, hour: Workload | None = None) -> lis
     some.append(Work(f"direct against staged transfer over {TRANSPORT}", partial(_staging, runtime, quick)))
     some += [Work(f"counts of a whole step, {n} columns", partial(_count, runtime, n)) for n in COLUMNS]
     some.append(Work("calls of a decode step", lambda results: results.counts.extend(counted_calls(runtime))))
+    some.append(Work("waits of a decode step", lambda results: results.counts.extend(counted_waits(runtime))))
     if not quick:
         some.append(Work("the example engine", lambda results: results.lines.append(example_engine(runtime))))
     some += [

@@ -45,7 +45,7 @@ from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
 from batchstate.runtime import Stream
 from batchstate.testing.fences import LateRuntime
-from tests.doubles import fake_accelerator, refused
+from tests.doubles import refused
 from tests.refusals import Expected, refuses
 from tests.selfcheck.machines.failures import PlantedError, failing
 from tests.step_world import Running, RunningToo, StepByParts, World, columns
@@ -181,49 +181,6 @@ def test_a_token_table_that_was_written_token_by_token_is_filled_to_the_end_of_e
         world.check_table()
 
 
-def test_what_a_step_publishes_on_another_stream_comes_behind_reads_and_publishes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A publish waits for the gather of another stream, and, where nothing was gathered between, for the publish."""
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    rt, _ = fake_accelerator(monkeypatch)
-    world = World.planned(rt)
-    world.join([1, 1])
-    one, two = rt.stream("one"), rt.stream("two")
-    fences: list[Any] = []
-    record = rt._fence_behind
-
-    def recorded(stream: Any) -> Any:
-        fences.append(record(stream))
-        return fences[-1]
-
-    monkeypatch.setattr(rt, "_fence_behind", recorded)
-
-    def run(stream: Any, act: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
-        """The events that the stream waits for, and those that are recorded."""
-        waited, recorded = len(stream.native.waited), len(fences)
-        with rt.use(stream):
-            act()
-        return stream.native.waited[waited:], [fence.event for fence in fences[recorded:]]
-
-    ids = torch.tensor([1, 2])
-    for turn in range(3):
-        step = world.planner.plan(world.batch)
-        _, events = run(one, step.inputs)
-        recorded_there = [event for event in events if event.stream is one.native]
-        assert len(recorded_there) == (turn == 0), "behind the token table's write; a writer that waits records others"
-        waited, events = run(two, lambda step=step: step.publish(last=ids))  # type: ignore[misc]
-        gathered, published = events
-        assert (gathered.stream, published.stream) == (one.native, two.native)
-        assert gathered in waited
-        for stream in (one, two):
-            world.relay.discard(step.batch["slots"], "last")  # type: ignore[arg-type]
-            waited, events = run(stream, lambda step=step: step.publish(last=ids))  # type: ignore[misc]
-            assert waited[:1] == [published]
-            published = events[-1]
-        world.batch = step.batch
-
-
 def test_what_a_plan_shares_with_its_step_is_read_only(rt: Runtime) -> None:
     """The plan of a decode step is one object, made when it is asked for; its lengths and places cannot be written."""
     world = World.planned(rt)
@@ -294,50 +251,6 @@ def test_a_step_may_be_planned_before_the_one_before_it_runs(rt: Runtime, level:
         world.check_table()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"query_lens": np.ones(2, np.int64), "prompt_ids": [None, None], "samples": np.ones(2, np.bool_)},
-        {"query_lens": [1, 1]},
-        {"samples": np.array([True, False])},
-        {"pad_rows": 4, "pad_tokens": 4},
-    ],
-)
-def test_requests_get_the_same_ids_however_a_step_is_said(rt: Runtime, arguments: dict[str, Any]) -> None:
-    """Arrays that say that each puts in one token, some that do not sample, padded rows."""
-    world = World.planned(rt)
-    world.join([3, 4])
-    step = world.planner.plan(world.batch, **arguments)
-    inputs = step.inputs()
-    assert rt.inspect(inputs.input_ids)[:2].tolist() == [10, 20]
-    assert (len(step.batch), step.sent.num_rows) == (2, arguments.get("pad_rows", 2))
-
-
-def test_pages_run_out(rt: Runtime) -> None:
-    """A step that needs a page more than there are succeeds once there is one."""
-    world = World.planned(rt, pages=2)
-    world.join([PAGE_SIZE, PAGE_SIZE])
-    with pytest.raises(PoolExhaustedError):
-        world.planner.plan(world.batch)
-    world.leave([0])
-    world.step()
-    assert world.batch.seq_lens.np.tolist() == [PAGE_SIZE + 1]
-
-
-def test_pages_behind_a_fence_that_completes(device: str) -> None:
-    """A step finds the pages that a fence has made free since the last call."""
-    if device != "cpu":
-        pytest.skip("the lagging device is a stand-in for one with streams")
-    rt = LateRuntime(steps_in_flight=4)
-    world = World.planned(rt, pages=2)
-    world.join([PAGE_SIZE, 2])
-    world.leave([1])
-    with pytest.raises(PoolExhaustedError):
-        world.planner.plan(world.batch)
-    rt.complete(100)
-    world.planner.plan(world.batch)
-
-
 @pytest.mark.parametrize("left", [None, 2])
 def test_a_row_of_the_token_table_may_end_within_a_page(rt: Runtime, left: int | None) -> None:
     """A page that begins there is written to the end of the row, and not into the next one, also where one leaves."""
@@ -347,19 +260,6 @@ def test_a_row_of_the_token_table_may_end_within_a_page(rt: Runtime, left: int |
     for k in range(4):
         world.step(**{"keep": [0, 1], "after": rt.record()} if k == left else {})
         world.check_table()
-
-
-def test_several_fields_are_published_together(rt: Runtime) -> None:
-    """A field that only the host reads goes there beside the ids."""
-    world = World.planned(rt, results=("last", "logit"))
-    world.join([3, 4])
-    for k in range(3):
-        step = world.planner.plan(world.batch)
-        inputs = step.inputs()
-        step.publish(last=inputs.input_ids + 1, logit=torch.full((2,), float(k), device=rt.device))
-        world.batch = step.batch
-        assert step.results["last"].np.tolist() == [11 + k, 21 + k]
-        assert step.results["logit"].np.tolist() == [k, k]
 
 
 def test_device_columns_extras_and_table_writes(rt: Runtime) -> None:
@@ -466,6 +366,24 @@ def test_each_invariant_is_asked_once(rt: Runtime, mixed: bool) -> None:
     assert sum(asked[False].values()) < sum(asked[True].values()) / 2
 
 
+def test_a_planner_without_a_relay(rt: Runtime, full: None) -> None:
+    """Where the host knows all ids, steps are planned without a relay, and publish nothing."""
+    world = World.planned(rt)
+    planner = StepPlanner(Running, pages=world.pages)
+    step = planner.plan(world.prompted([2, 1, 3]), [2, 1, 3], prompt_ids=[[1, 2], [3], [4, 5, 6]])
+    assert rt.inspect(step.inputs().input_ids).tolist() == [1, 2, 3, 4, 5, 6]
+    step = planner.plan(step.batch, prompt_ids=[[7], [8], [9]])
+    inputs = step.inputs()
+    assert rt.inspect(inputs.input_ids).tolist() == [7, 8, 9]
+    assert rt.inspect(inputs.positions).tolist() == [2, 1, 3]
+    refused(Code.FUTURE_CONSUMED, step.inputs)
+    refuses(ArgumentError, "publish without a relay", lambda: step.publish(last=[1, 2, 3]))
+    first: dict[str, Any] = {"published": {"last": []}, "joining": Running.empty(rt)}
+    refuses(ArgumentError, "published= and no relay", lambda: planner.plan(step.batch, **first))
+    refuses(ArgumentError, "no field of a relay has their ids", lambda: planner.plan(step.batch))
+    assert "no relay" in repr(planner)
+
+
 def test_no_step_is_planned_while_a_graph_is_captured(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything changes, and the step is planned once the capture is over."""
     world = World.planned(rt)
@@ -519,18 +437,6 @@ def test_requests_join_as_columns(rt: Runtime, by_parts: bool, level: str) -> No
             )
             world.slots.verify()
     assert seen[0] == seen[1]
-
-
-def test_a_request_that_joins_may_have_its_slot(rt: Runtime) -> None:
-    """One that begins with shared pages takes it before the step."""
-    world = World.planned(rt)
-    world.join([4, 5])
-    slots = world.slots.take(1)
-    world.pages.share(world.batch.filter([0]).slots, slots, 4)
-    joining = {"slots": slots, **columns(np.arange(1), [4])}
-    step = world.planner.plan(world.batch, joining=joining, published={"last": [7]})
-    assert step.inputs().input_ids.tolist() == [10, 20, 7]
-    assert step.batch["slots"].np[-1] == slots.np[0]
 
 
 @given(

@@ -48,7 +48,7 @@ def turn(world: World, at: int) -> Any:
 
 def on_a_cpu(step: Any) -> bool:
     """Whether tensors of the device give arrays."""
-    return isinstance(step.batch.runtime, CpuRuntime)
+    return type(step.batch.runtime) is CpuRuntime
 
 
 INPUTS = ("slots", "input_ids", "positions", "query_start_loc", "kv_lens", "last_token_indices", "slot_mapping")

@@ -2,10 +2,11 @@
 
 All of them do the work of a steady step: each request gets a place for one more token (a page where one begins), the
 forward gets ids, positions, lengths and places, its tokens go to the next step and to the host. The forward itself is
-`ids + 1`. Nothing is checked.
+`ids + 1`. Nothing is checked. `ChunksInLists` does a mixed step, and `PrefillOfLists` one of prompts.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, final
 
 import attrs
@@ -24,12 +25,18 @@ PAGES = -(-LONGEST // PAGE_SIZE)
 @final
 @attrs.frozen(eq=False)
 class Inputs:
-    """Inputs of the forward from a step: one number per request each."""
+    """Inputs of the forward from a step: one number per token each, and `kv_lens` one per request.
+
+    A mixed step has the first token of each request too, behind them how many there are, and the last token of each
+    request that samples.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
     kv_lens: torch.Tensor
     places: torch.Tensor
+    starts: torch.Tensor | None = None
+    last: torch.Tensor | None = None
 
 
 @final
@@ -117,6 +124,83 @@ class ListsAndTensors(_RequestLoop):
         torch.tensor(tables, dtype=torch.int32, pin_memory=self.pinned).to(self.place, non_blocking=True)
         for request, token in zip(self.running, (inputs.ids + 1).tolist(), strict=True):
             request.length += 1
+            request.last = token
+        return inputs
+
+
+@final
+class ChunksInLists(_RequestLoop):
+    """The loop of `ListsAndTensors`, in which a request may put in a chunk of its prompt.
+
+    Five pinned tensors here too: what there is one of for each request goes to the device in one.
+    """
+
+    name = ListsAndTensors.name
+
+    def __init__(self, n: int, churn: int, device: torch.device) -> None:
+        super().__init__(n, churn, device)
+        for request in self.running:
+            self._left(request)
+        self.running = []
+
+    def step(self, chunks: Sequence[list[int] | None], samples: Sequence[bool], leaving: int) -> Inputs:
+        """The step.
+
+        Args:
+            chunks: of each request the ids of its prompt that it puts in, or None where it decodes. There are more of
+                them than requests that stay: so many join.
+            samples: whether each request has a next token.
+            leaving: the oldest ones, so many, leave.
+        """
+        for request in self.running[:leaving]:
+            self._left(request)
+        del self.running[:leaving]
+        for _ in range(len(chunks) - len(self.running)):
+            self.running.append(Request(self._slots.popleft(), 0, 0, []))
+        ids: list[int] = []
+        positions: list[int] = []
+        places: list[int] = []
+        lens, starts, last = [], [0], []
+        sampling = []
+        for request, chunk, sampled in zip(self.running, chunks, samples, strict=True):
+            length, pages = request.length, request.pages
+            if chunk is None:
+                if length % PAGE_SIZE == 0:
+                    pages.append(self._free.popleft())
+                ids.append(request.last)
+                positions.append(length)
+                places.append(pages[-1] * PAGE_SIZE + length % PAGE_SIZE)
+                end = length + 1
+            else:
+                end = length + len(chunk)
+                while len(pages) * PAGE_SIZE < end:
+                    pages.append(self._free.popleft())
+                ids.extend(chunk)
+                positions.extend(range(length, end))
+                for i in range(length // PAGE_SIZE, len(pages)):
+                    place, first = pages[i] * PAGE_SIZE, i * PAGE_SIZE
+                    places.extend(range(place + max(length - first, 0), place + min(end - first, PAGE_SIZE)))
+            request.length = end
+            lens.append(end)
+            starts.append(len(ids))
+            if sampled:
+                last.append(len(ids) - 1)
+                sampling.append(request)
+        most = max(len(request.pages) for request in self.running)
+        tables = [request.pages + [0] * (most - len(request.pages)) for request in self.running]
+        n = len(lens)
+        each = self._tensor(lens + starts + last, torch.int32)
+        inputs = Inputs(
+            self._tensor(ids, torch.int64),
+            self._tensor(positions, torch.int64),
+            each[:n],
+            self._tensor(places, torch.int32),
+            each[n : 2 * n + 1],
+            each[2 * n + 1 :],
+        )
+        torch.tensor(tables, dtype=torch.int32, pin_memory=self.pinned).to(self.place, non_blocking=True)
+        tokens = inputs.ids.index_select(0, each[2 * n + 1 :]) + 1
+        for request, token in zip(sampling, tokens.tolist(), strict=True):
             request.last = token
         return inputs
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -18,9 +19,11 @@ from benchmarks import counts, curves, staging, suite, transfers, watched
 from benchmarks.__main__ import main
 from benchmarks.arrivals import Prefill
 from benchmarks.baselines.free_lists import LinkedBlocks, PopList, SliceList, TensorList, shuffled
+from benchmarks.baselines.request_loops import PAGE_SIZE, ChunksInLists, Inputs
 from benchmarks.baselines.twin_columns import ARRAYS, TENSORS, HostKind
 from benchmarks.comparisons import Absent, Comparison, MismatchError, Row, require_equal, run
 from benchmarks.decode_steps import Scene
+from benchmarks.mixed_steps import AGE, VERIFIED, against_lists
 from benchmarks.pools import all_numbers
 from benchmarks.suite import served
 from benchmarks.timing import FEWEST, Contender, Effort, measure, median, quartiles
@@ -69,7 +72,14 @@ def test_a_quick_run_reports_everything_under_the_documented_names(
         assert asked["decode step, 12 columns, 256 rows"] == (None, 1.12)  # the last of that task; twins' are before
         assert asked["decode step from 256 to 8,192 rows, 12 columns"] == (None, 32)
     printed = capsys.readouterr().out
-    for wanted in ("decode step, 12 columns", "decode step, 40 columns", "256 of 10,000 slots", "2,048 of 4,096 pages"):
+    for wanted in (
+        "decode step, 12 columns",
+        "decode step, 40 columns",
+        "256 of 10,000 slots",
+        "2,048 of 4,096 pages",
+        "mixed step with chunked prompts, 16 requests",
+        "a forward on a stream of its own, 256 requests",
+    ):
         assert any(wanted in row["task"] for row in rows)
         assert wanted in printed
     assert "ratios as asked" in printed
@@ -232,6 +242,40 @@ def test_a_baseline_that_forgets_one_side_is_found(rt: Runtime, kind: HostKind) 
     twins.running.device["seq_lens"] = twins.running.device["seq_lens"] + 1
     with pytest.raises(MismatchError, match="device side of seq_lens"):
         scene.verify([twins])
+
+
+@pytest.mark.parametrize("name", ["", "ids", "positions", "kv_lens", "places", "starts", "last"])
+def test_a_mixed_step_with_other_inputs_is_found(rt: Runtime, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One number of one step differs, or the page of one token; over 40 steps all are equal."""
+    steps, right = 0, ChunksInLists.step
+
+    def step(loop: ChunksInLists, *scheduled: Any) -> Inputs:
+        nonlocal steps
+        steps += 1
+        inputs = right(loop, *scheduled)
+        if name and steps == AGE + 20:
+            values = getattr(inputs, name).clone()
+            values[-1] += PAGE_SIZE if name == "places" else 1
+            inputs = attrs.evolve(inputs, **{name: values})
+        return inputs
+
+    monkeypatch.setattr(ChunksInLists, "step", step)
+    comparison = against_lists(rt, num_requests=16)
+    if not name:
+        comparison.verify()
+        assert steps == AGE + VERIFIED
+        return
+    with pytest.raises(MismatchError, match="page" if name == "places" else name):
+        comparison.verify()
+
+
+def test_waits_of_a_step_over_two_streams_are_counted(rt: Runtime) -> None:
+    """The forward waits once, for the copy of the step, whatever the number of requests."""
+    counted = counts.counted_waits(rt)
+    assert [count.count for count in counted if count.work.endswith("two streams") and "churn" not in count.work] == [
+        1
+    ] * 2
+    assert {count.limit for count in counted} == {1, 2, None}
 
 
 @pytest.mark.parametrize("kind", [PopList, SliceList, TensorList, LinkedBlocks], ids=lambda kind: kind.__name__)

@@ -279,6 +279,7 @@ class DecodeWorker:
                     self.accepted += new - 1
                 request.append(tokens[:new], self._eos)
         if self._batch.seq_lens.contract is Contract.UPPER_BOUND:
-            bounds = self._known() + (1 + self._options.speculate) * self._under_way()
-            lengths = np.minimum(self._batch.seq_lens.np, bounds)
+            bounds, lengths = self._known() + (1 + self._options.speculate) * self._under_way(), self._batch.seq_lens.np
+            runs = np.array([request.state != "finished" for request in self._batch.requests], dtype=np.bool_)
+            lengths = np.where(runs, np.minimum(lengths, bounds), lengths)  # an answer is cut at its end, its KV is not
             self._batch = self._batch.tighten("seq_lens", lengths, slots=self._batch.slots)

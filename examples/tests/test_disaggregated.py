@@ -159,6 +159,7 @@ def test_tokens_are_those_of_transformers(device: str, page_size: int, degree: i
         max_running=8,
         checks="full",
         staged=staged,
+        seed=2,  # whose answers are cut at their end while guesses are under way
     )
     both = Both(device, options, Faults(delay=2, split=0.5), seed=page_size)
     assert both.mismatches() == 0
