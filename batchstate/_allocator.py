@@ -9,20 +9,19 @@ size.
 
 Each operation of a pool goes in three phases. First it queries fences and reads its arguments: that is code of the
 engine, which may call the pool itself. Then it checks everything, and runs no code of the engine. Then it changes the
-pool, between `operation = ...` and `operation = None` of its transaction: one mark around the whole change, set by the
-operation of the pool (or by `Allocator.take`, where taking is its first change). An error is undone by the operation.
-An interrupt (`KeyboardInterrupt`, or whatever else a signal handler raises) is not: the mark stays, and the pool
-refuses every later call. Outside of the mark nothing is half changed.
+pool, between `operation = ...` and `operation = None` of its transaction: one mark around the whole change. An error is
+undone by the operation. An interrupt (`KeyboardInterrupt`, or whatever else a signal handler raises) is not: the mark
+stays, and the pool refuses every later call. Outside of the mark nothing is half changed.
 """
 
 import itertools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from threading import get_ident
-from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self, SupportsIndex, final
+from typing import Any, NoReturn, Protocol, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -57,7 +56,6 @@ MOST_TOKENS = 2**62
 
 _, FREE, PENDING, LIVE, RETIRED = STATES
 
-# Members of an enumeration that the hot path counts by, found once.
 _CONSERVATION, _IN_FLIGHT = Code.SLOT_CONSERVATION, Code.SLOT_IN_FLIGHT
 _OUT_OF_RANGE, DOUBLE_FREE = Code.SLOT_OUT_OF_RANGE, Code.SLOT_DOUBLE_FREE
 STALE_HANDLE = Code.SLOT_STALE_HANDLE
@@ -94,19 +92,16 @@ class Transaction:
         if self.operation is not None or get_ident() != self._owner.ident:
             self._refuse(operation)
 
-    def changing(self, operation: str) -> Self:
-        """The mark as a context, where its two calls more do not matter: an error takes it away, an interrupt not."""
+    @contextmanager
+    def changing(self, operation: str) -> Iterator[None]:
+        """The mark, where the cost of a context does not matter: an error takes it away, an interrupt does not."""
         self.operation = operation
-        return self
-
-    def __enter__(self) -> None:
-        """The mark is set already: an interrupt on the way here must find it."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None or issubclass(kind, Exception):
+        try:
+            yield
+        except Exception:
             self.operation = None
+            raise
+        self.operation = None
 
     def _refuse(self, asked: str) -> NoReturn:
         self._runtime.check_owner(asked)
@@ -141,21 +136,17 @@ class Transaction:
 
 
 class FreeIndices(Protocol):
-    """Free indices of an allocator, kept outside of the core in an order of their own."""
+    """Free indices of an allocator, `count` of them, kept outside of the core in an order of their own.
+
+    `top` and `entries` show the next `n` to be taken, and all, as new arrays; `drop` takes those of `top` away.
+    """
 
     count: int
 
-    def top(self, n: int) -> Ints:
-        """The next `n` to be taken, in that order, as a new array. They stay free."""
-
-    def drop(self, n: int) -> None:
-        """Takes away the indices that `top(n)` shows."""
-
-    def push(self, indices: Ints) -> None:
-        """Makes `indices` free."""
-
-    def entries(self) -> Ints:
-        """All free indices, as a new array."""
+    def top(self, n: int) -> Ints: ...
+    def drop(self, n: int) -> None: ...
+    def push(self, indices: Ints) -> None: ...
+    def entries(self) -> Ints: ...
 
 
 @final
@@ -206,6 +197,8 @@ class TakenAt:
 
     def note(self, indices: Ints) -> None:
         """The caller of the caller takes indices int64[n]; below `full` they have no lines any more."""
+        if not (levels.full or self.lines):
+            return
         lines: list[Line] = []
         frame = sys._getframe(2) if levels.full else None
         while frame is not None and len(lines) < _MOST_LINES:
@@ -256,7 +249,7 @@ def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], oper
         raise expected(f"{pool.name}: {operation}", f"{kind.unit}s", handles, remedy, DtypeError)
     if levels.full:
         handles.check(operation)
-    if handles._windows:
+    if handles._rare is not None:
         handles._check_fresh("host")
     rows: Ints = handles._host_side()
     if handles.runtime is not pool.runtime:
@@ -274,26 +267,18 @@ def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], oper
 class Allocator:
     """Indices 1 to size + reserve, with the handles of those that have an owner. Index 0 is padding, and in no list.
 
-    Not public: pools validate arguments and call this with int64 arrays. Their operations set the mark of the
-    transaction, but for `take`, which sets it when the core alone can still refuse, and `reap`, an operation of its
-    own.
+    Pools validate arguments and call this with int64 arrays. Their operations set the mark of the transaction, but for
+    `take`, which sets it when the core alone can still refuse, and `reap`, an operation of its own.
 
     A handle is good while its index is live and has the generation that the handle holds. So the order in which indices
     are reused does not matter: the last one freed may be the next one taken, and a handle kept too long is still found.
 
     Attributes:
-        core: the numbers.
-        transaction: shared by all that one slot owns.
+        core: the numbers; those of them that have a property here are described in `SlotStats`.
+        groups: those behind a fence, oldest first.
         label, name: name the pool in reports and in messages.
         pool_id: which the handles carry.
-        size: indices 1 to size can be taken ordinarily.
-        reserve: further indices, up to size + reserve, which only `take(..., reserved=True)` returns.
-        capacity: rows that a table indexed by these needs: size + reserve + 1.
         states: the state of each index, uint8[capacity].
-        live, pending, free_reserved, retired: how many are in this state; `free_reserved` of the reserve alone.
-        peak_live: the most that were ever taken at once.
-        taken_total, freed_total: how many were ever taken and released, but for takes that were undone.
-        takes: calls of `take` for at least one.
     """
 
     def __init__(
@@ -315,8 +300,9 @@ class Allocator:
         self.states: npt.NDArray[np.uint8] = self.core.arrays["state"]
         self._rows: Ints = self.core.arrays["rows"]
         self._gens: Ints = self.core.arrays["gens"]
+        self._front: tuple[int, Ints, Ints] = 0, self._rows[:0], self._gens[:0]
         self._outside = outside
-        self._groups: list[Group] = []  # oldest first
+        self.groups: list[Group] = []
         self._deferred = 0  # indices of all groups
         self._taken_at = TakenAt()
         self._generations_seen: Ints = np.zeros(self.capacity, dtype=np.int64)  # at the last `verify`
@@ -340,12 +326,15 @@ class Allocator:
     @property
     def free(self) -> int:
         """How many are free, the reserve included."""
-        free: int = self.core.free + self.core.free_reserved
-        return free
+        return int(self.core.free + self.core.free_reserved)
+
+    @property
+    def _total(self) -> int:
+        return int(self.capacity - 1 - self.core.retired)
 
     def pending_groups(self) -> list[tuple[QueriedFence, Ints]]:
         """The fences that indices are behind, each with these, oldest first. Queries nothing."""
-        return [(group.fence, self._chain(group)) for group in self._groups]
+        return [(group.fence, self._chain(group)) for group in self.groups]
 
     def _chain(self, group: Group) -> Ints:
         """The indices of a group, the first that was freed in front."""
@@ -360,7 +349,7 @@ class Allocator:
         if n > free:
             last = self.capacity - 1 if reserved else self.size
             retired = int(np.count_nonzero(self.states[1 : last + 1] == RETIRED))
-            usable = [(group.fence.step, int(np.sum(self._chain(group) <= last))) for group in self._groups]
+            usable = [(fence.step, int(np.sum(indices <= last))) for fence, indices in self.pending_groups()]
             since = min((step for step, behind in usable if behind), default=None)
             raise PoolExhaustedError(
                 self.label,
@@ -376,8 +365,6 @@ class Allocator:
     def next_handles(self, n: int, operation: str) -> tuple[Ints, Ints]:
         """The handles that `take(n)` would return now, int64[n] each. Raises as `take`."""
         self.check_available(n)
-        if self._outside is not None:
-            self._rows[:n] = self._outside.top(n)
         wrong = self.core.look(n, False, levels.cheap)
         if wrong >= 0:
             self._refuse_taken(wrong, self.size + 1, operation)
@@ -394,11 +381,11 @@ class Allocator:
             Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_IN_FLIGHT, SLOT_SHARED, SLOT_STALE_HANDLE, at
                 `cheap`.
         """
-        transaction = self.transaction
-        if n >= self.capacity or self._outside is not None:  # the number may be too large for the core
+        transaction, outside = self.transaction, self._outside
+        if n >= self.capacity or outside is not None:  # the number may be too large for the core
             self.check_available(n, reserved=reserved)
-        if self._outside is not None:
-            self._rows[:n] = self._outside.top(n)
+        if outside is not None:
+            self._rows[:n] = outside.top(n)
         times_checked[_IN_FLIGHT] += 1
         before, transaction.operation = transaction.operation, operation
         wrong = self.core.take(n, reserved, levels.cheap)
@@ -406,19 +393,19 @@ class Allocator:
             transaction.operation = before
             self.check_available(n, reserved=reserved)
             self._refuse_taken(wrong, self.capacity if reserved else self.size + 1, operation)
-        rows, generations = self._rows[:n].copy(), self._gens[:n].copy()
-        if self._outside is not None:
-            self._outside.drop(n)
-        if levels.full or self._taken_at.lines:
-            self._taken_at.note(rows)
-        if self.runtime.agreement is not None:
-            self.runtime.agreement.note(rows)
+        if n != self._front[0]:  # most takes are of one size, and a view takes as long as its copy
+            self._front = n, self._rows[:n], self._gens[:n]
+        _, rows, generations = self._front
+        rows, generations = rows.copy(), generations.copy()
+        if outside is not None:
+            outside.drop(n)
+        if levels.full or self._taken_at.lines or self.runtime.agreement is not None:
+            self.note_taken(rows)
         return rows, generations
 
     def note_taken(self, indices: Ints) -> None:
-        """The core has taken `indices` int64[n] by itself."""
-        if levels.full or self._taken_at.lines:
-            self._taken_at.note(indices)
+        """Notes for later reports that the core has taken `indices` int64[n]."""
+        self._taken_at.note(indices)
         if self.runtime.agreement is not None:
             self.runtime.agreement.note(indices)
 
@@ -451,7 +438,7 @@ class Allocator:
         else:
             wrong = self._defer(indices, self.transaction.watch(after))
         if wrong >= 0:
-            self._refuse_in(indices, LIVE, operation, wrong)
+            self.refuse(indices, operation, wrong, freed_from=LIVE)
         if self.transaction.undoing:
             core.undone(n)
         if levels.cheap:
@@ -463,7 +450,7 @@ class Allocator:
 
     def _defer(self, indices: Ints, fence: QueriedFence) -> int:
         """Puts live indices behind a fence; the first row that is wrong, or -1."""
-        groups = self._groups
+        groups = self.groups
         group = groups[-1] if groups and groups[-1].fence.fence is fence.fence else Group(fence)
         head: int = self.core.defer(indices, group.head)
         if head < 0:
@@ -474,14 +461,6 @@ class Allocator:
         group.count += indices.size
         self._deferred += indices.size
         return -1
-
-    def _refuse_in(self, indices: Ints, state: int, operation: str, wrong: int) -> NoReturn:
-        """Refuses indices that are not all in this state, once each."""
-        where = self.where(operation)
-        invariants.slot_out_of_range(indices, self.capacity, **where)
-        invariants.slot_zero_allocated(indices, **where)
-        invariants.slot_double_free(indices, self.states[indices] == state, **where)
-        raise unexplained(self.label, operation, f"row {wrong}")
 
     def check_none_pending(self, operation: str) -> None:
         """Refuses (SLOT_IN_FLIGHT) if indices are behind a fence that was not complete in the last `reap`; names it."""
@@ -498,52 +477,40 @@ class Allocator:
         Raises:
             Violation: SLOT_IN_FLIGHT, SLOT_CONSERVATION, at `cheap`; SLOT_DOUBLE_FREE.
         """
-        groups = self._groups
-        if not groups or self.runtime.capturing:
+        if not self.groups or self.runtime.capturing:
             return 0
-        asked = tuple(groups)
+        asked, reaped = tuple(self.groups), 0
         answers = self.transaction.query([group.fence for group in asked])
         done = [group for group, complete in zip(asked, answers, strict=True) if complete]
         for group in done:
             if levels.cheap and not group.fence.complete:
                 indices = self._chain(group)
                 invariants.slot_in_flight(indices, np.ones(indices.size, dtype=np.bool_), **self.where("reap"))
-        reaped = 0
         for group in done:
-            reaped += self._reap(group)
+            times_checked[_OUT_OF_RANGE] += 1
+            times_checked[DOUBLE_FREE] += 1
+            self.transaction.operation = "reap"
+            wrong = self.core.reap(group.head, group.count)
+            if wrong < 0:
+                self.groups.remove(group)
+                self._deferred -= group.count
+                if self._outside is not None:
+                    indices = self._chain(group)
+                    self._outside.push(indices[self.states[indices] == FREE])
+            self.transaction.operation = None
+            if wrong >= 0:
+                self._refuse_reaped(group, wrong)
+            reaped += group.count
         if done and levels.cheap:
             self.check_conservation("reap")
         return reaped
 
-    def _reap(self, group: Group) -> int:
-        """Makes free what is behind a complete fence, with nothing changed if that is refused."""
-        times_checked[_OUT_OF_RANGE] += 1
-        times_checked[DOUBLE_FREE] += 1
-        outside = None if self._outside is None else self._chain(group)
-        self.transaction.operation = "reap"
-        wrong = self.core.reap(group.head, group.count)
-        if wrong < 0:
-            self._groups.remove(group)
-            self._deferred -= group.count
-            if outside is not None and self._outside is not None:
-                self._outside.push(outside[self.states[outside] == FREE])
-        self.transaction.operation = None
-        if wrong >= 0:
-            indices = self._chain(group)
-            if indices.size < group.count:
-                lost = group.count - indices.size
-                self.check_live(self.live - lost, "reap", problem=f"a fence has lost {lost} of {group.count} indices")
-            self._refuse_in(indices, PENDING, "reap", wrong)
-        return group.count
-
-    def sort_free(self) -> None:
-        """Makes the free ones come in ascending order again. Costs O(size)."""
-        if self._outside is None:
-            self.core.sort()
-        else:
-            indices = np.sort(self._outside.entries())
-            self._outside.drop(indices.size)
-            self._outside.push(indices)
+    def _refuse_reaped(self, group: Group, wrong: int) -> NoReturn:
+        indices = self._chain(group)
+        lost = group.count - indices.size
+        if lost:
+            self.check_live(self.live - lost, "reap", problem=f"a fence has lost {lost} of {group.count} indices")
+        self.refuse(indices, "reap", wrong, freed_from=PENDING)
 
     # Handles
 
@@ -560,45 +527,38 @@ class Allocator:
         """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
         numbers = numbers_of_pool(self, slots, Slots, operation, padded)
         held: Ints = slots._generations  # type: ignore[assignment]
-        rows = numbers.view()
-        rows.setflags(write=False)
         times_checked[STALE_HANDLE] += 1
         wrong = self.core.first_not_held(numbers, held, padded, unique)
         if wrong >= 0:
-            self._refuse_held(rows, held, operation, wrong, padded=padded)
+            owned = np.count_nonzero(numbers) if padded else numbers.size
+            self.refuse(numbers[:owned], operation, wrong, held[:owned])
+        rows = numbers.view()
+        rows.setflags(write=False)
         return rows
-
-    def all_held(self, rows: Ints, held: Ints) -> bool:
-        """Whether each handle int64[n] is good."""
-        wrong: int = self.core.first_not_held(rows, held)
-        return wrong < 0
 
     def check_held(self, rows: Ints, held: Ints, operation: str) -> None:
         """Refuses rows int64[n] if one is not live, or not of the generation `held`."""
         times_checked[STALE_HANDLE] += 1
         wrong = self.core.first_not_held(rows, held)
         if wrong >= 0:
-            self._refuse_held(rows, held, operation, wrong)
+            self.refuse(rows, operation, wrong, held)
 
-    def _refuse_held(self, rows: Ints, held: Ints, operation: str, wrong: int, *, padded: bool = False) -> NoReturn:
-        if padded:
-            owned = np.count_nonzero(rows)
-            rows, held = rows[:owned], held[:owned]
+    def refuse(
+        self, rows: Ints, operation: str, wrong: int, held: Ints | None = None, *, freed_from: int | None = None
+    ) -> NoReturn:
+        """Raises for rows int64[n] of which the core refuses one.
+
+        Each has to be of the generation `held`, and in the state `freed_from`: otherwise it is freed twice.
+        """
         where = self.where(operation)
         invariants.slot_out_of_range(rows, self.capacity, **where)
         invariants.slot_zero_allocated(rows, **where)
-        current = np.where(self.live_among(rows), self.of(rows), -1)
-        invariants.slot_stale_handle(rows, held, current, **where)
-        invariants.slot_shared(rows, **where)
-        raise unexplained(self.label, operation, f"row {wrong}")
-
-    def refuse_to_free(self, rows: Ints, held: Ints, operation: str, wrong: int) -> NoReturn:
-        """For handles that are about to be freed, the core refusing one: dead and repeated ones are double frees."""
-        where = self.where(operation)
-        invariants.slot_out_of_range(rows, self.capacity, **where)
-        invariants.slot_zero_allocated(rows, **where)
-        invariants.slot_double_free(rows, self.live_among(rows), **where)
-        invariants.slot_stale_handle(rows, held, self.of(rows), **where)
+        if freed_from is not None:
+            invariants.slot_double_free(rows, self.states[rows] == freed_from, **where)
+        if held is not None:
+            current = np.where(self.live_among(rows), self.of(rows), -1)
+            invariants.slot_stale_handle(rows, held, current, **where)
+            invariants.slot_shared(rows, **where)
         raise unexplained(self.label, operation, f"row {wrong}")
 
     # Queries
@@ -625,12 +585,6 @@ class Allocator:
             invariants.slot_conservation(free, pending, self.live, self._total, **where)
         raise unexplained(self.label, operation, "the counts")
 
-    @property
-    def _total(self) -> int:
-        """How many there are, but for retired ones."""
-        total: int = self.capacity - 1 - self.retired
-        return total
-
     def expect_idle(self, operation: str) -> None:
         """Checks that nothing is live: SLOT_CONSERVATION, naming some indices that are."""
         self.reap()
@@ -641,14 +595,6 @@ class Allocator:
         """Checks that so many are live, as counted elsewhere: SLOT_CONSERVATION; see there for `report`."""
         invariants.slot_conservation(self.free, self.pending, live, self._total, **report, **self.where(operation))
 
-    def free_indices(self) -> tuple[Ints, Ints]:
-        """All free ones as their lists have them, int64: ordinary ones, and those of the reserve."""
-        core = self.core
-        if self._outside is not None:
-            return self._outside.entries(), np.empty(0, dtype=np.int64)
-        lists = core.arrays["stack"][: core.free], core.arrays["reserved"][: core.free_reserved]
-        return lists[0].astype(np.int64), lists[1].astype(np.int64)
-
     def verify(self, operation: str = "verify") -> None:
         """Checks every invariant of the allocator from scratch. Costs O(size).
 
@@ -656,10 +602,13 @@ class Allocator:
             Violation: SLOT_CONSERVATION, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_SHARED, SLOT_IN_FLIGHT,
                 SLOT_DOUBLE_FREE; SLOT_STALE_HANDLE: a generation fell since the last time.
         """
-        where, states = self.where(operation), self.states
+        where, states, core, none = self.where(operation), self.states, self.core, np.empty(0, dtype=np.int64)
         self.check_conservation(operation)
-        live, (ordinary, reserved) = self.live_indices(), self.free_indices()
-        pending = np.concatenate([np.empty(0, dtype=np.int64), *(self._chain(group) for group in self._groups)])
+        ordinary, reserved = core.arrays["stack"][: core.free], core.arrays["reserved"][: core.free_reserved]
+        if self._outside is not None:
+            ordinary, reserved = self._outside.entries(), none
+        ordinary, reserved, live = ordinary.astype(np.int64), reserved.astype(np.int64), self.live_indices()
+        pending = np.concatenate([none, *(indices for _, indices in self.pending_groups())])
         for indices, end in ((ordinary, self.size + 1), (reserved, self.capacity), (pending, self.capacity)):
             invariants.slot_out_of_range(indices, end, **where)
             invariants.slot_zero_allocated(indices, **where)
@@ -672,7 +621,7 @@ class Allocator:
             invariants.slot_conservation(part.size, counts[PENDING], counts[LIVE], size - counts[RETIRED], **where)
         for alive in (live.size, self.live):
             invariants.slot_conservation(free.size, pending.size, alive, self._total, **where)
-        generations: Ints = self.core.arrays["generation"]
+        generations: Ints = core.arrays["generation"]
         least = np.maximum(generations, self._generations_seen)
         invariants.slot_stale_handle(np.arange(self.capacity), least, generations, **where)
         self._generations_seen = generations.copy()

@@ -245,7 +245,7 @@ class StepPlanner(OfThisProcess):
             leaving = _others(batch._state, index)
             if joined is not None and joined.pool_id is not None:
                 _check_apart(leaving[0], joined.state.column(str(self._layout.slots)))
-            slots.check_leaving(*leaving, after, OPERATION)
+            slots.check_leaving(*leaving, OPERATION)
         if joined is not None and joined.pool_id is None:
             slots.check_take(joined.num_reqs)
 
