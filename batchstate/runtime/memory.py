@@ -397,15 +397,9 @@ class FixedMemory:
             self.ordered()
             self._last_writer = current
 
-    def note_write(self, fence: Fence | None = None, *, fenced: bool = True) -> None:
-        """The next reader on another stream waits for this write, and for nothing behind it.
-
-        `fence` is behind it and the work launched with it; by default one is recorded now. Unless it is `fenced`,
-        readers wait for all of the stream, until another call brings a fence.
-        """
-        if fence is None and fenced and not self.runtime.capturing:
-            fence = self.runtime.record(self._last_writer)
-        self._written = fence
+    def note_write(self) -> None:
+        """The next reader on another stream waits for this write, and for nothing behind it."""
+        self._written = None if self.runtime.capturing else self.runtime.record(self._last_writer)
         self._synchronised = set()
 
     def note_foreign_write(self) -> None:
