@@ -259,7 +259,7 @@ class HiSparse(OfThisProcess):
                 if short.any():
                     sources = requests.first_locations(rows[short], length[short])
                     targets = hot.locations.np[np.repeat(short, hot.counts)]
-                    indices = self._copier.indices(self._copier.upload(sources, targets))
+                    indices = self._copier.indices(self.runtime.upload([sources, targets]))
                     self._copier.to_device(*indices, "host tier: preload")
                     self.pages.commit(slots.filter(short), length[short])
             except Exception:
@@ -320,7 +320,7 @@ class HiSparse(OfThisProcess):
         positions = arange_per_row(np.zeros_like(length), length)  # a prompt does not wrap round in its pages
         page, offset = np.divmod(positions, size)
         sources = self.pages.page_table[np.repeat(rows, length), page].astype(np.int64) * size + offset
-        upload = self._copier.upload(sources, targets)  # not on the stream of the copies, which may be long
+        upload = self.runtime.upload([sources, targets])  # not on the stream of the copies, which may be long
         with self.runtime.use(self._stream):
             self.runtime.wait(written)
             self.pages.wait_written(slots)
@@ -601,7 +601,7 @@ class HiSparse(OfThisProcess):
                 invariants.unit_mismatch(str(unit), str(indices.unit), **where)
         if len(plan.backup_from):
             if uploaded is None:
-                upload = self._copier.upload(plan.backup_from.np, plan.backup_to.np)
+                upload = self.runtime.upload([plan.backup_from.np, plan.backup_to.np])
                 source, target = self._copier.indices(upload)
             else:
                 source, target = self._uploaded_indices(plan, uploaded)
