@@ -72,8 +72,7 @@ class InFlight:
             the newest copies of a stream; `pending`: host locations that are free behind it.
         fence: complete when it is over.
         slots: the requests, int64[n]; none for backups, and for host locations of requests that have left.
-        tokens: host locations that wait.
-        step: of the runtime, when it began, or None where that is not known.
+        tokens, step: host locations that wait, and since which step, or None where that is not known.
     """
 
     what: str
@@ -165,8 +164,8 @@ class HiSparse(OfThisProcess):
     def in_flight(self) -> list[InFlight]:
         """Everything that the tier waits for: copies, writers, and memory behind either. Queries no fence.
 
-        An entry that stays here for more steps than are in flight never completes: its copy was never launched, or
-        its writer is gone and that was not declared.
+        One that stays for more steps than are in flight never completes: its copy was not launched, or its writer is
+        gone and that was not declared.
         """
         self._begin("in_flight")
         requests, none = self._requests, np.empty(0, dtype=np.int64)
@@ -185,10 +184,9 @@ class HiSparse(OfThisProcess):
         return entries
 
     def expect_idle(self) -> None:
-        """Checks that no request is in the tier, and no host location is live.
+        """Checks that no request is in the tier, and no host location is live. Else SLOT_CONSERVATION, naming some.
 
-        Pending host locations are not leaks: `in_flight` names their fences. Else SLOT_CONSERVATION, naming requests
-        that are left, or host locations.
+        Pending host locations are not leaks: `in_flight` names their fences.
         """
         self._begin("expect_idle")
         left, where = np.fromiter(self._requests.ranges, dtype=np.int64), self._where("expect_idle")
@@ -234,9 +232,6 @@ class HiSparse(OfThisProcess):
 
         A request that fits into the hot buffer gets pages for its tokens, and their KV from the host, on the current
         stream. A longer one gets a whole hot buffer, which fills as it decodes.
-
-        Args:
-            slots: requests that are DIRECT.
 
         Returns:
             the device locations of the hot buffers, for a table [slot, hot row] -> location.
@@ -310,8 +305,7 @@ class HiSparse(OfThisProcess):
                     self._requests.states[row] = TierState.OUTSIDE
                 raise
             own = AllFences((copied,))  # `poll_staged` knows the copy by its fence, and on a CPU all fences are one
-            group, step = self.runtime.agreement, self.runtime.step
-            self._staging.append((slots, QueriedFence(own, step) if group is None else group.watch(own, step)))
+            self._staging.append((slots, self.slots.transaction.watch(own)))
             self._requests.fences.update(dict.fromkeys(rows.tolist(), own))
 
     def _staged(self, slots: Slots, rows: Ints, length: Ints, written: Fence) -> Fence:
@@ -334,14 +328,12 @@ class HiSparse(OfThisProcess):
         self._begin("poll_staged")
         if self.runtime.capturing:
             return 0
-        staging = tuple(self._staging)
+        staging, ready = tuple(self._staging), 0
         answers = self.slots.transaction.query([fence for _, fence in staging])
         copied = [group for group, complete in zip(staging, answers, strict=True) if complete]
-        ready = 0
         for slots, fence in copied:
             ready += self._make_ready(slots, fence.fence)
-        done = {id(group) for group in copied}
-        self._staging = [group for group in self._staging if id(group) not in done]
+        self._staging = [group for group in self._staging if not any(group is other for other in copied)]
         return ready
 
     def _make_ready(self, slots: Slots, copied: Fence) -> int:
@@ -439,10 +431,10 @@ class HiSparse(OfThisProcess):
 
         Raises:
             PoolExhaustedError: too few device pages. Nothing was mapped.
-            Violation: TIER_STATE: a request is not READY; LENGTH_ORDER: more tokens than were reserved, or than are
-                left in the hot buffer besides those that are not confirmed; PAGE_OWNER: a page that a token goes to is
-                shared; TRANSFER_BOUNDS, at `cheap`: a backup would leave the ranges of its request; MIRROR_EQUAL, at
-                `cheap`: pages of a request were grown or released outside of the tier.
+            Violation: TIER_STATE; LENGTH_ORDER: more tokens than were reserved, or than are left in the hot buffer
+                besides those that are not confirmed; PAGE_OWNER: a page that a token goes to is shared. At `cheap`
+                TRANSFER_BOUNDS: a backup would leave the ranges of its request; MIRROR_EQUAL: pages of a request were
+                grown or released outside of the tier.
             ArgumentError: a request did not go on behind tokens that it had, `confirmed` is missing, there are more
                 backups than `backups`, or those of the last step were not launched.
         """
@@ -475,9 +467,12 @@ class HiSparse(OfThisProcess):
         if backups is not None:
             backup_from, backup_to = _padded(backup_from, backups), _padded(backup_to, backups)
         held = np.maximum(requests.held[rows], np.minimum(length, self.hot_tokens))
+        new = held - requests.held[rows]
         self._transaction.operation = operation
         try:
-            self._grow(owners, held - requests.held[rows])
+            if np.count_nonzero(new):
+                grows = owners if new.all() else owners.filter(new > 0)
+                self.pages.advance(grows, 1 if (new == 1).all() else new[new > 0])
         except Exception:
             self._transaction.operation = None
             raise
@@ -504,10 +499,8 @@ class HiSparse(OfThisProcess):
             named,
             backed,
         )
-        requests.length[rows] = length
-        requests.backed[rows] = settled
+        requests.length[rows], requests.backed[rows], requests.held[rows] = length, settled, held
         requests.hot_from[rows] = hot_from[: rows.size]
-        requests.held[rows] = held
         self._open = plan
         requests.planned = rows
         self._transaction.operation = None
@@ -534,14 +527,6 @@ class HiSparse(OfThisProcess):
             remedy = "pass how many tokens of each request the results that are known have accepted"
             raise ArgumentError(f"{operation}: seq_lens is a bound, without `confirmed`", seq_lens, remedy)
         return length, counts, length - counts
-
-    def _grow(self, slots: Slots, more: Ints) -> None:
-        """Takes device pages for `more` tokens of each hot buffer."""
-        grows = more > 0
-        if grows.all():
-            self.pages.advance(slots, 1 if (more == 1).all() else more)
-        elif grows.any():
-            self.pages.advance(slots.filter(grows), more[grows])
 
     def _check_step(self, slots: Slots, rows: Ints, length: Ints, before: Ints, settled: Ints, where: Where) -> None:
         """Refuses a second open plan, lengths beyond what was reserved, and steps that do not go on from the last."""
@@ -635,13 +620,10 @@ class HiSparse(OfThisProcess):
         self._release(slots, (TierState.READY,), after, "finish")
 
     def abort(self, slots: Slots, *, after: Fence | None = None) -> None:
-        """Frees requests in any state of the tier with all they own.
+        """`finish`, of requests in any state of the tier.
 
         Host locations that a writer may still write stay pending until it has ended, and pages that are being copied
         until the copy is over.
-
-        Raises:
-            As `SlotPool.free`; TIER_STATE. Nothing was freed.
         """
         self._release(slots, IN_TIER, after, "abort")
 
@@ -664,7 +646,7 @@ class HiSparse(OfThisProcess):
     def verify(self) -> None:
         """Checks every invariant of the tier from scratch: states, ranges, pages, and that backups equal hot KV.
 
-        Reads device memory; does nothing under capture. Else MIRROR_EQUAL, or any code of host locations and pages.
+        Reads device memory; does nothing under capture.
         """
         self._begin("verify")
         if self.runtime.capturing:
