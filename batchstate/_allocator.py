@@ -48,11 +48,8 @@ from batchstate.violations import Code, Where
 
 Ints = npt.NDArray[np.int64]
 
-MOST_INDICES = 2**31 - 2
-"""Entries of one pool: tables hold them in int32, and each has a row more than there are entries."""
-
-MOST_TOKENS = 2**62
-"""Tokens of one pool: sums of two such numbers are still int64."""
+MOST_INDICES = 2**31 - 2  # of one pool: tables hold them in int32, and have a row more
+MOST_TOKENS = 2**62  # of one pool: sums of two such numbers are still int64
 
 _, FREE, PENDING, LIVE, RETIRED = STATES
 
@@ -68,12 +65,11 @@ def size_of(value: SupportsIndex, subject: str, *, least: int = 0, most: int = M
 
 @final
 class Transaction:
-    """The mark of a pool and of all that its slots own; a few attributes, to be quick.
+    """The mark of a pool and of all that its slots own.
 
     Attributes:
         operation: name of the operation that changes the pool, or was interrupted in it; None while the pool is whole.
         undoing: whether indices released now count as never taken.
-        label: of the pool, for reports.
     """
 
     __slots__ = ("_asking", "_last", "_owner", "_runtime", "label", "operation", "undoing")
@@ -173,24 +169,19 @@ def joined(*fences: Fence | None) -> Fence | None:
 @final
 @attrs.define(eq=False)
 class Group:
-    """The indices behind one fence: `count` of them, as a chain of the core from `head` on."""
+    """The `count` indices behind one fence, a chain of the core from `head` on."""
 
     fence: QueriedFence
     head: int = 0
     count: int = 0
 
 
-_MOST_LINES = 12
-"""Stack frames kept per take: the library's own, and some of the engine."""
+_MOST_LINES = 12  # stack frames kept per take: the library's own, and some of the engine
 
 
 @final
 class TakenAt:
-    """The lines that led to taking each index, of takes at `full`.
-
-    Attributes:
-        lines: index -> lines, innermost first.
-    """
+    """The lines that led to taking each index, innermost first, of takes at `full`."""
 
     def __init__(self) -> None:
         self.lines: dict[int, Sequence[Line]] = {}
@@ -207,7 +198,7 @@ class TakenAt:
         self.lines.update(dict.fromkeys(indices.tolist(), lines))
 
     def named(self, index: int) -> str:
-        """A live index, with the line outside the library where it was taken, if that was noted."""
+        """A live index, with the line outside of the library where it was taken."""
         line = users_line(self.lines.get(index, ()))
         return str(index) if line is None else f"{index} (taken at {line})"
 
@@ -227,21 +218,13 @@ class HandlePool(Protocol):
 
 
 def new_pool_id(pool: HandlePool) -> int:
-    """An id for the handles of `pool`, from 1."""
     pool_id = next(_pool_ids)
     _pools[pool_id] = pool
     return pool_id
 
 
 def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool) -> Ints:
-    """The numbers of handles that are of this pool, or with `padded` all padding, int64[n].
-
-    Raises:
-        DtypeError: other than handles of this kind.
-        DeviceError: handles of another runtime.
-        ArgumentError: handles of another pool.
-        Violation: UNIT_MISMATCH, MIRROR_STALE_READ; codes of mirrored values at `full`.
-    """
+    """The numbers of handles that are of this pool, or with `padded` all padding, int64[n]."""
     if not isinstance(handles, kind):
         if isinstance(handles, MirroredTensor) and handles.unit is not None:
             invariants.unit_mismatch(str(kind.unit), str(handles.unit), **pool.where(operation))
@@ -310,7 +293,7 @@ class Allocator:
 
     @staticmethod
     def of_pool(pool_id: int) -> "Allocator | None":
-        """The one whose handles carry this id; None for 0 and for a pool that is gone."""
+        """The one whose handles carry this id, if there is one."""
         pool = _pools.get(pool_id)
         return pool if isinstance(pool, Allocator) else None
 
@@ -325,7 +308,6 @@ class Allocator:
 
     @property
     def free(self) -> int:
-        """How many are free, the reserve included."""
         return int(self.core.free + self.core.free_reserved)
 
     @property
@@ -337,14 +319,13 @@ class Allocator:
         return [(group.fence, self._chain(group)) for group in self.groups]
 
     def _chain(self, group: Group) -> Ints:
-        """The indices of a group, the first that was freed in front."""
         rows = np.empty(group.count, dtype=np.int64)
         return rows[self.core.chain(group.head, rows) :]
 
     # Taking
 
     def check_available(self, n: int, *, reserved: bool = False) -> None:
-        """Refuses (PoolExhaustedError) if `n` cannot be taken. Queries no fence: `reap` comes first."""
+        """Refuses if `n` cannot be taken. Queries no fence: `reap` comes first."""
         free = self.core.free + (self.core.free_reserved if reserved else 0)
         if n > free:
             last = self.capacity - 1 if reserved else self.size
@@ -363,7 +344,7 @@ class Allocator:
             )
 
     def next_handles(self, n: int, operation: str) -> tuple[Ints, Ints]:
-        """The handles that `take(n)` would return now, int64[n] each. Raises as `take`."""
+        """The handles that `take(n)` would return now."""
         self.check_available(n)
         wrong = self.core.look(n, False, levels.cheap)
         if wrong >= 0:
@@ -371,16 +352,7 @@ class Allocator:
         return self._rows[:n].copy(), self._gens[:n].copy()
 
     def take(self, n: int, operation: str, *, reserved: bool = False) -> tuple[Ints, Ints]:
-        """Takes `n`: of the reserve first if `reserved`, then of the ordinary ones. Queries no fence.
-
-        Returns:
-            indices and generations int64[n], new arrays.
-
-        Raises:
-            PoolExhaustedError: fewer are free.
-            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_IN_FLIGHT, SLOT_SHARED, SLOT_STALE_HANDLE, at
-                `cheap`.
-        """
+        """Takes `n`, of the reserve first if `reserved`. Their indices and generations int64[n]; queries no fence."""
         transaction, outside = self.transaction, self._outside
         if n >= self.capacity or outside is not None:  # the number may be too large for the core
             self.check_available(n, reserved=reserved)
@@ -421,11 +393,7 @@ class Allocator:
     # Releasing
 
     def release(self, indices: Ints, after: Fence | None, operation: str) -> None:
-        """Frees live indices, at once or when `after` is complete.
-
-        Raises:
-            Violation: SLOT_DOUBLE_FREE: not live, or named twice. SLOT_CONSERVATION, SLOT_IN_FLIGHT, at `cheap`.
-        """
+        """Frees live indices, each once, at once or when `after` is complete."""
         core, n = self.core, indices.size
         if not n:
             return
@@ -449,7 +417,7 @@ class Allocator:
             self.check_conservation(operation)
 
     def _defer(self, indices: Ints, fence: QueriedFence) -> int:
-        """Puts live indices behind a fence; the first row that is wrong, or -1."""
+        """The first row that is wrong, or -1."""
         groups = self.groups
         group = groups[-1] if groups and groups[-1].fence.fence is fence.fence else Group(fence)
         head: int = self.core.defer(indices, group.head)
@@ -463,7 +431,7 @@ class Allocator:
         return -1
 
     def check_none_pending(self, operation: str) -> None:
-        """Refuses (SLOT_IN_FLIGHT) if indices are behind a fence that was not complete in the last `reap`; names it."""
+        """Refuses (SLOT_IN_FLIGHT) if indices are behind a fence that was open in the last `reap`; names it."""
         for fence, indices in self.pending_groups():
             in_flight, behind = np.ones(indices.size, dtype=np.bool_), f"{fence.fence!r}, freed in step {fence.step}"
             invariants.slot_in_flight(indices, in_flight, behind=behind, **self.where(operation))
@@ -471,11 +439,7 @@ class Allocator:
     def reap(self) -> int:
         """Makes free the indices behind complete fences; says how many. Never waits, queries nothing under capture.
 
-        If a fence raises, the error comes through, and nothing has changed. Called by a fence that it queries, it does
-        nothing.
-
-        Raises:
-            Violation: SLOT_IN_FLIGHT, SLOT_CONSERVATION, at `cheap`; SLOT_DOUBLE_FREE.
+        If a fence raises, nothing has changed. Called by a fence that it queries, it does nothing.
         """
         if not self.groups or self.runtime.capturing:
             return 0
@@ -515,16 +479,15 @@ class Allocator:
     # Handles
 
     def of(self, rows: Ints) -> Ints:
-        """The present generations of `rows`, int64[n]."""
         generations: Ints = self.core.arrays["generation"][rows]
         return generations
 
     def handles(self, rows: Ints) -> Slots:
-        """Handles of the present owners of `rows`, int64[n], which are live: for checks."""
+        """Handles of the present owners of `rows`, int64[n]: for checks."""
         return Slots.of_pool(self.runtime, rows, self.of(rows), pool_id=self.pool_id, name=self.name)
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
-        """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
+        """See `SlotPool.rows_of`."""
         numbers = numbers_of_pool(self, slots, Slots, operation, padded)
         held: Ints = slots._generations  # type: ignore[assignment]
         times_checked[STALE_HANDLE] += 1
@@ -537,7 +500,7 @@ class Allocator:
         return rows
 
     def check_held(self, rows: Ints, held: Ints, operation: str) -> None:
-        """Refuses rows int64[n] if one is not live, or not of the generation `held`."""
+        """Refuses rows int64[n] that are not live, or not of the generations `held`."""
         times_checked[STALE_HANDLE] += 1
         wrong = self.core.first_not_held(rows, held)
         if wrong >= 0:
@@ -569,7 +532,7 @@ class Allocator:
         return live
 
     def live_indices(self) -> Ints:
-        """All live ones in ascending order, int64[live]. Costs O(size)."""
+        """In ascending order. Costs O(size)."""
         return np.flatnonzero(self.states == LIVE)
 
     # Checks
@@ -586,22 +549,16 @@ class Allocator:
         raise unexplained(self.label, operation, "the counts")
 
     def expect_idle(self, operation: str) -> None:
-        """Checks that nothing is live: SLOT_CONSERVATION, naming some indices that are."""
         self.reap()
         if self.live:
             self.check_live(0, operation, leaked=self.live_indices(), named=self._taken_at.named)
 
     def check_live(self, live: int, operation: str, **report: Any) -> None:
-        """Checks that so many are live, as counted elsewhere: SLOT_CONSERVATION; see there for `report`."""
+        """Checks that so many are live, as counted elsewhere: SLOT_CONSERVATION."""
         invariants.slot_conservation(self.free, self.pending, live, self._total, **report, **self.where(operation))
 
     def verify(self, operation: str = "verify") -> None:
-        """Checks every invariant of the allocator from scratch. Costs O(size).
-
-        Raises:
-            Violation: SLOT_CONSERVATION, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_SHARED, SLOT_IN_FLIGHT,
-                SLOT_DOUBLE_FREE; SLOT_STALE_HANDLE: a generation fell since the last time.
-        """
+        """Checks every invariant of the allocator from scratch, with numpy. Costs O(size)."""
         where, states, core, none = self.where(operation), self.states, self.core, np.empty(0, dtype=np.int64)
         self.check_conservation(operation)
         ordinary, reserved = core.arrays["stack"][: core.free], core.arrays["reserved"][: core.free_reserved]
@@ -627,7 +584,6 @@ class Allocator:
         self._generations_seen = generations.copy()
 
     def where(self, operation: str) -> Where:
-        """For reports of invariants."""
         return {"object": self.label, "operation": operation, "step": self.runtime.step}
 
 
