@@ -109,11 +109,8 @@ class Counters:
 
 
 _STAGING_REUSED = Code.STAGING_REUSED
-MOST_STEPS = 64
-"""Steps in flight: there are as many staging blocks of each size."""
-
-MOST_SYNCHRONISED = 64
-"""Streams that are remembered as synchronised with one tensor."""
+MOST_STEPS = 64  # in flight: there are as many staging blocks of each size
+MOST_SYNCHRONISED = 64  # streams that are remembered as synchronised with one tensor
 
 T = TypeVar("T")
 _log = logging.getLogger("batchstate")
@@ -304,18 +301,11 @@ class Runtime(OfThisProcess, abc.ABC):
 
     @abc.abstractmethod
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
-        """New device memory uint8[nbytes] with the first bytes of `block`, copied on the current stream.
-
-        With `into`, device memory of at least as many bytes, its first bytes are written instead, and returned. The
-        host does not wait.
-        """
+        """New device memory uint8[nbytes], or the front of `into`, with a copy of the front of `block`. Never waits."""
 
     @abc.abstractmethod
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        """Copies a vector, of a dtype that numpy has too, into the first bytes of `block`, on the current stream.
-
-        The host does not wait.
-        """
+        """Copies a vector of a dtype that numpy has to the front of `block`, on the current stream. Never waits."""
 
     @abc.abstractmethod
     def _read_back(self, source: torch.Tensor) -> Array:
@@ -372,11 +362,7 @@ class Runtime(OfThisProcess, abc.ABC):
             raise OwnerThreadError(problem, name, remedy)
 
     def next_step(self) -> int:
-        """Begins the next step and returns its number. Never waits.
-
-        Raises:
-            Violation: STAGING_OVERRUN, at `cheap`: more steps are in flight than were declared.
-        """
+        """Begins the next step; its number. STAGING_OVERRUN, at `cheap`: more are in flight than were declared."""
         if threading.get_ident() != self.owner.ident:
             self.check_owner("next_step")
         if levels.cheap and not (self.capturing and self.checks_suspended()):
@@ -473,10 +459,8 @@ class Runtime(OfThisProcess, abc.ABC):
         The arrays may be changed afterwards: they were copied into staging memory, which is reused only when its fence
         is complete.
 
-        Args:
-            arrays: any number of arrays of shared dtypes.
-            into: device memory uint8[nbytes] to be written, by default new memory. The caller sees to it that no
-                earlier forward still reads it.
+        With `into`, device memory uint8[nbytes], that is written and no new memory; the caller sees to it that no
+        earlier forward still reads it.
 
         Raises:
             CaptureError: the current stream is being captured; staging memory would be baked into the graph.
@@ -525,10 +509,7 @@ class Runtime(OfThisProcess, abc.ABC):
     ) -> Download:
         """Starts to bring device tensors to the host in one copy, on the current stream. The host does not wait.
 
-        Args:
-            tensors: made on the current stream, of dtypes that numpy has too.
-            name: for reports.
-            stream: the current one, where the caller has asked for it, and whether it is captured.
+        `stream` is the current one, on which they were made, where the caller has asked for it and for a capture.
 
         Raises:
             CaptureError: the current stream is being captured.
@@ -659,13 +640,8 @@ class Runtime(OfThisProcess, abc.ABC):
         If that is another stream, the current one waits for `ready` (or for all that `made_on` has enqueued), and the
         memory is kept until the current stream is done with it: an order of execution alone does not protect memory.
 
-        Args:
-            tensor: device memory.
-            made_on: the stream that made it.
-            ready: a fence behind its making.
-            synchronised: keys of the streams that have it already, if the memory is not written again. Nothing is done
-                for these; a new one is added.
-            current: the current stream, where the caller has asked for it.
+        `synchronised` are keys of the streams that have it already, if the memory is not written again: nothing is done
+        for these, and a new one is added. `current` is the current stream, where the caller has asked for it.
         """
         current = current or self.current_stream
         if current is made_on or current == made_on or (synchronised is not None and current.key in synchronised):

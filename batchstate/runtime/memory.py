@@ -67,11 +67,8 @@ def dtype_meant(value: object) -> str:
     return f"pass {meant or 'a torch dtype, such as torch.int64'}"
 
 
-SMALLEST_BLOCK = 1 << 14
-"""Bytes of the smallest block. Batch state of a few hundred requests fits."""
-
-MOST_STREAMS = 2
-"""Streams that are remembered while no copy of theirs is in flight."""
+SMALLEST_BLOCK = 1 << 14  # bytes; batch state of a few hundred requests fits
+MOST_STREAMS = 2  # that are remembered while no copy of theirs is in flight
 
 
 @final
@@ -182,8 +179,7 @@ class Staging:
         return StagingBlock(tensor, array)
 
 
-ALIGNMENT = 16
-"""Each array starts at a multiple of so many bytes: the widest load that a kernel makes."""
+ALIGNMENT = 16  # each array starts at a multiple of so many bytes: the widest load that a kernel makes
 
 Place = tuple[int, "np.dtype[Any]", tuple[int, ...]]
 """Where an array starts, in bytes, its dtype and its shape."""
@@ -226,8 +222,7 @@ class PackedUpload:
 
     Attributes:
         buffer: uint8[nbytes] on the device.
-        stream: the stream that ran the copy.
-        ready: the fence behind the copy.
+        stream, ready: the stream that ran the copy, and the fence behind it.
         synchronised: keys of the streams that may use the buffer (see `Runtime.use_on_current_stream`).
         write_count: torch's count of writes in place into the buffer when it was uploaded; None for inference tensors.
     """
@@ -271,8 +266,7 @@ class ReadyTensor(NamedTuple):
     """A device tensor that exists, and the work that another stream has to wait for before it uses it.
 
     Attributes:
-        tensor: on the device.
-        stream: the stream that made it.
+        tensor, stream: on the device, and the stream that made it.
         ready: a fence recorded after the work that made it; None stands for all work of `stream`.
         synchronised: keys of other streams that are synchronised with it; see `Runtime.use_on_current_stream`.
     """
@@ -403,13 +397,10 @@ class _Addressable:
 
 
 def device_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Pinned memory as a tensor of the device, without a copy.
+    """Pinned memory as a tensor of the device, without a copy. DeviceError: the device does not address it.
 
     With unified addressing a pinned page has one address for host and device (CUDA C++ Programming Guide, "Mapped
     Memory" and "Unified Virtual Address Space").
-
-    Raises:
-        DeviceError: the device does not address it.
     """
     flat = torch.as_tensor(_Addressable(pinned), device=device)
     if flat.device != device or flat.data_ptr() != pinned.data_ptr():  # a copy would be another memory
