@@ -1,7 +1,8 @@
 """The parts of `HiSparse`: what it knows about each request, and its copies of KV between device and host memory."""
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, final, runtime_checkable
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from batchstate import invariants
 from batchstate._allocator import Transaction, joined
-from batchstate.errors import ArgumentError, CaptureError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotListener, SlotPool
@@ -82,7 +83,6 @@ class KVCopier:
 
     @property
     def fences(self) -> tuple[Fence, ...]:
-        """Fences after all copies: one for each stream that copied."""
         return tuple(self._last.values())
 
     def forget(self, complete: set[Fence]) -> None:
@@ -103,8 +103,7 @@ class KVCopier:
 
     def _copy(self, sources: Layers, source: torch.Tensor, targets: Layers, target: torch.Tensor, name: str) -> Fence:
         launch = self._runtime.launch
-        if self._runtime.capturing:
-            raise CaptureError(f"{name} while the stream is captured", remedy="move KV outside of the capture")
+        self._runtime.refuse_capture(name)
         try:
             for here, there in zip(sources, targets, strict=True):
                 reads, arguments = (here, source, target), (here, source, there, target)
@@ -164,7 +163,6 @@ class TierRequests(SlotListener):
     # Entering, leaving, locations
 
     def enter(self, slot: int, ranges: HostRanges, state: TierState, length: int) -> None:
-        """Gives a request its host locations."""
         self.ranges[slot] = ranges
         self._host.keep(ranges, self)
         self.states[slot] = state
@@ -277,10 +275,18 @@ class TierRequests(SlotListener):
         own = (self.fences[slot] for slot in slots if slot in self.fences)
         return list(dict.fromkeys((*self._copier.fences, *own)))
 
+    @contextmanager
+    def releases(self, rows: Ints) -> Iterator[None]:
+        """A window in which the host tier itself releases slots int64[n], or their pages."""
+        self.releasing = rows
+        try:
+            yield
+        finally:
+            self.releasing = rows[:0]
+
     # Checks
 
     def check_state(self, rows: Ints, allowed: tuple[TierState, ...], operation: str) -> None:
-        """Refuses requests in other states: TIER_STATE."""
         invariants.tier_state(rows, self.states[rows], allowed, _NAMES, **self._where(operation))
 
     def check_arrived(self, rows: Ints, lengths: Ints, operation: str) -> None:
@@ -314,17 +320,14 @@ class TierRequests(SlotListener):
             positions = np.arange(len(ranges), dtype=np.int64)
             named = self.locations(np.full(positions.size, slot, dtype=np.int64), positions)
             invariants.mirror_equal(ranges.locations(), named, **where)
-            invariants.slot_stale_handle(
-                np.array([slot]), np.array([ranges.owner]), self._host.owner_of(ranges.starts[:1]), **where
-            )
+            owner = self._host.owner_of(ranges.starts[:1])
+            invariants.slot_stale_handle(np.array([slot]), np.array([ranges.owner]), owner, **where)
         stats = self._host.stats
-        owners = np.fromiter(self.ranges, dtype=np.int64, count=len(self.ranges))
+        owners = np.fromiter(self.ranges, dtype=np.int64)
         orphans = owners[~self._slots.is_live(owners)]
         if orphans.size:
-            lost = sum(len(self.ranges[slot]) for slot in orphans.tolist())
-            invariants.slot_conservation(
-                stats.free, stats.pending, stats.live - lost, stats.size, leaked=orphans, **where
-            )
+            live = stats.live - sum(len(self.ranges[slot]) for slot in orphans.tolist())
+            invariants.slot_conservation(stats.free, stats.pending, live, stats.size, leaked=orphans, **where)
         if held > stats.live:  # the pool's users outside of the tier count what they took
             invariants.slot_conservation(stats.free, stats.pending, held, stats.size, **where)
         most = int(self.max_tokens.max(initial=0))

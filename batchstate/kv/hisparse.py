@@ -23,7 +23,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import AllFences
 from batchstate._arrays import MOST_ROWS, amounts, arange_per_row, count
-from batchstate.errors import ArgumentError, CaptureError, another_runtime
+from batchstate.errors import ArgumentError, another_runtime
 from batchstate.kv._lengths import explained
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
 from batchstate.kv.host_pool import HostKVPool, HostRanges, HostStats
@@ -47,12 +47,9 @@ def _host_only(unit: type[V], runtime: Runtime, numbers: Ints) -> V:
 @final
 @attrs.frozen
 class TierStats:
-    """The host tier in numbers.
+    """The host tier in numbers: requests by their state, and the pool of host locations, pending ones included.
 
-    Attributes:
-        staged, direct, ready: requests by their state.
-        to_back_up: whether a step is planned whose backup is not launched.
-        host: the pool of host locations, pending ones included.
+    `to_back_up` says whether a step is planned whose backup is not launched.
     """
 
     staged: int
@@ -258,9 +255,8 @@ class HiSparse(OfThisProcess):
                     self._copier.to_device(*indices, "host tier: preload")
                     self.pages.commit(slots.filter(short), length[short])
             except Exception:
-                requests.releasing = rows
-                self.pages.release(slots, after=requests.fence_of([], None))
-                requests.releasing = rows[:0]
+                with requests.releases(rows):
+                    self.pages.release(slots, after=requests.fence_of([], None))
                 raise
             requests.hot_from[rows] = np.where(short, 0, length)
             requests.held[rows] = np.minimum(length, size)
@@ -286,8 +282,7 @@ class HiSparse(OfThisProcess):
         operation = "admit_staged"
         rows = self._entering(slots, operation)
         check_fence(after, operation)
-        if self.runtime.capturing:
-            raise CaptureError(f"{operation} while the stream is captured", remedy="admit outside of the capture")
+        self.runtime.refuse_capture(operation)
         hot_pages = -(-self.hot_tokens // self.pages.page_size)
         self.pages.check_unshared(self.pages.page_table[rows, :hot_pages].ravel().astype(np.int64), operation)
         length, most = self._sizes(rows, self.pages.committed(slots), max_tokens, operation)
@@ -309,7 +304,6 @@ class HiSparse(OfThisProcess):
             self._requests.fences.update(dict.fromkeys(rows.tolist(), own))
 
     def _staged(self, slots: Slots, rows: Ints, length: Ints, written: Fence) -> Fence:
-        """Launches the copies of `length` tokens of each slot out to the host; the fence after them."""
         targets, size = self._requests.first_locations(rows, length), self.pages.page_size
         positions = arange_per_row(np.zeros_like(length), length)  # a prompt does not wrap round in its pages
         page, offset = np.divmod(positions, size)
@@ -347,11 +341,8 @@ class HiSparse(OfThisProcess):
         long = requests.length[rows] > self.hot_tokens
         with self._transaction.changing("poll_staged"):
             if long.any():
-                requests.releasing = rows[long]
-                try:
+                with requests.releases(rows[long]):
                     self.pages.truncate(slots.filter(long), self.hot_tokens)
-                finally:
-                    requests.releasing = rows[:0]
                 requests.hot_from[rows[long]] = requests.length[rows[long]]
                 requests.held[rows[long]] = self.hot_tokens
             for row in rows.tolist():
@@ -360,7 +351,6 @@ class HiSparse(OfThisProcess):
         return len(slots)
 
     def _begin(self, operation: str) -> None:
-        """Refuses calls from a second thread, and while the tier, its slots or its pages are broken."""
         self.slots.transaction.enter(operation)
         self._transaction.enter(operation)
 
@@ -388,7 +378,6 @@ class HiSparse(OfThisProcess):
     def _enter(
         self, rows: Ints, length: Ints, most: Ints, state: TierState, writer: Fence | None, operation: str
     ) -> list[HostRanges]:
-        """Gives requests their host locations."""
         taken = self.host.take(most, rows, writer=writer)
         held = np.array([len(ranges) for ranges in taken], dtype=np.int64)
         try:
@@ -560,7 +549,7 @@ class HiSparse(OfThisProcess):
         return locations
 
     def _hot_pages(self, rows: Ints, positions: Ints) -> Ints:
-        """The page of one position of each row, int64[n]; 0 for none."""
+        """0 for none."""
         column = positions % self.hot_tokens // self.pages.page_size
         return self.pages.page_table[rows, column].astype(np.int64)
 
@@ -589,7 +578,7 @@ class HiSparse(OfThisProcess):
                 upload = self.runtime.upload([plan.backup_from.np, plan.backup_to.np])
                 source, target = self._copier.indices(upload)
             else:
-                source, target = self._uploaded_indices(plan, uploaded)
+                source, target = _uploaded_indices(plan, uploaded)
             self._copier.to_host(source, target, "host tier: back up")
         self._transaction.operation = "back_up"
         plan.launched = True
@@ -599,15 +588,6 @@ class HiSparse(OfThisProcess):
         if levels.full and not self.runtime.checks_suspended():
             self._check_backed(plan.slots.np, self._requests.backed, where)
             self.pages.check_kv("back_up")
-
-    def _uploaded_indices(
-        self, plan: LastLocation, uploaded: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        source, target = (uploaded.get(name) for name in ("backup_from", "backup_to"))
-        if source is None or target is None or not len(source) == len(target) == len(plan.backup_from):
-            problem = f"back_up of {plan!r} with {uploaded!r}"
-            raise ArgumentError(problem, plan, "pass what `batch.upload(extras=plan.extras)` returned, or nothing")
-        return source, target
 
     # Leaving
 
@@ -635,11 +615,8 @@ class HiSparse(OfThisProcess):
         rows = self.slots.rows_of(slots, operation, unique=True)
         requests.check_state(rows, allowed, operation)
         staged = rows[requests.states[rows] == TierState.STAGED].tolist()
-        requests.releasing = rows
-        try:
+        with requests.releases(rows):
             self.pages.release_requests(slots, after=requests.fence_of(staged, after))
-        finally:
-            requests.releasing = rows[:0]
 
     # Checks
 
@@ -674,6 +651,14 @@ class HiSparse(OfThisProcess):
 
     def _where(self, operation: str) -> Where:
         return {"object": self, "operation": operation, "step": self.runtime.step}
+
+
+def _uploaded_indices(plan: LastLocation, uploaded: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    source, target = (uploaded.get(name) for name in ("backup_from", "backup_to"))
+    if source is None or target is None or not len(source) == len(target) == len(plan.backup_from):
+        problem = f"back_up of {plan!r} with {uploaded!r}"
+        raise ArgumentError(problem, plan, "pass what `batch.upload(extras=plan.extras)` returned, or nothing")
+    return source, target
 
 
 def _padded(numbers: Ints, size: SupportsIndex) -> Ints:
