@@ -86,7 +86,13 @@ class Transaction:
     def enter(self, operation: str) -> None:
         """Begins a call of the pool, or refuses it: OwnerThreadError, PoolBrokenError."""
         if self.operation is not None or get_ident() != self._owner.ident:
-            self._refuse(operation)
+            self._runtime.check_owner(operation)
+            raise PoolBrokenError(
+                f"{operation}: `{self.operation}` has not ended in {self.label}, which may be half changed",
+                self.operation,
+                "if it was interrupted or could not be undone, make the pool anew, and what is over it. If it is "
+                "running, do not call the pool from a listener, a finalizer or a signal handler",
+            )
 
     @contextmanager
     def changing(self, operation: str) -> Iterator[None]:
@@ -98,15 +104,6 @@ class Transaction:
             self.operation = None
             raise
         self.operation = None
-
-    def _refuse(self, asked: str) -> NoReturn:
-        self._runtime.check_owner(asked)
-        raise PoolBrokenError(
-            f"{asked}: `{self.operation}` has not ended in {self.label}, which may be half changed",
-            self.operation,
-            "if it was interrupted or could not be undone, make the pool anew, and what is over it. If it "
-            "is running, do not call the pool from a listener, a finalizer or a signal handler",
-        )
 
     def watch(self, fence: Fence) -> QueriedFence:
         """The answer of a fence behind which something is freed now: one for all that a step frees behind it."""

@@ -75,8 +75,7 @@ class PendingSlots:
     """Slots that wait for one fence.
 
     Attributes:
-        slots: their numbers, int64[n].
-        fence: as it was passed to `free`.
+        slots, fence: their numbers, int64[n], and the fence as it was passed to `free`.
         step: of the runtime, when the first of them were freed.
     """
 
@@ -173,7 +172,7 @@ class SlotPool(OfThisProcess):
         return self._taken(n, False, give)
 
     def give_back(self, rows: Ints, generations: Ints, operation: str) -> None:
-        """Releases the slots int64[n] with all they own if a take that was not seen by a caller gave them out.
+        """Releases slots int64[n] of a take that no caller has seen, with all they own. For the library.
 
         A pool that is marked stays as it is: its change was interrupted.
         """
@@ -454,10 +453,7 @@ class SlotPool(OfThisProcess):
                 self._verify_host()
 
     def verify(self) -> None:
-        """Checks every invariant of the pool, its tables and listeners from scratch: any code of theirs.
-
-        Reads device memory; suspended under capture.
-        """
+        """Checks every invariant of pool, tables and listeners. Reads device memory; suspended under capture."""
         self.transaction.enter(f"{self.name}: verify")
         if self.runtime.capturing:
             return

@@ -67,9 +67,7 @@ class TableWrite:
     """A checked write that is not launched yet: `table.device.view(-1)[index] = values`.
 
     Attributes:
-        table: where it goes.
-        index: int64[n], flat places in the table; read-only, since they were checked.
-        values: [n] of the table's dtype, read-only.
+        table, index, values: int64[n] flat places in the table, and [n] of its dtype; read-only, as they were checked.
         owners: the handles of its rows, which are written for them. They are checked again before it is launched, since
             a row may belong to another request by then.
         origin: what else its values depend on, which is checked then too: the pages of locations. Or None.
@@ -102,12 +100,7 @@ class TableWrite:
 @final
 @attrs.frozen(eq=False, repr=False)
 class TableRows:
-    """Rows of a table as they were when `Table.gather` took them.
-
-    Attributes:
-        table: where they are from.
-        handles: whose they are.
-    """
+    """Rows of a table, of the requests `handles`, as they were when `Table.gather` took them."""
 
     table: "Table"
     handles: Handles
@@ -279,14 +272,12 @@ class Table(OfThisProcess):
             values: [n] with positions, `[n, *row_shape]` without. A mirrored value must have the unit of the table.
 
         Raises:
-            ShapeError: arrays that do not go together.
-            DtypeError, ValueOverflowError: values that do not go into the table's dtype; numbers instead of handles.
+            ShapeError, DtypeError, ValueOverflowError: arrays that do not go together or into the table; bare numbers.
             RowIndexError: a position at or beyond the row's width.
-            ArgumentError: handles of another pool; an element named twice, at level `full`: which value stays is not
-                defined on a device.
+            ArgumentError: handles of another pool; at `full` an element named twice, whose value a device leaves open.
             Violation: UNIT_MISMATCH, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE (of a row, or of a value of an index space
-                that a pool or the engine has declared), SLOT_STALE_HANDLE, SENTINEL_ESCAPED;
-                DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests.
+                that a pool or the engine has declared), SLOT_STALE_HANDLE, SENTINEL_ESCAPED; DERIVED_STALE, at `cheap`:
+                a mirrored value whose rows are of other requests.
         """
         rows = self.space.rows_of(handles, f"{self.name}: write")
         if isinstance(values, MirroredTensor) and handles.row_set is not None and values.row_set is not None:
@@ -320,21 +311,14 @@ class Table(OfThisProcess):
         return TableWrite(self, index, values.astype(self._dtype, copy=False), (owners,), origin)
 
     def check_write(self, write: TableWrite, operation: str = "write") -> None:
-        """Refuses a write of this table whose rows belong to other requests by now (SLOT_STALE_HANDLE).
-
-        DERIVED_STALE: its locations are on pages that changed since.
-        """
+        """Refuses a write whose rows (SLOT_STALE_HANDLE) or pages (DERIVED_STALE) are of other requests by now."""
         for owners in write.owners:
             self.space.rows_of(owners, f"{self.name}: {operation}")
         if levels.cheap and write.origin is not None:
             write.origin.check(object=self, operation=operation, step=self.runtime.step)
 
     def write(self, handles: Handles, positions: object, values: object) -> None:
-        """Writes on the current stream at once: one upload, one scatter. Arguments and errors as for `entry`.
-
-        Raises:
-            CaptureError: the current stream is being captured.
-        """
+        """Launches an `entry` on the current stream at once: one upload, one scatter. CaptureError under capture."""
         self.entry(handles, positions, values).launch()
 
     def launch_checked(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:
@@ -356,12 +340,8 @@ class Table(OfThisProcess):
     ) -> None:
         """Launches a checked write of flat elements. For the library.
 
-        Args:
-            index: int64[n] on the device, safe to use on the current stream.
-            values: [n] likewise.
-            at: the index on the host.
-            written: the values on the host.
-            owners: rows int64[k] and the generations that they are written for from now on.
+        `index` int64[n] and `values` [n] on the device are safe to use on the current stream; `at` and `written` are
+        the same on the host; `owners` are rows int64[k] and the generations that they are written for from now on.
         """
         transaction, reads = self.space.transaction, (index, values)
         self._fixed.await_readers()
@@ -469,10 +449,7 @@ class Table(OfThisProcess):
     # Checks
 
     def check(self, operation: str = "check") -> None:
-        """Checks that row 0 is zero and the device equals the host. Reads device memory; suspended under capture.
-
-        Else TABLE_CAPACITY, SLOT_ZERO_DIRTY, MIRROR_EQUAL.
-        """
+        """Checks that row 0 is zero and the device equals the host. Reads device memory; suspended under capture."""
         if self.runtime.capturing:
             return
         where = self._where(operation)

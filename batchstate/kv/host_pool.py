@@ -50,10 +50,10 @@ class FreeRanges:
     """
 
     def __init__(self, first: int, last: int) -> None:
-        whole = last >= first
-        self._starts: Ints = np.array([first] if whole else [], dtype=np.int64)
-        self._ends: Ints = np.array([last + 1] if whole else [], dtype=np.int64)  # exclusive
-        self.count = last - first + 1
+        self._starts: Ints = np.empty(0, dtype=np.int64)
+        self._ends: Ints = np.empty(0, dtype=np.int64)  # exclusive
+        self.count = 0
+        self.push(np.arange(first, last + 1))
 
     @property
     def largest(self) -> int:
@@ -151,8 +151,7 @@ class HostStats:
     """A pool in tokens: free + pending + live = size.
 
     Attributes:
-        size: tokens that can be handed out.
-        free, live: tokens that can be taken now, and tokens in use.
+        size, free, live: tokens that can be handed out, that can be taken now, and that are in use.
         pending: freed behind a fence that is not complete: a copy under way, or a writer not known to have ended.
         largest_free_range: the most that can be had in one range.
     """
@@ -337,9 +336,6 @@ class HostKVPool(OfThisProcess):
             writer: the end of the writer in another process that they are granted to, `Lease.ended`. `free` keeps them
                 pending until it is complete, whatever `after` is.
 
-        Returns:
-            one per owner.
-
         Raises:
             PoolExhaustedError: too few pages are free. Nothing was taken.
             ArgumentError: less than one token, or not one owner each.
@@ -501,11 +497,7 @@ class HostKVPool(OfThisProcess):
             invariants.transfer_late_write(poisoned * self.page_size, changed, **self._allocator.where(operation))
 
     def verify(self) -> None:
-        """Checks every invariant of the pool from scratch. At `full` it reads all free memory.
-
-        Raises:
-            Violation: SLOT_STALE_HANDLE, TRANSFER_LATE_WRITE, PAGE_ZERO_FINITE, and any code of slots.
-        """
+        """Checks every invariant of the pool from scratch. At `full` it reads all free memory."""
         self._transaction.enter(f"{self.name}: verify")
         self._allocator.verify()
         pages = np.arange(self.num_pages + 1, dtype=np.int64)
