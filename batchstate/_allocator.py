@@ -9,20 +9,19 @@ size.
 
 Each operation of a pool goes in three phases. First it queries fences and reads its arguments: that is code of the
 engine, which may call the pool itself. Then it checks everything, and runs no code of the engine. Then it changes the
-pool, between `operation = ...` and `operation = None` of its transaction: one mark around the whole change, set by the
-operation of the pool (or by `Allocator.take`, where taking is its first change). An error is undone by the operation.
-An interrupt (`KeyboardInterrupt`, or whatever else a signal handler raises) is not: the mark stays, and the pool
-refuses every later call. Outside of the mark nothing is half changed.
+pool, between `operation = ...` and `operation = None` of its transaction: one mark around the whole change. An error is
+undone by the operation. An interrupt (`KeyboardInterrupt`, or whatever else a signal handler raises) is not: the mark
+stays, and the pool refuses every later call. Outside of the mark nothing is half changed.
 """
 
 import itertools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from threading import get_ident
-from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self, SupportsIndex, final
+from typing import Any, NoReturn, Protocol, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -49,15 +48,11 @@ from batchstate.violations import Code, Where
 
 Ints = npt.NDArray[np.int64]
 
-MOST_INDICES = 2**31 - 2
-"""Entries of one pool: tables hold them in int32, and each has a row more than there are entries."""
-
-MOST_TOKENS = 2**62
-"""Tokens of one pool: sums of two such numbers are still int64."""
+MOST_INDICES = 2**31 - 2  # of one pool: tables hold them in int32, and have a row more
+MOST_TOKENS = 2**62  # of one pool: sums of two such numbers are still int64
 
 _, FREE, PENDING, LIVE, RETIRED = STATES
 
-# Members of an enumeration that the hot path counts by, found once.
 _CONSERVATION, _IN_FLIGHT = Code.SLOT_CONSERVATION, Code.SLOT_IN_FLIGHT
 _OUT_OF_RANGE, DOUBLE_FREE = Code.SLOT_OUT_OF_RANGE, Code.SLOT_DOUBLE_FREE
 STALE_HANDLE = Code.SLOT_STALE_HANDLE
@@ -70,12 +65,11 @@ def size_of(value: SupportsIndex, subject: str, *, least: int = 0, most: int = M
 
 @final
 class Transaction:
-    """The mark of a pool and of all that its slots own; a few attributes, to be quick.
+    """The mark of a pool and of all that its slots own.
 
     Attributes:
         operation: name of the operation that changes the pool, or was interrupted in it; None while the pool is whole.
         undoing: whether indices released now count as never taken.
-        label: of the pool, for reports.
     """
 
     __slots__ = ("_asking", "_last", "_owner", "_runtime", "label", "operation", "undoing")
@@ -92,30 +86,24 @@ class Transaction:
     def enter(self, operation: str) -> None:
         """Begins a call of the pool, or refuses it: OwnerThreadError, PoolBrokenError."""
         if self.operation is not None or get_ident() != self._owner.ident:
-            self._refuse(operation)
+            self._runtime.check_owner(operation)
+            raise PoolBrokenError(
+                f"{operation}: `{self.operation}` has not ended in {self.label}, which may be half changed",
+                self.operation,
+                "if it was interrupted or could not be undone, make the pool anew, and what is over it. If it is "
+                "running, do not call the pool from a listener, a finalizer or a signal handler",
+            )
 
-    def changing(self, operation: str) -> Self:
-        """The mark as a context, where its two calls more do not matter: an error takes it away, an interrupt not."""
+    @contextmanager
+    def changing(self, operation: str) -> Iterator[None]:
+        """The mark, where the cost of a context does not matter: an error takes it away, an interrupt does not."""
         self.operation = operation
-        return self
-
-    def __enter__(self) -> None:
-        """The mark is set already: an interrupt on the way here must find it."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None or issubclass(kind, Exception):
+        try:
+            yield
+        except Exception:
             self.operation = None
-
-    def _refuse(self, asked: str) -> NoReturn:
-        self._runtime.check_owner(asked)
-        raise PoolBrokenError(
-            f"{asked}: `{self.operation}` has not ended in {self.label}, which may be half changed",
-            self.operation,
-            "if it was interrupted or could not be undone, make the pool anew, and what is over it. If it "
-            "is running, do not call the pool from a listener, a finalizer or a signal handler",
-        )
+            raise
+        self.operation = None
 
     def watch(self, fence: Fence) -> QueriedFence:
         """The answer of a fence behind which something is freed now: one for all that a step frees behind it."""
@@ -141,21 +129,17 @@ class Transaction:
 
 
 class FreeIndices(Protocol):
-    """Free indices of an allocator, kept outside of the core in an order of their own."""
+    """Free indices of an allocator, `count` of them, kept outside of the core in an order of their own.
+
+    `top` and `entries` show the next `n` to be taken, and all, as new arrays; `drop` takes those of `top` away.
+    """
 
     count: int
 
-    def top(self, n: int) -> Ints:
-        """The next `n` to be taken, in that order, as a new array. They stay free."""
-
-    def drop(self, n: int) -> None:
-        """Takes away the indices that `top(n)` shows."""
-
-    def push(self, indices: Ints) -> None:
-        """Makes `indices` free."""
-
-    def entries(self) -> Ints:
-        """All free indices, as a new array."""
+    def top(self, n: int) -> Ints: ...
+    def drop(self, n: int) -> None: ...
+    def push(self, indices: Ints) -> None: ...
+    def entries(self) -> Ints: ...
 
 
 @final
@@ -182,30 +166,27 @@ def joined(*fences: Fence | None) -> Fence | None:
 @final
 @attrs.define(eq=False)
 class Group:
-    """The indices behind one fence: `count` of them, as a chain of the core from `head` on."""
+    """The `count` indices behind one fence, a chain of the core from `head` on."""
 
     fence: QueriedFence
     head: int = 0
     count: int = 0
 
 
-_MOST_LINES = 12
-"""Stack frames kept per take: the library's own, and some of the engine."""
+_MOST_LINES = 12  # stack frames kept per take: the library's own, and some of the engine
 
 
 @final
 class TakenAt:
-    """The lines that led to taking each index, of takes at `full`.
-
-    Attributes:
-        lines: index -> lines, innermost first.
-    """
+    """The lines that led to taking each index, innermost first, of takes at `full`."""
 
     def __init__(self) -> None:
         self.lines: dict[int, Sequence[Line]] = {}
 
     def note(self, indices: Ints) -> None:
         """The caller of the caller takes indices int64[n]; below `full` they have no lines any more."""
+        if not (levels.full or self.lines):
+            return
         lines: list[Line] = []
         frame = sys._getframe(2) if levels.full else None
         while frame is not None and len(lines) < _MOST_LINES:
@@ -214,7 +195,7 @@ class TakenAt:
         self.lines.update(dict.fromkeys(indices.tolist(), lines))
 
     def named(self, index: int) -> str:
-        """A live index, with the line outside the library where it was taken, if that was noted."""
+        """A live index, with the line outside of the library where it was taken."""
         line = users_line(self.lines.get(index, ()))
         return str(index) if line is None else f"{index} (taken at {line})"
 
@@ -234,21 +215,13 @@ class HandlePool(Protocol):
 
 
 def new_pool_id(pool: HandlePool) -> int:
-    """An id for the handles of `pool`, from 1."""
     pool_id = next(_pool_ids)
     _pools[pool_id] = pool
     return pool_id
 
 
 def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool) -> Ints:
-    """The numbers of handles that are of this pool, or with `padded` all padding, int64[n].
-
-    Raises:
-        DtypeError: other than handles of this kind.
-        DeviceError: handles of another runtime.
-        ArgumentError: handles of another pool.
-        Violation: UNIT_MISMATCH, MIRROR_STALE_READ; codes of mirrored values at `full`.
-    """
+    """The numbers of handles that are of this pool, or with `padded` all padding, int64[n]."""
     if not isinstance(handles, kind):
         if isinstance(handles, MirroredTensor) and handles.unit is not None:
             invariants.unit_mismatch(str(kind.unit), str(handles.unit), **pool.where(operation))
@@ -256,7 +229,7 @@ def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], oper
         raise expected(f"{pool.name}: {operation}", f"{kind.unit}s", handles, remedy, DtypeError)
     if levels.full:
         handles.check(operation)
-    if handles._windows:
+    if handles._rare is not None:
         handles._check_fresh("host")
     rows: Ints = handles._host_side()
     if handles.runtime is not pool.runtime:
@@ -274,26 +247,18 @@ def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], oper
 class Allocator:
     """Indices 1 to size + reserve, with the handles of those that have an owner. Index 0 is padding, and in no list.
 
-    Not public: pools validate arguments and call this with int64 arrays. Their operations set the mark of the
-    transaction, but for `take`, which sets it when the core alone can still refuse, and `reap`, an operation of its
-    own.
+    Pools validate arguments and call this with int64 arrays. Their operations set the mark of the transaction, but for
+    `take`, which sets it when the core alone can still refuse, and `reap`, an operation of its own.
 
     A handle is good while its index is live and has the generation that the handle holds. So the order in which indices
     are reused does not matter: the last one freed may be the next one taken, and a handle kept too long is still found.
 
     Attributes:
-        core: the numbers.
-        transaction: shared by all that one slot owns.
+        core: the numbers; those of them that have a property here are described in `SlotStats`.
+        groups: those behind a fence, oldest first.
         label, name: name the pool in reports and in messages.
         pool_id: which the handles carry.
-        size: indices 1 to size can be taken ordinarily.
-        reserve: further indices, up to size + reserve, which only `take(..., reserved=True)` returns.
-        capacity: rows that a table indexed by these needs: size + reserve + 1.
         states: the state of each index, uint8[capacity].
-        live, pending, free_reserved, retired: how many are in this state; `free_reserved` of the reserve alone.
-        peak_live: the most that were ever taken at once.
-        taken_total, freed_total: how many were ever taken and released, but for takes that were undone.
-        takes: calls of `take` for at least one.
     """
 
     def __init__(
@@ -315,8 +280,9 @@ class Allocator:
         self.states: npt.NDArray[np.uint8] = self.core.arrays["state"]
         self._rows: Ints = self.core.arrays["rows"]
         self._gens: Ints = self.core.arrays["gens"]
+        self._front: tuple[int, Ints, Ints] = 0, self._rows[:0], self._gens[:0]
         self._outside = outside
-        self._groups: list[Group] = []  # oldest first
+        self.groups: list[Group] = []
         self._deferred = 0  # indices of all groups
         self._taken_at = TakenAt()
         self._generations_seen: Ints = np.zeros(self.capacity, dtype=np.int64)  # at the last `verify`
@@ -324,7 +290,7 @@ class Allocator:
 
     @staticmethod
     def of_pool(pool_id: int) -> "Allocator | None":
-        """The one whose handles carry this id; None for 0 and for a pool that is gone."""
+        """The one whose handles carry this id, if there is one."""
         pool = _pools.get(pool_id)
         return pool if isinstance(pool, Allocator) else None
 
@@ -339,28 +305,29 @@ class Allocator:
 
     @property
     def free(self) -> int:
-        """How many are free, the reserve included."""
-        free: int = self.core.free + self.core.free_reserved
-        return free
+        return int(self.core.free + self.core.free_reserved)
+
+    @property
+    def _total(self) -> int:
+        return int(self.capacity - 1 - self.core.retired)
 
     def pending_groups(self) -> list[tuple[QueriedFence, Ints]]:
         """The fences that indices are behind, each with these, oldest first. Queries nothing."""
-        return [(group.fence, self._chain(group)) for group in self._groups]
+        return [(group.fence, self._chain(group)) for group in self.groups]
 
     def _chain(self, group: Group) -> Ints:
-        """The indices of a group, the first that was freed in front."""
         rows = np.empty(group.count, dtype=np.int64)
         return rows[self.core.chain(group.head, rows) :]
 
     # Taking
 
     def check_available(self, n: int, *, reserved: bool = False) -> None:
-        """Refuses (PoolExhaustedError) if `n` cannot be taken. Queries no fence: `reap` comes first."""
+        """Refuses if `n` cannot be taken. Queries no fence: `reap` comes first."""
         free = self.core.free + (self.core.free_reserved if reserved else 0)
         if n > free:
             last = self.capacity - 1 if reserved else self.size
             retired = int(np.count_nonzero(self.states[1 : last + 1] == RETIRED))
-            usable = [(group.fence.step, int(np.sum(self._chain(group) <= last))) for group in self._groups]
+            usable = [(fence.step, int(np.sum(indices <= last))) for fence, indices in self.pending_groups()]
             since = min((step for step, behind in usable if behind), default=None)
             raise PoolExhaustedError(
                 self.label,
@@ -374,31 +341,20 @@ class Allocator:
             )
 
     def next_handles(self, n: int, operation: str) -> tuple[Ints, Ints]:
-        """The handles that `take(n)` would return now, int64[n] each. Raises as `take`."""
+        """The handles that `take(n)` would return now."""
         self.check_available(n)
-        if self._outside is not None:
-            self._rows[:n] = self._outside.top(n)
         wrong = self.core.look(n, False, levels.cheap)
         if wrong >= 0:
             self._refuse_taken(wrong, self.size + 1, operation)
         return self._rows[:n].copy(), self._gens[:n].copy()
 
     def take(self, n: int, operation: str, *, reserved: bool = False) -> tuple[Ints, Ints]:
-        """Takes `n`: of the reserve first if `reserved`, then of the ordinary ones. Queries no fence.
-
-        Returns:
-            indices and generations int64[n], new arrays.
-
-        Raises:
-            PoolExhaustedError: fewer are free.
-            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_IN_FLIGHT, SLOT_SHARED, SLOT_STALE_HANDLE, at
-                `cheap`.
-        """
-        transaction = self.transaction
-        if n >= self.capacity or self._outside is not None:  # the number may be too large for the core
+        """Takes `n`, of the reserve first if `reserved`. Their indices and generations int64[n]; queries no fence."""
+        transaction, outside = self.transaction, self._outside
+        if n >= self.capacity or outside is not None:  # the number may be too large for the core
             self.check_available(n, reserved=reserved)
-        if self._outside is not None:
-            self._rows[:n] = self._outside.top(n)
+        if outside is not None:
+            self._rows[:n] = outside.top(n)
         times_checked[_IN_FLIGHT] += 1
         before, transaction.operation = transaction.operation, operation
         wrong = self.core.take(n, reserved, levels.cheap)
@@ -406,19 +362,19 @@ class Allocator:
             transaction.operation = before
             self.check_available(n, reserved=reserved)
             self._refuse_taken(wrong, self.capacity if reserved else self.size + 1, operation)
-        rows, generations = self._rows[:n].copy(), self._gens[:n].copy()
-        if self._outside is not None:
-            self._outside.drop(n)
-        if levels.full or self._taken_at.lines:
-            self._taken_at.note(rows)
-        if self.runtime.agreement is not None:
-            self.runtime.agreement.note(rows)
+        if n != self._front[0]:  # most takes are of one size, and a view takes as long as its copy
+            self._front = n, self._rows[:n], self._gens[:n]
+        _, rows, generations = self._front
+        rows, generations = rows.copy(), generations.copy()
+        if outside is not None:
+            outside.drop(n)
+        if levels.full or self._taken_at.lines or self.runtime.agreement is not None:
+            self.note_taken(rows)
         return rows, generations
 
     def note_taken(self, indices: Ints) -> None:
-        """The core has taken `indices` int64[n] by itself."""
-        if levels.full or self._taken_at.lines:
-            self._taken_at.note(indices)
+        """Notes for later reports that the core has taken `indices` int64[n]."""
+        self._taken_at.note(indices)
         if self.runtime.agreement is not None:
             self.runtime.agreement.note(indices)
 
@@ -434,11 +390,7 @@ class Allocator:
     # Releasing
 
     def release(self, indices: Ints, after: Fence | None, operation: str) -> None:
-        """Frees live indices, at once or when `after` is complete.
-
-        Raises:
-            Violation: SLOT_DOUBLE_FREE: not live, or named twice. SLOT_CONSERVATION, SLOT_IN_FLIGHT, at `cheap`.
-        """
+        """Frees live indices, each once, at once or when `after` is complete."""
         core, n = self.core, indices.size
         if not n:
             return
@@ -451,7 +403,7 @@ class Allocator:
         else:
             wrong = self._defer(indices, self.transaction.watch(after))
         if wrong >= 0:
-            self._refuse_in(indices, LIVE, operation, wrong)
+            self.refuse(indices, operation, wrong, freed_from=LIVE)
         if self.transaction.undoing:
             core.undone(n)
         if levels.cheap:
@@ -462,8 +414,8 @@ class Allocator:
             self.check_conservation(operation)
 
     def _defer(self, indices: Ints, fence: QueriedFence) -> int:
-        """Puts live indices behind a fence; the first row that is wrong, or -1."""
-        groups = self._groups
+        """The first row that is wrong, or -1."""
+        groups = self.groups
         group = groups[-1] if groups and groups[-1].fence.fence is fence.fence else Group(fence)
         head: int = self.core.defer(indices, group.head)
         if head < 0:
@@ -475,16 +427,8 @@ class Allocator:
         self._deferred += indices.size
         return -1
 
-    def _refuse_in(self, indices: Ints, state: int, operation: str, wrong: int) -> NoReturn:
-        """Refuses indices that are not all in this state, once each."""
-        where = self.where(operation)
-        invariants.slot_out_of_range(indices, self.capacity, **where)
-        invariants.slot_zero_allocated(indices, **where)
-        invariants.slot_double_free(indices, self.states[indices] == state, **where)
-        raise unexplained(self.label, operation, f"row {wrong}")
-
     def check_none_pending(self, operation: str) -> None:
-        """Refuses (SLOT_IN_FLIGHT) if indices are behind a fence that was not complete in the last `reap`; names it."""
+        """Refuses (SLOT_IN_FLIGHT) if indices are behind a fence that was open in the last `reap`; names it."""
         for fence, indices in self.pending_groups():
             in_flight, behind = np.ones(indices.size, dtype=np.bool_), f"{fence.fence!r}, freed in step {fence.step}"
             invariants.slot_in_flight(indices, in_flight, behind=behind, **self.where(operation))
@@ -492,113 +436,89 @@ class Allocator:
     def reap(self) -> int:
         """Makes free the indices behind complete fences; says how many. Never waits, queries nothing under capture.
 
-        If a fence raises, the error comes through, and nothing has changed. Called by a fence that it queries, it does
-        nothing.
-
-        Raises:
-            Violation: SLOT_IN_FLIGHT, SLOT_CONSERVATION, at `cheap`; SLOT_DOUBLE_FREE.
+        If a fence raises, nothing has changed. Called by a fence that it queries, it does nothing.
         """
-        groups = self._groups
-        if not groups or self.runtime.capturing:
+        if not self.groups or self.runtime.capturing:
             return 0
-        asked = tuple(groups)
+        asked, reaped = tuple(self.groups), 0
         answers = self.transaction.query([group.fence for group in asked])
         done = [group for group, complete in zip(asked, answers, strict=True) if complete]
         for group in done:
             if levels.cheap and not group.fence.complete:
                 indices = self._chain(group)
                 invariants.slot_in_flight(indices, np.ones(indices.size, dtype=np.bool_), **self.where("reap"))
-        reaped = 0
         for group in done:
-            reaped += self._reap(group)
+            times_checked[_OUT_OF_RANGE] += 1
+            times_checked[DOUBLE_FREE] += 1
+            self.transaction.operation = "reap"
+            wrong = self.core.reap(group.head, group.count)
+            if wrong < 0:
+                self.groups.remove(group)
+                self._deferred -= group.count
+                if self._outside is not None:
+                    indices = self._chain(group)
+                    self._outside.push(indices[self.states[indices] == FREE])
+            self.transaction.operation = None
+            if wrong >= 0:
+                self._refuse_reaped(group, wrong)
+            reaped += group.count
         if done and levels.cheap:
             self.check_conservation("reap")
         return reaped
 
-    def _reap(self, group: Group) -> int:
-        """Makes free what is behind a complete fence, with nothing changed if that is refused."""
-        times_checked[_OUT_OF_RANGE] += 1
-        times_checked[DOUBLE_FREE] += 1
-        outside = None if self._outside is None else self._chain(group)
-        self.transaction.operation = "reap"
-        wrong = self.core.reap(group.head, group.count)
-        if wrong < 0:
-            self._groups.remove(group)
-            self._deferred -= group.count
-            if outside is not None and self._outside is not None:
-                self._outside.push(outside[self.states[outside] == FREE])
-        self.transaction.operation = None
-        if wrong >= 0:
-            indices = self._chain(group)
-            if indices.size < group.count:
-                lost = group.count - indices.size
-                self.check_live(self.live - lost, "reap", problem=f"a fence has lost {lost} of {group.count} indices")
-            self._refuse_in(indices, PENDING, "reap", wrong)
-        return group.count
-
-    def sort_free(self) -> None:
-        """Makes the free ones come in ascending order again. Costs O(size)."""
-        if self._outside is None:
-            self.core.sort()
-        else:
-            indices = np.sort(self._outside.entries())
-            self._outside.drop(indices.size)
-            self._outside.push(indices)
+    def _refuse_reaped(self, group: Group, wrong: int) -> NoReturn:
+        indices = self._chain(group)
+        lost = group.count - indices.size
+        if lost:
+            self.check_live(self.live - lost, "reap", problem=f"a fence has lost {lost} of {group.count} indices")
+        self.refuse(indices, "reap", wrong, freed_from=PENDING)
 
     # Handles
 
     def of(self, rows: Ints) -> Ints:
-        """The present generations of `rows`, int64[n]."""
         generations: Ints = self.core.arrays["generation"][rows]
         return generations
 
     def handles(self, rows: Ints) -> Slots:
-        """Handles of the present owners of `rows`, int64[n], which are live: for checks."""
+        """Handles of the present owners of `rows`, int64[n]: for checks."""
         return Slots.of_pool(self.runtime, rows, self.of(rows), pool_id=self.pool_id, name=self.name)
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
-        """The numbers of handles of this pool that are all good, int64[n], read-only; see `SlotPool.rows_of`."""
+        """See `SlotPool.rows_of`."""
         numbers = numbers_of_pool(self, slots, Slots, operation, padded)
         held: Ints = slots._generations  # type: ignore[assignment]
-        rows = numbers.view()
-        rows.setflags(write=False)
         times_checked[STALE_HANDLE] += 1
         wrong = self.core.first_not_held(numbers, held, padded, unique)
         if wrong >= 0:
-            self._refuse_held(rows, held, operation, wrong, padded=padded)
+            owned = np.count_nonzero(numbers) if padded else numbers.size
+            self.refuse(numbers[:owned], operation, wrong, held[:owned])
+        rows = numbers.view()
+        rows.setflags(write=False)
         return rows
 
-    def all_held(self, rows: Ints, held: Ints) -> bool:
-        """Whether each handle int64[n] is good."""
-        wrong: int = self.core.first_not_held(rows, held)
-        return wrong < 0
-
     def check_held(self, rows: Ints, held: Ints, operation: str) -> None:
-        """Refuses rows int64[n] if one is not live, or not of the generation `held`."""
+        """Refuses rows int64[n] that are not live, or not of the generations `held`."""
         times_checked[STALE_HANDLE] += 1
         wrong = self.core.first_not_held(rows, held)
         if wrong >= 0:
-            self._refuse_held(rows, held, operation, wrong)
+            self.refuse(rows, operation, wrong, held)
 
-    def _refuse_held(self, rows: Ints, held: Ints, operation: str, wrong: int, *, padded: bool = False) -> NoReturn:
-        if padded:
-            owned = np.count_nonzero(rows)
-            rows, held = rows[:owned], held[:owned]
+    def refuse(
+        self, rows: Ints, operation: str, wrong: int, held: Ints | None = None, *, freed_from: int | None = None
+    ) -> NoReturn:
+        """Raises for rows int64[n] of which the core refuses one.
+
+        Each has to be of the generation `held`, and in the state `freed_from`: otherwise it is freed twice.
+        """
         where = self.where(operation)
         invariants.slot_out_of_range(rows, self.capacity, **where)
         invariants.slot_zero_allocated(rows, **where)
-        current = np.where(self.live_among(rows), self.of(rows), -1)
-        invariants.slot_stale_handle(rows, held, current, **where)
-        invariants.slot_shared(rows, **where)
-        raise unexplained(self.label, operation, f"row {wrong}")
-
-    def refuse_to_free(self, rows: Ints, held: Ints, operation: str, wrong: int) -> NoReturn:
-        """For handles that are about to be freed, the core refusing one: dead and repeated ones are double frees."""
-        where = self.where(operation)
-        invariants.slot_out_of_range(rows, self.capacity, **where)
-        invariants.slot_zero_allocated(rows, **where)
-        invariants.slot_double_free(rows, self.live_among(rows), **where)
-        invariants.slot_stale_handle(rows, held, self.of(rows), **where)
+        if freed_from is not None:
+            invariants.slot_double_free(rows, self.states[rows] == freed_from, **where)
+        if held is not None:
+            current = np.where(self.live_among(rows), self.of(rows), -1)
+            invariants.slot_stale_handle(rows, held, current, **where)
+            invariants.slot_shared(rows, **where)
         raise unexplained(self.label, operation, f"row {wrong}")
 
     # Queries
@@ -609,7 +529,7 @@ class Allocator:
         return live
 
     def live_indices(self) -> Ints:
-        """All live ones in ascending order, int64[live]. Costs O(size)."""
+        """In ascending order. Costs O(size)."""
         return np.flatnonzero(self.states == LIVE)
 
     # Checks
@@ -625,41 +545,24 @@ class Allocator:
             invariants.slot_conservation(free, pending, self.live, self._total, **where)
         raise unexplained(self.label, operation, "the counts")
 
-    @property
-    def _total(self) -> int:
-        """How many there are, but for retired ones."""
-        total: int = self.capacity - 1 - self.retired
-        return total
-
     def expect_idle(self, operation: str) -> None:
-        """Checks that nothing is live: SLOT_CONSERVATION, naming some indices that are."""
         self.reap()
         if self.live:
             self.check_live(0, operation, leaked=self.live_indices(), named=self._taken_at.named)
 
     def check_live(self, live: int, operation: str, **report: Any) -> None:
-        """Checks that so many are live, as counted elsewhere: SLOT_CONSERVATION; see there for `report`."""
+        """Checks that so many are live, as counted elsewhere: SLOT_CONSERVATION."""
         invariants.slot_conservation(self.free, self.pending, live, self._total, **report, **self.where(operation))
 
-    def free_indices(self) -> tuple[Ints, Ints]:
-        """All free ones as their lists have them, int64: ordinary ones, and those of the reserve."""
-        core = self.core
-        if self._outside is not None:
-            return self._outside.entries(), np.empty(0, dtype=np.int64)
-        lists = core.arrays["stack"][: core.free], core.arrays["reserved"][: core.free_reserved]
-        return lists[0].astype(np.int64), lists[1].astype(np.int64)
-
     def verify(self, operation: str = "verify") -> None:
-        """Checks every invariant of the allocator from scratch. Costs O(size).
-
-        Raises:
-            Violation: SLOT_CONSERVATION, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_SHARED, SLOT_IN_FLIGHT,
-                SLOT_DOUBLE_FREE; SLOT_STALE_HANDLE: a generation fell since the last time.
-        """
-        where, states = self.where(operation), self.states
+        """Checks every invariant of the allocator from scratch, with numpy. Costs O(size)."""
+        where, states, core, none = self.where(operation), self.states, self.core, np.empty(0, dtype=np.int64)
         self.check_conservation(operation)
-        live, (ordinary, reserved) = self.live_indices(), self.free_indices()
-        pending = np.concatenate([np.empty(0, dtype=np.int64), *(self._chain(group) for group in self._groups)])
+        ordinary, reserved = core.arrays["stack"][: core.free], core.arrays["reserved"][: core.free_reserved]
+        if self._outside is not None:
+            ordinary, reserved = self._outside.entries(), none
+        ordinary, reserved, live = ordinary.astype(np.int64), reserved.astype(np.int64), self.live_indices()
+        pending = np.concatenate([none, *(indices for _, indices in self.pending_groups())])
         for indices, end in ((ordinary, self.size + 1), (reserved, self.capacity), (pending, self.capacity)):
             invariants.slot_out_of_range(indices, end, **where)
             invariants.slot_zero_allocated(indices, **where)
@@ -672,13 +575,12 @@ class Allocator:
             invariants.slot_conservation(part.size, counts[PENDING], counts[LIVE], size - counts[RETIRED], **where)
         for alive in (live.size, self.live):
             invariants.slot_conservation(free.size, pending.size, alive, self._total, **where)
-        generations: Ints = self.core.arrays["generation"]
+        generations: Ints = core.arrays["generation"]
         least = np.maximum(generations, self._generations_seen)
         invariants.slot_stale_handle(np.arange(self.capacity), least, generations, **where)
         self._generations_seen = generations.copy()
 
     def where(self, operation: str) -> Where:
-        """For reports of invariants."""
         return {"object": self.label, "operation": operation, "step": self.runtime.step}
 
 

@@ -81,7 +81,7 @@ class StateOwner(SlotListener):
         self.allocator.check_none_pending(operation)
 
     def on_clear(self) -> None:
-        self.allocator.sort_free()
+        self.allocator.core.sort()
 
     def check_conservation(self, live: int, operation: str) -> None:
         """Checks that as many states are live as slots own: SLOT_CONSERVATION."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import _core, _interpreted, invariants, levels
-from batchstate._allocator import DOUBLE_FREE, Allocator, SlotListener, Transaction, numbers_of_pool, size_of
+from batchstate._allocator import DOUBLE_FREE, LIVE, Allocator, SlotListener, Transaction, numbers_of_pool, size_of
 from batchstate._arrays import as_array, count
 from batchstate.errors import DtypeError
 from batchstate.invariants import times_checked
@@ -27,6 +27,7 @@ from batchstate.tables import Table
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
 Ints = npt.NDArray[np.int64]
+Check = Callable[[Ints, str], None]
 
 
 @final
@@ -74,8 +75,7 @@ class PendingSlots:
     """Slots that wait for one fence.
 
     Attributes:
-        slots: their numbers, int64[n].
-        fence: as it was passed to `free`.
+        slots, fence: their numbers, int64[n], and the fence as it was passed to `free`.
         step: of the runtime, when the first of them were freed.
     """
 
@@ -121,7 +121,7 @@ class SlotPool(OfThisProcess):
         self._core = self._allocator.core
         self.size, self.reserve, self.capacity = ordinary, reserved, self._allocator.capacity
         self.pool_id = self._allocator.pool_id
-        self._take, self._free = f"{name}: take", f"{name}: free"
+        self._take, self._free, self._release = (f"{name}: {call}" for call in ("take", "free", "release_requests"))
         runtime.declare_indices("slot", self.capacity)
         self._tables: list[Table] = []
         self._set_listeners([])
@@ -145,9 +145,7 @@ class SlotPool(OfThisProcess):
     def take(self, n: SupportsIndex, *, reserved: bool = False) -> Slots:
         """Takes `n` slots and raises the generation of each. Costs O(n), whatever the size of the pool.
 
-        Args:
-            n: how many.
-            reserved: use the reserve first, then ordinary slots; without it the reserve is left alone.
+        With `reserved` it uses the reserve first, then ordinary slots; without it the reserve is left alone.
 
         Returns:
             handles int64[n].
@@ -159,7 +157,8 @@ class SlotPool(OfThisProcess):
         """
         self.transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        self.query_fences()
+        if self._allocator.groups or self._before_take:
+            self.query_fences()
         return self._taken(wanted, reserved, None)
 
     def query_fences(self) -> None:
@@ -168,20 +167,16 @@ class SlotPool(OfThisProcess):
         for query in self._before_take:
             query()
 
-    def next_handles(self, n: int) -> tuple[Ints, Ints]:
-        """The numbers and generations int64[n] that `take_with(n, ...)` will return. For the library."""
-        return self._allocator.next_handles(n, "take")
-
     def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
         """`take` after `query_fences`, with `give(rows)` as the last `on_take` of slots int64[n]. For the library."""
         return self._taken(n, False, give)
 
     def give_back(self, rows: Ints, generations: Ints, operation: str) -> None:
-        """Releases the slots int64[n] with all they own if a take that was not seen by a caller gave them out.
+        """Releases slots int64[n] of a take that no caller has seen, with all they own. For the library.
 
         A pool that is marked stays as it is: its change was interrupted.
         """
-        if self.transaction.operation is None and self._allocator.all_held(rows, generations):
+        if self.transaction.operation is None and self._core.first_not_held(rows, generations) < 0:
             self.transaction.undoing = True
             try:
                 self.release_rows(rows, None, operation)
@@ -250,37 +245,52 @@ class SlotPool(OfThisProcess):
                 Nothing was freed.
             ArgumentError: slots of another pool, or `after` is not a fence.
         """
-        self.transaction.enter(self._free)
-        if after is not None:
-            check_fence(after, self._free)
-        self._release(self._rows_to_free(slots, "free"), after, "free")
+        self._leave(slots, after, "free", self._free, self._releasing_alone)
 
     def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
         """Frees slots with all they own, pages of every pool too: a request leaves as a whole, or nothing has changed.
 
-        Args:
-            slots: live handles of this pool, each once.
-            after: as for `free`.
-
         Raises:
             As `free`; and refusals of the owners of the slots' memory, such as TIER_STATE.
         """
-        operation = "release_requests"
-        self.transaction.enter(operation)
+        self._leave(slots, after, "release_requests", self._release, self._releasing_whole)
+
+    def _leave(self, slots: Slots, after: Fence | None, operation: str, label: str, checks: Sequence[Check]) -> None:
+        self.transaction.enter(label)
         if after is not None:
-            check_fence(after, f"{self.name}: {operation}")
-        self._release(self._rows_to_free(slots, operation, whole=True), after, operation)
+            check_fence(after, label)
+        rows = numbers_of_pool(self._allocator, slots, Slots, operation, False)
+        held: Ints = slots._generations  # type: ignore[assignment]
+        self.check_leaving(rows, held, operation, checks)
+        self.release_rows(rows, after, operation)
 
-    def check_leaving(self, rows: Ints, generations: Ints, after: Fence | None, operation: str) -> None:
-        """`release_requests`, but for the release itself: `release_rows`. For the library.
+    def check_leaving(
+        self, rows: Ints, generations: Ints, operation: str, checks: Sequence[Check] | None = None
+    ) -> None:
+        """Queries fences, and refuses handles int64[n] of this pool that cannot leave. For the library.
 
-        `rows` and `generations` int64[n] are those of handles of this pool.
+        `checks` are those of listeners, by default of requests that leave as a whole.
         """
-        if after is not None:
-            check_fence(after, f"{self.name}: {operation}")
         for query in self._before_free:
             query(rows)
-        self._check_to_free(rows, generations, operation, self._releasing_whole)
+        times_checked[DOUBLE_FREE] += 1
+        wrong = self._core.first_not_to_free(rows, generations)
+        if wrong >= 0:
+            self._allocator.refuse(rows, operation, wrong, generations, freed_from=LIVE)
+        for check in self._releasing_whole if checks is None else checks:
+            check(rows, operation)
+        if levels.full:
+            self._verify_tables(operation)
+
+    def release_rows(self, rows: Ints, after: Fence | None, operation: str) -> None:
+        """Frees rows int64[n] that `check_leaving` has seen. For the library."""
+        self.transaction.operation = operation
+        for listener in self._listeners:
+            listener.on_free(rows, after)
+        self._allocator.release(rows, after, operation)
+        self.transaction.operation = None
+        if self._counting or levels.full:
+            self._check_after(operation)
 
     def clear(self) -> None:
         """Frees every slot with all that hangs on the pool, and begins anew: slots and pages come in order, from 1.
@@ -311,25 +321,11 @@ class SlotPool(OfThisProcess):
         for listener in self._listeners:
             listener.on_free(rows, None)
         self._allocator.release(rows, None, operation)
-        self._allocator.sort_free()
+        self._core.sort()
         for listener in self._listeners:
             listener.on_clear()
         self.transaction.operation = None
         self._check_after(operation)
-
-    def release_rows(self, rows: Ints, after: Fence | None, operation: str) -> None:
-        """The second half of `free`, for the library: frees rows int64[n] that were checked."""
-        self.runtime.check_owner(f"{self.name}: {operation}")
-        self._release(rows, after, operation)
-
-    def _release(self, rows: Ints, after: Fence | None, operation: str) -> None:
-        self.transaction.operation = operation
-        for listener in self._listeners:
-            listener.on_free(rows, after)
-        self._allocator.release(rows, after, operation)
-        self.transaction.operation = None
-        if self._counting or levels.full:
-            self._check_after(operation)
 
     def reap(self) -> int:
         """Makes free the pending slots whose fences are complete; says how many. Never waits."""
@@ -347,7 +343,11 @@ class SlotPool(OfThisProcess):
 
     def _set_listeners(self, listeners: list[SlotListener]) -> None:
         def those(*methods: str) -> list[SlotListener]:  # most do nothing at most events: they are not asked
-            return [listener for listener in listeners if _overrides(listener, *methods)]
+            return [
+                listener
+                for listener in listeners
+                if any(getattr(type(listener), method) is not getattr(SlotListener, method) for method in methods)
+            ]
 
         self._listeners = listeners
         self._before_take = [listener.before_take for listener in those("before_take")]
@@ -368,12 +368,12 @@ class SlotPool(OfThisProcess):
         holds: str | None = None,
         host: bool = False,
     ) -> Table:
-        """A new zeroed table with one row of `shape` per slot, padding included.
+        """A new zeroed table with one row of `shape` per slot, padding included, of a dtype that numpy has too.
 
         Args:
             name: for reports.
             shape: of one row.
-            dtype: one that numpy has too.
+            dtype: of the elements.
             holds: index space of the values, if they are indices.
             host: keep the same values on the host too, for checks and for planning.
         """
@@ -383,13 +383,10 @@ class SlotPool(OfThisProcess):
         return table
 
     def adopt(self, tensor: torch.Tensor, name: str, *, holds: str | None = None, host: bool = False) -> Table:
-        """A table over an engine's own tensor. Its row 0 must be zero; other rows count as unwritten.
+        """A table over an engine's own tensor, on the device and contiguous, with one row per slot, padding included.
 
-        Args:
-            tensor: on the device, contiguous, one row per slot, padding included.
-            name: for reports.
-            holds: index space of the values, if they are indices.
-            host: keep the same values on the host too: the tensor is read back once, which waits for the device.
+        Its row 0 must be zero; other rows count as unwritten. With `host` the tensor is read back once, which waits for
+        the device. Else as `table`.
 
         Raises:
             Violation: TABLE_CAPACITY: fewer rows than the pool has slots, padding included.
@@ -437,11 +434,7 @@ class SlotPool(OfThisProcess):
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """The numbers of live handles, int64[n] and read-only, checked as by `check_handles`.
 
-        Args:
-            slots: the handles.
-            operation: for reports.
-            unique: also refuse a slot named twice (SLOT_SHARED).
-            padded: allow padded rows at the end.
+        With `unique` a slot named twice is refused too (SLOT_SHARED); with `padded` padded rows at the end are allowed.
         """
         self.transaction.enter(f"{self.name}: {operation}")
         return self._allocator.rows_of(slots, operation, unique=unique, padded=padded)
@@ -449,28 +442,6 @@ class SlotPool(OfThisProcess):
     def check_rows(self, rows: Ints, generations: Ints, operation: str) -> None:
         """`check_handles`, of the numbers and generations int64[n] of handles of this pool. For the library."""
         self._allocator.check_held(rows, generations, operation)
-
-    def _rows_to_free(self, slots: Slots, operation: str, *, whole: bool = False) -> Ints:
-        """Checks slots before they are freed, alone or as whole requests; their numbers, int64[n]."""
-        rows = numbers_of_pool(self._allocator, slots, Slots, operation, False)
-        held: Ints = slots._generations  # type: ignore[assignment]
-        for query in self._before_free:
-            query(rows)
-        self._check_to_free(rows, held, operation, self._releasing_whole if whole else self._releasing_alone)
-        return rows
-
-    def _check_to_free(
-        self, rows: Ints, held: Ints, operation: str, checks: Sequence[Callable[[Ints, str], None]]
-    ) -> None:
-        """Checks slots int64[n] of these generations before they are freed, once fences were queried."""
-        times_checked[DOUBLE_FREE] += 1
-        wrong = self._core.first_not_to_free(rows, held)
-        if wrong >= 0:
-            self._allocator.refuse_to_free(rows, held, operation, wrong)
-        for check in checks:
-            check(rows, operation)
-        if levels.full:
-            self._verify_tables(operation)
 
     # Checks
 
@@ -482,10 +453,7 @@ class SlotPool(OfThisProcess):
                 self._verify_host()
 
     def verify(self) -> None:
-        """Checks every invariant of the pool, its tables and listeners from scratch: any code of theirs.
-
-        Reads device memory; suspended under capture.
-        """
+        """Checks every invariant of pool, tables and listeners. Reads device memory; suspended under capture."""
         self.transaction.enter(f"{self.name}: verify")
         if self.runtime.capturing:
             return
@@ -506,7 +474,3 @@ class SlotPool(OfThisProcess):
         """No slot is live; pending ones are not a leak. Else SLOT_CONSERVATION, naming up to 8 of the leaked slots."""
         self.transaction.enter(f"{self.name}: expect_idle")
         self._allocator.expect_idle("expect_idle")
-
-
-def _overrides(listener: SlotListener, *methods: str) -> bool:
-    return any(getattr(type(listener), method) is not getattr(SlotListener, method) for method in methods)

@@ -251,7 +251,7 @@ class StepPlanner(OfThisProcess):
             leaving = batch._state.block.others(index)
             if joined is not None and joined.pool_id is not None:
                 _check_apart(leaving[0], joined.state.column(str(self._layout.slots)))
-            slots.check_leaving(*leaving, after, OPERATION)
+            slots.check_leaving(*leaving, OPERATION)
         takes = joined.num_reqs if joined is not None and joined.pool_id is None else 0
         if takes:
             slots.check_take(takes)

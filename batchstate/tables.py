@@ -45,23 +45,12 @@ ROW_UNWRITTEN = Code.ROW_UNWRITTEN
 
 
 class IndexSpace(Protocol):
-    """A pool, as a table sees it, whose indices name its rows."""
+    """A pool, as a table sees it, whose indices name its rows: `capacity` of them, 0 included."""
 
-    @property
-    def name(self) -> str:
-        """The pool's, for reports."""
-
-    @property
-    def runtime(self) -> Runtime:
-        """The device of the pool."""
-
-    @property
-    def capacity(self) -> int:
-        """Rows that a table needs: the largest index + 1."""
-
-    @property
-    def transaction(self) -> "Transaction":
-        """The mark of the pool and of its tables."""
+    name: str
+    runtime: Runtime
+    capacity: int
+    transaction: "Transaction"
 
     def rows_of(self, handles: Any, operation: str, *, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all live, int64[n]; with `padded` the last ones may be padding.
@@ -78,11 +67,9 @@ class TableWrite:
     """A checked write that is not launched yet: `table.device.view(-1)[index] = values`.
 
     Attributes:
-        table: where it goes.
-        index: int64[n], flat places in the table; read-only, since they were checked.
-        values: [n] of the table's dtype, read-only.
-        owners: the handles of its rows. They are checked again before it is launched, since a row may belong to another
-            request by then; once it is launched, the rows are written for them.
+        table, index, values: int64[n] flat places in the table, and [n] of its dtype; read-only, as they were checked.
+        owners: the handles of its rows, which are written for them. They are checked again before it is launched, since
+            a row may belong to another request by then.
         origin: what else its values depend on, which is checked then too: the pages of locations. Or None.
     """
 
@@ -113,12 +100,7 @@ class TableWrite:
 @final
 @attrs.frozen(eq=False, repr=False)
 class TableRows:
-    """Rows of a table as they were when `Table.gather` took them.
-
-    Attributes:
-        table: where they are from.
-        handles: whose they are.
-    """
+    """Rows of a table, of the requests `handles`, as they were when `Table.gather` took them."""
 
     table: "Table"
     handles: Handles
@@ -150,11 +132,8 @@ class Table(OfThisProcess):
 
     Attributes:
         name: for reports.
-        runtime: the device.
-        space: the pool whose indices name its rows.
-        capacity: rows in memory, row 0 included.
-        shape: of the memory: rows first.
-        dtype: of the elements.
+        runtime, space: the device, and the pool whose indices name its rows.
+        capacity, shape, dtype: of the memory: rows first, row 0 included.
         holds: index space of its values (`slot`, `page`, `location`, ...), or None for plain numbers.
         of: the pool that its values are of, where the table was made with it.
     """
@@ -212,10 +191,8 @@ class Table(OfThisProcess):
     def device_for(self, handles: Handles) -> torch.Tensor:
         """The memory, for kernels that read the rows of `handles` and no others. Safe to read on the current stream.
 
-        On a stream other than the one that wrote last, that stream's writes are waited for, on the device.
-
-        Args:
-            handles: live ones; padded rows at the end read row 0. Checked at `cheap`.
+        On a stream other than the one that wrote last, that stream's writes are waited for, on the device. The handles
+        are live ones, checked at `cheap`; padded rows at the end read row 0.
 
         Raises:
             Violation: ROW_UNWRITTEN: a row holds what its last owner left. Handles as for `write`.
@@ -236,9 +213,6 @@ class Table(OfThisProcess):
 
         They are refused once one of them was written or cleared: gather again then.
 
-        Args:
-            handles: as for `device_for`.
-
         Raises:
             CaptureError: the stream is being captured; its kernel would not run now. Else as `device_for`.
         """
@@ -258,7 +232,7 @@ class Table(OfThisProcess):
         return self._changes
 
     def written_for(self, rows: Ints, generations: Ints) -> npt.NDArray[np.bool_]:
-        """For the library: whether each of `rows` int64[n] is written for an owner of this generation, bool[n]."""
+        """Whether each of `rows` int64[n] is written for an owner of this generation, bool[n]. For the library."""
         written: npt.NDArray[np.bool_] = self._written[rows] == generations
         return written
 
@@ -277,10 +251,7 @@ class Table(OfThisProcess):
 
     @property
     def memory(self) -> torch.Tensor:
-        """All rows, of every owner: for checks, and for the address, which never changes. `device_for` is to read.
-
-        Safe to read on the current stream, as `device_for`.
-        """
+        """All rows, for checks, and for the address, which never changes. `device_for` is to read."""
         return self._fixed.ordered()
 
     @property
@@ -301,14 +272,12 @@ class Table(OfThisProcess):
             values: [n] with positions, `[n, *row_shape]` without. A mirrored value must have the unit of the table.
 
         Raises:
-            ShapeError: arrays that do not go together.
-            DtypeError, ValueOverflowError: values that do not go into the table's dtype; numbers instead of handles.
+            ShapeError, DtypeError, ValueOverflowError: arrays that do not go together or into the table; bare numbers.
             RowIndexError: a position at or beyond the row's width.
-            ArgumentError: handles of another pool; an element named twice, at level `full`: which value stays is not
-                defined on a device.
+            ArgumentError: handles of another pool; at `full` an element named twice, whose value a device leaves open.
             Violation: UNIT_MISMATCH, SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE (of a row, or of a value of an index space
-                that a pool or the engine has declared), SLOT_STALE_HANDLE, SENTINEL_ESCAPED;
-                DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests.
+                that a pool or the engine has declared), SLOT_STALE_HANDLE, SENTINEL_ESCAPED; DERIVED_STALE, at `cheap`:
+                a mirrored value whose rows are of other requests.
         """
         rows = self.space.rows_of(handles, f"{self.name}: write")
         if isinstance(values, MirroredTensor) and handles.row_set is not None and values.row_set is not None:
@@ -318,7 +287,7 @@ class Table(OfThisProcess):
     def entry_of(
         self, rows: Ints, positions: object, values: object, owners: Handles, origin: Origin | None = None
     ) -> TableWrite:
-        """For the library: `entry`, for rows int64[n] of `owners`, who were checked."""
+        """`entry`, for rows int64[n] of `owners`, who were checked. For the library."""
         label = self._write_name
         array = self._values(values, label)
         if positions is None:
@@ -338,38 +307,24 @@ class Table(OfThisProcess):
         return TableWrite(self, index, array.reshape(-1), (owners,), origin)
 
     def planned(self, index: Ints, values: Ints, owners: Handles, origin: Origin | None = None) -> TableWrite:
-        """For the library: an entry from what a pool has checked already.
-
-        `index` int64[n] are places in the flat table, with `values` int64[n]; `owners` are the handles of the rows,
-        `origin` that of `values`.
-        """
+        """`entry`, of `values` int64[n] for flat places `index`, which a pool has checked. For the library."""
         return TableWrite(self, index, values.astype(self._dtype, copy=False), (owners,), origin)
 
     def check_write(self, write: TableWrite, operation: str = "write") -> None:
-        """Refuses a write of this table whose rows belong to other requests by now (SLOT_STALE_HANDLE).
-
-        DERIVED_STALE: its locations are on pages that changed since.
-        """
+        """Refuses a write whose rows (SLOT_STALE_HANDLE) or pages (DERIVED_STALE) are of other requests by now."""
         for owners in write.owners:
             self.space.rows_of(owners, f"{self.name}: {operation}")
         if levels.cheap and write.origin is not None:
             write.origin.check(object=self, operation=operation, step=self.runtime.step)
 
     def write(self, handles: Handles, positions: object, values: object) -> None:
-        """Writes on the current stream at once: one upload, one scatter. Arguments and errors as for `entry`.
-
-        Raises:
-            CaptureError: the current stream is being captured.
-        """
+        """Launches an `entry` on the current stream at once: one upload, one scatter. CaptureError under capture."""
         self.entry(handles, positions, values).launch()
 
     def launch_checked(self, write: TableWrite, index: torch.Tensor, values: torch.Tensor) -> None:
-        """For the library: launches a write that `check_write` has just checked.
+        """Launches a write that `check_write` has just seen. For the library.
 
-        Args:
-            write: made by `entry`.
-            index: its index on the device, safe to use on the current stream.
-            values: its values on the device, likewise.
+        `index` and `values` are its own on the device, safe to use on the current stream.
         """
         if write.index.size:
             owners = [(handles.np, handles.generations) for handles in write.owners]
@@ -382,18 +337,11 @@ class Table(OfThisProcess):
         at: Ints,
         written: Array,
         owners: Sequence[tuple[Ints, Array]],
-        *,
-        fenced: bool = True,
     ) -> None:
-        """Launches a checked write. For the library.
+        """Launches a checked write of flat elements. For the library.
 
-        Args:
-            index: of flat elements int64[n] on the device, safe to use on the current stream.
-            values: [n] likewise.
-            at: the index on the host.
-            written: the values on the host.
-            owners: rows int64[k] and the generations that they are written for from now on.
-            fenced: whether a fence is recorded behind it; else `note_fence` tells of one behind more than that.
+        `index` int64[n] and `values` [n] on the device are safe to use on the current stream; `at` and `written` are
+        the same on the host; `owners` are rows int64[k] and the generations that they are written for from now on.
         """
         transaction, reads = self.space.transaction, (index, values)
         self._fixed.await_readers()
@@ -403,16 +351,12 @@ class Table(OfThisProcess):
         except Exception:
             transaction.operation = None
             raise
-        self._fixed.note_write(fenced=fenced)
+        self._fixed.note_write()
         if self._host is not None:
             self._host.reshape(-1)[at] = written
         for rows, generations in owners:
             self._note_rows(rows, generations)
         transaction.operation = None
-
-    def note_fence(self, fence: Fence) -> None:
-        """A fence behind the last write, recorded on its stream. For the library."""
-        self._fixed.note_write(fence)
 
     def _note_rows(self, rows: Ints, generations: Ints) -> None:
         """The rows int64[n] are written for owners of these generations from now on."""
@@ -438,8 +382,10 @@ class Table(OfThisProcess):
     def note_write(self, handles: Handles) -> None:
         """Declares that kernels of the engine, launched on the current stream, have written the rows of `handles`.
 
-        Streams that read next wait for the work that is on the current stream now, on the device. Not for a table with
-        a host side (ArgumentError), which would differ from now on.
+        Streams that read next wait for the work that is on the current stream now, on the device.
+
+        Raises:
+            ArgumentError: a table with a host side, which would differ from now on.
         """
         self.runtime.check_owner(f"{self.name}: note_write")
         if self._host is not None:
@@ -450,10 +396,7 @@ class Table(OfThisProcess):
         self._note_rows(handles.np, handles.generations)
 
     def read_until(self, fence: Fence) -> None:
-        """Declares that a launched forward reads the table until `fence` (its read-done).
-
-        Each stream that writes next waits for it, on the device.
-        """
+        """Declares that a launched forward reads the table until `fence` (its read-done); later writes wait for it."""
         self.runtime.check_owner(f"{self.name}: read_until")
         check_fence(fence, f"{self.name}: read_until", needed=True)
         self._fixed.read_until(fence)
@@ -506,10 +449,7 @@ class Table(OfThisProcess):
     # Checks
 
     def check(self, operation: str = "check") -> None:
-        """Checks that row 0 is zero and the device equals the host. Reads device memory; suspended under capture.
-
-        Else TABLE_CAPACITY, SLOT_ZERO_DIRTY, MIRROR_EQUAL.
-        """
+        """Checks that row 0 is zero and the device equals the host. Reads device memory; suspended under capture."""
         if self.runtime.capturing:
             return
         where = self._where(operation)

@@ -269,7 +269,7 @@ class World(Pools):
     def next_handles(self, n: int) -> tuple[Any, Any]:
         """Numbers and generations of the slots that the next requests get."""
         _ = self.slots.stats  # which asks what is free by now
-        return self.slots.next_handles(n)
+        return self.slots._allocator.next_handles(n, "take")
 
     def tokens(self, keep: Any = None, joining: Any = None) -> dict[str, Any]:
         """The tokens that each of the running requests puts in, as arguments of `plan`."""

@@ -382,7 +382,7 @@ BUDGETS: dict[str, Budget] = {
     "step of parts": Budget(parts, {"functions": 548, **ONCE}, (16, 256), warm=8),
     "batch alone, unchecked": Budget(batch_alone, {"python": 44, "numpy": 2}, levels=("off",), **ALONE),
     "batch alone": Budget(batch_alone, {"python": 46, "numpy": 2}, **ALONE),
-    "one slot": Budget(one_slot, {"calls": 25}, **CPU),
+    "one slot": Budget(one_slot, {"calls": 22}, **CPU),
     "one extension": Budget(one_extension, {"calls": 42}, **CPU),
     "256 handles joined": Budget(joined, {"calls": 18}, (256,), **CPU),
     "arrivals": Budget(arrivals, {"calls": 93}, (32,), **CPU),

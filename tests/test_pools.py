@@ -256,7 +256,6 @@ def test_belongs_to_one_thread(rt: Runtime) -> None:
         lambda: pool.check_handles(slots, "x"),
         lambda: pool.release_requests(slots),
         lambda: pool.clear(),
-        lambda: pool.release_rows(slots.np, None, "free"),
     ):
         assert isinstance(in_a_thread(call), OwnerThreadError)
     assert pool.stats.live == 1

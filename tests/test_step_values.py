@@ -75,9 +75,7 @@ KEPT: dict[str, Callable[[Any, Any], Any]] = {
     "a view of a view": lambda step, inputs: inputs.positions.view(-1, 1)[:, 0],
     "a tensor of the data": lambda step, inputs: inputs.positions.data,
     "an alias by DLPack": lambda step, inputs: torch.utils.dlpack.from_dlpack(inputs.slot_mapping),
-    "an array of a tensor": lambda step, inputs: (
-        inputs.kv_lens.numpy() if inputs.kv_lens.device.type == "cpu" else None
-    ),
+    "an array of a tensor": lambda step, inputs: inputs.kv_lens.numpy() if on_a_cpu(step) else None,
     "the storage": lambda step, inputs: inputs.kv_lens.untyped_storage(),
     "a tensor of the storage": lambda step, inputs: inputs.kv_lens.new_empty(0).set_(inputs.kv_lens.untyped_storage()),
     **{name: lambda step, inputs, name=name: getattr(inputs, name) for name in INPUTS},  # type: ignore[misc]

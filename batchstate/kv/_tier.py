@@ -1,8 +1,9 @@
 """The parts of `HiSparse`: what it knows about each request, and its copies of KV between device and host memory."""
 
 import enum
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, final, runtime_checkable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ import torch
 
 from batchstate import invariants
 from batchstate._allocator import Transaction, joined
-from batchstate.errors import ArgumentError, CaptureError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotListener, SlotPool
@@ -56,12 +57,9 @@ class Writer(Fence, Protocol):
 
 @final
 class KVCopier:
-    """Launches copies of KV rows on the current stream: one gather and one scatter per layer, never a wait.
+    """Launches copies of KV rows between the buffers `kv` of the device, one per layer, and those of the host pool.
 
-    Args:
-        pages: the pool that indexes the device buffers.
-        host: the pool that has the host buffers.
-        kv: the device buffers, one per layer.
+    On the current stream: one gather and one scatter per layer, never a wait.
     """
 
     def __init__(self, pages: PagePool, host: HostKVPool, kv: Sequence[torch.Tensor]) -> None:
@@ -85,19 +83,14 @@ class KVCopier:
 
     @property
     def fences(self) -> tuple[Fence, ...]:
-        """Fences after all copies: one for each stream that copied."""
         return tuple(self._last.values())
 
     def forget(self, complete: set[Fence]) -> None:
         if complete:
             self._last = {stream: fence for stream, fence in self._last.items() if fence not in complete}
 
-    def upload(self, sources: Ints, targets: Ints) -> PackedUpload:
-        """Uploads both index arrays in one copy on the current stream."""
-        return self._runtime.upload([sources, targets])
-
     def indices(self, upload: PackedUpload) -> tuple[torch.Tensor, torch.Tensor]:
-        """The index arrays of `upload`, safe to use on the current stream."""
+        """The two index arrays of `upload`, safe to use on the current stream."""
         return self._runtime.use_part_on_current_stream(upload, 0), self._runtime.use_part_on_current_stream(upload, 1)
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Fence:
@@ -105,13 +98,12 @@ class KVCopier:
         return self._copy(self.kv, source, self._host.backed, target, name)
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Fence:
-        """Copies host locations int64[n] to device locations int64[n], all layers; returns the fence after it."""
+        """The other way."""
         return self._copy(self._host.backed, source, self.kv, target, name)
 
     def _copy(self, sources: Layers, source: torch.Tensor, targets: Layers, target: torch.Tensor, name: str) -> Fence:
         launch = self._runtime.launch
-        if self._runtime.capturing:
-            raise CaptureError(f"{name} while the stream is captured", remedy="move KV outside of the capture")
+        self._runtime.refuse_capture(name)
         try:
             for here, there in zip(sources, targets, strict=True):
                 reads, arguments = (here, source, target), (here, source, there, target)
@@ -159,70 +151,66 @@ class TierRequests(SlotListener):
         self._copier = copier
         capacity = slots.capacity
         self.states = np.full(capacity, TierState.OUTSIDE, dtype=np.uint8)
-        self.length = np.zeros(capacity, dtype=np.int64)
-        self.backed = np.zeros(capacity, dtype=np.int64)
-        self.hot_from = np.zeros(capacity, dtype=np.int64)
-        self.held = np.zeros(capacity, dtype=np.int64)
-        self.max_tokens = np.zeros(capacity, dtype=np.int64)
+        self._numbers = np.zeros((5, capacity), dtype=np.int64)
+        self.length, self.backed, self.hot_from, self.held, self.max_tokens = self._numbers
         self.ranges: dict[int, HostRanges] = {}
         self.fences: dict[int, Fence] = {}
         self.planned: Ints = np.empty(0, dtype=np.int64)
         self.releasing: Ints = self.planned
-        self._ends = np.full((capacity, 1), _BEYOND, dtype=np.int64)  # position after each range
-        self._shift = np.zeros((capacity, 1), dtype=np.int64)  # host location - position, in each range
-        self._first = np.zeros((capacity, 1), dtype=np.int64)  # host location of each range
-        self._stop = np.zeros((capacity, 1), dtype=np.int64)  # host location after each range
+        self._ranges: Ints = np.empty((4, capacity, 0), dtype=np.int64)
+        self._widen(1)
 
     # Entering, leaving, locations
 
     def enter(self, slot: int, ranges: HostRanges, state: TierState, length: int) -> None:
-        """Gives a request its host locations."""
         self.ranges[slot] = ranges
         self._host.keep(ranges, self)
         self.states[slot] = state
-        self.length[slot] = length
-        self.backed[slot] = length
-        self.hot_from[slot] = 0
-        self.held[slot] = length if state == TierState.STAGED else 0
-        self.max_tokens[slot] = len(ranges)
-        self._widen(ranges.starts.size)
-        ends = np.cumsum(ranges.lengths)
-        self._ends[slot] = _BEYOND
-        self._ends[slot, : ends.size] = ends
-        self._shift[slot, : ends.size] = ranges.starts - (ends - ranges.lengths)
-        self._first[slot, : ends.size] = ranges.starts
-        self._stop[slot, : ends.size] = ranges.starts + ranges.lengths
+        self._numbers[:, slot] = length, length, 0, length if state == TierState.STAGED else 0, len(ranges)
+        starts, lengths, width = ranges.starts, ranges.lengths, ranges.starts.size
+        if width > self._ranges.shape[2]:
+            self._widen(width)
+        ends = np.cumsum(lengths)
+        self._forget_ranges(slot)
+        self._ranges[:, slot, :width] = ends, starts - (ends - lengths), starts, starts + lengths
 
     def leave(self, slot: int, after: Fence | None) -> None:
         """Frees the host locations of a slot behind a fence and clears its row, but for the state."""
         ranges = self.ranges.pop(slot)
         finished = self.states[slot] == TierState.READY
         self.states[slot] = TierState.FINISHED if finished else TierState.ABORTED
-        for row in (self.length, self.backed, self.hot_from, self.held, self.max_tokens):
-            row[slot] = 0
-        self._ends[slot] = _BEYOND
-        for table in (self._shift, self._first, self._stop):
-            table[slot] = 0
+        self._numbers[:, slot] = 0
+        self._forget_ranges(slot)
         self._host.free(ranges, after=after, keeper=self)
         self.fences.pop(slot, None)
 
     def _widen(self, width: int) -> None:
-        have = self._ends.shape[1]
-        if width > have:
-            more: Any = ((0, 0), (0, max(width, 2 * have) - have))
-            self._ends = np.pad(self._ends, more, constant_values=_BEYOND)
-            self._shift, self._first, self._stop = (np.pad(x, more) for x in (self._shift, self._first, self._stop))
+        """Makes room for more ranges: the position after each, location - position, first location, location after.
+
+        A range that does not exist ends beyond all positions.
+        """
+        before = self._ranges
+        have = before.shape[2]
+        self._ranges = np.zeros((4, before.shape[1], max(width, 2 * have)), dtype=np.int64)
+        self._ranges[0] = _BEYOND
+        self._ranges[:, :, :have] = before
+
+    def _forget_ranges(self, slot: int) -> None:
+        self._ranges[0, slot], self._ranges[1:, slot] = _BEYOND, 0
+
+    def _nth_range(self, slots: Ints, positions: Ints) -> Ints:
+        nth: Ints = (self._ranges[0, slots] <= positions[:, None]).sum(axis=1)
+        return nth
 
     def locations(self, slots: Ints, positions: Ints) -> Ints:
         """The host location of one position of each slot, int64[n]; both int64[n], positions below `max_tokens`."""
-        column = (self._ends[slots] <= positions[:, None]).sum(axis=1)
-        locations: Ints = self._shift[slots, column] + positions
+        locations: Ints = self._ranges[1, slots, self._nth_range(slots, positions)] + positions
         return locations
 
-    def bounds(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
-        """The range that has one position of each slot: from, to (exclusive), int64[n] each."""
-        column = (self._ends[slots] <= positions[:, None]).sum(axis=1)
-        return self._first[slots, column], self._stop[slots, column]
+    def bounds(self, slots: Ints, positions: Ints) -> Ints:
+        """The range that has one position of each slot: from, to (exclusive), int64[2, n]."""
+        bounds: Ints = self._ranges[2:, slots, self._nth_range(slots, positions)]
+        return bounds
 
     def first_locations(self, slots: Ints, counts: Ints) -> Ints:
         """The host locations of the first `counts` positions of each slot, one slot after the other."""
@@ -279,10 +267,7 @@ class TierRequests(SlotListener):
             self.check_state(rows, (TierState.OUTSIDE,), f"{operation} of pages")
 
     def fence_of(self, slots: Iterable[int], after: Fence | None) -> Fence | None:
-        """The fence before memory of these slots is used again; None where nothing is under way.
-
-        Queries nothing: a fence that was not complete in the last `query_fences` counts as open.
-        """
+        """The fence before memory of these slots is used again, by the last `query_fences`; None for nothing."""
         return joined(after, *(fence for fence in self._fences_of(slots) if fence not in self._complete))
 
     def _fences_of(self, slots: Iterable[int]) -> list[Fence]:
@@ -290,10 +275,18 @@ class TierRequests(SlotListener):
         own = (self.fences[slot] for slot in slots if slot in self.fences)
         return list(dict.fromkeys((*self._copier.fences, *own)))
 
+    @contextmanager
+    def releases(self, rows: Ints) -> Iterator[None]:
+        """A window in which the host tier itself releases slots int64[n], or their pages."""
+        self.releasing = rows
+        try:
+            yield
+        finally:
+            self.releasing = rows[:0]
+
     # Checks
 
     def check_state(self, rows: Ints, allowed: tuple[TierState, ...], operation: str) -> None:
-        """Refuses requests in other states: TIER_STATE."""
         invariants.tier_state(rows, self.states[rows], allowed, _NAMES, **self._where(operation))
 
     def check_arrived(self, rows: Ints, lengths: Ints, operation: str) -> None:
@@ -327,17 +320,14 @@ class TierRequests(SlotListener):
             positions = np.arange(len(ranges), dtype=np.int64)
             named = self.locations(np.full(positions.size, slot, dtype=np.int64), positions)
             invariants.mirror_equal(ranges.locations(), named, **where)
-            invariants.slot_stale_handle(
-                np.array([slot]), np.array([ranges.owner]), self._host.owner_of(ranges.starts[:1]), **where
-            )
+            owner = self._host.owner_of(ranges.starts[:1])
+            invariants.slot_stale_handle(np.array([slot]), np.array([ranges.owner]), owner, **where)
         stats = self._host.stats
-        owners = np.fromiter(self.ranges, dtype=np.int64, count=len(self.ranges))
+        owners = np.fromiter(self.ranges, dtype=np.int64)
         orphans = owners[~self._slots.is_live(owners)]
         if orphans.size:
-            lost = sum(len(self.ranges[slot]) for slot in orphans.tolist())
-            invariants.slot_conservation(
-                stats.free, stats.pending, stats.live - lost, stats.size, leaked=orphans, **where
-            )
+            live = stats.live - sum(len(self.ranges[slot]) for slot in orphans.tolist())
+            invariants.slot_conservation(stats.free, stats.pending, live, stats.size, leaked=orphans, **where)
         if held > stats.live:  # the pool's users outside of the tier count what they took
             invariants.slot_conservation(stats.free, stats.pending, held, stats.size, **where)
         most = int(self.max_tokens.max(initial=0))

@@ -23,7 +23,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import AllFences
 from batchstate._arrays import MOST_ROWS, amounts, arange_per_row, count
-from batchstate.errors import ArgumentError, CaptureError, another_runtime
+from batchstate.errors import ArgumentError, another_runtime
 from batchstate.kv._lengths import explained
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
 from batchstate.kv.host_pool import HostKVPool, HostRanges, HostStats
@@ -47,12 +47,9 @@ def _host_only(unit: type[V], runtime: Runtime, numbers: Ints) -> V:
 @final
 @attrs.frozen
 class TierStats:
-    """The host tier in numbers.
+    """The host tier in numbers: requests by their state, and the pool of host locations, pending ones included.
 
-    Attributes:
-        staged, direct, ready: requests by their state.
-        to_back_up: whether a step is planned whose backup is not launched.
-        host: the pool of host locations, pending ones included.
+    `to_back_up` says whether a step is planned whose backup is not launched.
     """
 
     staged: int
@@ -72,8 +69,7 @@ class InFlight:
             the newest copies of a stream; `pending`: host locations that are free behind it.
         fence: complete when it is over.
         slots: the requests, int64[n]; none for backups, and for host locations of requests that have left.
-        tokens: host locations that wait.
-        step: of the runtime, when it began, or None where that is not known.
+        tokens, step: host locations that wait, and since which step, or None where that is not known.
     """
 
     what: str
@@ -165,8 +161,8 @@ class HiSparse(OfThisProcess):
     def in_flight(self) -> list[InFlight]:
         """Everything that the tier waits for: copies, writers, and memory behind either. Queries no fence.
 
-        An entry that stays here for more steps than are in flight never completes: its copy was never launched, or
-        its writer is gone and that was not declared.
+        One that stays for more steps than are in flight never completes: its copy was not launched, or its writer is
+        gone and that was not declared.
         """
         self._begin("in_flight")
         requests, none = self._requests, np.empty(0, dtype=np.int64)
@@ -185,10 +181,9 @@ class HiSparse(OfThisProcess):
         return entries
 
     def expect_idle(self) -> None:
-        """Checks that no request is in the tier, and no host location is live.
+        """Checks that no request is in the tier, and no host location is live. Else SLOT_CONSERVATION, naming some.
 
-        Pending host locations are not leaks: `in_flight` names their fences. Else SLOT_CONSERVATION, naming requests
-        that are left, or host locations.
+        Pending host locations are not leaks: `in_flight` names their fences.
         """
         self._begin("expect_idle")
         left, where = np.fromiter(self._requests.ranges, dtype=np.int64), self._where("expect_idle")
@@ -235,9 +230,6 @@ class HiSparse(OfThisProcess):
         A request that fits into the hot buffer gets pages for its tokens, and their KV from the host, on the current
         stream. A longer one gets a whole hot buffer, which fills as it decodes.
 
-        Args:
-            slots: requests that are DIRECT.
-
         Returns:
             the device locations of the hot buffers, for a table [slot, hot row] -> location.
 
@@ -259,13 +251,12 @@ class HiSparse(OfThisProcess):
                 if short.any():
                     sources = requests.first_locations(rows[short], length[short])
                     targets = hot.locations.np[np.repeat(short, hot.counts)]
-                    indices = self._copier.indices(self._copier.upload(sources, targets))
+                    indices = self._copier.indices(self.runtime.upload([sources, targets]))
                     self._copier.to_device(*indices, "host tier: preload")
                     self.pages.commit(slots.filter(short), length[short])
             except Exception:
-                requests.releasing = rows
-                self.pages.release(slots, after=requests.fence_of([], None))
-                requests.releasing = rows[:0]
+                with requests.releases(rows):
+                    self.pages.release(slots, after=requests.fence_of([], None))
                 raise
             requests.hot_from[rows] = np.where(short, 0, length)
             requests.held[rows] = np.minimum(length, size)
@@ -291,8 +282,7 @@ class HiSparse(OfThisProcess):
         operation = "admit_staged"
         rows = self._entering(slots, operation)
         check_fence(after, operation)
-        if self.runtime.capturing:
-            raise CaptureError(f"{operation} while the stream is captured", remedy="admit outside of the capture")
+        self.runtime.refuse_capture(operation)
         hot_pages = -(-self.hot_tokens // self.pages.page_size)
         self.pages.check_unshared(self.pages.page_table[rows, :hot_pages].ravel().astype(np.int64), operation)
         length, most = self._sizes(rows, self.pages.committed(slots), max_tokens, operation)
@@ -310,17 +300,15 @@ class HiSparse(OfThisProcess):
                     self._requests.states[row] = TierState.OUTSIDE
                 raise
             own = AllFences((copied,))  # `poll_staged` knows the copy by its fence, and on a CPU all fences are one
-            group, step = self.runtime.agreement, self.runtime.step
-            self._staging.append((slots, QueriedFence(own, step) if group is None else group.watch(own, step)))
+            self._staging.append((slots, self.slots.transaction.watch(own)))
             self._requests.fences.update(dict.fromkeys(rows.tolist(), own))
 
     def _staged(self, slots: Slots, rows: Ints, length: Ints, written: Fence) -> Fence:
-        """Launches the copies of `length` tokens of each slot out to the host; the fence after them."""
         targets, size = self._requests.first_locations(rows, length), self.pages.page_size
         positions = arange_per_row(np.zeros_like(length), length)  # a prompt does not wrap round in its pages
         page, offset = np.divmod(positions, size)
         sources = self.pages.page_table[np.repeat(rows, length), page].astype(np.int64) * size + offset
-        upload = self._copier.upload(sources, targets)  # not on the stream of the copies, which may be long
+        upload = self.runtime.upload([sources, targets])  # not on the stream of the copies, which may be long
         with self.runtime.use(self._stream):
             self.runtime.wait(written)
             self.pages.wait_written(slots)
@@ -334,14 +322,12 @@ class HiSparse(OfThisProcess):
         self._begin("poll_staged")
         if self.runtime.capturing:
             return 0
-        staging = tuple(self._staging)
+        staging, ready = tuple(self._staging), 0
         answers = self.slots.transaction.query([fence for _, fence in staging])
         copied = [group for group, complete in zip(staging, answers, strict=True) if complete]
-        ready = 0
         for slots, fence in copied:
             ready += self._make_ready(slots, fence.fence)
-        done = {id(group) for group in copied}
-        self._staging = [group for group in self._staging if id(group) not in done]
+        self._staging = [group for group in self._staging if not any(group is other for other in copied)]
         return ready
 
     def _make_ready(self, slots: Slots, copied: Fence) -> int:
@@ -355,11 +341,8 @@ class HiSparse(OfThisProcess):
         long = requests.length[rows] > self.hot_tokens
         with self._transaction.changing("poll_staged"):
             if long.any():
-                requests.releasing = rows[long]
-                try:
+                with requests.releases(rows[long]):
                     self.pages.truncate(slots.filter(long), self.hot_tokens)
-                finally:
-                    requests.releasing = rows[:0]
                 requests.hot_from[rows[long]] = requests.length[rows[long]]
                 requests.held[rows[long]] = self.hot_tokens
             for row in rows.tolist():
@@ -368,7 +351,6 @@ class HiSparse(OfThisProcess):
         return len(slots)
 
     def _begin(self, operation: str) -> None:
-        """Refuses calls from a second thread, and while the tier, its slots or its pages are broken."""
         self.slots.transaction.enter(operation)
         self._transaction.enter(operation)
 
@@ -396,7 +378,6 @@ class HiSparse(OfThisProcess):
     def _enter(
         self, rows: Ints, length: Ints, most: Ints, state: TierState, writer: Fence | None, operation: str
     ) -> list[HostRanges]:
-        """Gives requests their host locations."""
         taken = self.host.take(most, rows, writer=writer)
         held = np.array([len(ranges) for ranges in taken], dtype=np.int64)
         try:
@@ -439,10 +420,10 @@ class HiSparse(OfThisProcess):
 
         Raises:
             PoolExhaustedError: too few device pages. Nothing was mapped.
-            Violation: TIER_STATE: a request is not READY; LENGTH_ORDER: more tokens than were reserved, or than are
-                left in the hot buffer besides those that are not confirmed; PAGE_OWNER: a page that a token goes to is
-                shared; TRANSFER_BOUNDS, at `cheap`: a backup would leave the ranges of its request; MIRROR_EQUAL, at
-                `cheap`: pages of a request were grown or released outside of the tier.
+            Violation: TIER_STATE; LENGTH_ORDER: more tokens than were reserved, or than are left in the hot buffer
+                besides those that are not confirmed; PAGE_OWNER: a page that a token goes to is shared. At `cheap`
+                TRANSFER_BOUNDS: a backup would leave the ranges of its request; MIRROR_EQUAL: pages of a request were
+                grown or released outside of the tier.
             ArgumentError: a request did not go on behind tokens that it had, `confirmed` is missing, there are more
                 backups than `backups`, or those of the last step were not launched.
         """
@@ -475,9 +456,12 @@ class HiSparse(OfThisProcess):
         if backups is not None:
             backup_from, backup_to = _padded(backup_from, backups), _padded(backup_to, backups)
         held = np.maximum(requests.held[rows], np.minimum(length, self.hot_tokens))
+        new = held - requests.held[rows]
         self._transaction.operation = operation
         try:
-            self._grow(owners, held - requests.held[rows])
+            if np.count_nonzero(new):
+                grows = owners if new.all() else owners.filter(new > 0)
+                self.pages.advance(grows, 1 if (new == 1).all() else new[new > 0])
         except Exception:
             self._transaction.operation = None
             raise
@@ -504,10 +488,8 @@ class HiSparse(OfThisProcess):
             named,
             backed,
         )
-        requests.length[rows] = length
-        requests.backed[rows] = settled
+        requests.length[rows], requests.backed[rows], requests.held[rows] = length, settled, held
         requests.hot_from[rows] = hot_from[: rows.size]
-        requests.held[rows] = held
         self._open = plan
         requests.planned = rows
         self._transaction.operation = None
@@ -534,14 +516,6 @@ class HiSparse(OfThisProcess):
             remedy = "pass how many tokens of each request the results that are known have accepted"
             raise ArgumentError(f"{operation}: seq_lens is a bound, without `confirmed`", seq_lens, remedy)
         return length, counts, length - counts
-
-    def _grow(self, slots: Slots, more: Ints) -> None:
-        """Takes device pages for `more` tokens of each hot buffer."""
-        grows = more > 0
-        if grows.all():
-            self.pages.advance(slots, 1 if (more == 1).all() else more)
-        elif grows.any():
-            self.pages.advance(slots.filter(grows), more[grows])
 
     def _check_step(self, slots: Slots, rows: Ints, length: Ints, before: Ints, settled: Ints, where: Where) -> None:
         """Refuses a second open plan, lengths beyond what was reserved, and steps that do not go on from the last."""
@@ -575,7 +549,7 @@ class HiSparse(OfThisProcess):
         return locations
 
     def _hot_pages(self, rows: Ints, positions: Ints) -> Ints:
-        """The page of one position of each row, int64[n]; 0 for none."""
+        """0 for none."""
         column = positions % self.hot_tokens // self.pages.page_size
         return self.pages.page_table[rows, column].astype(np.int64)
 
@@ -601,10 +575,10 @@ class HiSparse(OfThisProcess):
                 invariants.unit_mismatch(str(unit), str(indices.unit), **where)
         if len(plan.backup_from):
             if uploaded is None:
-                upload = self._copier.upload(plan.backup_from.np, plan.backup_to.np)
+                upload = self.runtime.upload([plan.backup_from.np, plan.backup_to.np])
                 source, target = self._copier.indices(upload)
             else:
-                source, target = self._uploaded_indices(plan, uploaded)
+                source, target = _uploaded_indices(plan, uploaded)
             self._copier.to_host(source, target, "host tier: back up")
         self._transaction.operation = "back_up"
         plan.launched = True
@@ -614,15 +588,6 @@ class HiSparse(OfThisProcess):
         if levels.full and not self.runtime.checks_suspended():
             self._check_backed(plan.slots.np, self._requests.backed, where)
             self.pages.check_kv("back_up")
-
-    def _uploaded_indices(
-        self, plan: LastLocation, uploaded: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        source, target = (uploaded.get(name) for name in ("backup_from", "backup_to"))
-        if source is None or target is None or not len(source) == len(target) == len(plan.backup_from):
-            problem = f"back_up of {plan!r} with {uploaded!r}"
-            raise ArgumentError(problem, plan, "pass what `batch.upload(extras=plan.extras)` returned, or nothing")
-        return source, target
 
     # Leaving
 
@@ -635,13 +600,10 @@ class HiSparse(OfThisProcess):
         self._release(slots, (TierState.READY,), after, "finish")
 
     def abort(self, slots: Slots, *, after: Fence | None = None) -> None:
-        """Frees requests in any state of the tier with all they own.
+        """`finish`, of requests in any state of the tier.
 
         Host locations that a writer may still write stay pending until it has ended, and pages that are being copied
         until the copy is over.
-
-        Raises:
-            As `SlotPool.free`; TIER_STATE. Nothing was freed.
         """
         self._release(slots, IN_TIER, after, "abort")
 
@@ -653,18 +615,15 @@ class HiSparse(OfThisProcess):
         rows = self.slots.rows_of(slots, operation, unique=True)
         requests.check_state(rows, allowed, operation)
         staged = rows[requests.states[rows] == TierState.STAGED].tolist()
-        requests.releasing = rows
-        try:
+        with requests.releases(rows):
             self.pages.release_requests(slots, after=requests.fence_of(staged, after))
-        finally:
-            requests.releasing = rows[:0]
 
     # Checks
 
     def verify(self) -> None:
         """Checks every invariant of the tier from scratch: states, ranges, pages, and that backups equal hot KV.
 
-        Reads device memory; does nothing under capture. Else MIRROR_EQUAL, or any code of host locations and pages.
+        Reads device memory; does nothing under capture.
         """
         self._begin("verify")
         if self.runtime.capturing:
@@ -692,6 +651,14 @@ class HiSparse(OfThisProcess):
 
     def _where(self, operation: str) -> Where:
         return {"object": self, "operation": operation, "step": self.runtime.step}
+
+
+def _uploaded_indices(plan: LastLocation, uploaded: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    source, target = (uploaded.get(name) for name in ("backup_from", "backup_to"))
+    if source is None or target is None or not len(source) == len(target) == len(plan.backup_from):
+        problem = f"back_up of {plan!r} with {uploaded!r}"
+        raise ArgumentError(problem, plan, "pass what `batch.upload(extras=plan.extras)` returned, or nothing")
+    return source, target
 
 
 def _padded(numbers: Ints, size: SupportsIndex) -> Ints:

@@ -50,11 +50,10 @@ class FreeRanges:
     """
 
     def __init__(self, first: int, last: int) -> None:
-        whole = last >= first
-        self._starts: Ints = np.array([first] if whole else [], dtype=np.int64)
-        self._ends: Ints = np.array([last + 1] if whole else [], dtype=np.int64)  # exclusive
-        self.capacity = last - first + 1
-        self.count = self.capacity
+        self._starts: Ints = np.empty(0, dtype=np.int64)
+        self._ends: Ints = np.empty(0, dtype=np.int64)  # exclusive
+        self.count = 0
+        self.push(np.arange(first, last + 1))
 
     @property
     def largest(self) -> int:
@@ -97,8 +96,7 @@ class FreeRanges:
             return best, np.full(1, n, dtype=np.int64)
         chosen = np.argsort(-sizes, kind="stable")
         taken = np.diff(np.minimum(np.cumsum(sizes[chosen]), n), prepend=0)
-        used = taken > 0
-        return chosen[used], taken[used]
+        return chosen[taken > 0], taken[taken > 0]
 
 
 @final
@@ -110,8 +108,7 @@ class HostRanges:
         pool_id: id of the pool.
         owner: a slot, or any number the caller chose.
         generation: differs for each that the pool ever returned.
-        starts: int64[r], first host location of each range, read-only.
-        lengths: int64[r], locations of each range, whole pages, read-only.
+        starts, lengths: int64[r], first host location of each range, and whole pages of locations, read-only.
         writer: the end of the writer in another process that may write them, as `Lease.ended`; None without one.
             Whatever they are freed behind, they are free again only after it.
     """
@@ -138,11 +135,7 @@ class HostRanges:
         return np.stack([self.starts, self.lengths], axis=1)
 
     def locations(self, first: int = 0, count: int | None = None) -> Ints:
-        """Host locations of the positions `first` to `first + count - 1`, int64[count]; by default to the end.
-
-        Raises:
-            ArgumentError: positions outside of the ranges.
-        """
+        """Host locations of the positions `first` to `first + count - 1`, int64[count]; by default to the end."""
         most = len(self)
         begin = operator.index(first)
         stop = most if count is None else begin + operator.index(count)
@@ -158,10 +151,8 @@ class HostStats:
     """A pool in tokens: free + pending + live = size.
 
     Attributes:
-        size: tokens that can be handed out.
-        free: tokens that can be taken now.
+        size, free, live: tokens that can be handed out, that can be taken now, and that are in use.
         pending: freed behind a fence that is not complete: a copy under way, or a writer not known to have ended.
-        live: tokens in use.
         largest_free_range: the most that can be had in one range.
     """
 
@@ -178,9 +169,7 @@ class KVBuffer:
     """A buffer of a `HostKVPool` that differs from others: index keys, scales, or a state with one row per request.
 
     Attributes:
-        name: of the buffer.
-        item_shape: of one row.
-        dtype: of the elements.
+        name, item_shape, dtype: of the buffer, of one row, and of the elements.
         on_device: whether it is device memory, which kernels read at the device's speed. The pool's locations are its
             rows all the same. The host tier backs up nothing into it: a step's kernel writes the new rows itself. The
             pool waits once, when it is made, until it is zeroed: a writer in another process is on no stream.
@@ -212,9 +201,8 @@ class HostBuffer:
 
     Attributes:
         name: of the layer.
-        address: of its first byte.
-        nbytes: its length; host location i begins at i * item_bytes.
-        item_bytes: bytes per token.
+        address: of its first byte; host location i begins at i * item_bytes.
+        nbytes, item_bytes: bytes of all, and of one token.
         memory: the tensor, which keeps it alive.
     """
 
@@ -235,13 +223,11 @@ class HostKVPool(OfThisProcess):
         page_size: tokens per page; 1 for no pages.
         layers: names of the buffers, or how many; keys and values are two. A `KVBuffer` in the place of a name has an
             item shape, a dtype and a memory of its own.
-        item_shape: of one token in one buffer, where names are given.
-        dtype: of these buffers.
+        item_shape, dtype: of one token in one buffer, where names are given.
         name: for reports.
 
     Raises:
-        ArgumentError, DtypeError: sizes that are not positive integers, or too large; no layers, or two of
-            one name; no dtype of torch.
+        ArgumentError, DtypeError: sizes that are not positive integers, or too large; two layers of one name, or none.
 
     Attributes:
         specs: a `KVBuffer` for each layer.
@@ -285,19 +271,14 @@ class HostKVPool(OfThisProcess):
         self._visible = tuple(memory for memory in self._memory if memory.host.device.type == "cpu")
         self._free = FreeRanges(1, self.num_pages)
         pages = f", in pages of {self.page_size}" if self.page_size > 1 else ""
-        self._transaction = Transaction(runtime, f"HostKVPool {name!r}")
+        label, self._transaction = f"HostKVPool {name!r}{pages}", Transaction(runtime, f"HostKVPool {name!r}")
         self._allocator = Allocator(
-            runtime,
-            self.num_pages,
-            label=f"HostKVPool {name!r}{pages}",
-            transaction=self._transaction,
-            outside=self._free,
+            runtime, self.num_pages, label=label, transaction=self._transaction, outside=self._free
         )
         self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the ranges with the page, 0 for none
         self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
         self._newest = 0  # generation
-        self._kept: dict[int, object] = {}  # generation -> the one keeper that may free it
-        self._sizes: dict[int, int] = {}  # generation -> pages, of ranges in use
+        self._used: dict[int, tuple[int, object]] = {}  # generation -> pages in use, and the one who may free them
         self._poisoned = np.zeros(self.num_pages + 1, dtype=np.bool_)
 
     def __repr__(self) -> str:
@@ -355,9 +336,6 @@ class HostKVPool(OfThisProcess):
             writer: the end of the writer in another process that they are granted to, `Lease.ended`. `free` keeps them
                 pending until it is complete, whatever `after` is.
 
-        Returns:
-            one per owner.
-
         Raises:
             PoolExhaustedError: too few pages are free. Nothing was taken.
             ArgumentError: less than one token, or not one owner each.
@@ -368,21 +346,20 @@ class HostKVPool(OfThisProcess):
         whose = self._integers(owners, "take: owners")
         wanted = np.broadcast_to(amounts(tokens, whose.size, f"{self.name}: take"), whose.shape)
         if wanted.size and (int(wanted.min()) < 1 or int(wanted.max()) > MOST_TOKENS):
-            problem = (
-                f"{self.name}: take: expected 1 to {MOST_TOKENS} tokens each, got {wanted.min()} to {wanted.max()}"
-            )
-            raise ArgumentError(problem, int(wanted.min()), "take at least 1 token for each")
+            problem = f"{self.name}: take of {wanted.min()} to {wanted.max()} tokens"
+            raise ArgumentError(problem, int(wanted.min()), f"take 1 to {MOST_TOKENS} for each")
         counts = (-(-wanted // self.page_size)).tolist()
         self._allocator.reap()
         self._allocator.check_available(sum(counts))
         self._poison_free()
-        newest = self._newest
-        taken = [self._allocator.take(n, "take")[0] for n in counts]
+        taken, granted = [self._allocator.take(n, "take")[0] for n in counts], list[HostRanges]()
         try:
             self._check_poison(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
-            granted = [self._granted(pages, owner, writer) for pages, owner in zip(taken, whose.tolist(), strict=True)]
+            for pages, owner in zip(taken, whose.tolist(), strict=True):
+                granted.append(self._granted(pages, owner, writer))
         except Exception:
-            self._sizes = {generation: n for generation, n in self._sizes.items() if generation <= newest}
+            for ranges in granted:
+                self._used.pop(ranges.generation)
             for pages in taken:
                 self._forget(pages)
                 self._allocator.release(pages, None, "take")
@@ -394,11 +371,9 @@ class HostKVPool(OfThisProcess):
     def _granted(self, pages: Ints, owner: int, writer: Fence | None) -> HostRanges:
         generation = self._newest + 1
         if levels.cheap:
-            newer = np.full(pages.size, self._newest + 1, dtype=np.int64)
-            mine = np.full(pages.size, generation, dtype=np.int64)
-            invariants.slot_stale_handle(pages, np.maximum(newer, mine), mine, **self._allocator.where("take"))
+            newer, own = (np.full(pages.size, number) for number in (self._newest + 1, generation))
+            invariants.slot_stale_handle(pages, newer, own, **self._allocator.where("take"))
         self._newest = generation
-        self._sizes[generation] = pages.size
         self._generation[pages] = generation
         self._owner[pages] = owner
         self._poisoned[pages] = False
@@ -406,11 +381,12 @@ class HostKVPool(OfThisProcess):
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             for buffer in self.buffers:
                 self.runtime.host_accesses(buffer, start, start + length, "host tier: rows change hands", writes=True)
+        self._used[generation] = pages.size, None
         return HostRanges(self.pool_id, owner, generation, starts, lengths, writer)
 
     def keep(self, ranges: HostRanges, keeper: object) -> None:
-        """For the library: from here on only `keeper` may free these ranges."""
-        self._kept[ranges.generation] = keeper
+        """From here on only `keeper` may free these ranges. For the library."""
+        self._used[ranges.generation] = self._used[ranges.generation][0], keeper
 
     def free(
         self, ranges: HostRanges | Iterable[HostRanges], *, after: Fence | None = None, keeper: object = None
@@ -428,18 +404,13 @@ class HostKVPool(OfThisProcess):
         self._transaction.enter(f"{self.name}: {operation}")
         check_fence(after, f"{self.name}: {operation}")
         freed = list(ranges) if isinstance(ranges, Iterable) else [ranges]
-        parts = [self._pages_to_free(part, operation) for part in freed]
-        for part in freed:
-            if self._kept.get(part.generation) is not keeper:
-                problem = f"{self.name}: free of {part!r}, which a request of the host tier owns"
-                raise ArgumentError(problem, part, "call `HiSparse.finish` or `abort`, or free the slot of the request")
-        pages = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        parts = [self._pages_to_free(part, keeper, operation) for part in freed]
+        pages = np.concatenate([np.empty(0, dtype=np.int64), *parts])
         invariants.slot_double_free(pages, np.ones(pages.size, dtype=np.bool_), **self._allocator.where(operation))
         self._transaction.operation = operation
         self._forget(pages)
         for part, its_pages in zip(freed, parts, strict=True):
-            self._sizes.pop(part.generation, None)
-            self._kept.pop(part.generation, None)
+            self._used.pop(part.generation, None)
             self._allocator.release(its_pages, joined(after, part.writer), operation)
         self._transaction.operation = None
         self._poison_free()
@@ -483,19 +454,23 @@ class HostKVPool(OfThisProcess):
             raise ArgumentError(problem, ranges, "pass what `take` of this pool returned")
         return ranges.locations()[:: self.page_size] // self.page_size
 
-    def _pages_to_free(self, ranges: HostRanges, operation: str) -> Ints:
+    def _pages_to_free(self, ranges: HostRanges, keeper: object, operation: str) -> Ints:
         """The pages of ranges that are freed: live, of this generation, and all that were taken with them."""
         pages, allocator = self._pages(ranges, operation), self._allocator
         live = allocator.live_among(pages)
         if not live.all():
-            invariants.slot_double_free(pages, live, **self._allocator.where(operation))
+            invariants.slot_double_free(pages, live, **allocator.where(operation))
         self._check_generation(ranges, pages, operation)
-        if pages.size != self._sizes.get(ranges.generation):  # the rest could not be named by any handle
+        size, owner = self._used.get(ranges.generation, (0, None))
+        if pages.size != size:  # the rest could not be named by any handle
             left = np.setdiff1d(np.flatnonzero(self._generation == ranges.generation), pages)
             problem = f"{operation} of {pages.size} pages of ranges that have {pages.size + left.size}"
             remedy = "free what `take` returned, as a whole"
             count = allocator.live - left.size
             allocator.check_live(count, operation, leaked=left, problem=problem, remedy=remedy)
+        if owner is not keeper:
+            problem = f"{self.name}: free of {ranges!r}, which a request of the host tier owns"
+            raise ArgumentError(problem, ranges, "call `HiSparse.finish` or `abort`, or free the slot of the request")
         return pages
 
     def _check_generation(self, ranges: HostRanges, pages: Ints, operation: str) -> None:
@@ -522,11 +497,7 @@ class HostKVPool(OfThisProcess):
             invariants.transfer_late_write(poisoned * self.page_size, changed, **self._allocator.where(operation))
 
     def verify(self) -> None:
-        """Checks every invariant of the pool from scratch. At `full` it reads all free memory.
-
-        Raises:
-            Violation: SLOT_STALE_HANDLE, TRANSFER_LATE_WRITE, PAGE_ZERO_FINITE, and any code of slots.
-        """
+        """Checks every invariant of the pool from scratch. At `full` it reads all free memory."""
         self._transaction.enter(f"{self.name}: verify")
         self._allocator.verify()
         pages = np.arange(self.num_pages + 1, dtype=np.int64)

@@ -28,7 +28,6 @@ from batchstate.runtime.memory import (
     KnownMemory,
     MappedMemory,
     PackedUpload,
-    Place,
     Staging,
     StagingBlock,
     numpy_dtype,
@@ -61,11 +60,7 @@ def foreign_fence(fence: object) -> ArgumentError:
 
 
 def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
-    """Refuses anything but a fence, or None unless a fence is `needed`.
-
-    Raises:
-        ArgumentError: `fence` has no method `query()`, or is a class.
-    """
+    """Refuses (ArgumentError) anything but an object with a method `query()`, or None unless a fence is `needed`."""
     if fence is None and not needed:
         return
     if isinstance(fence, type) or not callable(getattr(fence, "query", None)):
@@ -75,9 +70,7 @@ def check_fence(fence: Any, operation: str, *, needed: bool = False) -> None:
 
 @attrs.define
 class Counters:
-    """Running totals of one runtime: the cost of steps in copies and launches, which is the same on every machine.
-
-    Subtract two snapshots to get the cost of the calls between them.
+    """Running totals of one runtime: the cost of steps, the same on every machine. Subtract two snapshots.
 
     Attributes:
         host_to_device_copies: uploads; a packed upload of many arrays is one.
@@ -116,11 +109,8 @@ class Counters:
 
 
 _STAGING_REUSED = Code.STAGING_REUSED
-MOST_STEPS = 64
-"""Steps in flight: there are as many staging blocks of each size."""
-
-MOST_SYNCHRONISED = 64
-"""Streams that are remembered as synchronised with one tensor."""
+MOST_STEPS = 64  # in flight: there are as many staging blocks of each size
+MOST_SYNCHRONISED = 64  # streams that are remembered as synchronised with one tensor
 
 T = TypeVar("T")
 _log = logging.getLogger("batchstate")
@@ -142,12 +132,7 @@ class Download(OfThisProcess):
     """Several device tensors on their way to the host in one copy. Made by `Runtime.download`.
 
     The copy lands in pinned memory that is lent to it until its values are taken out. A dropped download gives the
-    memory back when its copy has run.
-
-    Attributes:
-        done: the fence behind the copy.
-        name: for reports.
-        step: of the runtime, when it was asked for.
+    memory back when its copy has run. `done` is the fence behind the copy, `step` that in which it was asked for.
     """
 
     _lent = False  # until it is made
@@ -229,38 +214,29 @@ class Owner:
 
 
 @final
-@attrs.define(eq=False)
 class _Lifetime:
-    owner: Owner
+    def __init__(self) -> None:
+        self.owner = Owner(threading.get_ident())
 
     def __del__(self) -> None:
         self.owner.ident = 0
 
 
-_this_thread = threading.local()
+@final
+class _ThisThread(threading.local):
+    def __init__(self) -> None:  # called anew in each thread; what it sets goes when the thread ends
+        self.lifetime = _Lifetime()
 
 
-def owner_of_this_thread() -> Owner:
-    """This thread, as an owner of runtimes."""
-    lifetime: _Lifetime | None = getattr(_this_thread, "lifetime", None)
-    if lifetime is None:
-        lifetime = _this_thread.lifetime = _Lifetime(Owner(threading.get_ident()))
-    return lifetime.owner
-
-
-def _disown() -> None:
-    _this_thread.__dict__.pop("lifetime", None)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_disown)  # the child has copies of pools, and no device of its own
+_this_thread = _ThisThread()
+if hasattr(os, "register_at_fork"):  # the child has copies of pools, and no device of its own
+    os.register_at_fork(after_in_child=lambda: setattr(_this_thread, "lifetime", _Lifetime()))
 
 
 class Runtime(OfThisProcess, abc.ABC):
-    """One device as the library uses it. Belongs to the thread that made it.
+    """One device as the library uses it. Belongs to the thread that made it; `open_runtime` makes the one for a name.
 
-    A new kind of device implements the methods marked abstract; the rest is shared. `open_runtime` makes the one for a
-    device name.
+    A new kind of device implements the methods marked abstract; the rest is shared.
 
     Attributes:
         device: where `device_empty` allocates.
@@ -284,7 +260,7 @@ class Runtime(OfThisProcess, abc.ABC):
         self.steps_in_flight = operator.index(steps_in_flight)
         self.step = 0
         self.counters = Counters()
-        self.owner = owner_of_this_thread()
+        self.owner = _this_thread.lifetime.owner
         self._staging = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
         self._landing = Staging(self._allocate_staging, depth=self.steps_in_flight + 1)
         self.new_version: Callable[[], int] = itertools.count(1).__next__
@@ -301,8 +277,7 @@ class Runtime(OfThisProcess, abc.ABC):
     def join_group(self) -> "Agreement":
         """Makes the pools of this runtime count a fence as complete when all ranks of a group do; see `Agreement`.
 
-        Raises:
-            ArgumentError: it has joined one already, or a step has begun.
+        To be called once, before the first step.
         """
         self.check_owner("join_group")
         if self.agreement is not None or self.step:
@@ -326,18 +301,11 @@ class Runtime(OfThisProcess, abc.ABC):
 
     @abc.abstractmethod
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
-        """New device memory uint8[nbytes] with the first bytes of `block`, copied on the current stream.
-
-        With `into`, device memory of at least as many bytes, its first bytes are written instead, and returned. The
-        host does not wait.
-        """
+        """New device memory uint8[nbytes], or the front of `into`, with a copy of the front of `block`. Never waits."""
 
     @abc.abstractmethod
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        """Copies a vector, of a dtype that numpy has too, into the first bytes of `block`, on the current stream.
-
-        The host does not wait.
-        """
+        """Copies a vector of a dtype that numpy has to the front of `block`, on the current stream. Never waits."""
 
     @abc.abstractmethod
     def _read_back(self, source: torch.Tensor) -> Array:
@@ -384,11 +352,7 @@ class Runtime(OfThisProcess, abc.ABC):
     # Ownership and steps
 
     def check_owner(self, operation: str) -> None:
-        """Refuses use from a second thread.
-
-        Raises:
-            OwnerThreadError: called from a thread other than the one that made the runtime.
-        """
+        """Refuses (OwnerThreadError) calls from a thread other than the one that made the runtime."""
         if threading.get_ident() != self.owner.ident:
             name = threading.current_thread().name
             if not self.owner.ident:
@@ -398,11 +362,7 @@ class Runtime(OfThisProcess, abc.ABC):
             raise OwnerThreadError(problem, name, remedy)
 
     def next_step(self) -> int:
-        """Begins the next step and returns its number. Never waits.
-
-        Raises:
-            Violation: STAGING_OVERRUN, at `cheap`: more steps are in flight than were declared.
-        """
+        """Begins the next step; its number. STAGING_OVERRUN, at `cheap`: more are in flight than were declared."""
         if threading.get_ident() != self.owner.ident:
             self.check_owner("next_step")
         if levels.cheap and not (self.capturing and self.checks_suspended()):
@@ -420,9 +380,6 @@ class Runtime(OfThisProcess, abc.ABC):
         """Says how many indices an index space has, 0 included, so that columns and extras that hold them are checked.
 
         Pools declare `slot`, `page`, `location`, `host_location` and `state`; the largest of several pools counts.
-
-        Raises:
-            ArgumentError: no name, or no index at all.
         """
         self.check_owner("declare_indices")
         number = operator.index(capacity)
@@ -434,11 +391,7 @@ class Runtime(OfThisProcess, abc.ABC):
     def check_indices(self, indices: Array, space: str, *, declared: bool = True, **where: Unpack[Where]) -> None:
         """Refuses integers of any shape that are no indices of a space: negative ones, or beyond its capacity. O(n).
 
-        Args:
-            indices: integers of any shape.
-            space: its name.
-            declared: whether the space has to be declared; otherwise an undeclared one has no end.
-            where: for the report.
+        A space that was not declared has no end, unless it has to be `declared`.
 
         Raises:
             ArgumentError: nothing has declared the space.
@@ -506,10 +459,8 @@ class Runtime(OfThisProcess, abc.ABC):
         The arrays may be changed afterwards: they were copied into staging memory, which is reused only when its fence
         is complete.
 
-        Args:
-            arrays: any number of arrays of shared dtypes.
-            into: device memory uint8[nbytes] to be written, by default new memory. The caller sees to it that no
-                earlier forward still reads it.
+        With `into`, device memory uint8[nbytes], that is written and no new memory; the caller sees to it that no
+        earlier forward still reads it.
 
         Raises:
             CaptureError: the current stream is being captured; staging memory would be baked into the graph.
@@ -524,24 +475,10 @@ class Runtime(OfThisProcess, abc.ABC):
         if into is not None and into.numel() < nbytes:
             problem = f"upload: expected at least {nbytes} bytes of memory, got {into.numel()}"
             raise ShapeError(problem, nbytes, "pass a larger tensor as `into`")
-        block = self.staging_block(nbytes)
-        for array, (start, _, _) in zip(arrays, places, strict=True):
-            block.write(array, start)
-        return self.send(block, nbytes, places, into=into)
-
-    def staging_block(self, nbytes: int) -> StagingBlock:
-        """A block of staging memory that no copy still reads, to be filled and given to `send`. For the library."""
         block = self._staging.take(nbytes)
         self.host_accesses(block.tensor, 0, nbytes, "staging: fill", writes=True)
-        return block
-
-    def send(
-        self, block: StagingBlock, nbytes: int, places: list[Place], *, into: torch.Tensor | None = None
-    ) -> PackedUpload:
-        """Copies a filled block to the device on the current stream: the second half of `upload`. For the library.
-
-        The block comes back by itself, also after an error.
-        """
+        for array, (start, _, _) in zip(arrays, places, strict=True):
+            block.write(array, start)
         stream = self.current_stream
         try:
             buffer, ready = self.copied(block, nbytes, stream, into=into)
@@ -572,10 +509,7 @@ class Runtime(OfThisProcess, abc.ABC):
     ) -> Download:
         """Starts to bring device tensors to the host in one copy, on the current stream. The host does not wait.
 
-        Args:
-            tensors: made on the current stream, of dtypes that numpy has too.
-            name: for reports.
-            stream: the current one, where the caller has asked for it, and whether it is captured.
+        `stream` is the current one, on which they were made, where the caller has asked for it and for a capture.
 
         Raises:
             CaptureError: the current stream is being captured.
@@ -584,6 +518,7 @@ class Runtime(OfThisProcess, abc.ABC):
         if stream is None:
             self.check_owner("download")
             self.refuse_capture("a download")
+            stream = self.current_stream
         kinds, parts = [], []
         for tensor in tensors:
             nbytes = tensor.nbytes
@@ -595,7 +530,7 @@ class Runtime(OfThisProcess, abc.ABC):
         if len(parts) > 1:
             parts = [part.view(torch.uint8) for part in parts]
             packed = self.launch(torch.cat, parts, reads=parts, name=f"{name}: pack")
-        return self.land(packed, kinds, name, stream or self.current_stream)
+        return self.land(packed, kinds, name, stream)
 
     def land(
         self,
@@ -604,13 +539,9 @@ class Runtime(OfThisProcess, abc.ABC):
         name: str,
         stream: Stream,
     ) -> Download:
-        """The second half of `download`: one copy. For the library.
+        """The copy of `download`: of a vector of bytes, or of a dtype that numpy has, or of nothing. For the library.
 
-        Args:
-            packed: the bytes of several tensors, or one vector of a dtype that numpy has; None for nothing.
-            kinds: dtype, shape and bytes of each tensor in them.
-            name: for reports.
-            stream: the current one.
+        `kinds` are dtype, shape and bytes of each tensor in it; `stream` is the current one.
         """
         block = self._landing.take(0 if packed is None else packed.nbytes)
         try:
@@ -648,10 +579,7 @@ class Runtime(OfThisProcess, abc.ABC):
             self.close()
 
     def close(self) -> None:
-        """Waits until the device has run everything, and gives the staging memory back.
-
-        Values made with the runtime stay valid; an upload after it allocates staging memory anew.
-        """
+        """Waits until the device has run everything, and gives the staging memory back. Values stay valid."""
         self.synchronize()
         self._staging.clear()
         self._landing.clear()
@@ -675,19 +603,16 @@ class Runtime(OfThisProcess, abc.ABC):
         operations: int = 1,
         **kwargs: Any,
     ) -> T:
-        """Runs a device operation on the current stream and counts it.
+        """Runs `operation(*args, **kwargs)` on the current stream, counts it, and returns its result.
 
         Args:
-            operation: called with `args` and `kwargs`; enqueues kernels (or replays one graph).
+            operation: enqueues kernels, or replays one graph.
             *args: for `operation`.
             reads: device tensors that it reads, for the race detector.
             writes: device tensors that it writes in place.
             name: for reports.
             operations: how many kernels it enqueues.
             **kwargs: for `operation`.
-
-        Returns:
-            the result of `operation`.
         """
         if threading.get_ident() != self.owner.ident:
             self.check_owner(name or "launch")
@@ -716,13 +641,8 @@ class Runtime(OfThisProcess, abc.ABC):
         If that is another stream, the current one waits for `ready` (or for all that `made_on` has enqueued), and the
         memory is kept until the current stream is done with it: an order of execution alone does not protect memory.
 
-        Args:
-            tensor: device memory.
-            made_on: the stream that made it.
-            ready: a fence behind its making.
-            synchronised: the streams that have it already, by their keys, if the memory is not written again. Nothing
-                is done for these; a new one is added.
-            current: the current stream, where the caller has asked for it.
+        `synchronised` are the streams that have it already, by their keys, if the memory is not written again: nothing
+        is done for these, and a new one is added. `current` is the current stream, where the caller has asked for it.
         """
         current = current or self.current_stream
         if current is made_on or current == made_on or (synchronised is not None and current.key in synchronised):
@@ -738,7 +658,7 @@ class Runtime(OfThisProcess, abc.ABC):
         return tensor
 
     def use_part_on_current_stream(self, packed: PackedUpload, index: int) -> torch.Tensor:
-        """Array `index` of a packed upload, safe to use on the current stream; see `use_on_current_stream`."""
+        """Array `index` of a packed upload, safe to use on the current stream."""
         return self.use_on_current_stream(
             packed.view(index), packed.stream, packed.ready, synchronised=packed.synchronised
         )
@@ -752,11 +672,7 @@ class Runtime(OfThisProcess, abc.ABC):
         return suspended
 
     def refuse_capture(self, action: str) -> None:
-        """Refuses an action while the current stream is captured.
-
-        Raises:
-            CaptureError: it is.
-        """
+        """Refuses (CaptureError) an action while the current stream is captured."""
         if self.capturing:
             problem = f"{action} is not possible while the stream is captured"
             raise CaptureError(problem, None, "prepare inputs before the capture, into buffers with fixed addresses")
@@ -767,21 +683,13 @@ class Runtime(OfThisProcess, abc.ABC):
         """Names the memory of a tensor, for reports."""
 
     def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
-        """Says that the host, or a peer, is about to read or write rows of pinned memory that the device uses too.
+        """Says that the host, or a peer, is about to use rows `start` to `stop - 1` of memory that the device uses too.
 
-        Args:
-            memory: staging memory, where a download landed, or mapped memory.
-            start: first row.
-            stop: behind the last row.
-            name: of the access, for reports.
-            writes: whether it writes.
+        It is staging memory, memory where a download landed, or mapped memory.
         """
 
     def known_memory(self) -> KnownMemory:
-        """The device memory that was made through the runtime and is alive, from now on if not from the beginning.
-
-        For tools that tell device tensors from host tensors where both lie in CPU memory.
-        """
+        """The device memory that was made through the runtime and is alive, from now on if not from the beginning."""
         if self._known_memory is None:
             self._known_memory = KnownMemory()
             for reference in self._persistent:

@@ -23,20 +23,8 @@ from batchstate.runtime.streams import Fence, Stream, StreamOrder
 
 Array = npt.NDArray[Any]
 
-NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
-    torch.bool: np.dtype(np.bool_),
-    torch.uint8: np.dtype(np.uint8),
-    torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-    torch.uint16: np.dtype(np.uint16),
-    torch.uint32: np.dtype(np.uint32),
-    torch.uint64: np.dtype(np.uint64),
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-}
+_SHARED = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64"
+NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _SHARED.split()}
 BITS = {torch.bfloat16: torch.int16}
 """Dtypes that numpy lacks, and the integers as which their bits lie on the host and cross to the device."""
 
@@ -44,11 +32,7 @@ TORCH_DTYPES = {ours: theirs for theirs, ours in NUMPY_DTYPES.items()}
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Numpy's dtype of the same bits.
-
-    Raises:
-        DtypeError: numpy has none (bfloat16, for example).
-    """
+    """Numpy's dtype of the same bits. DtypeError: it has none (bfloat16, for example)."""
     try:
         return NUMPY_DTYPES[dtype]
     except (KeyError, TypeError):
@@ -56,20 +40,12 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def host_dtype(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
-    """Numpy's dtype in which values of `dtype` lie on the host, and `dtype` itself if that has their bits alone.
-
-    Raises:
-        DtypeError: numpy has neither.
-    """
+    """Numpy's dtype in which values of `dtype` lie on the host, and `dtype` itself if that has their bits alone."""
     return numpy_dtype(BITS.get(dtype, dtype)), dtype if dtype in BITS else None
 
 
 def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:
-    """Torch's dtype of the same bits.
-
-    Raises:
-        DtypeError: torch has none (strings and objects, for example).
-    """
+    """Torch's dtype of the same bits. DtypeError: it has none (strings and objects, for example)."""
     try:
         return TORCH_DTYPES[np.dtype(dtype)]
     except (KeyError, TypeError):
@@ -91,11 +67,8 @@ def dtype_meant(value: object) -> str:
     return f"pass {meant or 'a torch dtype, such as torch.int64'}"
 
 
-SMALLEST_BLOCK = 1 << 14
-"""Bytes of the smallest block. Batch state of a few hundred requests fits."""
-
-MOST_STREAMS = 2
-"""Streams that are remembered while no copy of theirs is in flight."""
+SMALLEST_BLOCK = 1 << 14  # bytes; batch state of a few hundred requests fits
+MOST_STREAMS = 2  # that are remembered while no copy of theirs is in flight
 
 
 @final
@@ -146,9 +119,7 @@ class Staging:
     refilled in flight, however deep the engine runs. `depth` sets how many blocks are made in advance, and
     STAGING_OVERRUN reports an engine that runs deeper than it declared.
 
-    Attributes:
-        allocate: makes uint8[nbytes] of host memory, pinned where that means something.
-        depth: blocks made at once for a size that is needed for the first time.
+    `allocate` makes uint8[nbytes] of host memory; `depth` blocks of a size are made at its first use.
     """
 
     allocate: Callable[[int], torch.Tensor]
@@ -208,19 +179,14 @@ class Staging:
         return StagingBlock(tensor, array)
 
 
-ALIGNMENT = 16
-"""Each array starts at a multiple of so many bytes: the widest load that a kernel makes."""
+ALIGNMENT = 16  # each array starts at a multiple of so many bytes: the widest load that a kernel makes
 
 Place = tuple[int, "np.dtype[Any]", tuple[int, ...]]
 """Where an array starts, in bytes, its dtype and its shape."""
 
 
 def packed_places(arrays: Sequence[npt.NDArray[Any]], first: int = 0) -> tuple[list[Place], int]:
-    """The place of each array in the packed buffer, from byte `first` on, and the buffer's size in bytes.
-
-    Raises:
-        DtypeError: an array of anything but numbers.
-    """
+    """The place of each array in the packed buffer, from byte `first` on, and its size. DtypeError: no numbers."""
     places: list[Place] = []
     size = first
     for array in arrays:
@@ -255,8 +221,7 @@ class PackedUpload:
 
     Attributes:
         buffer: uint8[nbytes] on the device.
-        stream: the stream that ran the copy.
-        ready: the fence behind the copy.
+        stream, ready: the stream that ran the copy, and the fence behind it.
         synchronised: other streams that use the buffer, by their keys; see `Runtime.use_on_current_stream`.
         write_count: torch's count of writes in place into the buffer when it was uploaded; None for inference tensors.
     """
@@ -297,8 +262,7 @@ class ReadyTensor(NamedTuple):
     """A device tensor that exists, and the work that another stream has to wait for before it uses it.
 
     Attributes:
-        tensor: on the device.
-        stream: the stream that made it.
+        tensor, stream: on the device, and the stream that made it.
         ready: a fence recorded after the work that made it; None stands for all work of `stream`.
         synchronised: other streams that are synchronised with it, by their keys; see `Runtime.use_on_current_stream`.
     """
@@ -310,7 +274,7 @@ class ReadyTensor(NamedTuple):
 
     @classmethod
     def uploaded(cls, tensor: torch.Tensor, packed: PackedUpload) -> Self:
-        """`tensor`, a view of a packed upload."""
+        """A view of a packed upload."""
         return cls(tensor, packed.stream, packed.ready, packed.synchronised)
 
     @classmethod
@@ -328,9 +292,7 @@ class ReadyTensor(NamedTuple):
 class MappedMemory:
     """Pinned host memory that kernels can address. Both tensors are the SAME memory, not two sides of a mirror.
 
-    Attributes:
-        host: the host's tensor; it keeps the memory alive.
-        device: the tensor for kernels: their reads and writes cross the bus.
+    `host` keeps it alive; reads and writes of kernels through `device` cross the bus.
     """
 
     host: torch.Tensor
@@ -348,10 +310,7 @@ class FixedMemory:
 
     Tables, and the buffers that a captured graph reads. A write comes behind every forward that still reads, and behind
     writes of other streams; a read comes behind the last write. The order is the device's: the host never waits.
-
-    Attributes:
-        runtime: the device.
-        memory: itself, in no order with any other use. `ordered` gives it for the current stream.
+    `ordered` gives the memory for the current stream, and `memory` in no order with any other use.
     """
 
     def __init__(self, runtime: StreamOrder, memory: torch.Tensor) -> None:
@@ -393,15 +352,9 @@ class FixedMemory:
             self.ordered()
             self._last_writer = current
 
-    def note_write(self, fence: Fence | None = None, *, fenced: bool = True) -> None:
-        """The next reader on another stream waits for this write, and for nothing behind it.
-
-        `fence` is behind it and the work launched with it; by default one is recorded now. Unless it is `fenced`,
-        readers wait for all of the stream, until another call brings a fence.
-        """
-        if fence is None and fenced and not self.runtime.capturing:
-            fence = self.runtime.record(self._last_writer)
-        self._written = fence
+    def note_write(self) -> None:
+        """The next reader on another stream waits for this write, and for nothing behind it."""
+        self._written = None if self.runtime.capturing else self.runtime.record(self._last_writer)
         self._synchronised = {}
 
     def note_foreign_write(self) -> None:
@@ -440,13 +393,10 @@ class _Addressable:
 
 
 def device_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Pinned memory as a tensor of the device, without a copy.
+    """Pinned memory as a tensor of the device, without a copy. DeviceError: the device does not address it.
 
     With unified addressing a pinned page has one address for host and device (CUDA C++ Programming Guide, "Mapped
     Memory" and "Unified Virtual Address Space").
-
-    Raises:
-        DeviceError: the device does not address it.
     """
     flat = torch.as_tensor(_Addressable(pinned), device=device)
     if flat.device != device or flat.data_ptr() != pinned.data_ptr():  # a copy would be another memory
