@@ -46,12 +46,12 @@ Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.int64]
 ColumnValues: TypeAlias = "Sequence[Any] | Vector"
 """Values that a column is built of: one entry per request."""
-Amounts = npt.NDArray[np.int64]
 
 UNORDERED = str, bytes, Set, Mapping
 """Values that can be iterated, and are never one entry per request, per size or per buffer."""
 
 _BOOL = np.dtype(np.bool_)
+INT64 = np.dtype(np.int64)
 
 _LIMITS = {
     np.dtype(f"{kind}{width}"): (int(np.iinfo(f"{kind}{width}").min), int(np.iinfo(f"{kind}{width}").max))
@@ -352,6 +352,13 @@ def arange_per_row(starts: Rows, lengths: Rows) -> Rows:
     return values
 
 
+def replaced(values: Array, rows: Rows, new: Array) -> Array:
+    """A copy of `values`, with `new` at `rows`."""
+    copy = values.copy()
+    copy[rows] = new
+    return copy
+
+
 def joined_rows(parts: Sequence[Array | None]) -> Array:
     """Vectors of one dtype, one after the other: for many short ones 10 times as fast as numpy."""
     try:
@@ -360,7 +367,7 @@ def joined_rows(parts: Sequence[Array | None]) -> Array:
         return np.concatenate(parts)  # type: ignore[arg-type]
 
 
-def amounts(n: object, num_rows: int, subject: str) -> Amounts:
+def amounts(n: object, num_rows: int, subject: str) -> Rows:
     """The amounts added to each row: int64[] for one number, int64[num_rows] for one per row.
 
     Raises:
@@ -384,24 +391,12 @@ def amounts(n: object, num_rows: int, subject: str) -> Amounts:
     return array.astype(np.int64)
 
 
-def negated(amount: Amounts, subject: str) -> Amounts:
-    """`-amount`.
-
-    Raises:
-        ValueOverflowError: an amount is the least int64, whose negative does not fit.
-    """
-    if amount.size and int(amount.min()) == _LIMITS[np.dtype(np.int64)][0]:
-        problem = f"{subject}: {amount.min()} cannot be negated in int64"
-        raise ValueOverflowError(problem, int(amount.min()), "pass a smaller amount")
-    return np.negative(amount)
-
-
-def across(amount: Amounts, ndim: int) -> Amounts:
+def across(amount: Rows, ndim: int) -> Rows:
     """`amount` shaped so that it broadcasts over the trailing shape of a column of `ndim` dimensions."""
     return amount.reshape(-1, *([1] * (ndim - 1))) if amount.ndim else amount
 
 
-def shifted(values: Array, amount: Amounts, subject: str) -> Array:
+def shifted(values: Array, amount: Rows, subject: str) -> Array:
     """`values + amount` in the dtype of integers `values` [n, ...], as a new array; `amount` is int64 that broadcasts.
 
     Raises:
@@ -425,7 +420,7 @@ def shifted(values: Array, amount: Amounts, subject: str) -> Array:
     return result
 
 
-def check_bound_can_move(values: Array, amount: Amounts, subject: str) -> None:
+def check_bound_can_move(values: Array, amount: Rows, subject: str) -> None:
     """Refuses to add a negative `amount` to bounds whose device side, which is smaller, could wrap.
 
     A bounded length or count is at least zero, and so is the device side. A signed bound may be lowered as far as half

@@ -19,6 +19,7 @@ from batchstate.violations import Code, Where
 if TYPE_CHECKING:
     from batchstate.mirror import MirroredTensor
 
+Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 Handles = tuple[Ints, Ints]
 
@@ -162,6 +163,11 @@ class RowSet:
         if np.count_nonzero(missing):
             invariants.derived_stale(missing, explain, slots=theirs[0], **where)
         return rows
+
+    def in_order_of(self, wanted: "RowSet", values: Array, subject: str, **where: Unpack[Where]) -> Array:
+        """`values`, whose row i is of request i here, with a row for each request of `wanted`; see `rows_of`."""
+        rows = self.rows_of(wanted, subject, **where)
+        return values if rows is None else values[rows]
 
 
 def joined(parts: "list[RowSet | None]") -> RowSet | None:

@@ -31,6 +31,7 @@ from batchstate._arrays import (
     Rows,
     Selection,
     Values,
+    as_array,
     count,
     kept_rows,
     sizes_of,
@@ -49,9 +50,10 @@ from batchstate.errors import (
     closest,
     expected,
     one_of,
+    wrong_shape,
 )
 from batchstate.invariants import times_checked
-from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
+from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, check_fresh, lined_up
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import PackedUpload
@@ -545,7 +547,14 @@ class Batch(OfThisProcess, metaclass=BatchType):
         subject = f"{type(self).__name__}.tighten: column {column!r}"
         declared, value = self._tensor_column(column, subject), self[column]
         if slots is not None:
-            bound = numbers_of(bound, slots, self.row_set, subject)
+            handles = slots.row_set if slots.unit == "slot" else None
+            if handles is None:
+                raise ArgumentError(f"{subject}: slots are {slots!r}", slots, "pass handles, as `batch.slots`")
+            numbers = as_array(lined_up(bound, handles, subject), subject)
+            if numbers.shape[:1] != (len(slots),):
+                shape = len(slots), *numbers.shape[1:]
+                raise wrong_shape(subject, shape, numbers.shape, "pass one row for each slot")
+            bound = handles.in_order_of(self.row_set, numbers, subject, operation=subject, step=self.runtime.step)
         elif self._slot_column is not None and getattr(bound, "row_set", None) is None:
             problem = f"{subject}: {type(bound).__name__} does not say to which requests its rows belong"
             remedy = "pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots"
@@ -599,9 +608,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             self._tensor_column(name, f"{type(self).__name__}.on_device: column {name!r}")
         for name, windows in self._open_windows().items():
             if name in names:
-                invariants.mirror_stale_read(
-                    "device", stale_reasons(windows, "device"), **self._where("on_device", name)
-                )
+                check_fresh(windows, "device", **self._where("on_device", name))
         if levels.full:
             self._check_unwritten("on_device")
         return self.device_side.columns(names)
@@ -678,7 +685,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """A step is sent from the host side: not inside a window in which that side is knowingly old."""
         for name, windows in self._open_windows().items():
             if name not in self._state.device:
-                invariants.mirror_stale_read("host", stale_reasons(windows, "host"), **self._where(operation, name))
+                check_fresh(windows, "host", **self._where(operation, name))
 
     def _check_step(self, extras: Mapping[str, object] | None, operation: str) -> None:
         """Checks, before a step is sent, the origin of its extras, the columns, and the requests."""
