@@ -218,8 +218,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def __getitem__(self, column: str) -> MirroredTensor:
         """The value of a mirrored or device-only column.
 
-        Raises:
-            DeclarationError: no such column, or one of Python objects.
+        Raises `DeclarationError` (no such column, or one of Python objects).
         """
         value: MirroredTensor | None = self._values.get(column)
         if value is None:
@@ -233,10 +232,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def to_dict(self) -> dict[str, Array | tuple[Any, ...]]:
         """The host side by column: a read-only array of each mirrored column, the objects of each host column.
 
-        Columns without a host side (`device_only`) are left out; nothing waits for the device.
-
-        Raises:
-            Violation: MIRROR_STALE_READ inside a stale window of a host side.
+        Columns without a host side (`device_only`) are left out; nothing waits for the device. Raises MIRROR_STALE_READ
+        inside a stale window of a host side.
         """
         tensors, mirrored = self._layout.tensors, self._layout.index
         names = [name for name in self._columns if name in mirrored or name not in tensors]
@@ -300,11 +297,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         return device
 
     def objects(self, column: str) -> tuple[Any, ...]:
-        """The Python objects of a host column, one per request.
-
-        Raises:
-            DeclarationError: no such column.
-        """
+        """The Python objects of a host column, one per request. Raises `DeclarationError` (no such column)."""
         if column not in self._state.objects:
             problem = f"{type(self).__name__} has no host column {column!r}"
             raise DeclarationError(problem, column, one_of(self._state.objects, column))
@@ -315,10 +308,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def filter(self, keep: "Selection") -> Self:
         """The requests that `keep` names, in its order: a mask bool[num_reqs], or unique row indices.
 
-        Raises:
-            ShapeError, DtypeError, RowIndexError: as `MirroredTensor.filter`.
-            ArgumentError: an index twice, or a padded batch.
-            Violation: DERIVED_STALE, at `cheap`: a mask of other requests.
+        Raises `ShapeError`, `DtypeError`, `RowIndexError` (as `MirroredTensor.filter`), `ArgumentError` (an index
+        twice, or a padded batch), DERIVED_STALE (at `cheap`: a mask of other requests).
         """
         num_reqs = self._begin("filter")
         index = self._kept(keep, num_reqs, f"{type(self).__name__}.filter")
@@ -329,11 +320,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def merge(self, other: Self) -> Self:
         """These requests, then those of `other`. A column exact here and bounded there becomes bounded.
 
-        Raises:
-            DeclarationError: `other` is of another declaration.
-            DeviceError: `other` belongs to another runtime.
-            ArgumentError: slots of two pools, or a padded batch.
-            Violation: SLOT_SHARED, at `cheap`: a request stands in both.
+        Raises `DeclarationError` (`other` is of another declaration), `DeviceError` (`other` belongs to another
+        runtime), `ArgumentError` (slots of two pools, or a padded batch), SLOT_SHARED (at `cheap`: a request stands in
+        both).
         """
         num_reqs = self._begin("merge")
         state, _ = self._turned_over(None, num_reqs, other, "merge")
@@ -412,8 +401,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive batches of the given sizes, which sum to the number of requests.
 
-        Raises:
-            ArgumentError: a negative size, a sum that differs, or a padded batch.
+        Raises `ArgumentError` (a negative size, a sum that differs, or a padded batch).
         """
         starts = np.cumsum([0, *sizes_of(sizes, self._begin("split"), f"{type(self).__name__}.split")])
         return [
@@ -424,10 +412,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def pad(self, to: SupportsIndex) -> Self:
         """The same requests with padded rows up to `to` rows: slot 0, and each column's declared pad value.
 
-        A padded batch is for one launch: it has `num_reqs` requests and `num_rows` rows, and does not move rows.
-
-        Raises:
-            ArgumentError: fewer rows than requests, or padded already.
+        A padded batch is for one launch: it has `num_reqs` requests and `num_rows` rows, and does not move rows. Raises
+        `ArgumentError` (fewer rows than requests, or padded already).
         """
         subject = f"{type(self).__name__}.pad"
         num_reqs = self._begin("pad")
@@ -568,9 +554,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def replace(self, /, **columns: ColumnValues) -> Self:
         """The same requests with other values for some columns, given as to `build`.
 
-        Raises:
-            As `build`.
-            Violation: DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests.
+        Raises as `build`, DERIVED_STALE (at `cheap`: a mirrored value whose rows are of other requests).
         """
         subject = f"{type(self).__name__}.replace"
         num_reqs = self._begin("replace")
@@ -708,9 +692,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def check(self, operation: str = "check") -> None:
         """Checks every invariant of this batch and its columns that applies at the present level.
 
-        Raises:
-            Violation: ROW_COUNT, TAIL_STALE, SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, and those of
-                `MirroredTensor.check`.
+        Raises ROW_COUNT, TAIL_STALE, SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, and those of
+        `MirroredTensor.check`.
         """
         if not levels.cheap:
             return
@@ -749,8 +732,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def check_live(self, operation: str = "check_live") -> None:
         """Checks that each request still has its slot. Slots that no pool handed out have no owner to ask.
 
-        Raises:
-            Violation: SLOT_STALE_HANDLE.
+        Raises SLOT_STALE_HANDLE.
         """
         pool = Allocator.of_pool(self._pool_id)
         if pool is None or self._slot_column is None:

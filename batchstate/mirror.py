@@ -324,12 +324,8 @@ class MirroredTensor(OfThisProcess):
         """A value from both sides. `host` is copied, `device` is taken over and must not be written any more.
 
         Call it on the stream that made `device` (inside `Runtime.use`): readers on other streams wait for that one.
-
-        Raises:
-            DeviceError: `device` lies on another device.
-            ShapeError, DtypeError: the sides do not go together.
-            ContractError: a contract without one of the sides.
-            Violation: MIRROR_EQUAL or MIRROR_BOUND, at level `full`.
+        Raises `DeviceError` (`device` lies on another device), `ShapeError`, `DtypeError` (the sides do not go
+        together), `ContractError` (a contract without one of the sides), MIRROR_EQUAL or MIRROR_BOUND, at level `full`.
         """
         wanted, subject = Contract(contract), name or cls.__name__
         if wanted not in (Contract.EXACT, Contract.UPPER_BOUND):
@@ -365,9 +361,7 @@ class MirroredTensor(OfThisProcess):
     def np(self) -> Array:
         """The host side as a read-only array.
 
-        Raises:
-            SideMissingError: a `device_only` value.
-            Violation: MIRROR_STALE_READ inside a stale window of the host side.
+        Raises `SideMissingError` (a `device_only` value), MIRROR_STALE_READ inside a stale window of the host side.
         """
         self._check_fresh("host")
         view = self._host_side().view()  # not by `read_only`: forwards and plans read columns here, one by one
@@ -457,9 +451,7 @@ class MirroredTensor(OfThisProcess):
     def exact_numbers(self, subject: str) -> Array:
         """The host side as plain exact numbers: amounts, rows to keep, values of another column.
 
-        Raises:
-            ContractError: the host side is a bound, or there is none.
-            Violation: UNIT_MISMATCH: indices; MIRROR_STALE_READ.
+        Raises `ContractError` (the host side is a bound, or there is none), UNIT_MISMATCH (indices; MIRROR_STALE_READ).
         """
         if self.unit is not None:
             invariants.unit_mismatch("plain numbers", self.unit, **self._where(subject))
@@ -479,8 +471,7 @@ class MirroredTensor(OfThisProcess):
     def device(self) -> torch.Tensor:
         """The device side, to be read only, safe to use on the current stream. Uploaded if it is not there yet.
 
-        Raises:
-            Violation: MIRROR_STALE_READ inside a stale window of the device side.
+        Raises MIRROR_STALE_READ inside a stale window of the device side.
         """
         self._check_fresh("device")
         return self._own_device()
@@ -587,10 +578,8 @@ class MirroredTensor(OfThisProcess):
     def take(self, rows: "Selection") -> Self:
         """The rows at `rows` (int[k], which may repeat, or a mask bool[n]).
 
-        Raises:
-            ShapeError: a mask of another length.
-            DtypeError: neither booleans nor integers.
-            RowIndexError: an index outside the value; negative ones do not count from the end.
+        Raises `ShapeError` (a mask of another length), `DtypeError` (neither booleans nor integers), `RowIndexError`
+        (an index outside the value; negative ones do not count from the end).
         """
         rows = row_indices(rows, len(self), self._subject("take"))
         self.check("take")
@@ -624,10 +613,8 @@ class MirroredTensor(OfThisProcess):
     def merge(self, other: Self) -> Self:
         """The rows of this value, then those of `other`; the weaker contract of the two.
 
-        Raises:
-            Violation: UNIT_MISMATCH.
-            DtypeError, ShapeError, DeviceError: the two do not go together.
-            ArgumentError: indices of two pools.
+        Raises UNIT_MISMATCH, `DtypeError`, `ShapeError`, `DeviceError` (the two do not go together), `ArgumentError`
+        (indices of two pools).
         """
         return self.cat([self, other])
 
@@ -674,9 +661,8 @@ class MirroredTensor(OfThisProcess):
     def pad(self, to: SupportsIndex, value: object = None) -> Self:
         """The same rows, then rows of `value` (one number or one row; zero by default) up to `to` rows.
 
-        Raises:
-            ArgumentError: `to` is less than the number of rows, or a non-zero pad for indices (slot 0 is the padding).
-            ShapeError, DtypeError, ValueOverflowError: `value` does not go into a row.
+        Raises `ArgumentError` (`to` is less than the number of rows, or a non-zero pad for indices (slot 0 is the
+        padding)), `ShapeError`, `DtypeError`, `ValueOverflowError` (`value` does not go into a row).
         """
         self.check("pad")
         subject = self._subject("pad")
@@ -825,10 +811,7 @@ class MirroredTensor(OfThisProcess):
         """Checks every invariant of this value that applies at the present level.
 
         `cheap` compares torch's counts of writes in place; `full` also compares each side with its first contents, the
-        two sides, and their memory.
-
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_ALIASED, MIRROR_EQUAL, MIRROR_BOUND.
+        two sides, and their memory. Raises MIRROR_FOREIGN_WRITE, MIRROR_ALIASED, MIRROR_EQUAL, MIRROR_BOUND.
         """
         if not levels.cheap:
             return
