@@ -83,11 +83,6 @@ class RowSet:
             self._handles = self._handles()
         return self._handles
 
-    @property
-    def keys(self) -> Ints | None:
-        """One number for each request, int64[n], 0 for padding; or None."""
-        return None if self.handles is None else (self.handles[1] << 32) + self.handles[0]
-
     def taken(self, rows: Ints | slice) -> "RowSet | None":
         """The requests of some rows."""
         handles = self.handles
@@ -103,10 +98,11 @@ class RowSet:
         if self.number and self.number == other.number:
             times_checked[_DERIVED_STALE] += 1
             return
-        mine, theirs = self.keys, other.keys
-        if mine is None or theirs is None:
+        handles, others = self.handles, other.handles
+        if handles is None or others is None:
             differ = np.array(self.number != 0 and other.number != 0)
         else:
+            mine, theirs = _keys(handles), _keys(others)
             short, differ = sorted((mine, theirs), key=len)
             differ = differ != 0  # padded rows are 0
             differ[: short.size] = mine[: short.size] != theirs[: short.size]
@@ -130,29 +126,35 @@ class RowSet:
 
         Raises DERIVED_STALE (at every level: a request has no row here).
         """
-        mine, theirs = self.keys, wanted.keys
-        if (self.number and self.number == wanted.number) or mine is None or theirs is None:
+        handles, others = self.handles, wanted.handles
+        if (self.number and self.number == wanted.number) or handles is None or others is None:
             return None
+        same_pool = self.pool_id == wanted.pool_id
+        if same_pool and [part.tobytes() for part in handles] == [part.tobytes() for part in others]:
+            return None
+        mine, theirs = _keys(handles), _keys(others)
         rows, missing = np.zeros(theirs.size, dtype=np.int64), np.ones(theirs.size, dtype=np.bool_)
-        if self.pool_id == wanted.pool_id:
-            if mine.tobytes() == theirs.tobytes():
-                return None
-            if mine.size:
-                order = mine.argsort(kind="stable")
-                rows = order.take(np.searchsorted(mine, theirs, sorter=order), mode="clip")
-                missing = mine[rows] != theirs
+        if same_pool and mine.size:
+            order = mine.argsort(kind="stable")
+            rows = order.take(mine.searchsorted(theirs, sorter=order), mode="clip")
+            missing = mine[rows] != theirs
 
         def explain(row: int) -> tuple[str, object, object]:
             return f"{subject} has no row for a request", wanted._named(row), "a row of another request, or none"
 
         if np.count_nonzero(missing):
-            invariants.derived_stale(missing, explain, slots=theirs & 0xFFFFFFFF, **where)
+            invariants.derived_stale(missing, explain, slots=others[0], **where)
         return rows
 
     def in_order_of(self, wanted: "RowSet", values: Array, subject: str, **where: Unpack[Where]) -> Array:
         """`values`, whose row i is of request i here, with a row for each request of `wanted`; see `rows_of`."""
         rows = self.rows_of(wanted, subject, **where)
         return values if rows is None else values[rows]
+
+
+def _keys(handles: Handles) -> Ints:
+    """One number for each request, int64[n], 0 for padding."""
+    return (handles[1] << 32) + handles[0]
 
 
 def joined(parts: "list[RowSet | None]") -> RowSet | None:
@@ -203,9 +205,11 @@ class Origin:
         if changes.last == then:
             times_checked[_DERIVED_STALE] += 1
             return
-        if self.rows is None or self.rows.handles is None:
+        rows = self.rows
+        handles = None if rows is None else rows.handles
+        if handles is None:
             return
-        slots = self.rows.handles[0]
+        slots, _ = handles
 
         def explain(row: int) -> tuple[str, object, object]:
             slot = int(slots[row])

@@ -311,22 +311,15 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises `ShapeError`, `DtypeError`, `RowIndexError` (as `MirroredTensor.filter`), `ArgumentError` (an index
         twice, or a padded batch), DERIVED_STALE (at `cheap`: a mask of other requests).
         """
-        num_reqs = self._begin("filter")
-        index = self._kept(keep, num_reqs, f"{type(self).__name__}.filter")
-        if index is None:
-            return self._derived("filter", self._state.copied(()), num_reqs, moved=False)
-        return self._derived("filter", self._state.taken(index), index.size)
+        return self._next("filter", keep)
 
     def merge(self, other: Self) -> Self:
         """These requests, then those of `other`. A column exact here and bounded there becomes bounded.
 
-        Raises `DeclarationError` (`other` is of another declaration), `DeviceError` (`other` belongs to another
-        runtime), `ArgumentError` (slots of two pools, or a padded batch), SLOT_SHARED (at `cheap`: a request stands in
-        both).
+        Raises `DeclarationError` and `DeviceError` (a batch of another class, or of another runtime), `ArgumentError`
+        (slots of two pools, or a padded batch), SLOT_SHARED (at `cheap`: a request stands in both).
         """
-        num_reqs = self._begin("merge")
-        state, _ = self._turned_over(None, num_reqs, other, "merge")
-        return self._derived("merge", state, num_reqs, joined=other)
+        return self._next("merge", None, other)
 
     def next_batch(
         self,
@@ -339,38 +332,36 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """Some requests leave, others join, and counts move on: the operation of a decode step.
 
         The same as `filter(keep)`, then `merge(joining)`, then `advance(advance, n)`, each of them optional: one new
-        batch instead of three, checked once.
+        batch instead of three, checked once. `n` is one integer, or one for each request of the result.
+        """
+        if type(advance) is tuple and not advance and (type(n) is not int or n != 1):
+            problem = f"{type(self).__name__}.next_batch: n={n!r} of no column"
+            raise ArgumentError(problem, n, "name columns: advance='seq_lens'")
+        return self._next("next_batch", keep, joining, advance, n)
+
+    def advance(self, columns: "str | Iterable[str] | Mapping[str, Amount]", n: "Amount" = 1) -> Self:
+        """The same batch with integers added to one or several integer columns.
 
         Args:
-            keep: as for `filter`; None keeps all.
-            joining: as for `merge`; None for no requests.
-            advance: as for `advance`; nothing by default.
-            n: as for `advance`: one integer, or one for each request that is in the result.
+            columns: one column, several that all get `n`, or a mapping column -> its amounts.
+            n: one integer, or int[num_reqs]; unused when `columns` is a mapping.
 
         Raises:
-            As `filter`, `merge` and `advance`.
+            DeclarationError: no such column.
+            DtypeError: a column of floats, booleans or indices, or `n` is not an integer.
+            ValueOverflowError: a value would leave the column's dtype.
+            ArgumentError: a padded batch, or a column named twice.
+            Violation: DERIVED_STALE, at `cheap`: a mirrored value of other requests is added.
         """
-        subject = f"{type(self).__name__}.next_batch"
-        num_reqs = self._begin("next_batch")
-        index = None if keep is None else self._kept(keep, num_reqs, subject)
-        state, num_reqs = self._turned_over(index, num_reqs, joining, "next_batch")
-        added: Mapping[str, object] = {}
-        if type(advance) is not tuple or advance:
-            added = amounts_by_column(advance, n, subject)
-        elif type(n) is not int or n != 1:
-            raise ArgumentError(f"{subject}: n={n!r} of no column", n, "name columns: advance='seq_lens'")
-        moved = state is not self._state
-        if not moved:
-            state = state.copied([name for name in added if name in self._layout.index])
-        if added:
-            state.add(added, subject)
-        return self._derived("next_batch", state, num_reqs, moved=moved, joined=joining)
+        return self._next("advance", advance=columns, n=n)
 
-    def _turned_over(
-        self, index: Rows | None, num_reqs: int, joining: Self | None, operation: str
-    ) -> tuple[RowState, int]:
-        """The rows of kept requests (all without an `index`), then those of `joining`; and the number of kept ones."""
+    def _next(
+        self, operation: str, keep: object = None, joining: Self | None = None, advance: Any = (), n: object = 1
+    ) -> Self:
+        subject = f"{type(self).__name__}.{operation}"
+        num_reqs = self._begin(operation)
         state = self._state
+        index = None if keep is None else self._kept(keep, num_reqs, subject)
         if index is not None:
             num_reqs = index.size
         if joining is not None or operation == "merge":
@@ -387,7 +378,17 @@ class Batch(OfThisProcess, metaclass=BatchType):
             state = state.merged(joining._state, index)
         elif index is not None:
             state = state.taken(index)
-        return state, num_reqs
+        added = amounts_by_column(advance, n, subject) if type(advance) is not tuple or advance else {}
+        moved = state is not self._state
+        if not moved:
+            state = state.copied([name for name in added if name in self._layout.index])
+        if added:
+            state.add(added, subject)
+        batch = self._derived(operation, state, num_reqs, moved=moved, joined=joining)
+        for name, amount in added.items():
+            if isinstance(amount, MirroredTensor):
+                batch._check_same_rows(amount, operation, name)
+        return batch
 
     def _kept(self, keep: object, num_reqs: int, subject: str) -> Rows | None:
         """The rows that a filter keeps; None if it keeps all of them in order."""
@@ -403,11 +404,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
         Raises `ArgumentError` (a negative size, a sum that differs, or a padded batch).
         """
-        starts = np.cumsum([0, *sizes_of(sizes, self._begin("split"), f"{type(self).__name__}.split")])
-        return [
-            self._derived("split", self._state.taken(np.arange(start, stop)), stop - start)
-            for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        ]
+        pieces, start = [], 0
+        for size in sizes_of(sizes, self._begin("split"), f"{type(self).__name__}.split"):
+            pieces.append(self._derived("split", self._state.taken(np.arange(start, start + size)), size))
+            start += size
+        return pieces
 
     def pad(self, to: SupportsIndex) -> Self:
         """The same requests with padded rows up to `to` rows: slot 0, and each column's declared pad value.
@@ -427,29 +428,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
     # Changing values
 
-    def advance(self, columns: "str | Iterable[str] | Mapping[str, Amount]", n: "Amount" = 1) -> Self:
-        """The same batch with integers added to one or several integer columns.
-
-        Args:
-            columns: one column, several that all get `n`, or a mapping column -> its amounts.
-            n: one integer, or int[num_reqs]; unused when `columns` is a mapping.
-
-        Raises:
-            DeclarationError: no such column.
-            DtypeError: a column of floats, booleans or indices, or `n` is not an integer.
-            ValueOverflowError: a value would leave the column's dtype.
-            ArgumentError: a padded batch, or a column named twice.
-            Violation: DERIVED_STALE, at `cheap`: a mirrored value of other requests is added.
-        """
-        subject = f"{type(self).__name__}.advance"
-        added = amounts_by_column(columns, n, subject)
-        num_reqs = self._begin("advance")
-        state = self._state.copied([name for name in added if name in self._layout.index])
-        state.add(added, subject)
-        for name, amount in added.items():
-            self._check_same_rows(amount, "advance", name)
-        return self._derived("advance", state, num_reqs, moved=False)
-
     def update(self, column: str, rows: "Selection", values: "Values") -> Self:
         """The same batch with other values in some rows of one mirrored column, on both sides.
 
@@ -461,16 +439,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             DeclarationError, DtypeError, ShapeError, RowIndexError, ArgumentError, ValueOverflowError: as elsewhere.
         """
-        subject = f"{type(self).__name__}.update: column {column!r}"
-        declared = self._tensor_column(column, subject)
+        declared, subject = self._tensor_column(column, "update")
         index = kept_rows(rows, self._begin("update"), subject)
         if column not in self._layout.index or column in self._state.device or column == self._slot_column:
             problem = f"{subject}: the host does not have its exact values"
             raise ArgumentError(problem, column, f"use replace({column}=...)")
         new = host_values(declared, values, index.size, self.runtime, subject, some=True)
-        state = self._state.copied((column,))
-        state.column(column)[index] = new
-        return self._derived("update", state, self.num_reqs, moved=False)
+        return self._rewritten("update", column, index, new)
 
     def update_device(self, column: str, rows: "Selection", values: "Values", bound: object = None) -> Self:
         """The same batch with values of the device in some rows: those that a mixed step has verified.
@@ -484,16 +459,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
             bound: of a mirrored column: none of the values is more. One number, or `[k, *shape]`.
 
         Raises:
-            DeclarationError: no such column.
-            ContractError: a column declared exact.
+            DeclarationError, ContractError: no such column; one declared exact.
             ArgumentError: a mirrored column without a bound, a device-only one with a bound, or a padded batch.
             DeviceError: a tensor on another device, or host values.
             DtypeError, ShapeError, RowIndexError, ValueOverflowError: as for `update`.
-            Violation: DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests. MIRROR_BOUND, at
-                `full`: a value exceeds its bound.
+            Violation: DERIVED_STALE, at `cheap`: rows of other requests. MIRROR_BOUND, at `full`.
         """
-        subject = f"{type(self).__name__}.update_device: column {column!r}"
-        declared = self._tensor_column(column, subject)
+        declared, subject = self._tensor_column(column, "update_device")
         index = kept_rows(rows, self._begin("update_device"), subject)
         mirrored = column in self._layout.index
         if declared.contract is Contract.EXACT:
@@ -530,8 +502,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             ArgumentError: it is not known whose rows `bound` has. Else as `MirroredTensor.tighten`.
         """
         self._begin("tighten")
-        subject = f"{type(self).__name__}.tighten: column {column!r}"
-        declared, value = self._tensor_column(column, subject), self[column]
+        declared, subject = self._tensor_column(column, "tighten")
         if slots is not None:
             handles = slots.row_set if slots.unit == "slot" else None
             if handles is None:
@@ -545,11 +516,14 @@ class Batch(OfThisProcess, metaclass=BatchType):
             problem = f"{subject}: {type(bound).__name__} does not say to which requests its rows belong"
             remedy = "pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots"
             raise ArgumentError(problem, bound, remedy)
-        lower = value.tighten(bound).np
+        lower = self[column].tighten(bound).np
         declared.check_values(lower, self.runtime, subject)
+        return self._rewritten("tighten", column, ..., lower)
+
+    def _rewritten(self, operation: str, column: str, rows: Any, values: Array) -> Self:
         state = self._state.copied((column,))
-        state.column(column)[...] = lower
-        return self._derived("tighten", state, self.num_reqs, moved=False)
+        state.column(column)[rows] = values
+        return self._derived(operation, state, self.num_reqs, moved=False)
 
     def replace(self, /, **columns: ColumnValues) -> Self:
         """The same requests with other values for some columns, given as to `build`.
@@ -578,18 +552,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def on_device(self, *columns: str) -> dict[str, torch.Tensor]:
         """The device sides of some columns, to be read only, safe on the current stream: the inputs of a forward.
 
-        The same tensors as `batch[name].device`, for all columns in one call, which is several times as fast.
-
-        Args:
-            *columns: names of mirrored and device-only columns; all of them by default.
-
-        Raises:
-            DeclarationError: no such column, or one of Python objects.
-            Violation: MIRROR_STALE_READ, MIRROR_FOREIGN_WRITE, and at `full` those of `check`.
+        The same tensors as `batch[name].device`, by default for all columns, in one call, which is several times as
+        fast. Raises `DeclarationError` (no such column, or one of Python objects), MIRROR_STALE_READ,
+        MIRROR_FOREIGN_WRITE, and at `full` what `check` raises.
         """
         names = columns or self._layout.tensors
         for name in columns:
-            self._tensor_column(name, f"{type(self).__name__}.on_device: column {name!r}")
+            self._tensor_column(name, "on_device")
         for name, windows in self._open_windows().items():
             if name in names:
                 check_fresh(windows, "device", **self._where("on_device", name))
@@ -604,17 +573,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
         Args:
             writes: table writes, from `Table.entry` or `Extension.entry`.
-            extras: extra host arrays (positions, `query_start_loc`, ...) by name.
-
-        Returns:
-            the device tensors of `extras`.
+            extras: extra host arrays (positions, `query_start_loc`, ...) by name, whose device tensors are returned.
 
         Raises:
             CaptureError: the stream is being captured.
             DtypeError: an extra that torch and numpy do not share.
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`.
-                At `cheap` SLOT_STALE_HANDLE: a request has left; DERIVED_STALE: the extras of a plan of other rows, or
-                of pages that have changed since, or a table write of such pages.
+                SLOT_STALE_HANDLE: a request has left; DERIVED_STALE: extras or writes of other rows or changed pages.
         """
         self._check_step(extras, "upload")
         arrays, state = {} if extras is None else extras, self._state
@@ -646,18 +611,14 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Args:
             buffers: of this batch class, with at least as many rows.
             writes: as for `upload`.
-            extras: as for `upload`, with the names, dtypes and shapes that the buffers were made with.
-
-        Returns:
-            the device tensors of `extras`, which are those of the buffers.
+            extras: as for `upload`, with the names, dtypes and shapes that the buffers were made with; their tensors in
+                the buffers are returned.
 
         Raises:
-            ArgumentError: more rows than the buffers have, or other extras than they were made with.
-            ShapeError, DtypeError: an extra of another shape or dtype.
+            ArgumentError, ShapeError, DtypeError: more rows than the buffers have, or other extras.
             DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
             CaptureError: the stream is being captured: fill the buffers before, or between replays.
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ, SLOT_STALE_HANDLE, DERIVED_STALE; at `full`
-                MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
+            Violation: as for `upload`; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
         """
         self._check_step(extras, "to_static")
         self._check_host_is_fresh("to_static")
@@ -705,10 +666,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         self._check_read_columns(operation)
 
     def _check_unwritten(self, operation: str) -> None:
-        """Reports a write from outside before an operation replaces its value: at `full` by comparing the sides.
-
-        Every operation begins with it, unless nothing could have been written.
-        """
+        """Reports a write from outside before an operation replaces its value: at `full` by comparing the sides."""
         if levels.full:
             self.check(operation)
         elif levels.cheap:
@@ -730,10 +688,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             value.check(operation)
 
     def check_live(self, operation: str = "check_live") -> None:
-        """Checks that each request still has its slot. Slots that no pool handed out have no owner to ask.
-
-        Raises SLOT_STALE_HANDLE.
-        """
+        """Raises SLOT_STALE_HANDLE unless each request still has its slot. Slots of no pool have no owner to ask."""
         pool = Allocator.of_pool(self._pool_id)
         if pool is None or self._slot_column is None:
             return
@@ -744,8 +699,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """Checks exposed values, as only these can have been written: device sides, and host sides as tensors."""
         for value in self._exposed:
             value.check(operation)
-        written = None if self._device is None else self._device.written()
-        if written is not None:
+        if self._device is not None and (written := self._device.written()) is not None:
             name, before, now = written
             invariants.mirror_foreign_write("device", before, now, **self._where(operation, name or None))
 
@@ -773,15 +727,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def _check_tail(self, operation: str) -> None:
         if self.num_rows == self.num_reqs:
             return
-        c = self._state.block.other_pad(self._layout.pads, self.num_reqs)
-        names = [name for name, at in self._layout.index.items() if c in (-1, at)]
-        for name in names:
-            invariants.tail_stale(
-                self._state.column(name)[self.num_reqs :],
-                self._layout.tensors[name].pad,
-                self.num_reqs,
-                **self._where(operation, name),
-            )
+        start, c = self.num_reqs, self._state.block.other_pad(self._layout.pads, self.num_reqs)
+        for name, at in self._layout.index.items():
+            if c in (-1, at):
+                tail, pad = self._state.column(name)[start:], self._layout.tensors[name].pad
+                invariants.tail_stale(tail, pad, start, **self._where(operation, name))
 
     # Helpers
 
@@ -797,10 +747,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
         moved: bool = True,
         joined: Self | None = None,
     ) -> Self:
-        """The result of an operation, checked.
+        """The result of an operation, checked; `joined` are the requests that come behind `num_reqs` of this one.
 
-        `moved` is False if no row moved: all that did not change stays on the device. `pool_id` is that of other slots
-        than before. The requests of `joined` come behind `num_reqs` of this one.
+        `moved` is False if no row moved: all that did not change stays on the device. `pool_id` is of other slots.
         """
         row_set = self.row_set if not moved and pool_id is None else None
         if pool_id is None:
@@ -836,9 +785,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
             self._check_read_columns(operation)
         num_reqs = self.num_reqs
         if self.num_rows != num_reqs:
-            problem = f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows"
-            remedy = "keep the batch from before `pad`; a padded one is for one launch"
-            raise ArgumentError(problem, self.num_rows, remedy)
+            problem = f"{type(self).__name__}.{operation}: a batch padded from {num_reqs} to {self.num_rows} rows"
+            raise ArgumentError(problem, self.num_rows, "keep the batch from before `pad`: this one is for one launch")
         return num_reqs
 
     def _check_same_rows(
@@ -850,11 +798,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
             if ours is not None:
                 ours.check_same(value.row_set, value, **self._where(operation, column))
 
-    def _tensor_column(self, name: str, subject: str) -> TensorColumn:
-        column = self._layout.tensors.get(name)
+    def _tensor_column(self, name: str, operation: str) -> tuple[TensorColumn, str]:
+        column, subject = self._layout.tensors.get(name), f"{type(self).__name__}.{operation}: column {name!r}"
         if column is None:
             raise DeclarationError(f"{subject} is not a tensor column", name, one_of(self._layout.tensors, name))
-        return column
+        return column, subject
 
     def _where(self, operation: str, column: str | None = None) -> Where:
         where: Where = {"object": self, "operation": operation, "step": self.runtime.step}
