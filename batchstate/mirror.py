@@ -230,11 +230,10 @@ class MirroredTensor(OfThisProcess):
     unit: ClassVar[str | None] = None
 
     runtime: Runtime
-    _host: Array | None = None
-    # Without a device side the host side is uploaded at first use; a function makes it then.
-    _side: DeviceSide | Callable[[], DeviceSide] | None = attrs.field(default=None, alias="device")
-    dtype: torch.dtype = attrs.field(kw_only=True)
-    shape: tuple[int, ...] = attrs.field(kw_only=True)
+    _host: Array | None
+    _side: DeviceSide | Callable[[], DeviceSide] | None  # made of the host side, or by a function, at first use
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     contract: Contract = Contract.EXACT
     name: str = ""
     _windows: tuple[StaleWindow, ...] = ()  # some of them closed by now
@@ -244,9 +243,9 @@ class MirroredTensor(OfThisProcess):
     # Of a batch: its values whose host side can be written from outside, or may be stale. They add themselves.
     _exposed: "list[MirroredTensor] | None" = None
     # The host side when it was handed out as a tensor or when a check first read it, for later checks at `full`.
-    _contents: Array | None = attrs.field(default=None, init=False)
-    _host_tensor: torch.Tensor | None = attrs.field(default=None, init=False)  # once it was handed out
-    _version: int = attrs.field(default=0, init=False)
+    _contents: Array | None = None
+    _host_tensor: torch.Tensor | None = None  # once it was handed out
+    _version: int = 0
 
     @property
     def version(self) -> int:
@@ -297,7 +296,7 @@ class MirroredTensor(OfThisProcess):
         host = converted(values, chosen, subject)
         if host.ndim == 0:
             raise ShapeError(f"{subject}: a scalar has no rows", values, "pass one row per request")
-        return cls._of_sides(runtime, host, None, dtype, wanted, name)
+        return cls._of_sides(runtime, host, None, dtype, wanted, name, "from_host")
 
     @classmethod
     def from_device(cls, runtime: Runtime, tensor: torch.Tensor, *, name: str = "") -> Self:
@@ -307,9 +306,7 @@ class MirroredTensor(OfThisProcess):
         Raises `DeviceError` if `tensor` lies on another device, `ShapeError` for a scalar.
         """
         _check_on_device(runtime, tensor, name or cls.__name__)
-        value = cls._of_sides(runtime, None, tensor, tensor.dtype, Contract.DEVICE_ONLY, name)
-        value.check("from_device")
-        return value
+        return cls._of_sides(runtime, None, tensor, tensor.dtype, Contract.DEVICE_ONLY, name, "from_device")
 
     @classmethod
     def from_pair(
@@ -336,9 +333,7 @@ class MirroredTensor(OfThisProcess):
         if array.shape != tuple(device.shape):
             problem = f"{subject}: host side {list(array.shape)}, device side {list(device.shape)}"
             raise ShapeError(problem, array.shape, "pass two sides of one shape")
-        value = cls._of_sides(runtime, array, device, device.dtype, wanted, name)
-        value.check("from_pair")
-        return value
+        return cls._of_sides(runtime, array, device, device.dtype, wanted, name, "from_pair")
 
     @classmethod
     def _of_sides(
@@ -349,11 +344,14 @@ class MirroredTensor(OfThisProcess):
         dtype: torch.dtype,
         contract: Contract,
         name: str,
+        operation: str,
     ) -> Self:
         side = None if device is None else DeviceSide(ReadyTensor.made_now(device, runtime))
         shape: tuple[int, ...] = tuple((device if host is None else host).shape)  # type: ignore[union-attr]
         generations = np.zeros(shape[0], dtype=np.int64) if issubclass(cls, Handles) else None
-        return cls(runtime, host, side, dtype=dtype, shape=shape, contract=contract, name=name, generations=generations)
+        value = cls(runtime, host, side, dtype, shape, contract, name, generations=generations)
+        value.check(operation)
+        return value
 
     # The host side
 
@@ -375,8 +373,8 @@ class MirroredTensor(OfThisProcess):
         if self._host_tensor is None:
             self._host_tensor = torch.from_numpy(self._host_side())
             self._expose()
-            if levels.full:
-                self._first_contents(self._host_side())
+            if levels.full and self._contents is None:
+                self._contents = self._host_side().copy()
         return self._host_tensor
 
     def _host_side(self) -> Array:
@@ -384,11 +382,6 @@ class MirroredTensor(OfThisProcess):
             remedy = "call `resolve()`, which waits for the device, or plan with a bound"
             raise SideMissingError(f"{self!r} has no host side", self.contract.value, remedy)
         return self._host
-
-    def _first_contents(self, host: Array) -> Array:
-        if self._contents is None:
-            self._contents = host.copy()
-        return self._contents
 
     def _expose(self) -> None:
         """Tells the batch that has the value, once; a list that its members know would be a cycle."""
@@ -633,8 +626,8 @@ class MirroredTensor(OfThisProcess):
                 if value._host_tensor is None and not value._windows
             ]
             if len(alone) == len(values):  # handles of many requests: nothing to check or to weaken
-                generations = joined_rows([value._generations for value in values])
-                return first._derived("cat", joined_rows(alone), None, None, generations=generations)
+                own = joined_rows([value._generations for value in values])
+                return first._derived("cat", joined_rows(alone), None, None, generations=own)
         pool_id = first._check_alike(values[1:], "merge")
         for value in values:
             value.check("cat")
@@ -647,16 +640,14 @@ class MirroredTensor(OfThisProcess):
             parts = [value._own_device() for value in values]
             device = first.runtime.launch(concatenate, parts, reads=parts, name="cat")
         numbers = [value._generations for value in values if value._generations is not None]
-        return first._derived(
-            "cat",
-            host,
-            device,
-            None if numbers else joined([value._row_set for value in values]),
-            contract=contract,
-            windows=tuple(dict.fromkeys(window for value in values for window in value._windows)),
-            generations=np.concatenate(numbers) if numbers else None,
-            pool_id=pool_id,
+        row_set = None if numbers else joined([value._row_set for value in values])
+        generations = np.concatenate(numbers) if numbers else None
+        windows = tuple(dict.fromkeys(window for value in values for window in value._windows))
+        result = first._derived(
+            "cat", host, device, row_set, contract=contract, windows=windows, generations=generations
         )
+        result._pool_id = pool_id
+        return result
 
     def pad(self, to: SupportsIndex, value: object = None) -> Self:
         """The same rows, then rows of `value` (one number or one row; zero by default) up to `to` rows.
@@ -827,7 +818,9 @@ class MirroredTensor(OfThisProcess):
     def _check_fully(self, where: Where) -> None:
         host, device = self._host, self._existing()
         if host is not None:
-            invariants.mirror_foreign_write("host", self._first_contents(host), host, **where)
+            if self._contents is None:
+                self._contents = host.copy()
+            invariants.mirror_foreign_write("host", self._contents, host, **where)
         if device is None or self.open_windows or self.runtime.checks_suspended():
             return  # nothing to compare with, or knowingly different
         if host is not None and device.device.type == "cpu":
@@ -852,30 +845,19 @@ class MirroredTensor(OfThisProcess):
         row_set: RowSet | None,
         *,
         contract: Contract | None = None,
-        windows: tuple[StaleWindow, ...] | None = None,
+        windows: tuple[StaleWindow, ...] = (),
         generations: Array | None = None,
-        pool_id: int | None = None,
     ) -> Self:
         """The result of an operation, checked; what is not given is as in this value."""
         shape = self.shape if host is None else host.shape
         if isinstance(device, torch.Tensor):
             shape = tuple(device.shape)
             device = DeviceSide(ReadyTensor.made_now(device, self.runtime))
-        value = type(self).__new__(type(self))  # a call of the class packs its keywords twice: 0.2 of 0.6 us
-        MirroredTensor.__init__(
-            value,
-            self.runtime,
-            host,
-            device,
-            dtype=self.dtype,
-            shape=shape,
-            contract=self.contract if contract is None else contract,
-            name=self.name,
-            windows=self._windows if windows is None else windows,
-            generations=self._generations if generations is None else generations,
-            pool_id=self._pool_id if pool_id is None else pool_id,
-            row_set=row_set,
-        )
+        value = type(self).__new__(type(self))  # as a call of the class, which packs its arguments twice
+        contract, windows = contract or self.contract, windows or self._windows
+        generations = self._generations if generations is None else generations
+        rest = self.name, windows, generations, self._pool_id, row_set
+        MirroredTensor.__init__(value, self.runtime, host, device, self.dtype, shape, contract, *rest)
         if levels.full:
             value.check(operation)
         return value
@@ -970,18 +952,9 @@ class Handles(MirroredTensor):
         device: DeviceSide | None = None,
     ) -> Self:
         """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool, `device` their device side."""
-        handles = cls.__new__(cls)  # as `_derived`
+        handles, shape = cls.__new__(cls), numbers.shape  # as `_derived`
         MirroredTensor.__init__(
-            handles,
-            runtime,
-            numbers,
-            device,
-            dtype=torch.int64,
-            shape=numbers.shape,
-            contract=contract,
-            name=name,
-            generations=generations,
-            pool_id=pool_id,
+            handles, runtime, numbers, device, torch.int64, shape, contract, name, (), generations, pool_id
         )
         return handles
 
@@ -1059,9 +1032,5 @@ class HostLocations(MirroredTensor):
 
 @functools.cache
 def index_type(holds: str) -> type[MirroredTensor]:
-    """The type of plain indices of one space, without generations: those of a column that was declared with `holds=`.
-
-    Args:
-        holds: `page`, `location`, `host_location`, `state`, or an index space of the engine's own.
-    """
+    """The type of plain indices of a space, without generations: those of a column declared with `holds=`."""
     return type(f"{holds.title()}Indices", (MirroredTensor,), {"unit": holds, "__slots__": (), "__module__": __name__})
