@@ -154,18 +154,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def build(cls, runtime: Runtime, /, **columns: ColumnValues) -> Self:
         """A batch from a value for every declared column.
 
-        Args:
-            runtime: the device.
-            **columns: lists, arrays, CPU tensors or mirrored values for mirrored columns (slots: what `pool.take`
-                returned); device tensors for device-only columns; any sequence for host columns. All with one row per
-                request.
+        Mirrored columns take lists, arrays, CPU tensors or mirrored values (slots: what `pool.take` returned),
+        device-only columns device tensors too, host columns any sequence. All have one row per request.
 
         Raises:
             DeclarationError: a column is missing or not declared.
-            ShapeError: another number of rows, or another shape of a row.
-            DtypeError, ValueOverflowError: values that do not go into the column.
-            ContractError: a contract weaker than the column takes.
-            DeviceError: values of another runtime, or a tensor on another device.
+            ShapeError, DtypeError, ValueOverflowError: values that do not go into the column.
+            ContractError, DeviceError: a contract weaker than the column takes; another runtime or device.
             Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
         """
         if columns.keys() != cls._columns.keys():
@@ -335,22 +330,19 @@ class Batch(OfThisProcess, metaclass=BatchType):
         batch instead of three, checked once. `n` is one integer, or one for each request of the result.
         """
         if type(advance) is tuple and not advance and (type(n) is not int or n != 1):
-            problem = f"{type(self).__name__}.next_batch: n={n!r} of no column"
-            raise ArgumentError(problem, n, "name columns: advance='seq_lens'")
+            raise ArgumentError(f"next_batch: n={n!r} of no column", n, "name columns: advance='seq_lens'")
         return self._next("next_batch", keep, joining, advance, n)
 
     def advance(self, columns: "str | Iterable[str] | Mapping[str, Amount]", n: "Amount" = 1) -> Self:
         """The same batch with integers added to one or several integer columns.
 
-        Args:
-            columns: one column, several that all get `n`, or a mapping column -> its amounts.
-            n: one integer, or int[num_reqs]; unused when `columns` is a mapping.
+        `columns` is one column, several that all get `n`, or a mapping column -> its amounts; `n` one integer, or
+        int[num_reqs].
 
         Raises:
-            DeclarationError: no such column.
+            DeclarationError, ArgumentError: no such column, a column named twice, or a padded batch.
             DtypeError: a column of floats, booleans or indices, or `n` is not an integer.
             ValueOverflowError: a value would leave the column's dtype.
-            ArgumentError: a padded batch, or a column named twice.
             Violation: DERIVED_STALE, at `cheap`: a mirrored value of other requests is added.
         """
         return self._next("advance", advance=columns, n=n)
@@ -373,8 +365,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             joining._begin(operation)
             if self._pool_id != joining._pool_id and num_reqs and joining.num_reqs:
                 problem = f"{operation}: expected slots of pool {self._pool_id}, got slots of pool {joining._pool_id}"
-                remedy = "take the slots of all requests of a batch from one pool"
-                raise ArgumentError(problem, joining._pool_id, remedy)
+                raise ArgumentError(problem, joining._pool_id, "take all slots of a batch from one pool")
             state = state.merged(joining._state, index)
         elif index is not None:
             state = state.taken(index)
@@ -431,19 +422,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def update(self, column: str, rows: "Selection", values: "Values") -> Self:
         """The same batch with other values in some rows of one mirrored column, on both sides.
 
-        Args:
-            column: a mirrored column whose value is exact; not the slots.
-            rows: a mask bool[num_reqs], or unique row indices int[k].
-            values: one value, or k.
-
-        Raises:
-            DeclarationError, DtypeError, ShapeError, RowIndexError, ArgumentError, ValueOverflowError: as elsewhere.
+        `column` has exact values and is not the slots. `rows` are a mask bool[num_reqs], or unique row indices int[k];
+        `values` one value, or k. What they do not fit is refused as elsewhere.
         """
         declared, subject = self._tensor_column(column, "update")
         index = kept_rows(rows, self._begin("update"), subject)
         if column not in self._layout.index or column in self._state.device or column == self._slot_column:
-            problem = f"{subject}: the host does not have its exact values"
-            raise ArgumentError(problem, column, f"use replace({column}=...)")
+            raise ArgumentError(f"{subject}: the host has no exact values", column, f"use replace({column}=...)")
         new = host_values(declared, values, index.size, self.runtime, subject, some=True)
         return self._rewritten("update", column, index, new)
 
@@ -459,10 +444,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
             bound: of a mirrored column: none of the values is more. One number, or `[k, *shape]`.
 
         Raises:
-            DeclarationError, ContractError: no such column; one declared exact.
+            ContractError: a column declared exact.
             ArgumentError: a mirrored column without a bound, a device-only one with a bound, or a padded batch.
             DeviceError: a tensor on another device, or host values.
-            DtypeError, ShapeError, RowIndexError, ValueOverflowError: as for `update`.
             Violation: DERIVED_STALE, at `cheap`: rows of other requests. MIRROR_BOUND, at `full`.
         """
         declared, subject = self._tensor_column(column, "update_device")
@@ -475,8 +459,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             problem = f"{subject}: expected {'a bound' if mirrored else 'no bound'}, got {bound!r}"
             raise ArgumentError(problem, bound, "pass bound= for a mirrored column, and no bound for a device-only one")
         if not isinstance(values, torch.Tensor | MirroredTensor):
-            problem = f"{subject}: expected a device tensor, got {type(values).__name__}"
-            raise DeviceError(problem, values, "pass what a kernel has found; `update` and `replace` take host values")
+            raise expected(subject, "a device tensor", values, "give host values to `update`", DeviceError)
         self._check_same_rows(values, "update_device", column, index)
         self._check_same_rows(bound, "update_device", column, index)
         if levels.full and isinstance(values, MirroredTensor):
@@ -495,11 +478,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
             column: a mirrored column that holds bounds.
             bound: numbers `[n, *shape]`, none above the present bounds: those that results of earlier steps prove.
                 Rows of other requests are left out.
-            slots: of the rows of `bound`, int[n]. A result of a relay and a column know them; an array does not.
-
-        Raises:
-            DeclarationError: no such column.
-            ArgumentError: it is not known whose rows `bound` has. Else as `MirroredTensor.tighten`.
+            slots: of the rows of `bound`, int[n]. A result of a relay and a column know them; an array does not, and
+                is refused without (`ArgumentError`). Else as `MirroredTensor.tighten`.
         """
         self._begin("tighten")
         declared, subject = self._tensor_column(column, "tighten")
@@ -514,8 +494,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
             bound = handles.in_order_of(self.row_set, numbers, subject, operation=subject, step=self.runtime.step)
         elif self._slot_column is not None and getattr(bound, "row_set", None) is None:
             problem = f"{subject}: {type(bound).__name__} does not say to which requests its rows belong"
-            remedy = "pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots"
-            raise ArgumentError(problem, bound, remedy)
+            raise ArgumentError(
+                problem, bound, "pass a result of the relay, or the slots of the rows: slots=batch.slots"
+            )
         lower = self[column].tighten(bound).np
         declared.check_values(lower, self.runtime, subject)
         return self._rewritten("tighten", column, ..., lower)
@@ -571,9 +552,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
         The copy has all columns too, unless this batch was uploaded before. The host does not wait.
 
-        Args:
-            writes: table writes, from `Table.entry` or `Extension.entry`.
-            extras: extra host arrays (positions, `query_start_loc`, ...) by name, whose device tensors are returned.
+        `writes` are table writes, from `Table.entry` or `Extension.entry`; `extras` further host arrays (positions,
+        `query_start_loc`, ...) by name, whose device tensors are returned.
 
         Raises:
             CaptureError: the stream is being captured.
@@ -604,15 +584,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
     ) -> Extras:
         """Sends the step to the fixed addresses of `StaticBuffers`, on the current stream, in one copy.
 
-        The batch is padded to the rows of the buffers. The step before is overwritten: replay a graph that reads it on
-        the same stream before, or declare it with `buffers.read_until`. The batch's own device side is neither made nor
-        changed. The host does not wait.
-
-        Args:
-            buffers: of this batch class, with at least as many rows.
-            writes: as for `upload`.
-            extras: as for `upload`, with the names, dtypes and shapes that the buffers were made with; their tensors in
-                the buffers are returned.
+        The batch is padded to the rows of the buffers, which are of this class and have as many rows or more. The step
+        before is overwritten: replay a graph that reads it on the same stream before, or declare it with
+        `buffers.read_until`. The batch's own device side is neither made nor changed. The host does not wait. `writes`
+        and `extras` are as for `upload`; the extras those that the buffers were made with, whose tensors are returned.
 
         Raises:
             ArgumentError, ShapeError, DtypeError: more rows than the buffers have, or other extras.

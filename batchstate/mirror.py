@@ -201,13 +201,11 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, object], A
 
     def compared(self: "MirroredTensor", other: object) -> Any:
         if isinstance(other, torch.Tensor):  # numpy would leave it to Python, which compares identities
-            remedy = "compare `value.np` with host values, or `value.device` with a tensor of the device"
-            raise DeviceError("comparison: expected host values, got a tensor", tuple(other.shape), remedy)
+            raise DeviceError("comparison with a tensor", tuple(other.shape), "compare `value.device` with it")
         try:
             return compare(self.np, other.np if isinstance(other, MirroredTensor) else other)
         except ValueError:
-            problem = f"comparison of {list(self.shape)} with values of another shape"
-            raise ShapeError(problem, other, "pass one number, or as many") from None
+            raise ShapeError(f"comparison of shape {list(self.shape)}", other, "pass one number, or as many") from None
 
     return compared
 
@@ -263,14 +261,10 @@ class MirroredTensor(OfThisProcess):
         contract: str | Contract = Contract.EXACT,
         name: str = "",
     ) -> Self:
-        """A value from host values, which are copied. The device side is uploaded at first use, in one copy.
+        """A value from a list, numpy array or CPU tensor, rows first, which is copied. It is uploaded at first use.
 
-        Args:
-            runtime: the device.
-            values: list, numpy array or CPU tensor; rows first.
-            dtype: by default that of an array or tensor; int64, float32 or bool for lists. Indices are int64.
-            contract: `exact`, or `host_only` for values whose upload belongs to the stream that uses them.
-            name: for reports.
+        `dtype` is by default that of an array or tensor; int64, float32 or bool for lists. Indices are int64.
+        `contract` is `exact`, or `host_only` for values whose upload belongs to the stream that uses them.
 
         Raises:
             DtypeError, ValueOverflowError: values do not go into `dtype`, or torch and numpy do not share it.
@@ -326,13 +320,11 @@ class MirroredTensor(OfThisProcess):
         """
         wanted, subject = Contract(contract), name or cls.__name__
         if wanted not in (Contract.EXACT, Contract.UPPER_BOUND):
-            problem = f"{subject}: expected exact or upper_bound for a pair, got {wanted.value}"
-            raise ContractError(problem, wanted.value, "use `from_host` or `from_device`")
+            raise expected(subject, "exact or upper_bound", wanted.value, "use the other constructors", ContractError)
         _check_on_device(runtime, device, subject)
         array = converted(host, numpy_dtype(device.dtype), subject)
         if array.shape != tuple(device.shape):
-            problem = f"{subject}: host side {list(array.shape)}, device side {list(device.shape)}"
-            raise ShapeError(problem, array.shape, "pass two sides of one shape")
+            raise wrong_shape(subject, device.shape, array.shape, "pass two sides of one shape")
         return cls._of_sides(runtime, array, device, device.dtype, wanted, name, "from_pair")
 
     @classmethod
@@ -519,18 +511,13 @@ class MirroredTensor(OfThisProcess):
     def aligned(self, slots: "MirroredTensor") -> Array:
         """The host side with one row for each of `slots`, in their order: rows go by handle. Others are left out.
 
-        Args:
-            slots: handles, as `batch.slots`.
-
-        Raises:
-            ArgumentError: `slots` are not handles, or it is not known to which requests the rows belong.
-            Violation: DERIVED_STALE: a request has no row here.
+        Raises `ArgumentError` if `slots` are not handles, as `batch.slots`, or it is not known to which requests the
+        rows belong, and DERIVED_STALE if a request has no row here.
         """
         own, wanted = self.row_set, slots.row_set if slots.unit == "slot" else None
         if wanted is None or own is None:
-            problem = f"{self._subject('aligned')}: expected rows of requests and handles, got {self!r} and {slots!r}"
-            remedy = "pass the slots of a batch; columns and results of a relay know whose their rows are"
-            raise ArgumentError(problem, slots, remedy)
+            remedy = "columns and results of a relay know whose their rows are; pass the slots of a batch"
+            raise ArgumentError(f"{self!r}: rows of requests are not known, or not of {slots!r}", slots, remedy)
         return own.in_order_of(wanted, self.np, self.label, **self._where("aligned"))
 
     @contextlib.contextmanager
@@ -678,12 +665,8 @@ class MirroredTensor(OfThisProcess):
     def update(self, rows: "Selection", values: "Values") -> Self:
         """The same value with other values in some rows, on both sides.
 
-        Args:
-            rows: unique row indices int[k], or a mask bool[n].
-            values: a number, or k rows.
-
-        Raises:
-            ValueOverflowError: a value outside the range of the dtype. Else as `filter` and `merge`.
+        `rows` are unique row indices int[k], or a mask bool[n]; `values` a number, or k rows. Raises
+        `ValueOverflowError` (a value outside the range of the dtype); else as `filter` and `merge`.
         """
         self.check("update")
         subject = self._subject("update")
@@ -694,8 +677,7 @@ class MirroredTensor(OfThisProcess):
             self._check_alike([values], "update")
             numbers, theirs = values.exact_host(subject), values._generations
         if generations is not None and theirs is None:
-            problem = f"{subject}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers"
-            raise DtypeError(problem, values, "pass what `pool.take` returned")
+            raise expected(subject, f"{self.unit}s of a pool", values, "pass what `pool.take` returned", DtypeError)
         new = carried(numbers, *host_dtype(self.dtype), subject)
         shape = (len(index), *self.shape[1:])
         if new.ndim and new.shape != shape:
@@ -747,12 +729,10 @@ class MirroredTensor(OfThisProcess):
         """
         wanted = Contract(contract)
         if wanted is Contract.UPPER_BOUND and self.unit is not None:
-            problem = f"{self!r} holds {self.unit}s, which have no bound"
-            raise ContractError(problem, wanted.value, "bounds are for lengths and counts")
+            raise ContractError(f"{self!r}: a bound of {self.unit}s", wanted.value, "bounds are for lengths and counts")
         if weaker_contract(wanted, self.contract) is not wanted or wanted is Contract.HOST_ONLY:
-            problem = f"{self!r}: the contract {self.contract.value!r} cannot become {wanted.value!r}"
             remedy = "only `resolve()` strengthens a contract, and it waits for the device"
-            raise ContractError(problem, wanted.value, remedy)
+            raise ContractError(f"{self!r} cannot become {wanted.value!r}", wanted.value, remedy)
         self.check("weaken")
         host = None if wanted is Contract.DEVICE_ONLY else self._host
         return self._derived("weaken", host, self._device, self._row_set, contract=wanted)
@@ -768,21 +748,19 @@ class MirroredTensor(OfThisProcess):
             ContractError: the value is not a bound.
             ShapeError, DtypeError, ValueOverflowError: `bound` does not go with the value.
             ArgumentError: a bound that rises; `+ n` moves both sides.
-            Violation: DERIVED_STALE: `bound` has no row for a request; MIRROR_BOUND, at `full`, if the device side is
-                there already: it holds more.
+            Violation: DERIVED_STALE: no row for a request; MIRROR_BOUND, at `full`: the device side holds more.
         """
         subject = self._subject("tighten")
         if self.contract is not Contract.UPPER_BOUND:
-            problem = f"{subject}: expected a bound, got {self!r}"
-            raise ContractError(problem, self.contract.value, "use `update`, which changes exact values on both sides")
+            raise ContractError(f"{subject}: expected a bound, got {self!r}", self.contract.value, "use `update`")
         self.check("tighten")
         host = converted(lined_up(bound, self.row_set, subject), numpy_dtype(self.dtype), subject)
         if host.shape != self.shape:
             raise wrong_shape(subject, self.shape, host.shape, "pass one bound for each value")
         higher = np.argwhere(~(host <= self.np))  # of any trailing shape, and of no rows too
         if higher.size:
-            problem = f"{subject}: the bound of row {higher[0][0]} would rise"
-            raise ArgumentError(problem, int(higher[0][0]), "pass bounds that are at most the present ones")
+            row = int(higher[0][0])
+            raise ArgumentError(f"{subject}: the bound of row {row} would rise", row, "pass none above the present")
         return self._derived("tighten", host, self._device, self._row_set)
 
     def resolve(self) -> Self:

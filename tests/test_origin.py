@@ -171,7 +171,7 @@ def test_an_array_has_to_say_whose_rows_it_has(results: tuple[Running, Prefetche
     batch, found = results
     with pytest.raises(ArgumentError, match="does not say to which requests"):
         batch.tighten("seq_lens", found["lens"].np)
-    with pytest.raises(ArgumentError, match="expected rows of requests"):
+    with pytest.raises(ArgumentError, match="rows of requests are not known"):
         found["lens"].aligned(batch.seq_lens)
 
 
