@@ -6,6 +6,7 @@ fastest; lists work. `subject` is the operation or the argument, for messages. A
 signed bits, so those are viewed as signed.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -210,13 +211,14 @@ def shape_of(shape: Iterable[SupportsIndex] | int, subject: str, *, rows: int = 
     return sizes
 
 
-def sizes_of(sizes: Iterable[SupportsIndex], num_rows: int, subject: str) -> list[int]:
-    """`sizes` of the pieces of so many rows, as ints. Raises `ArgumentError` for another sum."""
+def slices_of(sizes: Iterable[SupportsIndex], num_rows: int, subject: str) -> list[slice]:
+    """The rows of each of the pieces of some sizes. Raises `ArgumentError` unless they are all of `num_rows`."""
     lengths = [count(size, f"{subject}: size") for size in sizes]
-    if sum(lengths) != num_rows:
-        problem = f"{subject}: sizes {lengths} sum to {sum(lengths)}, not {num_rows}"
+    ends = list(itertools.accumulate(lengths, initial=0))
+    if ends[-1] != num_rows:
+        problem = f"{subject}: sizes {lengths} sum to {ends[-1]}, not {num_rows}"
         raise ArgumentError(problem, lengths, "cover every row")
-    return lengths
+    return list(map(slice, ends, ends[1:]))
 
 
 def natural_dtype(values: object, subject: str) -> np.dtype[Any]:

@@ -34,7 +34,7 @@ from batchstate._arrays import (
     as_array,
     count,
     kept_rows,
-    sizes_of,
+    slices_of,
 )
 from batchstate._column_inputs import ColumnInputs, amounts_by_column, device_rows, host_values, rows_from
 from batchstate._origin import DerivedArrays, RowSet
@@ -217,10 +217,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """
         value: MirroredTensor | None = self._values.get(column)
         if value is None:
-            declared = self._layout.tensors.get(column)
-            if declared is None:
-                problem = f"{type(self).__name__} has no tensor column {column!r}"
-                raise DeclarationError(problem, column, one_of(self._layout.tensors, column))
+            declared, _ = self._tensor_column(column, "[]")
             value = self._values[column] = self._value(declared)
         return value
 
@@ -395,11 +392,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
         Raises `ArgumentError` (a negative size, a sum that differs, or a padded batch).
         """
-        pieces, start = [], 0
-        for size in sizes_of(sizes, self._begin("split"), f"{type(self).__name__}.split"):
-            pieces.append(self._derived("split", self._state.taken(np.arange(start, start + size)), size))
-            start += size
-        return pieces
+        pieces = slices_of(sizes, self._begin("split"), f"{type(self).__name__}.split")
+        return [
+            self._derived("split", self._state.taken(np.arange(rows.start, rows.stop)), rows.stop - rows.start)
+            for rows in pieces
+        ]
 
     def pad(self, to: SupportsIndex) -> Self:
         """The same requests with padded rows up to `to` rows: slot 0, and each column's declared pad value.
@@ -494,9 +491,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             bound = handles.in_order_of(self.row_set, numbers, subject, operation=subject, step=self.runtime.step)
         elif self._slot_column is not None and getattr(bound, "row_set", None) is None:
             problem = f"{subject}: {type(bound).__name__} does not say to which requests its rows belong"
-            raise ArgumentError(
-                problem, bound, "pass a result of the relay, or the slots of the rows: slots=batch.slots"
-            )
+            raise ArgumentError(problem, bound, "pass a result of the relay, or slots= of the rows: slots=batch.slots")
         lower = self[column].tighten(bound).np
         declared.check_values(lower, self.runtime, subject)
         return self._rewritten("tighten", column, ..., lower)
@@ -732,9 +727,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if windows is None:
             windows = self._open_windows()
         if joined is not None:
-            theirs = joined._open_windows()
-            if theirs:
-                windows = {**windows, **theirs}
+            windows = {**windows, **joined._open_windows()}
             if not num_reqs:
                 pool_id = joined._pool_id
             num_reqs += joined.num_reqs

@@ -50,7 +50,7 @@ from batchstate._arrays import (
     select_rows,
     shifted,
     signed_twin,
-    sizes_of,
+    slices_of,
 )
 from batchstate._origin import RowSet, joined
 from batchstate.errors import (
@@ -572,10 +572,9 @@ class MirroredTensor(OfThisProcess):
         Raises `ArgumentError` for a negative size, or a sum that differs.
         """
         self.check("split")
-        pieces, start = [], 0
-        for size in sizes_of(sizes, len(self), self._subject("split")):
-            rows, start = slice(start, start + size), start + size
-            copied = len(self) >= LARGE and 2 * size < len(self)
+        pieces = []
+        for rows in slices_of(sizes, len(self), self._subject("split")):
+            copied = len(self) >= LARGE and 2 * (rows.stop - rows.start) < len(self)
             pieces.append(self._taken(np.arange(rows.start, rows.stop) if copied else rows, "split"))
         return pieces
 

@@ -271,6 +271,7 @@ def test_values_given_to_a_batch_are_of_its_requests(rt: Runtime, world: Forward
     done = MirroredTensor.from_host(rt, [True, False])
     for call in (
         lambda: batch.advance("seq_lens", turned.seq_lens),
+        lambda: batch.next_batch(keep=[1, 0], advance="seq_lens", n=batch.seq_lens),
         lambda: batch.replace(seq_lens=turned.seq_lens),
         lambda: relay.publish(batch.slots, lens=turned.seq_lens),
         lambda: table.write(batch.slots, None, turned.seq_lens),
