@@ -323,8 +323,8 @@ def amounts(n: object, num_rows: int, subject: str) -> Rows:
     if array.dtype.kind not in "iu" and array.size:
         raise DtypeError(f"{subject}: expected integers, got {array.dtype}", array.dtype, "pass integers")
     if array.ndim and array.shape != (num_rows,):
-        problem = f"{subject}: expected one number, or one for each of {num_rows} rows, got shape {list(array.shape)}"
-        raise ShapeError(problem, array.shape, "pass one number for all rows, or one number per row")
+        problem = f"{subject}: expected one number, or one for each of {num_rows} rows, got an array of shape "
+        raise ShapeError(f"{problem}{list(array.shape)}", array.shape, "pass one for all rows, or one per row")
     if array.size and array.dtype.kind == "u":  # every signed dtype goes into int64
         check_range(0, int(array.max()), INT64, subject)
     return array.astype(np.int64)

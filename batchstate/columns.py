@@ -158,14 +158,11 @@ def mirrored(
 ) -> MirroredColumn:
     """Declares a column with both sides.
 
-    Args:
-        dtype: one that torch and numpy share.
-        shape: of one row.
-        pad: value of padded rows; zero by default.
-        contract: `exact`, or `upper_bound` for a column whose host side may become a bound.
-        holds: index space of the values, if they are indices: `location`, `page`, `host_location`, `state`, or one of
-            your own (`Runtime.declare_indices`). They are then exact integers, 0 or more and below its capacity, 0 in
-            padded rows, and not computed.
+    `dtype` is one that torch and numpy share, `shape` that of one row, `pad` the value of padded rows, by default zero.
+    `contract` is `exact`, or `upper_bound` for a column whose host side may become a bound. `holds` is the index space
+    of the values, if they are indices: `location`, `page`, `host_location`, `state`, or one of your own
+    (`Runtime.declare_indices`). They are then exact integers, 0 or more and below its capacity, 0 in padded rows, and
+    not computed.
 
     Raises:
         DtypeError, ValueOverflowError: numpy lacks the dtype, or `pad` does not go into it.

@@ -11,6 +11,7 @@ locations of tokens in device or host KV memory.
 import contextlib
 import enum
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, Unpack, final
@@ -183,12 +184,6 @@ class StaleWindow:
     reason: str
     open: bool = True
 
-    def __attrs_post_init__(self) -> None:
-        if self.side not in ("host", "device"):
-            raise ArgumentError(f"unknown side {self.side!r}", self.side, "use 'host' or 'device'")
-        if not self.reason:
-            raise ArgumentError("a stale window without a reason", self.reason, "say what makes it stale")
-
 
 def check_fresh(windows: Sequence[StaleWindow], side: str, **where: Unpack[Where]) -> None:
     """Refuses to read a side inside an open window of it. Raises MIRROR_STALE_READ."""
@@ -223,6 +218,7 @@ class MirroredTensor(OfThisProcess):
         dtype: of the elements.
         shape: rows first.
         name: for reports.
+        version: a number that no other value or batch of the runtime has; stamp derived metadata with it.
     """
 
     unit: ClassVar[str | None] = None
@@ -243,13 +239,7 @@ class MirroredTensor(OfThisProcess):
     # The host side when it was handed out as a tensor or when a check first read it, for later checks at `full`.
     _contents: Array | None = None
     _host_tensor: torch.Tensor | None = None  # once it was handed out
-    _version: int = 0
-
-    @property
-    def version(self) -> int:
-        """A number that no other value of the runtime has; stamp derived metadata with it."""
-        self._version = self._version or self.runtime.new_version()
-        return self._version
+    version: int = attrs.field(init=False, factory=itertools.count(-1, -1).__next__)  # batches have positive ones
 
     @classmethod
     def from_host(
@@ -286,11 +276,7 @@ class MirroredTensor(OfThisProcess):
             if dtype is not None or chosen.kind not in "iu":
                 raise DtypeError(f"{subject}: expected int64 {cls.unit}s, got {chosen}", chosen, "pass int64")
             chosen = INT64
-        dtype = torch_dtype(chosen)
-        host = converted(values, chosen, subject)
-        if host.ndim == 0:
-            raise ShapeError(f"{subject}: a scalar has no rows", values, "pass one row per request")
-        return cls._of_sides(runtime, host, None, dtype, wanted, name, "from_host")
+        return cls._of_sides(runtime, converted(values, chosen, subject), None, wanted, name, "from_host")
 
     @classmethod
     def from_device(cls, runtime: Runtime, tensor: torch.Tensor, *, name: str = "") -> Self:
@@ -300,7 +286,7 @@ class MirroredTensor(OfThisProcess):
         Raises `DeviceError` if `tensor` lies on another device, `ShapeError` for a scalar.
         """
         _check_on_device(runtime, tensor, name or cls.__name__)
-        return cls._of_sides(runtime, None, tensor, tensor.dtype, Contract.DEVICE_ONLY, name, "from_device")
+        return cls._of_sides(runtime, None, tensor, Contract.DEVICE_ONLY, name, "from_device")
 
     @classmethod
     def from_pair(
@@ -325,24 +311,20 @@ class MirroredTensor(OfThisProcess):
         array = converted(host, numpy_dtype(device.dtype), subject)
         if array.shape != tuple(device.shape):
             raise wrong_shape(subject, device.shape, array.shape, "pass two sides of one shape")
-        return cls._of_sides(runtime, array, device, device.dtype, wanted, name, "from_pair")
+        return cls._of_sides(runtime, array, device, wanted, name, "from_pair")
 
     @classmethod
     def _of_sides(
-        cls,
-        runtime: Runtime,
-        host: Array | None,
-        device: torch.Tensor | None,
-        dtype: torch.dtype,
-        contract: Contract,
-        name: str,
-        operation: str,
+        cls, runtime: Runtime, host: Array | None, device: torch.Tensor | None, contract: Contract, name: str, call: str
     ) -> Self:
         side = None if device is None else DeviceSide(ReadyTensor.made_now(device, runtime))
+        dtype = torch_dtype(host.dtype) if device is None else device.dtype  # type: ignore[union-attr]
         shape: tuple[int, ...] = tuple((device if host is None else host).shape)  # type: ignore[union-attr]
+        if not shape:
+            raise ShapeError(f"{name or cls.__name__}: a scalar has no rows", shape, "pass one row per request")
         generations = np.zeros(shape[0], dtype=np.int64) if issubclass(cls, Handles) else None
         value = cls(runtime, host, side, dtype, shape, contract, name, generations=generations)
-        value.check(operation)
+        value.check(call)
         return value
 
     # The host side
@@ -434,16 +416,13 @@ class MirroredTensor(OfThisProcess):
         raise ArgumentError(problem, self.shape, "use `len(value) > 0`, or `.any()`/`.all()` of a comparison")
 
     def exact_numbers(self, subject: str) -> Array:
-        """The host side as plain exact numbers: amounts, rows to keep, values of another column.
-
-        Raises `ContractError` (the host side is a bound, or there is none), UNIT_MISMATCH (indices; MIRROR_STALE_READ).
-        """
+        """The host side as plain exact numbers: amounts, rows, values of another column. Indices are UNIT_MISMATCH."""
         if self.unit is not None:
             invariants.unit_mismatch("plain numbers", self.unit, **self._where(subject))
         return self.exact_host(subject)
 
     def exact_host(self, subject: str) -> Array:
-        """The host side if it is exact, of any index space. Raises what `exact_numbers` raises, but UNIT_MISMATCH."""
+        """The host side of any index space, if it is exact: a bound is a `ContractError`."""
         if self.contract not in _EXACT:
             raise ContractError(f"{subject}: {self!r} has no exact host side", self.contract.value, "resolve it first")
         if levels.full:
@@ -454,7 +433,7 @@ class MirroredTensor(OfThisProcess):
 
     @property
     def device(self) -> torch.Tensor:
-        """The device side, to be read only, safe to use on the current stream. Uploaded if it is not there yet.
+        """The device side, to be read only, safe on the current stream; uploaded if it is not there yet.
 
         Raises MIRROR_STALE_READ inside a stale window of the device side.
         """
@@ -476,11 +455,11 @@ class MirroredTensor(OfThisProcess):
             side = self._side = made
         return side
 
-    def _existing(self) -> torch.Tensor | None:
-        return self._side.existing if type(self._side) is DeviceSide else None
-
     def _own_device(self) -> torch.Tensor:
         return self._device.tensor(self.runtime)
+
+    def _existing(self) -> torch.Tensor | None:
+        return self._side.existing if type(self._side) is DeviceSide else None
 
     def _device_if_needed(self) -> torch.Tensor | None:
         """The device side, safe on the current stream, if it exists or cannot be made of the host side; else None."""
@@ -522,10 +501,11 @@ class MirroredTensor(OfThisProcess):
 
     @contextlib.contextmanager
     def stale(self, side: str, *, reason: str) -> Iterator[None]:
-        """A window in which `side` (`host` or `device`) is knowingly old; reading it raises, in derived values too.
-
-        Raises `ArgumentError` for an unknown side, or without a reason.
-        """
+        """A window in which `side` (`host` or `device`) is knowingly old; reading it raises, in derived values too."""
+        if side not in ("host", "device"):
+            raise ArgumentError(f"unknown side {side!r}", side, "use 'host' or 'device'")
+        if not reason:
+            raise ArgumentError("a stale window without a reason", reason, "say what makes it stale")
         window = StaleWindow(side, reason)
         self._windows = (*self._windows, window)
         self._expose()
@@ -646,7 +626,7 @@ class MirroredTensor(OfThisProcess):
         more = count(to, f"{subject}: rows", least=len(self), most=MOST_ROWS) - len(self)
         fill = padding_row(value, *host_dtype(self.dtype), subject)
         if fill.ndim and fill.shape != self.shape[1:]:
-            raise ShapeError(f"{subject}: a pad of {list(fill.shape)}", fill.shape, "pass one number or one row")
+            raise wrong_shape(f"{subject}: a pad", self.shape[1:], fill.shape, "pass one number or one row")
         if self.unit is not None and fill.any():
             raise ArgumentError(f"{subject}: padding {self.unit}s with {value}", value, "pad indices with 0")
         padding = np.broadcast_to(fill, (more, *self.shape[1:]))
@@ -728,7 +708,7 @@ class MirroredTensor(OfThisProcess):
         """
         wanted = Contract(contract)
         if wanted is Contract.UPPER_BOUND and self.unit is not None:
-            raise ContractError(f"{self!r}: a bound of {self.unit}s", wanted.value, "bounds are for lengths and counts")
+            raise ContractError(f"{self!r}: {self.unit}s have no bound", wanted.value, "lengths and counts have bounds")
         if weaker_contract(wanted, self.contract) is not wanted or wanted is Contract.HOST_ONLY:
             remedy = "only `resolve()` strengthens a contract, and it waits for the device"
             raise ContractError(f"{self!r} cannot become {wanted.value!r}", wanted.value, remedy)
@@ -893,8 +873,6 @@ def _check_on_device(runtime: Runtime, tensor: torch.Tensor, subject: str) -> No
         problem = f"{subject}: a tensor on {tensor.device}, runtime on {runtime.device}"
         raise DeviceError(problem, str(tensor.device), "pass a tensor of the runtime's device")
     check_dense(tensor, subject)
-    if tensor.ndim == 0:
-        raise ShapeError(f"{subject}: a scalar has no rows", tuple(tensor.shape), "pass one row per request")
 
 
 def _uploaded(runtime: Runtime, host: Array | None) -> ReadyTensor:

@@ -41,13 +41,10 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
     At first all rows are padding. After `batch.to_static(buffers)` a graph that was captured over its tensors reads
     that batch. The tensors are for reading; each has the same address for as long as the buffers live.
 
-    Args:
-        runtime: the device.
-        batch: the batch class.
-        rows: rows of each column: those of the graph.
-        extras: name -> an array of the dtype and shape that this extra has in every step, such as `plan.extras`.
-        num_writes: elements of table writes that the copy has room for, by default 32 per row: a new page of 16 tokens
-            in each. More of them, or more rows of device-only columns on the host than the buffers have, take a second.
+    `rows` are those of the graph. `extras` are arrays by name, of the dtype and shape that each has in every step, such
+    as `plan.extras`. The copy has room for `num_writes` elements of table writes, by default 32 per row: a new page of
+    16 tokens in each. More of them, or more rows of device-only columns on the host than the buffers have, take a
+    second copy.
 
     Attributes:
         num_reqs: requests of the batch that is in it; padded rows follow them.
@@ -123,8 +120,7 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         whose pages have changed since, and a request that has left (SLOT_STALE_HANDLE). The replay waits for the copy
         on the device, and the next copy for the replay; the host does not wait.
 
-        Args:
-            replay: launches the graph on the current stream, such as `torch.cuda.CUDAGraph.replay`.
+        `replay` launches the graph on the current stream, such as `torch.cuda.CUDAGraph.replay`.
         """
 
         def run(batch: Batch) -> T:

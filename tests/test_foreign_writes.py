@@ -36,7 +36,7 @@ ROW = 1
 READINGS: dict[type, str] = {
     Batch: "build empty columns row_set device_side objects to_dict check_live",
     MirroredTensor: "label from_device from_pair np host device device_side row_set open_windows stale sum max min "
-    "tolist aligned exact_numbers exact_host version",
+    "tolist aligned exact_numbers exact_host",
     StepPlanner: "made_for_holders",
     PlannedStep: "plan publish results batch sent slots sampled_slots tensor",
 }
