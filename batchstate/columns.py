@@ -6,7 +6,7 @@ read columns; attributes that would be lost in silence are refused.
 """
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_origin, overload
 
 import numpy as np
@@ -204,39 +204,30 @@ def declared_columns(cls: type, reserved: frozenset[str]) -> dict[str, Column]:
     without its call.
     """
     columns: dict[str, Column] = {}
+    hides = "hides a column, or what every batch has"
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
-            if isinstance(value, Column):
-                if name in reserved or not name.isidentifier():
-                    raise _hides(cls, name, "choose another name for the column")
+            if isinstance(value, Column) and name not in reserved and name.isidentifier():
                 columns[name] = value
-            elif name in columns:
-                raise _hides(base, name, "declare the column anew, or choose another name")
-    _check_own(cls, columns, reserved)
+            elif isinstance(value, Column) or name in columns:
+                raise _refused(base, name, hides, "choose another name, or declare the column anew")
+    for name, value in vars(cls).items():
+        if name in ("__init__", "__new__") or (name in reserved and not name.startswith("__")):
+            raise _refused(cls, name, hides, "a subclass declares columns and may add methods; it overrides none")
+        without_call = isinstance(value, types.FunctionType) and value.__module__ == Column.__module__
+        if isinstance(value, torch.dtype) or without_call:
+            raise _refused(cls, name, f"is {value!r}, which declares nothing", _DECLARE)
+    for name, annotation in vars(cls).get("__annotations__", {}).items():
+        if name not in vars(cls) and annotation is not ClassVar and get_origin(annotation) is not ClassVar:
+            raise _refused(cls, name, "is annotated and not declared", _DECLARE)
     slots = [name for name, column in columns.items() if isinstance(column, SlotColumn)]
     if len(slots) > 1:
         raise DeclarationError(f"{cls.__name__} declares {len(slots)} slot columns", slots, "a request has one slot")
     return columns
 
 
-def _check_own(cls: type, columns: Mapping[str, Column], reserved: frozenset[str]) -> None:
-    for name, value in vars(cls).items():
-        if name in columns:
-            continue
-        if name in ("__init__", "__new__") or (name in reserved and not name.startswith("__")):
-            raise _hides(cls, name, "a subclass declares columns and may add methods; it overrides none")
-        without_call = isinstance(value, types.FunctionType) and value.__module__ == Column.__module__
-        if isinstance(value, torch.dtype) or without_call:
-            raise _declares_nothing(cls, name, f"{value!r}, which declares nothing")
-    for name, annotation in vars(cls).get("__annotations__", {}).items():
-        if name not in vars(cls) and annotation is not ClassVar and get_origin(annotation) is not ClassVar:
-            raise _declares_nothing(cls, name, "annotated and not declared")
+_DECLARE = "write NAME = mirrored(dtype), device_only(dtype), slot_column() or host_list()"
 
 
-def _hides(cls: type, name: str, remedy: str) -> DeclarationError:
-    return DeclarationError(f"{cls.__name__}.{name} hides a column, or what every batch has", name, remedy)
-
-
-def _declares_nothing(cls: type, name: str, state: str) -> DeclarationError:
-    remedy = f"write {name} = mirrored(dtype), device_only(dtype), slot_column() or host_list()"
-    return DeclarationError(f"{cls.__name__}.{name} is {state}", name, remedy)
+def _refused(cls: type, name: str, problem: str, remedy: str) -> DeclarationError:
+    return DeclarationError(f"{cls.__name__}.{name} {problem}", name, remedy)
