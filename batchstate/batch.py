@@ -628,8 +628,18 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """
         if not levels.cheap:
             return
-        if levels.full:
-            self._check_sides(operation)  # first: it says which row
+        if levels.full:  # first: it says which row. Columns not read yet are compared too, and nothing is launched
+            for name, column in self._layout.tensors.items():
+                value, rows = self[name], self._state.device.get(name)
+                if rows is not None:
+                    if not value.open_windows:
+                        rows.check_sources(self.runtime, self._where(operation, name), value._host)
+                    checked = column.takes_any or name in self._layout.index
+                    if not checked and (contents := rows.contents(self.runtime)) is not None:
+                        column.check_values(contents[1], self.runtime, operation)
+                elif self.device_side.has(name):
+                    value._device.tensor(self.runtime)  # a view of the copy
+                value.check(operation)
         self._check_rows(operation)
         self._check_slots(operation)
         self._check_tail(operation)
@@ -641,21 +651,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
             self.check(operation)
         elif levels.cheap:
             self._check_read_columns(operation)
-
-    def _check_sides(self, operation: str) -> None:
-        """Each side is unchanged, and the sides agree, also of columns not read yet: nothing is launched."""
-        for name, column in self._layout.tensors.items():
-            value, rows = self[name], self._state.device.get(name)
-            if rows is not None:
-                if not value.open_windows:
-                    rows.check_sources(self.runtime, self._where(operation, name), value._host)
-                if not column.takes_any and name not in self._layout.index:
-                    contents = rows.contents(self.runtime)
-                    if contents is not None:
-                        column.check_values(contents[1], self.runtime, operation)
-            elif self.device_side.has(name):
-                value._device.tensor(self.runtime)  # a view of the copy
-            value.check(operation)
 
     def check_live(self, operation: str = "check_live") -> None:
         """Raises SLOT_STALE_HANDLE unless each request still has its slot. Slots of no pool have no owner to ask."""

@@ -22,7 +22,7 @@ from batchstate.batch import Batch
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, expected, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.runtime.memory import ALIGNMENT, FixedMemory, PackedUpload, ReadyTensor, packed_places, view_at
+from batchstate.runtime.memory import ALIGNMENT, FixedMemory, ReadyTensor, packed_places, view_at
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
@@ -126,7 +126,12 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         def run(batch: Batch) -> T:
             self.runtime.check_owner("StaticBuffers: replay")
             if levels.cheap:
-                self._check_holds(batch)
+                where, other = self._where("replay"), np.array(batch.version != self._version)
+                versions = f"batch version {batch.version}", self._version or "none"
+                invariants.derived_stale(other, lambda _: ("the graph would run another batch", *versions), **where)
+                batch.check_live("replay")
+                if self._origin is not None:
+                    self._origin.check(**where)
             if levels.full:
                 self._check_unwritten("replay")
             self._fixed.ordered()
@@ -135,15 +140,6 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
             return returned
 
         return run
-
-    def _check_holds(self, batch: Batch) -> None:
-        """The buffers were filled with this very batch, and the origins of the batch and its extras are unchanged."""
-        where = self._where("replay")
-        explained = "the graph would run another batch", f"batch version {batch.version}", self._version or "none"
-        invariants.derived_stale(np.array(batch.version != self._version), lambda _: explained, **where)
-        batch.check_live("replay")
-        if self._origin is not None:
-            self._origin.check(**where)
 
     def _where(self, operation: str) -> Where:
         return {"object": self, "operation": operation, "step": self.runtime.step}
@@ -171,10 +167,15 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         where = self._where("to_static")
         for name, rows in state.device.items():
             rows.check_sources(self.runtime, {**where, "column": name})  # before anything is written
+        upload = self.runtime.upload
         self._fixed.await_readers()
         self._version = 0  # after an error below, the buffers do not hold a batch
         try:
-            copied, packed, skipped = self._copied(fixed, others)
+            if others and packed_places([*fixed, *others])[1] > self._packed_part.numel():
+                copied, packed, skipped = upload(fixed, into=self._fixed_part), upload(others), 0  # there is no room
+            else:
+                into, skipped = self._packed_part if others else self._fixed_part, len(fixed)
+                copied = packed = upload([*fixed, *others], into=into)
             self.num_reqs = batch.num_reqs
             for name, rows in state.device.items():
                 crossed = [packed.view(skipped + index) for index in needs[name]]
@@ -215,14 +216,6 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         before, self._write_count = self._write_count, write_count(self._fixed.memory)
         if before is not None and self._write_count is not None:
             invariants.mirror_foreign_write("device", before, self._write_count, **where)
-
-    def _copied(self, fixed: list[Array], others: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:
-        """The copy to the fixed places, that with the other arrays (the same, if there is room), and their first."""
-        upload = self.runtime.upload
-        if others and packed_places([*fixed, *others])[1] > self._packed_part.numel():
-            return upload(fixed, into=self._fixed_part), upload(others), 0
-        packed = upload([*fixed, *others], into=self._packed_part) if others else upload(fixed, into=self._fixed_part)
-        return packed, packed, len(fixed)
 
     def _checked(self, batch: Batch, extras: Mapping[str, object]) -> dict[str, Array]:
         subject = f"{type(batch).__name__}.to_static"
