@@ -209,7 +209,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, object], A
 class MirroredTensor(OfThisProcess):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 
-    Make one with `from_host`, `from_device` or `from_pair`. Subclasses below carry an index space.
+    Made by `from_host`, `from_device` and `from_pair`. Subclasses below carry an index space.
 
     Attributes:
         unit: index space of the values (`slot`, `page`, `location`, `host_location`), or None for plain numbers.
@@ -888,7 +888,7 @@ def _uploaded(runtime: Runtime, host: Array | None) -> ReadyTensor:
 class Handles(MirroredTensor):
     """Numbers of an index space with the generation of each: they name their owner, and go stale with it.
 
-    Pools make them. The generations go wherever the rows go; padded rows are index 0, generation 0. Handles without
+    Made by pools. The generations go wherever the rows go; padded rows are index 0, generation 0. Handles without
     generations have generation 0, which nothing live has.
     """
 
@@ -979,7 +979,7 @@ class Locations(Handles):
 
 
 class HostLocations(MirroredTensor):
-    """Places of tokens in the host tier's KV memory. Place 0 is padding."""
+    """Places of tokens in the host tier's KV memory. Made by its pool. Place 0 is padding."""
 
     unit: ClassVar[str | None] = "host_location"
     __slots__ = ()
