@@ -722,7 +722,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if windows is None:
             windows = self._open_windows()
         if joined is not None:
-            windows = {**windows, **joined._open_windows()}
+            if theirs := joined._open_windows():
+                windows = {**windows, **theirs}
             if not num_reqs:
                 pool_id = joined._pool_id
             num_reqs += joined.num_reqs
