@@ -229,7 +229,7 @@ def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], oper
         raise expected(f"{pool.name}: {operation}", f"{kind.unit}s", handles, remedy, DtypeError)
     if levels.full:
         handles.check(operation)
-    if handles._rare is not None:
+    if handles._windows:
         handles._check_fresh("host")
     rows: Ints = handles._host_side()
     if handles.runtime is not pool.runtime:

@@ -6,6 +6,7 @@ fastest; lists work. `subject` is the operation or the argument, for messages. A
 signed bits, so those are viewed as signed.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -46,34 +47,33 @@ Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.int64]
 ColumnValues: TypeAlias = "Sequence[Any] | Vector"
 """Values that a column is built of: one entry per request."""
-Amounts = npt.NDArray[np.int64]
 
 UNORDERED = str, bytes, Set, Mapping
 """Values that can be iterated, and are never one entry per request, per size or per buffer."""
 
-_BOOL = np.dtype(np.bool_)
+MOST_ROWS = 2**31 - 1
+"""Rows of one value."""
+MOST_ELEMENTS = 2**58
+"""Elements of one tensor: their bytes are still int64."""
+LARGE = 8192
+"""From this many rows on, a slice below half is copied, so that it does not keep its parent alive."""
 
+INT64 = np.dtype(np.int64)
+_BOOL = np.dtype(np.bool_)
 _LIMITS = {
     np.dtype(f"{kind}{width}"): (int(np.iinfo(f"{kind}{width}").min), int(np.iinfo(f"{kind}{width}").max))
     for kind in "iu"
     for width in (1, 2, 4, 8)
 }
-"""The least and the most that a dtype holds."""
-
 _LARGEST = {np.dtype(f"f{width}"): float(np.finfo(f"f{width}").max) for width in (2, 4, 8)}
-
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def as_array(values: object, subject: str) -> Array:
     """`values` as a numpy array; shares memory where it can.
 
-    A mirrored value gives its host side if that is exact and a plain number (`MirroredTensor.exact_numbers`).
-
-    Raises:
-        DeviceError: an accelerator tensor: reading it would wait for the device.
-        DtypeError: a dtype that numpy lacks, or something else than numbers.
-        ShapeError: nested lists of unequal lengths.
+    A mirrored value gives its host side if that is exact and a plain number (`MirroredTensor.exact_numbers`). Raises
+    `DeviceError` for an accelerator tensor, `ShapeError` for lists of unequal lengths, else `DtypeError`.
     """
     array: Array
     exact_numbers = getattr(values, "exact_numbers", None)
@@ -85,15 +85,13 @@ def as_array(values: object, subject: str) -> Array:
         raise DtypeError(f"{subject}: a masked array", values.dtype, "fill or filter the masked elements")
     elif isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
-            problem = f"{subject}: a tensor on {values.device} was given where host values are meant"
-            remedy = "pass host values; `MirroredTensor.from_device` takes device tensors"
-            raise DeviceError(problem, str(values.device), remedy)
+            problem = f"{subject}: expected host values, got a tensor on {values.device}"
+            raise DeviceError(problem, str(values.device), "pass host values; `from_device` takes device tensors")
         try:
             array = values.detach().resolve_conj().resolve_neg().numpy()
         except TypeError:
-            raise DtypeError(
-                f"{subject}: numpy has no {values.dtype}", values.dtype, "convert the tensor first"
-            ) from None
+            problem = f"{subject}: numpy has no {values.dtype}"
+            raise DtypeError(problem, values.dtype, "convert the tensor first") from None
     else:
         try:
             array = np.asarray(values)
@@ -109,11 +107,8 @@ def as_array(values: object, subject: str) -> Array:
 def converted(values: object, dtype: np.dtype[Any], subject: str) -> Array:
     """A new array of `dtype` with the same values.
 
-    Integers must fit, floats are rounded to a narrower float but never to integers.
-
-    Raises:
-        DtypeError: the kind of number does not go into `dtype`.
-        ValueOverflowError: a value lies outside the range of `dtype`.
+    Integers must fit, floats are rounded to a narrower float but never to integers: else `ValueOverflowError` and
+    `DtypeError` are raised.
     """
     if isinstance(values, list | tuple) and dtype.kind in "iu":
         values = _integers(values, dtype, subject)
@@ -124,18 +119,17 @@ def converted(values: object, dtype: np.dtype[Any], subject: str) -> Array:
     if (target == "b" and kind != "b") or (target in "iu" and kind == "f"):
         problem = f"{subject}: values of dtype {array.dtype} do not go into {dtype}"
         raise DtypeError(problem, array.dtype, f"convert to {dtype} where the loss is intended")
-    if not array.size or target == "b":
-        return array.astype(dtype, order="C")
-    least, most = array.item(array.argmin()), array.item(array.argmax())  # `argmax` is four times as fast as `max`
-    if target in "iu" and kind in "iu":
-        check_range(least, most, dtype, subject)
-    if target == "f" and not -_LARGEST[dtype] <= least <= most <= _LARGEST[dtype]:  # NaN fails it too
-        with np.errstate(over="ignore"):
-            result = array.astype(dtype, order="C")
-        if not np.array_equal(np.isfinite(result), np.isfinite(array)):
-            problem = f"{subject}: a finite value becomes infinite in {dtype}"
-            raise ValueOverflowError(problem, array.max(), "use a wider dtype")
-        return result
+    if array.size and target != "b":
+        least, most = array.item(array.argmin()), array.item(array.argmax())  # `argmax` is four times as fast as `max`
+        if target in "iu":
+            check_range(least, most, dtype, subject)
+        elif not -_LARGEST[dtype] <= least <= most <= _LARGEST[dtype]:  # NaN fails it too
+            with np.errstate(over="ignore"):
+                result = array.astype(dtype, order="C")
+            if not np.array_equal(np.isfinite(result), np.isfinite(array)):
+                problem = f"{subject}: a finite value becomes infinite in {dtype}"
+                raise ValueOverflowError(problem, array.max(), "use a wider dtype")
+            return result
     return array.astype(dtype, order="C")
 
 
@@ -143,9 +137,6 @@ def carried(values: object, dtype: np.dtype[Any], bits_of: torch.dtype | None, s
     """A new array of `dtype` with host values as they cross to the device: `converted`, or bits.
 
     `bits_of` is a dtype that numpy lacks, whose bits have to be given as integers of its size; else None.
-
-    Raises:
-        DtypeError: something else than bits where bits are meant. Else as `converted`.
     """
     if bits_of is None:
         return converted(values, dtype, subject)
@@ -186,11 +177,7 @@ def _integers(values: list[Any] | tuple[Any, ...], dtype: np.dtype[Any], subject
 
 
 def check_range(least: int, most: int, dtype: np.dtype[Any], subject: str) -> None:
-    """Refuses values that `dtype` cannot hold.
-
-    Raises:
-        ValueOverflowError: `least` or `most` lies outside.
-    """
+    """Raises `ValueOverflowError` if `dtype` cannot hold `least` or `most`."""
     floor, ceiling = _LIMITS[dtype]
     if least < floor or most > ceiling:
         value = least if least < floor else most
@@ -198,23 +185,11 @@ def check_range(least: int, most: int, dtype: np.dtype[Any], subject: str) -> No
         raise ValueOverflowError(problem, value, "use a wider dtype, or find out why the value is so large")
 
 
-MOST_ROWS = 2**31 - 1
-"""Rows of one value."""
-
-LARGE = 8192
-"""From this many rows on, a slice below half is copied, so that it does not keep its parent alive."""
-
-
 def count(value: SupportsIndex, subject: str, *, least: int = 0, most: int | None = None) -> int:
-    """`value` as an int of at least `least`, and at most `most`.
-
-    Raises:
-        DtypeError: not an integer (booleans are not counts).
-        ArgumentError: too small or too large.
-    """
-    if isinstance(value, bool | np.bool_):
-        raise DtypeError(f"{subject} is {value}, expected an integer", value, "pass an integer")
+    """`value` as an int of at least `least`, and at most `most`; else `DtypeError` or `ArgumentError`."""
     try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise DtypeError(f"{subject} is {value!r}, expected an integer", value, "pass an integer") from None
@@ -225,49 +200,32 @@ def count(value: SupportsIndex, subject: str, *, least: int = 0, most: int | Non
     return number
 
 
-MOST_ELEMENTS = 2**58
-"""Elements of one tensor: their bytes are still int64."""
-
-
 def shape_of(shape: Iterable[SupportsIndex] | int, subject: str, *, rows: int = 1) -> tuple[int, ...]:
-    """`shape` as counts.
-
-    Raises:
-        ShapeError: one number, as numpy takes it, or sizes without an order.
-        DtypeError, ArgumentError: something else than counts, or more elements in `rows` rows than a tensor can have.
-    """
+    """`shape` as counts, of a tensor of so many rows."""
     if isinstance(shape, (int, *UNORDERED)):
         raise expected(subject, "a shape", shape, "pass a tuple of sizes, as `(4,)`", ShapeError)
     sizes = tuple(count(size, f"{subject}: shape") for size in shape)
     elements = math.prod(sizes) * rows
     if elements > MOST_ELEMENTS:
-        problem = f"{subject}: {elements} elements in {rows} rows"
-        raise ArgumentError(problem, sizes, "no memory holds that: pass smaller sizes")
+        raise ArgumentError(f"{subject}: {elements} elements in {rows} rows", sizes, "pass sizes that memory holds")
     return sizes
 
 
-def sizes_of(sizes: Iterable[SupportsIndex], num_rows: int, subject: str) -> list[int]:
-    """`sizes` of the pieces of so many rows, as ints.
-
-    Raises:
-        ArgumentError, DtypeError: something else than counts, or another sum.
-    """
+def slices_of(sizes: Iterable[SupportsIndex], num_rows: int, subject: str) -> list[slice]:
+    """The rows of each of the pieces of some sizes. Raises `ArgumentError` unless they are all of `num_rows`."""
     lengths = [count(size, f"{subject}: size") for size in sizes]
-    if sum(lengths) != num_rows:
-        problem = f"{subject}: sizes {lengths} sum to {sum(lengths)}, not {num_rows}"
+    ends = list(itertools.accumulate(lengths, initial=0))
+    if ends[-1] != num_rows:
+        problem = f"{subject}: sizes {lengths} sum to {ends[-1]}, not {num_rows}"
         raise ArgumentError(problem, lengths, "cover every row")
-    return lengths
+    return list(map(slice, ends, ends[1:]))
 
 
 def natural_dtype(values: object, subject: str) -> np.dtype[Any]:
-    """The dtype of a column made from `values`: an array's own; int64, float32 or bool for a list.
-
-    Raises:
-        DtypeError, DeviceError, ShapeError: see `as_array`.
-    """
+    """The dtype of a column made from `values`: an array's own; int64, float32 or bool for a list."""
     if not isinstance(values, list | tuple):
         return as_array(values, subject).dtype
-    array = as_array(_integers(values, np.dtype(np.int64), subject), subject)
+    array = as_array(_integers(values, INT64, subject), subject)
     names: dict[str, type[np.generic]] = {"f": np.float32, "b": np.bool_}
     return np.dtype(names.get(array.dtype.kind, np.int64))
 
@@ -275,38 +233,28 @@ def natural_dtype(values: object, subject: str) -> np.dtype[Any]:
 def kept_rows(keep: object, num_rows: int, subject: str) -> Rows:
     """The rows that a filter keeps, in the order given: int64[k], each at most once.
 
-    `keep` is a boolean mask bool[num_rows], or row indices.
-
-    Raises:
-        ArgumentError: an index twice. Else as `row_indices`.
+    `keep` is a boolean mask bool[num_rows], or row indices. Raises `ArgumentError` (an index twice); else as
+    `row_indices`.
     """
     if type(keep) is np.ndarray and keep.dtype is _BOOL and keep.shape == (num_rows,):  # as in a step of decoding
         return keep.nonzero()[0]
     array = as_array(keep, subject)
     rows = row_indices(array, num_rows, subject)
-    if array.dtype.kind == "b":
-        return rows  # a mask names no row twice
-    copy = None
-    if rows.size > num_rows:
-        copy = first_duplicate(rows)
-    elif rows.size > 1:
+    if rows.size > 1 and array.dtype.kind != "b":  # a mask names no row twice
         seen = np.zeros(num_rows, dtype=np.bool_)
         seen[rows] = True
         if np.count_nonzero(seen) != rows.size:
-            copy = first_duplicate(rows)
-    if copy is not None:
-        remedy = "name each row once; integers are row indices, a mask has one boolean per row: [True, False, True]"
-        raise ArgumentError(f"{subject}: row {rows[copy]} appears twice", int(rows[copy]), remedy)
+            twice = rows[first_duplicate(rows)]
+            remedy = "name each row once; integers are row indices, a mask has one boolean per row: [True, False, True]"
+            raise ArgumentError(f"{subject}: row {twice} appears twice", int(twice), remedy)
     return rows
 
 
 def row_indices(rows: object, num_rows: int, subject: str) -> Rows:
     """Row indices as int64[k], repeats allowed; a boolean mask bool[num_rows] is taken too.
 
-    Raises:
-        ShapeError: not one-dimensional, or a mask of another length.
-        DtypeError: neither booleans nor integers.
-        RowIndexError: an index outside [0, num_rows); negative ones do not count from the end.
+    Raises `ShapeError` (not one-dimensional, or a mask of another length), `DtypeError` (neither booleans nor
+    integers), `RowIndexError` (an index outside [0, num_rows); negative ones do not count from the end).
     """
     array = as_array(rows, subject)
     if array.ndim != 1:
@@ -324,11 +272,9 @@ def row_indices(rows: object, num_rows: int, subject: str) -> Rows:
         raise DtypeError(f"{subject}: row indices of dtype {array.dtype}", array.dtype, "pass integers or booleans")
     index: Rows = np.ascontiguousarray(array, dtype=np.int64)  # as the core takes it
     if int(index.view(np.uint64).max()) >= num_rows:  # one look: as unsigned numbers, negative ones are the largest
-        least, most = int(array.min()), int(array.max())
-        wrong = least if least < 0 else most
-        remedy = "use row indices of this batch or value: rows are numbered anew after each filter"
-        if wrong < 0:
-            remedy = f"rows do not count from the end; the last one is {num_rows - 1}, len(batch) - 1"
+        wrong, remedy = int(array.min()), f"rows do not count from the end; the last one is {num_rows - 1}"
+        if wrong >= 0:
+            wrong, remedy = int(array.max()), "use rows of this batch or value: each filter numbers them anew"
         problem = f"{subject}: row {wrong} is out of range, expected rows of 0 to {num_rows - 1}"
         raise RowIndexError(problem, wrong, remedy)
     return index
@@ -352,6 +298,13 @@ def arange_per_row(starts: Rows, lengths: Rows) -> Rows:
     return values
 
 
+def replaced(values: Array, rows: Rows, new: Array) -> Array:
+    """A copy of `values`, with `new` at `rows`."""
+    copy = values.copy()
+    copy[rows] = new
+    return copy
+
+
 def joined_rows(parts: Sequence[Array | None]) -> Array:
     """Vectors of one dtype, one after the other: for many short ones 10 times as fast as numpy."""
     try:
@@ -360,52 +313,32 @@ def joined_rows(parts: Sequence[Array | None]) -> Array:
         return np.concatenate(parts)  # type: ignore[arg-type]
 
 
-def amounts(n: object, num_rows: int, subject: str) -> Amounts:
-    """The amounts added to each row: int64[] for one number, int64[num_rows] for one per row.
-
-    Raises:
-        DtypeError: not integers (booleans are not).
-        ShapeError: neither one number nor one per row.
-        ValueOverflowError: outside int64.
-    """
+def amounts(n: object, num_rows: int, subject: str) -> Rows:
+    """The amounts added to each row: int64[] for one number, int64[num_rows] for one per row."""
     if type(n) is int:  # as in a decode step
         if not -(2**63) <= n < 2**63:
-            check_range(n, n, np.dtype(np.int64), subject)
+            check_range(n, n, INT64, subject)
         return np.array(n, dtype=np.int64)
     array = as_array(n, subject)
     if array.dtype.kind not in "iu" and array.size:
         raise DtypeError(f"{subject}: expected integers, got {array.dtype}", array.dtype, "pass integers")
     if array.ndim and array.shape != (num_rows,):
-        got = f"a list of {array.size}" if isinstance(n, list) else f"an array of shape {list(array.shape)}"
-        problem = f"{subject}: expected one number, or one for each of {num_rows} rows, got {got}"
-        raise ShapeError(problem, array.shape, "pass one number for all rows, or one number per row")
+        problem = f"{subject}: expected one number, or one for each of {num_rows} rows, got an array of shape "
+        raise ShapeError(f"{problem}{list(array.shape)}", array.shape, "pass one for all rows, or one per row")
     if array.size and array.dtype.kind == "u":  # every signed dtype goes into int64
-        check_range(0, int(array.max()), np.dtype(np.int64), subject)
+        check_range(0, int(array.max()), INT64, subject)
     return array.astype(np.int64)
 
 
-def negated(amount: Amounts, subject: str) -> Amounts:
-    """`-amount`.
-
-    Raises:
-        ValueOverflowError: an amount is the least int64, whose negative does not fit.
-    """
-    if amount.size and int(amount.min()) == _LIMITS[np.dtype(np.int64)][0]:
-        problem = f"{subject}: {amount.min()} cannot be negated in int64"
-        raise ValueOverflowError(problem, int(amount.min()), "pass a smaller amount")
-    return np.negative(amount)
-
-
-def across(amount: Amounts, ndim: int) -> Amounts:
+def across(amount: Rows, ndim: int) -> Rows:
     """`amount` shaped so that it broadcasts over the trailing shape of a column of `ndim` dimensions."""
     return amount.reshape(-1, *([1] * (ndim - 1))) if amount.ndim else amount
 
 
-def shifted(values: Array, amount: Amounts, subject: str) -> Array:
+def shifted(values: Array, amount: Rows, subject: str) -> Array:
     """`values + amount` in the dtype of integers `values` [n, ...], as a new array; `amount` is int64 that broadcasts.
 
-    Raises:
-        ValueOverflowError: a sum lies outside the dtype.
+    Raises `ValueOverflowError` (a sum lies outside the dtype).
     """
     floor, ceiling = _LIMITS[values.dtype]
     down, up = (amount.item(amount.argmin()), amount.item(amount.argmax())) if amount.size else (0, 0)
@@ -425,14 +358,12 @@ def shifted(values: Array, amount: Amounts, subject: str) -> Array:
     return result
 
 
-def check_bound_can_move(values: Array, amount: Amounts, subject: str) -> None:
+def check_bound_can_move(values: Array, amount: Rows, subject: str) -> None:
     """Refuses to add a negative `amount` to bounds whose device side, which is smaller, could wrap.
 
     A bounded length or count is at least zero, and so is the device side. A signed bound may be lowered as far as half
-    of the least value of its dtype.
-
-    Raises:
-        ContractError: a negative amount and an unsigned dtype, or a bound that becomes too low.
+    of the least value of its dtype. Raises `ContractError` (a negative amount and an unsigned dtype, or a bound that
+    becomes too low).
     """
     down = int(amount.min()) if amount.size and values.size else 0
     if down >= 0:
@@ -445,11 +376,7 @@ def check_bound_can_move(values: Array, amount: Amounts, subject: str) -> None:
 
 
 def check_dense(tensor: torch.Tensor, subject: str) -> None:
-    """Refuses tensors without elements of their own, such as sparse ones.
-
-    Raises:
-        DtypeError: the tensor has another layout.
-    """
+    """Refuses tensors without elements of their own, such as sparse ones, with a `DtypeError`."""
     if tensor.layout is not torch.strided:
         raise DtypeError(f"{subject}: a tensor of layout {tensor.layout}", str(tensor.layout), "pass a dense tensor")
 

@@ -19,6 +19,7 @@ from batchstate.violations import Code, Where
 if TYPE_CHECKING:
     from batchstate.mirror import MirroredTensor
 
+Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 Handles = tuple[Ints, Ints]
 
@@ -27,39 +28,35 @@ _DERIVED_STALE = Code.DERIVED_STALE
 
 @final
 class Changes:
-    """Changes of slot-indexed rows that make values derived from them stale.
+    """Changes of slot-indexed rows that make values derived from them stale, numbered from 1.
 
-    Changes are numbered from 1, and a derived value notes the last one: while nothing changes, a check compares two
-    numbers.
+    A derived value notes the last one: while nothing changes, a check compares two numbers.
 
     Attributes:
         what: whose rows, for reports.
         last: number of the last change.
         rows: int64[capacity], number of the last change of each row; 0 before the first.
+        by: object[capacity], the operation that made it, and its step.
     """
 
-    __slots__ = ("_by", "last", "rows", "what")
+    __slots__ = ("by", "last", "rows", "what")
 
     def __init__(self, capacity: int, subject: str) -> None:
         self.what = subject
         self.last = 0
         self.rows = np.zeros(capacity, dtype=np.int64)
-        self._by: npt.NDArray[np.object_] = np.full(capacity, None, dtype=np.object_)
+        self.by: npt.NDArray[np.object_] = np.full(capacity, None, dtype=np.object_)
 
     def note(self, rows: Ints, operation: str, step: int) -> None:
         """Numbers a change of rows int64[n]."""
         self.last += 1
         self.rows[rows] = self.last
-        self._by[rows] = f"{operation} in step {step}"
+        self.by[rows] = f"{operation} in step {step}"
 
     def since(self, rows: Ints, then: int) -> npt.NDArray[np.bool_]:
         """Whether each row has changed since change number `then` was the last, bool[n]."""
         changed: npt.NDArray[np.bool_] = self.rows[rows] > then
         return changed
-
-    def by(self, row: int) -> str:
-        """The operation that last changed a row, and its step."""
-        return str(self._by[row])
 
 
 @final
@@ -94,17 +91,22 @@ class RowSet:
     def check_same(self, other: "RowSet", subject: object, **where: Unpack[Where]) -> None:
         """Refuses `other`, the rows of `subject`, unless row i of both belongs to one request.
 
-        `subject` is a value, which is described only in a report, or words.
-
-        Raises:
-            Violation: DERIVED_STALE, at `cheap`.
+        `subject` is a value, which is described only in a report, or words. Raises DERIVED_STALE, at `cheap`.
         """
         if not levels.cheap:
             return
         if self.number and self.number == other.number:
             times_checked[_DERIVED_STALE] += 1
             return
-        differ = self._differ(other)
+        handles, others = self.handles, other.handles
+        if handles is None or others is None:
+            differ = np.array(self.number != 0 and other.number != 0)
+        else:
+            mine, theirs = _keys(handles), _keys(others)
+            short, differ = sorted((mine, theirs), key=len)
+            differ = differ != 0  # padded rows are 0
+            differ[: short.size] = mine[: short.size] != theirs[: short.size]
+            differ |= self.pool_id != other.pool_id
 
         def explain(row: int) -> tuple[str, object, object]:
             named = subject if isinstance(subject, str) else getattr(subject, "label", repr(subject))
@@ -113,59 +115,50 @@ class RowSet:
 
         invariants.derived_stale(differ, explain, **where)
 
-    def _differ(self, other: "RowSet") -> npt.NDArray[np.bool_]:
-        """Whether each row is of another request in `other`, bool[n]; without handles the numbers decide, bool[]."""
-        mine, theirs = self.handles, other.handles
-        if mine is None or theirs is None:
-            return np.array(self.number != 0 and other.number != 0)
-        size = max(mine[0].size, theirs[0].size)
-        if self.pool_id != other.pool_id:
-            return np.ones(size, dtype=np.bool_)
-        differ = np.zeros(size, dtype=np.bool_)
-        for pair in zip(mine, theirs, strict=True):
-            short, long = sorted(pair, key=len)
-            differ[: short.size] |= short != long[: short.size]
-            differ[short.size :] |= long[short.size :] != 0
-        return differ
-
     def _named(self, row: int) -> str:
-        handles = self.handles
-        if handles is None or row >= handles[0].size:
-            return repr(self) if handles is None else "no request"
-        return f"slot {handles[0][row]}, generation {handles[1][row]}"
+        if self.handles is None:
+            return repr(self)
+        slots, generations = self.handles
+        return f"slot {slots[row]}, generation {generations[row]}" if row < slots.size else "no request"
 
     def rows_of(self, wanted: "RowSet", subject: str, **where: Unpack[Where]) -> Ints | None:
         """The row here of each request of `wanted`, int64[n]; None if the rows are the same. Others are left out.
 
-        Raises:
-            Violation: DERIVED_STALE, at every level: a request has no row here.
+        Raises DERIVED_STALE (at every level: a request has no row here).
         """
-        mine, theirs = self.handles, wanted.handles
-        if (self.number and self.number == wanted.number) or mine is None or theirs is None:
+        handles, others = self.handles, wanted.handles
+        if (self.number and self.number == wanted.number) or handles is None or others is None:
             return None
-        of_one_pool = self.pool_id == wanted.pool_id
-        if of_one_pool and mine[0].tobytes() == theirs[0].tobytes() and mine[1].tobytes() == theirs[1].tobytes():
+        same_pool = self.pool_id == wanted.pool_id
+        if same_pool and [part.tobytes() for part in handles] == [part.tobytes() for part in others]:
             return None
-        step = int(max(mine[0].max(initial=0), theirs[0].max(initial=0))) + 1
-        keys, wanted_keys = (handles[1] * step + handles[0] for handles in (mine, theirs))
-        order = keys.argsort(kind="stable")
-        at = np.searchsorted(keys, wanted_keys, sorter=order)
-        at[at == keys.size] = 0
-        rows: Ints = order[at] if keys.size else np.zeros(wanted_keys.size, dtype=np.int64)
-        missing = keys[rows] != wanted_keys if keys.size else np.ones(wanted_keys.size, dtype=np.bool_)
-        if not of_one_pool:
-            missing[:] = True
+        mine, theirs = _keys(handles), _keys(others)
+        rows, missing = np.zeros(theirs.size, dtype=np.int64), np.ones(theirs.size, dtype=np.bool_)
+        if same_pool and mine.size:
+            order = mine.argsort(kind="stable")
+            rows = order.take(mine.searchsorted(theirs, sorter=order), mode="clip")
+            missing = mine[rows] != theirs
 
         def explain(row: int) -> tuple[str, object, object]:
             return f"{subject} has no row for a request", wanted._named(row), "a row of another request, or none"
 
         if np.count_nonzero(missing):
-            invariants.derived_stale(missing, explain, slots=theirs[0], **where)
+            invariants.derived_stale(missing, explain, slots=others[0], **where)
         return rows
+
+    def in_order_of(self, wanted: "RowSet", values: Array, subject: str, **where: Unpack[Where]) -> Array:
+        """`values`, whose row i is of request i here, with a row for each request of `wanted`; see `rows_of`."""
+        rows = self.rows_of(wanted, subject, **where)
+        return values if rows is None else values[rows]
+
+
+def _keys(handles: Handles) -> Ints:
+    """One number for each request, int64[n], 0 for padding."""
+    return (handles[1] << 32) + handles[0]
 
 
 def joined(parts: "list[RowSet | None]") -> RowSet | None:
-    """The requests of all parts in order; None if those of a part are not known, or parts are of several pools."""
+    """The requests of all parts in order; None if those of a part are unknown, or parts are of several pools."""
     handles = [part.handles for part in parts if part is not None and part.handles is not None]
     pools = {part.pool_id for part in parts if part is not None}
     if len(handles) < len(parts) or len(pools) != 1:
@@ -204,8 +197,7 @@ class Origin:
     def check(self, **where: Unpack[Where]) -> None:
         """Refuses it if the rows it read have changed since: two numbers are compared while none has, else O(rows).
 
-        Raises:
-            Violation: DERIVED_STALE, at `cheap`.
+        Raises DERIVED_STALE, at `cheap`.
         """
         changes, then = self.read, self.then
         if changes is None or not levels.cheap:
@@ -213,24 +205,21 @@ class Origin:
         if changes.last == then:
             times_checked[_DERIVED_STALE] += 1
             return
-        handles = None if self.rows is None else self.rows.handles
+        rows = self.rows
+        handles = None if rows is None else rows.handles
         if handles is None:
             return
-        slots = handles[0]
+        slots, _ = handles
 
         def explain(row: int) -> tuple[str, object, object]:
             slot = int(slots[row])
             problem = f"{self!r} was derived from the {changes.what} of index {slot}, which have changed since"
-            return problem, f"change {then} or before", f"change {changes.rows[slot]}: {changes.by(slot)}"
+            return problem, f"change {then} or before", f"change {changes.rows[slot]}: {changes.by[slot]}"
 
         invariants.derived_stale(changes.since(slots, then), explain, slots=slots, **where)
 
     def check_rows(self, rows: RowSet, **where: Unpack[Where]) -> None:
-        """Refuses to be used for other rows.
-
-        Raises:
-            Violation: DERIVED_STALE, at `cheap`.
-        """
+        """Refuses to be used for other rows. Raises DERIVED_STALE, at `cheap`."""
         if self.rows is not None:
             rows.check_same(self.rows, self, **where)
 

@@ -31,9 +31,10 @@ from batchstate._arrays import (
     Rows,
     Selection,
     Values,
+    as_array,
     count,
     kept_rows,
-    sizes_of,
+    slices_of,
 )
 from batchstate._column_inputs import ColumnInputs, amounts_by_column, device_rows, host_values, rows_from
 from batchstate._origin import DerivedArrays, RowSet
@@ -49,9 +50,10 @@ from batchstate.errors import (
     closest,
     expected,
     one_of,
+    wrong_shape,
 )
 from batchstate.invariants import times_checked
-from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, numbers_of, stale_reasons
+from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, check_fresh, lined_up
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import PackedUpload
@@ -152,18 +154,13 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def build(cls, runtime: Runtime, /, **columns: ColumnValues) -> Self:
         """A batch from a value for every declared column.
 
-        Args:
-            runtime: the device.
-            **columns: lists, arrays, CPU tensors or mirrored values for mirrored columns (slots: what `pool.take`
-                returned); device tensors for device-only columns; any sequence for host columns. All with one row per
-                request.
+        Mirrored columns take lists, arrays, CPU tensors or mirrored values (slots: what `pool.take` returned),
+        device-only columns device tensors too, host columns any sequence. All have one row per request.
 
         Raises:
             DeclarationError: a column is missing or not declared.
-            ShapeError: another number of rows, or another shape of a row.
-            DtypeError, ValueOverflowError: values that do not go into the column.
-            ContractError: a contract weaker than the column takes.
-            DeviceError: values of another runtime, or a tensor on another device.
+            ShapeError, DtypeError, ValueOverflowError: values that do not go into the column.
+            ContractError, DeviceError: a contract weaker than the column takes; another runtime or device.
             Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
         """
         if columns.keys() != cls._columns.keys():
@@ -216,25 +213,19 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def __getitem__(self, column: str) -> MirroredTensor:
         """The value of a mirrored or device-only column.
 
-        Raises:
-            DeclarationError: no such column, or one of Python objects.
+        Raises `DeclarationError` (no such column, or one of Python objects).
         """
         value: MirroredTensor | None = self._values.get(column)
         if value is None:
-            declared = self._layout.tensors.get(column)
-            if declared is None:
-                problem = f"{type(self).__name__} has no tensor column {column!r}"
-                raise DeclarationError(problem, column, one_of(self._layout.tensors, column))
+            declared, _ = self._tensor_column(column, "[]")
             value = self._values[column] = self._value(declared)
         return value
 
     def to_dict(self) -> dict[str, Array | tuple[Any, ...]]:
         """The host side by column: a read-only array of each mirrored column, the objects of each host column.
 
-        Columns without a host side (`device_only`) are left out; nothing waits for the device.
-
-        Raises:
-            Violation: MIRROR_STALE_READ inside a stale window of a host side.
+        Columns without a host side (`device_only`) are left out; nothing waits for the device. Raises MIRROR_STALE_READ
+        inside a stale window of a host side.
         """
         tensors, mirrored = self._layout.tensors, self._layout.index
         names = [name for name in self._columns if name in mirrored or name not in tensors]
@@ -298,11 +289,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         return device
 
     def objects(self, column: str) -> tuple[Any, ...]:
-        """The Python objects of a host column, one per request.
-
-        Raises:
-            DeclarationError: no such column.
-        """
+        """The Python objects of a host column, one per request. Raises `DeclarationError` (no such column)."""
         if column not in self._state.objects:
             problem = f"{type(self).__name__} has no host column {column!r}"
             raise DeclarationError(problem, column, one_of(self._state.objects, column))
@@ -313,29 +300,18 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def filter(self, keep: "Selection") -> Self:
         """The requests that `keep` names, in its order: a mask bool[num_reqs], or unique row indices.
 
-        Raises:
-            ShapeError, DtypeError, RowIndexError: as `MirroredTensor.filter`.
-            ArgumentError: an index twice, or a padded batch.
-            Violation: DERIVED_STALE, at `cheap`: a mask of other requests.
+        Raises `ShapeError`, `DtypeError`, `RowIndexError` (as `MirroredTensor.filter`), `ArgumentError` (an index
+        twice, or a padded batch), DERIVED_STALE (at `cheap`: a mask of other requests).
         """
-        num_reqs = self._begin("filter")
-        index = self._kept(keep, num_reqs, f"{type(self).__name__}.filter")
-        if index is None:
-            return self._derived("filter", self._state.copied(()), num_reqs, moved=False)
-        return self._derived("filter", self._state.taken(index), index.size)
+        return self._next("filter", keep)
 
     def merge(self, other: Self) -> Self:
         """These requests, then those of `other`. A column exact here and bounded there becomes bounded.
 
-        Raises:
-            DeclarationError: `other` is of another declaration.
-            DeviceError: `other` belongs to another runtime.
-            ArgumentError: slots of two pools, or a padded batch.
-            Violation: SLOT_SHARED, at `cheap`: a request stands in both.
+        Raises `DeclarationError` and `DeviceError` (a batch of another class, or of another runtime), `ArgumentError`
+        (slots of two pools, or a padded batch), SLOT_SHARED (at `cheap`: a request stands in both).
         """
-        num_reqs = self._begin("merge")
-        state, _ = self._turned_over(None, num_reqs, other, "merge")
-        return self._derived("merge", state, num_reqs, joined=other)
+        return self._next("merge", None, other)
 
     def next_batch(
         self,
@@ -348,38 +324,33 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """Some requests leave, others join, and counts move on: the operation of a decode step.
 
         The same as `filter(keep)`, then `merge(joining)`, then `advance(advance, n)`, each of them optional: one new
-        batch instead of three, checked once.
+        batch instead of three, checked once. `n` is one integer, or one for each request of the result.
+        """
+        if type(advance) is tuple and not advance and (type(n) is not int or n != 1):
+            raise ArgumentError(f"next_batch: n={n!r} of no column", n, "name columns: advance='seq_lens'")
+        return self._next("next_batch", keep, joining, advance, n)
 
-        Args:
-            keep: as for `filter`; None keeps all.
-            joining: as for `merge`; None for no requests.
-            advance: as for `advance`; nothing by default.
-            n: as for `advance`: one integer, or one for each request that is in the result.
+    def advance(self, columns: "str | Iterable[str] | Mapping[str, Amount]", n: "Amount" = 1) -> Self:
+        """The same batch with integers added to one or several integer columns.
+
+        `columns` is one column, several that all get `n`, or a mapping column -> its amounts; `n` one integer, or
+        int[num_reqs].
 
         Raises:
-            As `filter`, `merge` and `advance`.
+            DeclarationError, ArgumentError: no such column, a column named twice, or a padded batch.
+            DtypeError: a column of floats, booleans or indices, or `n` is not an integer.
+            ValueOverflowError: a value would leave the column's dtype.
+            Violation: DERIVED_STALE, at `cheap`: a mirrored value of other requests is added.
         """
-        subject = f"{type(self).__name__}.next_batch"
-        num_reqs = self._begin("next_batch")
-        index = None if keep is None else self._kept(keep, num_reqs, subject)
-        state, num_reqs = self._turned_over(index, num_reqs, joining, "next_batch")
-        added: Mapping[str, object] = {}
-        if type(advance) is not tuple or advance:
-            added = amounts_by_column(advance, n, subject)
-        elif type(n) is not int or n != 1:
-            raise ArgumentError(f"{subject}: n={n!r} of no column", n, "name columns: advance='seq_lens'")
-        moved = state is not self._state
-        if not moved:
-            state = state.copied([name for name in added if name in self._layout.index])
-        if added:
-            state.add(added, subject)
-        return self._derived("next_batch", state, num_reqs, moved=moved, joined=joining)
+        return self._next("advance", advance=columns, n=n)
 
-    def _turned_over(
-        self, index: Rows | None, num_reqs: int, joining: Self | None, operation: str
-    ) -> tuple[RowState, int]:
-        """The rows of kept requests (all without an `index`), then those of `joining`; and the number of kept ones."""
+    def _next(
+        self, operation: str, keep: object = None, joining: Self | None = None, advance: Any = (), n: object = 1
+    ) -> Self:
+        subject = f"{type(self).__name__}.{operation}"
+        num_reqs = self._begin(operation)
         state = self._state
+        index = None if keep is None else self._kept(keep, num_reqs, subject)
         if index is not None:
             num_reqs = index.size
         if joining is not None or operation == "merge":
@@ -391,12 +362,21 @@ class Batch(OfThisProcess, metaclass=BatchType):
             joining._begin(operation)
             if self._pool_id != joining._pool_id and num_reqs and joining.num_reqs:
                 problem = f"{operation}: expected slots of pool {self._pool_id}, got slots of pool {joining._pool_id}"
-                remedy = "take the slots of all requests of a batch from one pool"
-                raise ArgumentError(problem, joining._pool_id, remedy)
+                raise ArgumentError(problem, joining._pool_id, "take all slots of a batch from one pool")
             state = state.merged(joining._state, index)
         elif index is not None:
             state = state.taken(index)
-        return state, num_reqs
+        added = amounts_by_column(advance, n, subject) if type(advance) is not tuple or advance else {}
+        moved = state is not self._state
+        if not moved:
+            state = state.copied([name for name in added if name in self._layout.index])
+        if added:
+            state.add(added, subject)
+        batch = self._derived(operation, state, num_reqs, moved=moved, joined=joining)
+        for name, amount in added.items():
+            if isinstance(amount, MirroredTensor):
+                batch._check_same_rows(amount, operation, name)
+        return batch
 
     def _kept(self, keep: object, num_reqs: int, subject: str) -> Rows | None:
         """The rows that a filter keeps; None if it keeps all of them in order."""
@@ -410,22 +390,19 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive batches of the given sizes, which sum to the number of requests.
 
-        Raises:
-            ArgumentError: a negative size, a sum that differs, or a padded batch.
+        Raises `ArgumentError` (a negative size, a sum that differs, or a padded batch).
         """
-        starts = np.cumsum([0, *sizes_of(sizes, self._begin("split"), f"{type(self).__name__}.split")])
+        pieces = slices_of(sizes, self._begin("split"), f"{type(self).__name__}.split")
         return [
-            self._derived("split", self._state.taken(np.arange(start, stop)), stop - start)
-            for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+            self._derived("split", self._state.taken(np.arange(rows.start, rows.stop)), rows.stop - rows.start)
+            for rows in pieces
         ]
 
     def pad(self, to: SupportsIndex) -> Self:
         """The same requests with padded rows up to `to` rows: slot 0, and each column's declared pad value.
 
-        A padded batch is for one launch: it has `num_reqs` requests and `num_rows` rows, and does not move rows.
-
-        Raises:
-            ArgumentError: fewer rows than requests, or padded already.
+        A padded batch is for one launch: it has `num_reqs` requests and `num_rows` rows, and does not move rows. Raises
+        `ArgumentError` (fewer rows than requests, or padded already).
         """
         subject = f"{type(self).__name__}.pad"
         num_reqs = self._begin("pad")
@@ -439,50 +416,18 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
     # Changing values
 
-    def advance(self, columns: "str | Iterable[str] | Mapping[str, Amount]", n: "Amount" = 1) -> Self:
-        """The same batch with integers added to one or several integer columns.
-
-        Args:
-            columns: one column, several that all get `n`, or a mapping column -> its amounts.
-            n: one integer, or int[num_reqs]; unused when `columns` is a mapping.
-
-        Raises:
-            DeclarationError: no such column.
-            DtypeError: a column of floats, booleans or indices, or `n` is not an integer.
-            ValueOverflowError: a value would leave the column's dtype.
-            ArgumentError: a padded batch, or a column named twice.
-            Violation: DERIVED_STALE, at `cheap`: a mirrored value of other requests is added.
-        """
-        subject = f"{type(self).__name__}.advance"
-        added = amounts_by_column(columns, n, subject)
-        num_reqs = self._begin("advance")
-        state = self._state.copied([name for name in added if name in self._layout.index])
-        state.add(added, subject)
-        for name, amount in added.items():
-            self._check_same_rows(amount, "advance", name)
-        return self._derived("advance", state, num_reqs, moved=False)
-
     def update(self, column: str, rows: "Selection", values: "Values") -> Self:
         """The same batch with other values in some rows of one mirrored column, on both sides.
 
-        Args:
-            column: a mirrored column whose value is exact; not the slots.
-            rows: a mask bool[num_reqs], or unique row indices int[k].
-            values: one value, or k.
-
-        Raises:
-            DeclarationError, DtypeError, ShapeError, RowIndexError, ArgumentError, ValueOverflowError: as elsewhere.
+        `column` has exact values and is not the slots. `rows` are a mask bool[num_reqs], or unique row indices int[k];
+        `values` one value, or k. What they do not fit is refused as elsewhere.
         """
-        subject = f"{type(self).__name__}.update: column {column!r}"
-        declared = self._tensor_column(column, subject)
+        declared, subject = self._tensor_column(column, "update")
         index = kept_rows(rows, self._begin("update"), subject)
         if column not in self._layout.index or column in self._state.device or column == self._slot_column:
-            problem = f"{subject}: the host does not have its exact values"
-            raise ArgumentError(problem, column, f"use replace({column}=...)")
+            raise ArgumentError(f"{subject}: the host has no exact values", column, f"use replace({column}=...)")
         new = host_values(declared, values, index.size, self.runtime, subject, some=True)
-        state = self._state.copied((column,))
-        state.column(column)[index] = new
-        return self._derived("update", state, self.num_reqs, moved=False)
+        return self._rewritten("update", column, index, new)
 
     def update_device(self, column: str, rows: "Selection", values: "Values", bound: object = None) -> Self:
         """The same batch with values of the device in some rows: those that a mixed step has verified.
@@ -496,16 +441,12 @@ class Batch(OfThisProcess, metaclass=BatchType):
             bound: of a mirrored column: none of the values is more. One number, or `[k, *shape]`.
 
         Raises:
-            DeclarationError: no such column.
             ContractError: a column declared exact.
             ArgumentError: a mirrored column without a bound, a device-only one with a bound, or a padded batch.
             DeviceError: a tensor on another device, or host values.
-            DtypeError, ShapeError, RowIndexError, ValueOverflowError: as for `update`.
-            Violation: DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests. MIRROR_BOUND, at
-                `full`: a value exceeds its bound.
+            Violation: DERIVED_STALE, at `cheap`: rows of other requests. MIRROR_BOUND, at `full`.
         """
-        subject = f"{type(self).__name__}.update_device: column {column!r}"
-        declared = self._tensor_column(column, subject)
+        declared, subject = self._tensor_column(column, "update_device")
         index = kept_rows(rows, self._begin("update_device"), subject)
         mirrored = column in self._layout.index
         if declared.contract is Contract.EXACT:
@@ -515,8 +456,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             problem = f"{subject}: expected {'a bound' if mirrored else 'no bound'}, got {bound!r}"
             raise ArgumentError(problem, bound, "pass bound= for a mirrored column, and no bound for a device-only one")
         if not isinstance(values, torch.Tensor | MirroredTensor):
-            problem = f"{subject}: expected a device tensor, got {type(values).__name__}"
-            raise DeviceError(problem, values, "pass what a kernel has found; `update` and `replace` take host values")
+            raise expected(subject, "a device tensor", values, "give host values to `update`", DeviceError)
         self._check_same_rows(values, "update_device", column, index)
         self._check_same_rows(bound, "update_device", column, index)
         if levels.full and isinstance(values, MirroredTensor):
@@ -535,33 +475,36 @@ class Batch(OfThisProcess, metaclass=BatchType):
             column: a mirrored column that holds bounds.
             bound: numbers `[n, *shape]`, none above the present bounds: those that results of earlier steps prove.
                 Rows of other requests are left out.
-            slots: of the rows of `bound`, int[n]. A result of a relay and a column know them; an array does not.
-
-        Raises:
-            DeclarationError: no such column.
-            ArgumentError: it is not known whose rows `bound` has. Else as `MirroredTensor.tighten`.
+            slots: of the rows of `bound`, int[n]. A result of a relay and a column know them; an array does not, and
+                is refused without (`ArgumentError`). Else as `MirroredTensor.tighten`.
         """
         self._begin("tighten")
-        subject = f"{type(self).__name__}.tighten: column {column!r}"
-        declared, value = self._tensor_column(column, subject), self[column]
+        declared, subject = self._tensor_column(column, "tighten")
         if slots is not None:
-            bound = numbers_of(bound, slots, self.row_set, subject)
+            handles = slots.row_set if slots.unit == "slot" else None
+            if handles is None:
+                raise ArgumentError(f"{subject}: slots are {slots!r}", slots, "pass handles, as `batch.slots`")
+            numbers = as_array(lined_up(bound, handles, subject), subject)
+            if numbers.shape[:1] != (len(slots),):
+                shape = len(slots), *numbers.shape[1:]
+                raise wrong_shape(subject, shape, numbers.shape, "pass one row for each slot")
+            bound = handles.in_order_of(self.row_set, numbers, subject, operation=subject, step=self.runtime.step)
         elif self._slot_column is not None and getattr(bound, "row_set", None) is None:
             problem = f"{subject}: {type(bound).__name__} does not say to which requests its rows belong"
-            remedy = "pass a result of the relay, or slots= with the slots of the rows: slots=batch.slots"
-            raise ArgumentError(problem, bound, remedy)
-        lower = value.tighten(bound).np
+            raise ArgumentError(problem, bound, "pass a result of the relay, or slots= of the rows: slots=batch.slots")
+        lower = self[column].tighten(bound).np
         declared.check_values(lower, self.runtime, subject)
+        return self._rewritten("tighten", column, ..., lower)
+
+    def _rewritten(self, operation: str, column: str, rows: Any, values: Array) -> Self:
         state = self._state.copied((column,))
-        state.column(column)[...] = lower
-        return self._derived("tighten", state, self.num_reqs, moved=False)
+        state.column(column)[rows] = values
+        return self._derived(operation, state, self.num_reqs, moved=False)
 
     def replace(self, /, **columns: ColumnValues) -> Self:
         """The same requests with other values for some columns, given as to `build`.
 
-        Raises:
-            As `build`.
-            Violation: DERIVED_STALE, at `cheap`: a mirrored value whose rows are of other requests.
+        Raises as `build`, DERIVED_STALE (at `cheap`: a mirrored value whose rows are of other requests).
         """
         subject = f"{type(self).__name__}.replace"
         num_reqs = self._begin("replace")
@@ -585,23 +528,16 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def on_device(self, *columns: str) -> dict[str, torch.Tensor]:
         """The device sides of some columns, to be read only, safe on the current stream: the inputs of a forward.
 
-        The same tensors as `batch[name].device`, for all columns in one call, which is several times as fast.
-
-        Args:
-            *columns: names of mirrored and device-only columns; all of them by default.
-
-        Raises:
-            DeclarationError: no such column, or one of Python objects.
-            Violation: MIRROR_STALE_READ, MIRROR_FOREIGN_WRITE, and at `full` those of `check`.
+        The same tensors as `batch[name].device`, by default for all columns, in one call, which is several times as
+        fast. Raises `DeclarationError` (no such column, or one of Python objects), MIRROR_STALE_READ,
+        MIRROR_FOREIGN_WRITE, and at `full` what `check` raises.
         """
         names = columns or self._layout.tensors
         for name in columns:
-            self._tensor_column(name, f"{type(self).__name__}.on_device: column {name!r}")
+            self._tensor_column(name, "on_device")
         for name, windows in self._open_windows().items():
             if name in names:
-                invariants.mirror_stale_read(
-                    "device", stale_reasons(windows, "device"), **self._where("on_device", name)
-                )
+                check_fresh(windows, "device", **self._where("on_device", name))
         if levels.full:
             self._check_unwritten("on_device")
         return self.device_side.columns(names)
@@ -611,19 +547,14 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
         The copy has all columns too, unless this batch was uploaded before. The host does not wait.
 
-        Args:
-            writes: table writes, from `Table.entry` or `Extension.entry`.
-            extras: extra host arrays (positions, `query_start_loc`, ...) by name.
-
-        Returns:
-            the device tensors of `extras`.
+        `writes` are table writes, from `Table.entry` or `Extension.entry`; `extras` further host arrays (positions,
+        `query_start_loc`, ...) by name, whose device tensors are returned.
 
         Raises:
             CaptureError: the stream is being captured.
             DtypeError: an extra that torch and numpy do not share.
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`.
-                At `cheap` SLOT_STALE_HANDLE: a request has left; DERIVED_STALE: the extras of a plan of other rows, or
-                of pages that have changed since, or a table write of such pages.
+                SLOT_STALE_HANDLE: a request has left; DERIVED_STALE: extras or writes of other rows or changed pages.
         """
         self._check_step(extras, "upload")
         arrays, state = {} if extras is None else extras, self._state
@@ -648,25 +579,16 @@ class Batch(OfThisProcess, metaclass=BatchType):
     ) -> Extras:
         """Sends the step to the fixed addresses of `StaticBuffers`, on the current stream, in one copy.
 
-        The batch is padded to the rows of the buffers. The step before is overwritten: replay a graph that reads it on
-        the same stream before, or declare it with `buffers.read_until`. The batch's own device side is neither made nor
-        changed. The host does not wait.
-
-        Args:
-            buffers: of this batch class, with at least as many rows.
-            writes: as for `upload`.
-            extras: as for `upload`, with the names, dtypes and shapes that the buffers were made with.
-
-        Returns:
-            the device tensors of `extras`, which are those of the buffers.
+        The batch is padded to the rows of the buffers, which are of this class and have as many rows or more. The step
+        before is overwritten: replay a graph that reads it on the same stream before, or declare it with
+        `buffers.read_until`. The batch's own device side is neither made nor changed. The host does not wait. `writes`
+        and `extras` are as for `upload`; the extras those that the buffers were made with, whose tensors are returned.
 
         Raises:
-            ArgumentError: more rows than the buffers have, or other extras than they were made with.
-            ShapeError, DtypeError: an extra of another shape or dtype.
+            ArgumentError, ShapeError, DtypeError: more rows than the buffers have, or other extras.
             DeclarationError, DeviceError: buffers of another batch class, or of another runtime.
             CaptureError: the stream is being captured: fill the buffers before, or between replays.
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ, SLOT_STALE_HANDLE, DERIVED_STALE; at `full`
-                MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
+            Violation: as for `upload`; at `full` MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
         """
         self._check_step(extras, "to_static")
         self._check_host_is_fresh("to_static")
@@ -678,7 +600,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """A step is sent from the host side: not inside a window in which that side is knowingly old."""
         for name, windows in self._open_windows().items():
             if name not in self._state.device:
-                invariants.mirror_stale_read("host", stale_reasons(windows, "host"), **self._where(operation, name))
+                check_fresh(windows, "host", **self._where(operation, name))
 
     def _check_step(self, extras: Mapping[str, object] | None, operation: str) -> None:
         """Checks, before a step is sent, the origin of its extras, the columns, and the requests."""
@@ -701,50 +623,37 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def check(self, operation: str = "check") -> None:
         """Checks every invariant of this batch and its columns that applies at the present level.
 
-        Raises:
-            Violation: ROW_COUNT, TAIL_STALE, SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, and those of
-                `MirroredTensor.check`.
+        Raises ROW_COUNT, TAIL_STALE, SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, and those of
+        `MirroredTensor.check`.
         """
         if not levels.cheap:
             return
-        if levels.full:
-            self._check_sides(operation)  # first: it says which row
+        if levels.full:  # first: it says which row. Columns not read yet are compared too, and nothing is launched
+            for name, column in self._layout.tensors.items():
+                value, rows = self[name], self._state.device.get(name)
+                if rows is not None:
+                    if not value.open_windows:
+                        rows.check_sources(self.runtime, self._where(operation, name), value._host)
+                    checked = column.takes_any or name in self._layout.index
+                    if not checked and (contents := rows.contents(self.runtime)) is not None:
+                        column.check_values(contents[1], self.runtime, operation)
+                elif self.device_side.has(name):
+                    value._device.tensor(self.runtime)  # a view of the copy
+                value.check(operation)
         self._check_rows(operation)
         self._check_slots(operation)
         self._check_tail(operation)
         self._check_read_columns(operation)
 
     def _check_unwritten(self, operation: str) -> None:
-        """Reports a write from outside before an operation replaces its value: at `full` by comparing the sides.
-
-        Every operation begins with it, unless nothing could have been written.
-        """
+        """Reports a write from outside before an operation replaces its value: at `full` by comparing the sides."""
         if levels.full:
             self.check(operation)
         elif levels.cheap:
             self._check_read_columns(operation)
 
-    def _check_sides(self, operation: str) -> None:
-        """Each side is unchanged, and the sides agree, also of columns not read yet: nothing is launched."""
-        for name, column in self._layout.tensors.items():
-            value, rows = self[name], self._state.device.get(name)
-            if rows is not None:
-                if not value.open_windows:
-                    rows.check_sources(self.runtime, self._where(operation, name), value._host)
-                if not column.takes_any and name not in self._layout.index:
-                    contents = rows.contents(self.runtime)
-                    if contents is not None:
-                        column.check_values(contents[1], self.runtime, operation)
-            elif self.device_side.has(name):
-                value._device.tensor(self.runtime)  # a view of the copy
-            value.check(operation)
-
     def check_live(self, operation: str = "check_live") -> None:
-        """Checks that each request still has its slot. Slots that no pool handed out have no owner to ask.
-
-        Raises:
-            Violation: SLOT_STALE_HANDLE.
-        """
+        """Raises SLOT_STALE_HANDLE unless each request still has its slot. Slots of no pool have no owner to ask."""
         pool = Allocator.of_pool(self._pool_id)
         if pool is None or self._slot_column is None:
             return
@@ -755,8 +664,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """Checks exposed values, as only these can have been written: device sides, and host sides as tensors."""
         for value in self._exposed:
             value.check(operation)
-        written = None if self._device is None else self._device.written()
-        if written is not None:
+        if self._device is not None and (written := self._device.written()) is not None:
             name, before, now = written
             invariants.mirror_foreign_write("device", before, now, **self._where(operation, name or None))
 
@@ -784,15 +692,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def _check_tail(self, operation: str) -> None:
         if self.num_rows == self.num_reqs:
             return
-        c = self._state.block.other_pad(self._layout.pads, self.num_reqs)
-        names = [name for name, at in self._layout.index.items() if c in (-1, at)]
-        for name in names:
-            invariants.tail_stale(
-                self._state.column(name)[self.num_reqs :],
-                self._layout.tensors[name].pad,
-                self.num_reqs,
-                **self._where(operation, name),
-            )
+        start, c = self.num_reqs, self._state.block.other_pad(self._layout.pads, self.num_reqs)
+        for name, at in self._layout.index.items():
+            if c in (-1, at):
+                tail, pad = self._state.column(name)[start:], self._layout.tensors[name].pad
+                invariants.tail_stale(tail, pad, start, **self._where(operation, name))
 
     # Helpers
 
@@ -808,10 +712,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
         moved: bool = True,
         joined: Self | None = None,
     ) -> Self:
-        """The result of an operation, checked.
+        """The result of an operation, checked; `joined` are the requests that come behind `num_reqs` of this one.
 
-        `moved` is False if no row moved: all that did not change stays on the device. `pool_id` is that of other slots
-        than before. The requests of `joined` come behind `num_reqs` of this one.
+        `moved` is False if no row moved: all that did not change stays on the device. `pool_id` is of other slots.
         """
         row_set = self.row_set if not moved and pool_id is None else None
         if pool_id is None:
@@ -819,8 +722,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if windows is None:
             windows = self._open_windows()
         if joined is not None:
-            theirs = joined._open_windows()
-            if theirs:
+            if theirs := joined._open_windows():
                 windows = {**windows, **theirs}
             if not num_reqs:
                 pool_id = joined._pool_id
@@ -847,9 +749,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
             self._check_read_columns(operation)
         num_reqs = self.num_reqs
         if self.num_rows != num_reqs:
-            problem = f"{type(self).__name__}.{operation}: a batch padded from {self.num_reqs} to {self.num_rows} rows"
-            remedy = "keep the batch from before `pad`; a padded one is for one launch"
-            raise ArgumentError(problem, self.num_rows, remedy)
+            problem = f"{type(self).__name__}.{operation}: a batch padded from {num_reqs} to {self.num_rows} rows"
+            raise ArgumentError(problem, self.num_rows, "keep the batch from before `pad`: this one is for one launch")
         return num_reqs
 
     def _check_same_rows(
@@ -861,11 +762,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
             if ours is not None:
                 ours.check_same(value.row_set, value, **self._where(operation, column))
 
-    def _tensor_column(self, name: str, subject: str) -> TensorColumn:
-        column = self._layout.tensors.get(name)
+    def _tensor_column(self, name: str, operation: str) -> tuple[TensorColumn, str]:
+        column, subject = self._layout.tensors.get(name), f"{type(self).__name__}.{operation}: column {name!r}"
         if column is None:
             raise DeclarationError(f"{subject} is not a tensor column", name, one_of(self._layout.tensors, name))
-        return column
+        return column, subject
 
     def _where(self, operation: str, column: str | None = None) -> Where:
         where: Where = {"object": self, "operation": operation, "step": self.runtime.step}

@@ -6,7 +6,7 @@ read columns; attributes that would be lost in silence are refused.
 """
 
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_origin, overload
 
 import numpy as np
@@ -26,18 +26,13 @@ Self_ = TypeVar("Self_")
 
 
 class Column:
-    """One declared column.
-
-    Attributes:
-        name: its name in the class.
-    """
+    """One declared column; `name` is its name in the class."""
 
     name: str = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         if self.name and self.name != name:
-            problem = f"one declaration is used as {self.name!r} and as {name!r}"
-            raise DeclarationError(problem, name, "declare each column anew")
+            raise DeclarationError(f"one declaration for {self.name!r} and {name!r}", name, "declare each column anew")
         self.name = name
 
     def __set__(self, instance: object, value: object) -> None:
@@ -53,8 +48,7 @@ class TensorColumn(Column):
         shape: of one row.
         pad: value of padded rows, as an array of `shape`.
         contract: the weakest contract that the column takes.
-        unit: index space of the values, or None for plain numbers.
-        holds: the same, where the column was declared with it.
+        holds: index space of the values, where the column was declared with one.
         np_dtype: of the values on the host.
         bits_of: `dtype`, if the host has only the bits of its values; else None.
         takes_any: whether any value of the dtype is one of the column: it holds no indices, and its kind refuses none.
@@ -90,15 +84,9 @@ class TensorColumn(Column):
     def check_values(self, values: Array, runtime: Runtime, label: str) -> None:
         """Rejects values of the right dtype and shape that this kind of column does not allow. A kind overrides it.
 
-        Called for all host values that a caller gives, and at `full` for the contents of a device-only column.
-
-        Args:
-            values: of any number of rows, `[n, *shape]`, or one row. Not to be written.
-            runtime: the device.
-            label: operation and column, for messages.
-
-        Raises:
-            ArgumentError, Violation: indices outside of their space; see `Runtime.check_indices`.
+        Called for all host values that a caller gives, any number of rows `[n, *shape]` or one row, not to be written;
+        at `full` also for the contents of a device-only column. `label` is operation and column, for messages. Indices
+        are checked by `Runtime.check_indices`.
         """
         if self.holds is not None:
             runtime.check_indices(values, self.holds, object=label, column=self.name, step=runtime.step)
@@ -123,12 +111,13 @@ class SlotColumn(MirroredColumn):
     def __init__(self) -> None:
         super().__init__(torch.int64, (), 0, Contract.EXACT)
 
-    @overload
-    def __get__(self: Self_, instance: None, owner: type) -> Self_: ...
-    @overload
-    def __get__(self, instance: "Batch", owner: type) -> Slots: ...
-    def __get__(self, instance: "Batch | None", owner: type) -> Any:
-        return super().__get__(instance, owner)
+    if TYPE_CHECKING:
+
+        @overload
+        def __get__(self: Self_, instance: None, owner: type) -> Self_: ...
+        @overload
+        def __get__(self, instance: "Batch", owner: type) -> Slots: ...
+        def __get__(self, instance: "Batch | None", owner: type) -> Any: ...
 
 
 class DeviceColumn(TensorColumn):
@@ -154,11 +143,9 @@ def _check_holds(dtype: "np.dtype[Any]", pad: object, contract: Contract, holds:
         f"pad={pad!r}": pad is not None and bool(np.any(np.asarray(pad) != 0)),
         f"holds={holds!r}": holds in ("", Slots.unit),
     }
-    for option, refused in wrong.items():
-        if refused:
-            remedy = "declare exact integers, padded with 0, which is padding in every index space"
-            remedy += "; slots are `slot_column()`"
-            raise DeclarationError(f"a column of {holds} indices with {option}", option, remedy)
+    for option in (option for option, refused in wrong.items() if refused):
+        remedy = "declare exact integers, padded with 0, the padding of every index space; slots are `slot_column()`"
+        raise DeclarationError(f"a column of {holds} indices with {option}", option, remedy)
 
 
 def mirrored(
@@ -171,18 +158,15 @@ def mirrored(
 ) -> MirroredColumn:
     """Declares a column with both sides.
 
-    Args:
-        dtype: one that torch and numpy share.
-        shape: of one row.
-        pad: value of padded rows; zero by default.
-        contract: `exact`, or `upper_bound` for a column whose host side may become a bound.
-        holds: index space of the values, if they are indices: `location`, `page`, `host_location`, `state`, or one of
-            your own (`Runtime.declare_indices`). They are then 0 or more and below its capacity, 0 in padded rows, and
-            not computed.
+    `dtype` is one that torch and numpy share, `shape` that of one row, `pad` the value of padded rows, by default zero.
+    `contract` is `exact`, or `upper_bound` for a column whose host side may become a bound. `holds` is the index space
+    of the values, if they are indices: `location`, `page`, `host_location`, `state`, or one of your own
+    (`Runtime.declare_indices`). They are then exact integers, 0 or more and below its capacity, 0 in padded rows, and
+    not computed.
 
     Raises:
         DtypeError, ValueOverflowError: numpy lacks the dtype, or `pad` does not go into it.
-        DeclarationError: another contract; indices that are not integers, that have bounds, or a pad other than 0.
+        DeclarationError: another contract, or no indices.
     """
     numpy_dtype(dtype)  # refuses a dtype that numpy lacks
     weakest = Contract(contract)
@@ -209,59 +193,41 @@ def host_list() -> HostColumn[Any]: ...
 @overload
 def host_list(kind: type[T]) -> HostColumn[T]: ...
 def host_list(kind: type[Any] = object) -> HostColumn[Any]:
-    """Declares a column of Python objects, such as the requests themselves.
-
-    Args:
-        kind: their class, for type checkers alone: `requests = host_list(Request)`.
-    """
+    """Declares a column of Python objects, such as the requests. `kind` is their class, for type checkers alone."""
     return HostColumn()
 
 
 def declared_columns(cls: type, reserved: frozenset[str]) -> dict[str, Column]:
-    """The columns of a batch class, those of all its bases first, in the order of declaration.
+    """The columns of a batch class under construction, those of all its bases first, in the order of declaration.
 
-    Args:
-        cls: the class under construction.
-        reserved: names that every batch has.
-
-    Raises:
-        DeclarationError: a name that hides one of these or another column, or a column without its call.
+    Raises `DeclarationError` for a name that hides one of every batch (`reserved`) or another column, and for a column
+    without its call.
     """
     columns: dict[str, Column] = {}
+    hides = "hides a column, or what every batch has"
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
-            if isinstance(value, Column):
-                if name in reserved or not name.isidentifier():
-                    raise _hides(cls, name, "choose another name for the column")
+            if isinstance(value, Column) and name not in reserved and name.isidentifier():
                 columns[name] = value
-            elif name in columns:
-                problem = f"{base.__name__}.{name} hides the column of that name"
-                raise DeclarationError(problem, name, "declare the column anew, or choose another name")
-    _check_own(cls, columns, reserved)
+            elif isinstance(value, Column) or name in columns:
+                raise _refused(base, name, hides, "choose another name, or declare the column anew")
+    for name, value in vars(cls).items():
+        if name in ("__init__", "__new__") or (name in reserved and not name.startswith("__")):
+            raise _refused(cls, name, hides, "a subclass declares columns and may add methods; it overrides none")
+        without_call = isinstance(value, types.FunctionType) and value.__module__ == Column.__module__
+        if isinstance(value, torch.dtype) or without_call:
+            raise _refused(cls, name, f"is {value!r}, which declares nothing", _DECLARE)
+    for name, annotation in vars(cls).get("__annotations__", {}).items():
+        if name not in vars(cls) and annotation is not ClassVar and get_origin(annotation) is not ClassVar:
+            raise _refused(cls, name, "is annotated and not declared", _DECLARE)
     slots = [name for name, column in columns.items() if isinstance(column, SlotColumn)]
     if len(slots) > 1:
         raise DeclarationError(f"{cls.__name__} declares {len(slots)} slot columns", slots, "a request has one slot")
     return columns
 
 
-def _check_own(cls: type, columns: Mapping[str, Column], reserved: frozenset[str]) -> None:
-    for name, value in vars(cls).items():
-        if name in columns:
-            continue
-        if name in ("__init__", "__new__") or (name in reserved and not name.startswith("__")):
-            raise _hides(cls, name, "a subclass declares columns and may add methods; it overrides none")
-        without_call = isinstance(value, types.FunctionType) and value.__module__ == Column.__module__
-        if isinstance(value, torch.dtype) or without_call:
-            raise _declares_nothing(cls, name, f"{value!r}, which declares nothing")
-    for name, annotation in vars(cls).get("__annotations__", {}).items():
-        if name not in vars(cls) and annotation is not ClassVar and get_origin(annotation) is not ClassVar:
-            raise _declares_nothing(cls, name, "annotated and not declared")
+_DECLARE = "write NAME = mirrored(dtype), device_only(dtype), slot_column() or host_list()"
 
 
-def _hides(cls: type, name: str, remedy: str) -> DeclarationError:
-    return DeclarationError(f"{cls.__name__}.{name} would hide what every batch has", name, remedy)
-
-
-def _declares_nothing(cls: type, name: str, state: str) -> DeclarationError:
-    remedy = f"write {name} = mirrored(dtype), device_only(dtype), slot_column() or host_list()"
-    return DeclarationError(f"{cls.__name__}.{name} is {state}", name, remedy)
+def _refused(cls: type, name: str, problem: str, remedy: str) -> DeclarationError:
+    return DeclarationError(f"{cls.__name__}.{name} {problem}", name, remedy)

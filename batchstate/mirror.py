@@ -11,8 +11,10 @@ locations of tokens in device or host KV memory.
 import contextlib
 import enum
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, final
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, Unpack, final
 
 import attrs
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import (
+    INT64,
     LARGE,
     MOST_ROWS,
     Amount,
@@ -31,26 +34,25 @@ from batchstate._arrays import (
     across,
     add,
     amounts,
-    as_array,
     carried,
     check_bound_can_move,
     check_dense,
+    check_range,
     concatenate,
     converted,
     count,
     joined_rows,
     kept_rows,
     natural_dtype,
-    negated,
     padding_row,
     replace_rows,
+    replaced,
     row_indices,
     select_rows,
     shifted,
     signed_twin,
-    sizes_of,
+    slices_of,
 )
-from batchstate._host_values import HostValues
 from batchstate._origin import RowSet, joined
 from batchstate.errors import (
     ArgumentError,
@@ -60,6 +62,7 @@ from batchstate.errors import (
     ShapeError,
     SideMissingError,
     another_runtime,
+    expected,
     one_of,
     wrong_shape,
 )
@@ -88,12 +91,14 @@ class Contract(enum.Enum):
         raise ArgumentError(f"unknown contract {value!r}", value, one_of(legal, value))
 
 
-_STRENGTH = {Contract.DEVICE_ONLY: 0, Contract.UPPER_BOUND: 1, Contract.EXACT: 2, Contract.HOST_ONLY: 3}
+_BY_STRENGTH = [Contract.DEVICE_ONLY, Contract.UPPER_BOUND, Contract.EXACT, Contract.HOST_ONLY]
+_EXACT = _BY_STRENGTH[2:]
+"""Contracts with an exact host side, of which the device side can be made."""
 
 
-def weaker_contract(first: Contract, second: Contract) -> Contract:
-    """The contract of a value made of rows of both. `host_only` is the strongest: an upload makes the value exact."""
-    return first if _STRENGTH[first] <= _STRENGTH[second] else second
+def weaker_contract(*contracts: Contract) -> Contract:
+    """The contract of a value made of rows of all. `host_only` is the strongest: an upload makes the value exact."""
+    return min(contracts, key=_BY_STRENGTH.index)
 
 
 @final
@@ -128,10 +133,8 @@ class DeviceSide:
 
     def tensor(self, runtime: Runtime) -> torch.Tensor:
         """The tensor, safe on the current stream; it is made now if it does not exist."""
-        source = self._source
-        if type(source) is ReadyTensor:
-            ready = source
-        else:
+        ready = self._source
+        if type(ready) is not ReadyTensor:
             ready = self.ready()
             if levels.full and not runtime.checks_suspended():
                 self.contents = rows_of(runtime, ready.on_current_stream(runtime))
@@ -146,17 +149,8 @@ class DeviceSide:
             self.write_count = write_count(source.tensor)
         return source
 
-    def written(self) -> bool:
-        """Whether torch has counted a write in place since the tensor was made."""
-        existing = self.existing
-        return existing is not None and self.write_count is not None and write_count(existing) != self.write_count
-
     def check_count(self, where: Where) -> None:
-        """Checks torch's count of writes in place.
-
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE.
-        """
+        """Checks torch's count of writes in place. Raises MIRROR_FOREIGN_WRITE."""
         existing, before = self.existing, self.write_count
         if existing is not None and before is not None:
             invariants.mirror_foreign_write("device", before, write_count(existing) or 0, **where)
@@ -184,52 +178,38 @@ def write_count(tensor: torch.Tensor) -> int | None:
 @final
 @attrs.define(eq=False)
 class StaleWindow:
-    """A window in which one side of a value is knowingly old. Values derived inside share it: closing it frees all.
-
-    Attributes:
-        side: `host` or `device`.
-        reason: shown in the report of a read.
-        open: whether reading is refused.
-    """
+    """A window in which one side of a value is knowingly old. Values derived inside share it: closing it frees all."""
 
     side: str
     reason: str
     open: bool = True
 
-    def __attrs_post_init__(self) -> None:
-        if self.side not in ("host", "device"):
-            raise ArgumentError(f"unknown side {self.side!r}", self.side, "use 'host' or 'device'")
-        if not self.reason:
-            raise ArgumentError("a stale window without a reason", self.reason, "say what makes it stale")
+
+def check_fresh(windows: Sequence[StaleWindow], side: str, **where: Unpack[Where]) -> None:
+    """Refuses to read a side inside an open window of it. Raises MIRROR_STALE_READ."""
+    reasons = tuple(window.reason for window in windows if window.open and window.side == side)
+    invariants.mirror_stale_read(side, reasons, **where)
 
 
-def stale_reasons(windows: tuple[StaleWindow, ...], side: str) -> tuple[str, ...]:
-    """Why `side` may not be read now; empty when it may."""
-    return tuple(window.reason for window in windows if window.open and window.side == side)
+def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, object], Any]:
+    """The method that compares the host side with host values, element by element."""
+
+    def compared(self: "MirroredTensor", other: object) -> Any:
+        if isinstance(other, torch.Tensor):  # numpy would leave it to Python, which compares identities
+            raise DeviceError("comparison with a tensor", tuple(other.shape), "compare `value.device` with it")
+        try:
+            return compare(self.np, other.np if isinstance(other, MirroredTensor) else other)
+        except ValueError:
+            raise ShapeError(f"comparison of shape {list(self.shape)}", other, "pass one number, or as many") from None
+
+    return compared
 
 
-@final
-class Rare:
-    """State that few values have.
-
-    Attributes:
-        windows: stale windows, some of them closed by now.
-        host_tensor: the host side as a tensor that was handed out.
-        contents: of the host side when the value was made, for checks at `full`.
-    """
-
-    __slots__ = ("contents", "host_tensor", "windows")
-
-    def __init__(self, windows: tuple[StaleWindow, ...] = (), contents: Array | None = None) -> None:
-        self.windows = windows
-        self.host_tensor: torch.Tensor | None = None
-        self.contents = contents
-
-
-class MirroredTensor(HostValues, OfThisProcess):
+@attrs.define(eq=False, repr=False)
+class MirroredTensor(OfThisProcess):
     """A vector (rows first, any trailing shape) whose host and device side are kept together.
 
-    Make one with `from_host`, `from_device` or `from_pair`. Subclasses below carry an index space.
+    Made by `from_host`, `from_device` and `from_pair`. Subclasses below carry an index space.
 
     Attributes:
         unit: index space of the values (`slot`, `page`, `location`, `host_location`), or None for plain numbers.
@@ -238,73 +218,28 @@ class MirroredTensor(HostValues, OfThisProcess):
         dtype: of the elements.
         shape: rows first.
         name: for reports.
-        version: a number that no other value of the runtime has; stamp derived metadata with it.
+        version: a number that no other value or batch of the runtime has; stamp derived metadata with it.
     """
 
     unit: ClassVar[str | None] = None
-    _space: ClassVar[int] = 0  # of handles, a number for each index space
 
-    __slots__ = (
-        "__weakref__",
-        "_exposed",
-        "_generations",
-        "_host",
-        "_plain",
-        "_pool_id",
-        "_rare",
-        "_row_set",
-        "_side",
-        "contract",
-        "dtype",
-        "name",
-        "runtime",
-        "shape",
-        "version",
-    )
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        host: Array | None = None,
-        device: DeviceSide | Callable[[], DeviceSide] | None = None,
-        *,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        contract: Contract = Contract.EXACT,
-        name: str = "",
-        windows: tuple[StaleWindow, ...] = (),
-        generations: Array | None = None,
-        pool_id: int = 0,
-        row_set: RowSet | None = None,
-        exposed: "list[MirroredTensor] | None" = None,
-    ) -> None:
-        """For the library. `host` becomes the property of the value; without `device` it is uploaded at first use.
-
-        `device` may be a function that makes the device side at its first use.
-        `generations` int64[n] of slots move with the rows of the value; `pool_id` names the pool that made its indices.
-        `row_set` is the requests that the rows belong to, if known.
-        The value adds itself to `exposed` once its host side can be written from outside, or may be stale.
-        """
-        self.runtime = runtime
-        self.dtype = dtype
-        self.shape = shape
-        self.contract = contract
-        self.name = name
-        self.version = runtime.new_version()
-        self._host = host
-        self._side = device
-        if generations is None and self._space:
-            generations = np.zeros(shape[0], dtype=np.int64)
-        self._generations = generations
-        self._pool_id = pool_id
-        self._row_set = row_set
-        self._rare: Rare | None = None
-        self._exposed = exposed
-        # Of handles with nothing but a host side of their own, which many requests have: pool and space.
-        self._plain = 4 * pool_id + self._space if pool_id and device is None and contract is Contract.EXACT else 0
-        if windows or levels.full:
-            self._plain = 0
-            self._rare = Rare(windows, None if host is None or not levels.full else host.copy())
+    runtime: Runtime
+    _host: Array | None
+    _side: DeviceSide | Callable[[], DeviceSide] | None  # made of the host side, or by a function, at first use
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    contract: Contract = Contract.EXACT
+    name: str = ""
+    _windows: tuple[StaleWindow, ...] = ()  # some of them closed by now
+    _generations: Array | None = None  # of handles, int64[n], which move with the rows
+    _pool_id: int = 0  # of the pool that made the indices
+    _row_set: RowSet | None = None  # the requests that the rows belong to, if known
+    # Of a batch: its values whose host side can be written from outside, or may be stale. They add themselves.
+    _exposed: "list[MirroredTensor] | None" = None
+    # The host side when it was handed out as a tensor or when a check first read it, for later checks at `full`.
+    _contents: Array | None = None
+    _host_tensor: torch.Tensor | None = None  # once it was handed out
+    version: int = attrs.field(init=False, factory=itertools.count(-1, -1).__next__)  # batches have positive ones
 
     @classmethod
     def from_host(
@@ -316,24 +251,19 @@ class MirroredTensor(HostValues, OfThisProcess):
         contract: str | Contract = Contract.EXACT,
         name: str = "",
     ) -> Self:
-        """A value from host values, which are copied. The device side is uploaded at first use, in one copy.
+        """A value from a list, numpy array or CPU tensor, rows first, which is copied. It is uploaded at first use.
 
-        Args:
-            runtime: the device.
-            values: list, numpy array or CPU tensor; rows first.
-            dtype: by default that of an array or tensor; int64, float32 or bool for lists. Indices are int64.
-            contract: `exact`, or `host_only` for values whose upload belongs to the stream that uses them.
-            name: for reports.
+        `dtype` is by default that of an array or tensor; int64, float32 or bool for lists. Indices are int64.
+        `contract` is `exact`, or `host_only` for values whose upload belongs to the stream that uses them.
 
         Raises:
-            DtypeError: values do not go into `dtype`, or torch and numpy do not share it.
-            ValueOverflowError: a value lies outside the range of `dtype`.
-            ShapeError: no rows (a scalar).
+            DtypeError, ValueOverflowError: values do not go into `dtype`, or torch and numpy do not share it.
+            ShapeError: a scalar has no rows.
             ContractError: `upper_bound` and `device_only` values need a device side of their own.
             Violation: UNIT_MISMATCH: `values` is a mirrored value of another index space.
         """
         wanted = Contract(contract)
-        if wanted not in (Contract.EXACT, Contract.HOST_ONLY):
+        if wanted not in _EXACT:
             problem = f"{cls.__name__}.from_host cannot make a {wanted.value} value"
             raise ContractError(problem, wanted.value, "use `from_pair` for upper_bound, `from_device` for device_only")
         subject = name or cls.__name__
@@ -342,39 +272,21 @@ class MirroredTensor(HostValues, OfThisProcess):
                 invariants.unit_mismatch(str(cls.unit), str(values.unit), object=values, operation="from_host")
             values = values.exact_host(subject)
         chosen = natural_dtype(values, subject) if dtype is None else numpy_dtype(dtype)
-        if cls.unit is not None and chosen != np.int64:
+        if cls.unit is not None and chosen != INT64:
             if dtype is not None or chosen.kind not in "iu":
                 raise DtypeError(f"{subject}: expected int64 {cls.unit}s, got {chosen}", chosen, "pass int64")
-            chosen = np.dtype(np.int64)
-        torch_dtype(chosen)
-        host = converted(values, chosen, subject)
-        if host.ndim == 0:
-            raise ShapeError(f"{subject}: a scalar has no rows", values, "pass one row per request")
-        return cls(runtime, host, None, dtype=torch_dtype(chosen), shape=host.shape, contract=wanted, name=name)
+            chosen = INT64
+        return cls._of_sides(runtime, converted(values, chosen, subject), None, wanted, name, "from_host")
 
     @classmethod
     def from_device(cls, runtime: Runtime, tensor: torch.Tensor, *, name: str = "") -> Self:
         """A `device_only` value. `tensor` is taken over, not copied, and must not be written any more.
 
         Call it on the stream that made the tensor (inside `Runtime.use`): readers on other streams wait for that one.
-
-        Raises:
-            DeviceError: `tensor` lies on another device.
-            ShapeError: no rows.
+        Raises `DeviceError` if `tensor` lies on another device, `ShapeError` for a scalar.
         """
         _check_on_device(runtime, tensor, name or cls.__name__)
-        value = cls(
-            runtime,
-            None,
-            DeviceSide(ReadyTensor.made_now(tensor, runtime)),
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            contract=Contract.DEVICE_ONLY,
-            name=name,
-        )
-        if levels.full:
-            value.check("from_device")
-        return value
+        return cls._of_sides(runtime, None, tensor, Contract.DEVICE_ONLY, name, "from_device")
 
     @classmethod
     def from_pair(
@@ -389,84 +301,150 @@ class MirroredTensor(HostValues, OfThisProcess):
         """A value from both sides. `host` is copied, `device` is taken over and must not be written any more.
 
         Call it on the stream that made `device` (inside `Runtime.use`): readers on other streams wait for that one.
-
-        Raises:
-            DeviceError: `device` lies on another device.
-            ShapeError, DtypeError: the sides do not go together.
-            ContractError: a contract without one of the sides.
-            Violation: MIRROR_EQUAL or MIRROR_BOUND, at level `full`.
+        Raises `DeviceError` (`device` lies on another device), `ShapeError`, `DtypeError` (the sides do not go
+        together), `ContractError` (a contract without one of the sides), MIRROR_EQUAL or MIRROR_BOUND, at level `full`.
         """
-        wanted = Contract(contract)
-        subject = name or cls.__name__
+        wanted, subject = Contract(contract), name or cls.__name__
         if wanted not in (Contract.EXACT, Contract.UPPER_BOUND):
-            problem = f"{subject}: expected exact or upper_bound for a pair, got {wanted.value}"
-            raise ContractError(problem, wanted.value, "use `from_host` or `from_device`")
+            raise expected(subject, "exact or upper_bound", wanted.value, "use the other constructors", ContractError)
         _check_on_device(runtime, device, subject)
         array = converted(host, numpy_dtype(device.dtype), subject)
         if array.shape != tuple(device.shape):
-            problem = f"{subject}: host side {list(array.shape)}, device side {list(device.shape)}"
-            raise ShapeError(problem, array.shape, "pass two sides of one shape")
-        value = cls(
-            runtime,
-            array,
-            DeviceSide(ReadyTensor.made_now(device, runtime)),
-            dtype=device.dtype,
-            shape=array.shape,
-            contract=wanted,
-            name=name,
-        )
-        value.check("from_pair")
+            raise wrong_shape(subject, device.shape, array.shape, "pass two sides of one shape")
+        return cls._of_sides(runtime, array, device, wanted, name, "from_pair")
+
+    @classmethod
+    def _of_sides(
+        cls, runtime: Runtime, host: Array | None, device: torch.Tensor | None, contract: Contract, name: str, call: str
+    ) -> Self:
+        side = None if device is None else DeviceSide(ReadyTensor.made_now(device, runtime))
+        dtype = torch_dtype(host.dtype) if device is None else device.dtype  # type: ignore[union-attr]
+        shape: tuple[int, ...] = tuple((device if host is None else host).shape)  # type: ignore[union-attr]
+        if not shape:
+            raise ShapeError(f"{name or cls.__name__}: a scalar has no rows", shape, "pass one row per request")
+        generations = np.zeros(shape[0], dtype=np.int64) if issubclass(cls, Handles) else None
+        value = cls(runtime, host, side, dtype, shape, contract, name, generations=generations)
+        value.check(call)
         return value
 
-    # Sides
-
-    def __len__(self) -> int:
-        return self.shape[0]
+    # The host side
 
     @property
     def np(self) -> Array:
         """The host side as a read-only array.
 
-        Raises:
-            SideMissingError: a `device_only` value.
-            Violation: MIRROR_STALE_READ inside a stale window of the host side.
+        Raises `SideMissingError` (a `device_only` value), MIRROR_STALE_READ inside a stale window of the host side.
         """
         self._check_fresh("host")
-        view = self._host_side().view()
-        view.setflags(write=False)  # half the time that `flags.writeable = False` takes
+        view = self._host_side().view()  # not by `read_only`: forwards and plans read columns here, one by one
+        view.setflags(write=False)
         return view
 
     @property
     def host(self) -> torch.Tensor:
         """The host side as a CPU tensor, to be read only. Raises what `np` raises."""
         self._check_fresh("host")
-        rare = self._with_rare()
-        if rare.host_tensor is None:
-            rare.host_tensor = torch.from_numpy(self._host_side())
-        return rare.host_tensor
+        if self._host_tensor is None:
+            self._host_tensor = torch.from_numpy(self._host_side())
+            self._expose()
+            if levels.full and self._contents is None:
+                self._contents = self._host_side().copy()
+        return self._host_tensor
 
-    def _with_rare(self) -> Rare:
-        """Its rare state, made now if there is none, for what a batch that has the value must know."""
-        self._plain = 0
-        self._rare = self._rare or Rare()
+    def _host_side(self) -> Array:
+        if self._host is None:
+            remedy = "call `resolve()`, which waits for the device, or plan with a bound"
+            raise SideMissingError(f"{self!r} has no host side", self.contract.value, remedy)
+        return self._host
+
+    def _expose(self) -> None:
+        """Tells the batch that has the value, once; a list that its members know would be a cycle."""
         if self._exposed is not None:
             self._exposed.append(self)
-            self._exposed = None  # once is enough, and a list that its members know would be a cycle
-        return self._rare
+            self._exposed = None
 
-    @property
-    def _windows(self) -> tuple[StaleWindow, ...]:
-        return () if self._rare is None else self._rare.windows
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def sum(self) -> Any:
+        """Sum of the host side (of the bounds, under `upper_bound`), as a Python number; integers never wrap."""
+        values = self.np
+        if values.dtype.kind in "iu" and values.size:
+            largest = max(int(values.max()), -int(values.min()))
+            if largest * values.size >= 2**63:
+                return sum(values.reshape(-1).tolist())
+        return values.sum().item()
+
+    def max(self) -> Any:
+        """Maximum of the host side, as a Python number. Raises `ArgumentError` if there are no rows."""
+        return self._not_empty("max").max().item()
+
+    def min(self) -> Any:
+        """Minimum of the host side, as a Python number. Raises `ArgumentError` if there are no rows."""
+        return self._not_empty("min").min().item()
+
+    def _not_empty(self, operation: str) -> Array:
+        values = self.np
+        if not values.size:
+            raise ArgumentError(f"{operation} of {self!r}", values.shape, "ask `len(value)` before")
+        return values
+
+    def tolist(self) -> list[Any]:
+        """The host side as Python numbers."""
+        values: list[Any] = self.np.tolist()
+        return values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self.np, dtype=dtype) if copy or dtype is not None else self.np
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tolist())
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.tolist()
+
+    __eq__ = _comparison(operator.eq)
+    __ne__ = _comparison(operator.ne)
+    __lt__ = _comparison(operator.lt)
+    __le__ = _comparison(operator.le)
+    __gt__ = _comparison(operator.gt)
+    __ge__ = _comparison(operator.ge)
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        problem = f"the truth value of {self!r} is ambiguous"
+        raise ArgumentError(problem, self.shape, "use `len(value) > 0`, or `.any()`/`.all()` of a comparison")
+
+    def exact_numbers(self, subject: str) -> Array:
+        """The host side as plain exact numbers: amounts, rows, values of another column. Indices are UNIT_MISMATCH."""
+        if self.unit is not None:
+            invariants.unit_mismatch("plain numbers", self.unit, **self._where(subject))
+        return self.exact_host(subject)
+
+    def exact_host(self, subject: str) -> Array:
+        """The host side of any index space, if it is exact: a bound is a `ContractError`."""
+        if self.contract not in _EXACT:
+            raise ContractError(f"{subject}: {self!r} has no exact host side", self.contract.value, "resolve it first")
+        if levels.full:
+            self.check(subject)
+        return self.np
+
+    # The device side
 
     @property
     def device(self) -> torch.Tensor:
-        """The device side, to be read only, safe to use on the current stream. Uploaded if it is not there yet.
+        """The device side, to be read only, safe on the current stream; uploaded if it is not there yet.
 
-        Raises:
-            Violation: MIRROR_STALE_READ inside a stale window of the device side.
+        Raises MIRROR_STALE_READ inside a stale window of the device side.
         """
         self._check_fresh("device")
         return self._own_device()
+
+    @property
+    def device_side(self) -> DeviceSide:
+        """The device side, which may not exist yet. For the library: batches and relays take it over."""
+        self._check_fresh("device")
+        return self._device
 
     @property
     def _device(self) -> DeviceSide:
@@ -477,20 +455,32 @@ class MirroredTensor(HostValues, OfThisProcess):
             side = self._side = made
         return side
 
-    def _existing(self) -> torch.Tensor | None:
-        """The device side if it exists already; see `DeviceSide.existing`."""
-        return self._side.existing if type(self._side) is DeviceSide else None
-
     def _own_device(self) -> torch.Tensor:
-        self._plain = 0
         return self._device.tensor(self.runtime)
 
-    @property
-    def device_side(self) -> DeviceSide:
-        """The device side, which may not exist yet. For the library: batches and relays take it over."""
-        self._check_fresh("device")
-        self._plain = 0
-        return self._device
+    def _existing(self) -> torch.Tensor | None:
+        return self._side.existing if type(self._side) is DeviceSide else None
+
+    def _device_if_needed(self) -> torch.Tensor | None:
+        """The device side, safe on the current stream, if it exists or cannot be made of the host side; else None."""
+        return self._own_device() if self.contract not in _EXACT or self._existing() is not None else None
+
+    def _launched(
+        self, operation: str, kernel: Callable[..., torch.Tensor], *arrays: Array, operations: int = 1
+    ) -> torch.Tensor | None:
+        """The device side after an operation, if it is needed: `kernel` gets it and the device sides of `arrays`."""
+        device = self._device_if_needed()
+        if device is None:
+            return None
+        operands = [device]
+        if arrays:
+            packed = self.runtime.upload(arrays)
+            operands += [packed.view(i) for i in range(len(arrays))]
+        else:
+            self.runtime.refuse_capture(f"`{operation}`")  # its kernel would not run now, and its result would be kept
+        return self.runtime.launch(kernel, *operands, reads=operands, name=operation, operations=operations)
+
+    # Rows of requests, and windows
 
     @property
     def row_set(self) -> RowSet | None:
@@ -500,114 +490,90 @@ class MirroredTensor(HostValues, OfThisProcess):
     def aligned(self, slots: "MirroredTensor") -> Array:
         """The host side with one row for each of `slots`, in their order: rows go by handle. Others are left out.
 
-        Args:
-            slots: handles, as `batch.slots`.
-
-        Raises:
-            ArgumentError: `slots` are not handles, or it is not known to which requests the rows belong.
-            Violation: DERIVED_STALE: a request has no row here.
+        Raises `ArgumentError` if `slots` are not handles, as `batch.slots`, or it is not known to which requests the
+        rows belong, and DERIVED_STALE if a request has no row here.
         """
         own, wanted = self.row_set, slots.row_set if slots.unit == "slot" else None
         if wanted is None or own is None:
-            problem = f"{self._subject('aligned')}: expected rows of requests and handles, got {self!r} and {slots!r}"
-            remedy = "pass the slots of a batch; columns and results of a relay know whose their rows are"
-            raise ArgumentError(problem, slots, remedy)
-        values, rows = self.np, own.rows_of(wanted, self.label, **self._where("aligned"))
-        return values if rows is None else values[rows]
-
-    def exact_numbers(self, subject: str) -> Array:
-        """The host side as plain exact numbers: amounts, rows to keep, values of another column.
-
-        Raises:
-            ContractError: the host side is a bound, or there is none.
-            Violation: UNIT_MISMATCH: indices; MIRROR_STALE_READ.
-        """
-        if self.unit is not None:
-            invariants.unit_mismatch("plain numbers", self.unit, **self._where(subject))
-        return self.exact_host(subject)
-
-    def exact_host(self, subject: str) -> Array:
-        """The host side if it is exact, of any index space. Raises what `exact_numbers` raises, but UNIT_MISMATCH."""
-        if self.contract not in (Contract.EXACT, Contract.HOST_ONLY):
-            raise ContractError(f"{subject}: {self!r} has no exact host side", self.contract.value, "resolve it first")
-        if levels.full:
-            self.check(subject)
-        return self.np
-
-    @property
-    def open_windows(self) -> tuple[StaleWindow, ...]:
-        """The stale windows that are open now; values derived from this one inherit them."""
-        return () if self._rare is None else tuple(window for window in self._rare.windows if window.open)
-
-    def _host_side(self) -> Array:
-        if self._host is None:
-            remedy = "call `resolve()`, which waits for the device, or plan with a bound"
-            raise SideMissingError(f"{self!r} has no host side", self.contract.value, remedy)
-        return self._host
-
-    def _check_fresh(self, side: str) -> None:
-        if self._rare is not None and self._rare.windows:
-            invariants.mirror_stale_read(side, stale_reasons(self._rare.windows, side), **self._where("read"))
+            remedy = "columns and results of a relay know whose their rows are; pass the slots of a batch"
+            raise ArgumentError(f"{self!r}: rows of requests are not known, or not of {slots!r}", slots, remedy)
+        return own.in_order_of(wanted, self.np, self.label, **self._where("aligned"))
 
     @contextlib.contextmanager
     def stale(self, side: str, *, reason: str) -> Iterator[None]:
-        """A window in which `side` (`host` or `device`) is knowingly old; reading it raises, in derived values too.
-
-        Raises:
-            ArgumentError: unknown side, or no reason given.
-        """
-        window, rare = StaleWindow(side, reason), self._with_rare()
-        rare.windows = (*rare.windows, window)
+        """A window in which `side` (`host` or `device`) is knowingly old; reading it raises, in derived values too."""
+        if side not in ("host", "device"):
+            raise ArgumentError(f"unknown side {side!r}", side, "use 'host' or 'device'")
+        if not reason:
+            raise ArgumentError("a stale window without a reason", reason, "say what makes it stale")
+        window = StaleWindow(side, reason)
+        self._windows = (*self._windows, window)
+        self._expose()
         try:
             yield
         finally:
             window.open = False
-            rare.windows = self.open_windows
+            self._windows = self.open_windows
+
+    @property
+    def open_windows(self) -> tuple[StaleWindow, ...]:
+        """The stale windows that are open now; values derived from this one inherit them."""
+        return tuple(window for window in self._windows if window.open) if self._windows else ()
+
+    def _check_fresh(self, side: str) -> None:
+        if self._windows:
+            check_fresh(self._windows, side, **self._where("read"))
 
     # Moving rows
 
     def filter(self, keep: "Selection") -> Self:
-        """The rows that `keep` names, in its order.
+        """The rows that `keep` names, in its order: a mask bool[n], or unique row indices as list or array.
 
-        Args:
-            keep: boolean mask bool[n], or unique row indices as list or array.
-
-        Raises:
-            ArgumentError: an index twice. Else as `take`.
+        Raises `ArgumentError` for an index twice, else as `take`.
         """
-        return self._taken(kept_rows(keep, len(self), self._subject("filter")), "filter")
+        rows = kept_rows(keep, len(self), self._subject("filter"))
+        self.check("filter")
+        return self._taken(rows, "filter")
 
     def take(self, rows: "Selection") -> Self:
         """The rows at `rows` (int[k], which may repeat, or a mask bool[n]).
 
-        Raises:
-            ShapeError: a mask of another length.
-            DtypeError: neither booleans nor integers.
-            RowIndexError: an index outside the value; negative ones do not count from the end.
+        Raises `ShapeError` (a mask of another length), `DtypeError` (neither booleans nor integers), `RowIndexError`
+        (an index outside the value; negative ones do not count from the end).
         """
-        return self._taken(row_indices(rows, len(self), self._subject("take")), "take")
+        rows = row_indices(rows, len(self), self._subject("take"))
+        self.check("take")
+        return self._taken(rows, "take")
 
-    def _taken(self, rows: Rows, operation: str) -> Self:
-        self.check(operation)
+    def split(self, sizes: Sequence[int]) -> list[Self]:
+        """Consecutive pieces of the given sizes, which sum to the number of rows. No copy, no launch.
+
+        The exception is a piece with less than half of the rows of a large value, which must not keep the whole alive.
+        Raises `ArgumentError` for a negative size, or a sum that differs.
+        """
+        self.check("split")
+        pieces = []
+        for rows in slices_of(sizes, len(self), self._subject("split")):
+            copied = len(self) >= LARGE and 2 * (rows.stop - rows.start) < len(self)
+            pieces.append(self._taken(np.arange(rows.start, rows.stop) if copied else rows, "split"))
+        return pieces
+
+    def _taken(self, rows: Rows | slice, operation: str) -> Self:
         host = None if self._host is None else self._host[rows]
-        device = self._device_if_needed()
-        if device is not None:
-            index = self.runtime.upload([rows]).view(0)
-            device = self.runtime.launch(select_rows, device, index, reads=(device, index), name=operation)
-        generations = None if self._generations is None else self._generations[rows]
-        shape, row_set = (len(rows), *self.shape[1:]), self._rows_taken(rows)
-        return self._derived(host, device, shape, operation, generations=generations, row_set=row_set)
-
-    def _rows_taken(self, rows: Rows | slice) -> RowSet | None:
-        """The requests of some rows; None for slots, whose rows name their requests."""
-        return None if self._row_set is None or self._generations is not None else self._row_set.taken(rows)
+        if isinstance(rows, slice):
+            device = self._device_if_needed()
+            device = None if device is None else device[rows]
+        else:
+            device = self._launched(operation, select_rows, rows)
+        if self._generations is not None:
+            return self._derived(operation, host, device, None, generations=self._generations[rows])
+        return self._derived(operation, host, device, None if self._row_set is None else self._row_set.taken(rows))
 
     def merge(self, other: Self) -> Self:
         """The rows of this value, then those of `other`; the weaker contract of the two.
 
-        Raises:
-            Violation: UNIT_MISMATCH.
-            DtypeError, ShapeError, DeviceError: the two do not go together.
+        Raises UNIT_MISMATCH, `DtypeError`, `ShapeError`, `DeviceError` (the two do not go together), `ArgumentError`
+        (indices of two pools).
         """
         return self.cat([self, other])
 
@@ -617,156 +583,100 @@ class MirroredTensor(HostValues, OfThisProcess):
         if not values:
             raise ArgumentError("cat of no values", values, "pass a list of at least one value")
         first = values[0]
-        if first._plain and not levels.full and [value._plain for value in values].count(first._plain) == len(values):
-            # Handles of one pool, with a host side alone: there is nothing to check or to weaken.
-            indices = joined_rows([value._host for value in values])
-            generations = joined_rows([value._generations for value in values])
-            return first._derived(indices, None, indices.shape, "cat", generations=generations, row_set=None)
-        for other in values[1:]:
-            first._check_alike(other)
-        pools = {value._pool_id for value in values if len(value)}
-        if len(pools) > 1:
-            problem = f"{first._subject('merge')}: {first.unit}s of pools {sorted(pools)}"
-            raise ArgumentError(problem, sorted(pools), "keep one column for each pool")
+        pool_id, kind = first._pool_id, type(first)
+        if pool_id and first.contract is Contract.EXACT and not levels.full:
+            alone = [
+                value._host
+                for value in values
+                if value._side is None and value._pool_id == pool_id and type(value) is kind
+                if value._host_tensor is None and not value._windows
+            ]
+            if len(alone) == len(values):  # handles of many requests: nothing to check or to weaken
+                own = joined_rows([value._generations for value in values])
+                return first._derived("cat", joined_rows(alone), None, None, generations=own)
+        pool_id = first._check_alike(values[1:], "merge")
         for value in values:
             value.check("cat")
-        contract = functools.reduce(weaker_contract, [value.contract for value in values])
-        host = device = None
+        contract = weaker_contract(*(value.contract for value in values))
+        device, host = None, None
         if contract is not Contract.DEVICE_ONLY:
             host = np.concatenate([value._host_side() for value in values])
-        exist = any(value._existing() is not None for value in values)
-        if exist or contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY):
-            first.runtime.refuse_capture("a merge")  # its kernel would not run now, and its result would be kept
+        if contract not in _EXACT or any(value._existing() is not None for value in values):
+            first.runtime.refuse_capture("`cat`")
             parts = [value._own_device() for value in values]
             device = first.runtime.launch(concatenate, parts, reads=parts, name="cat")
-        windows = tuple(dict.fromkeys(window for value in values for window in value._windows))
         numbers = [value._generations for value in values if value._generations is not None]
-        return first._derived(
-            host,
-            device,
-            (sum(map(len, values)), *first.shape[1:]),
-            "cat",
-            contract=contract,
-            windows=windows,
-            generations=np.concatenate(numbers) if numbers else None,
-            pool_id=max(pools, default=first._pool_id),
-            row_set=None if numbers else joined([value._row_set for value in values]),
+        row_set = None if numbers else joined([value._row_set for value in values])
+        generations = np.concatenate(numbers) if numbers else None
+        windows = tuple(dict.fromkeys(window for value in values for window in value._windows))
+        result = first._derived(
+            "cat", host, device, row_set, contract=contract, windows=windows, generations=generations
         )
-
-    def split(self, sizes: Sequence[int]) -> list[Self]:
-        """Consecutive pieces of the given sizes, which sum to the number of rows. No copy, no launch.
-
-        The exception is a piece with less than half of the rows of a large value, which must not keep the whole alive.
-
-        Raises:
-            ArgumentError: a negative size, or a sum that differs.
-        """
-        self.check("split")
-        pieces, start = [], 0
-        lengths, whole = sizes_of(sizes, len(self), self._subject("split")), self._device_if_needed()
-        for size in lengths:
-            rows = slice(start, start + size)
-            host = None if self._host is None else self._host[rows]
-            device = None if whole is None else whole[rows]
-            generations = None if self._generations is None else self._generations[rows]
-            if len(self) >= LARGE and 2 * size < len(self):
-                host = None if host is None else host.copy()
-                generations = None if generations is None else generations.copy()
-                if device is not None and self.contract in (Contract.EXACT, Contract.HOST_ONLY):
-                    device = None  # uploaded anew where it is used
-                elif device is not None:
-                    device = self.runtime.launch(torch.clone, device, reads=(device,), name="split")
-            shape, row_set = (size, *self.shape[1:]), self._rows_taken(rows)
-            pieces.append(self._derived(host, device, shape, "split", generations=generations, row_set=row_set))
-            start += size
-        return pieces
+        result._pool_id = pool_id
+        return result
 
     def pad(self, to: SupportsIndex, value: object = None) -> Self:
         """The same rows, then rows of `value` (one number or one row; zero by default) up to `to` rows.
 
-        Raises:
-            ArgumentError: `to` is less than the number of rows, or a non-zero pad for indices (slot 0 is the padding).
-            ShapeError, DtypeError, ValueOverflowError: `value` does not go into a row.
+        Raises `ArgumentError` (`to` is less than the number of rows, or a non-zero pad for indices (slot 0 is the
+        padding)), `ShapeError`, `DtypeError`, `ValueOverflowError` (`value` does not go into a row).
         """
         self.check("pad")
         subject = self._subject("pad")
-        rows = count(to, f"{subject}: rows", least=len(self), most=MOST_ROWS)
+        more = count(to, f"{subject}: rows", least=len(self), most=MOST_ROWS) - len(self)
         fill = padding_row(value, *host_dtype(self.dtype), subject)
         if fill.ndim and fill.shape != self.shape[1:]:
-            raise ShapeError(f"{subject}: a pad of {list(fill.shape)}", fill.shape, "pass one number or one row")
+            raise wrong_shape(f"{subject}: a pad", self.shape[1:], fill.shape, "pass one number or one row")
         if self.unit is not None and fill.any():
             raise ArgumentError(f"{subject}: padding {self.unit}s with {value}", value, "pad indices with 0")
-        padding = np.broadcast_to(fill, (rows - len(self), *self.shape[1:]))
-        host = None if self._host is None else np.concatenate([self._host, padding])
-        device = self._device_if_needed()
-        if device is not None:
-            tail = self.runtime.upload([padding]).view(0)
-            device = self.runtime.launch(concatenate, [device, tail], reads=(device, tail), name="pad")
-        generations = None
-        if self._generations is not None:
-            generations = np.concatenate([self._generations, np.zeros(rows - len(self), np.int64)])
-        shape = (rows, *self.shape[1:])
-        result = self._derived(host, device, shape, "pad", generations=generations, row_set=self._row_set)
+        padding = np.broadcast_to(fill, (more, *self.shape[1:]))
+        host, generations = (
+            None if rows is None else np.concatenate([rows, padding]) for rows in (self._host, self._generations)
+        )
+        device = self._launched("pad", lambda rows, tail: concatenate([rows, tail]), padding)
+        result = self._derived("pad", host, device, self._row_set, generations=generations)
         if levels.cheap and host is not None:
             invariants.tail_stale(host[len(self) :], fill, len(self), **self._where("pad"))
         return result
 
+    # Changing values
+
     def update(self, rows: "Selection", values: "Values") -> Self:
         """The same value with other values in some rows, on both sides.
 
-        Args:
-            rows: unique row indices int[k], or a mask bool[n].
-            values: a number, or k rows.
-
-        Raises:
-            ValueOverflowError: a value outside the range of the dtype. Else as `filter`.
+        `rows` are unique row indices int[k], or a mask bool[n]; `values` a number, or k rows. Raises
+        `ValueOverflowError` (a value outside the range of the dtype); else as `filter` and `merge`.
         """
         self.check("update")
         subject = self._subject("update")
         index = kept_rows(rows, len(self), subject)
         numbers: object = values
+        theirs, generations, row_set = None, self._generations, self._row_set
         if isinstance(values, MirroredTensor):
-            self._check_alike(values, "update")
-            if values._generations is not None and values._pool_id != self._pool_id and len(values):
-                problem = f"{subject}: {self.unit}s of pool {values._pool_id} into those of pool {self._pool_id}"
-                raise ArgumentError(problem, values._pool_id, "keep one column for each pool")
-            numbers = values.exact_host(subject)
-        if self._generations is not None and type(values) is not type(self):
-            problem = f"{subject}: {self.unit}s are replaced by {self.unit}s of a pool, not by numbers"
-            raise DtypeError(problem, values, "pass what `pool.take` returned")
+            self._check_alike([values], "update")
+            numbers, theirs = values.exact_host(subject), values._generations
+        if generations is not None and theirs is None:
+            raise expected(subject, f"{self.unit}s of a pool", values, "pass what `pool.take` returned", DtypeError)
         new = carried(numbers, *host_dtype(self.dtype), subject)
         shape = (len(index), *self.shape[1:])
         if new.ndim and new.shape != shape:
             raise wrong_shape(subject, shape, new.shape, "pass one row of values for each row, or one for all")
+        if generations is not None and theirs is not None:
+            generations, row_set = replaced(generations, index, theirs), None
         new = np.broadcast_to(new, shape)
-        host = None
-        if self._host is not None:
-            host = self._host.copy()
-            host[index] = new
-        device = self._device_if_needed()
-        if device is not None:
-            packed = self.runtime.upload([index, new])
-            operands = device, packed.view(0), packed.view(1)
-            device = self.runtime.launch(replace_rows, *operands, reads=operands, name="update", operations=2)
-        generations: Any = None
-        row_set = self._row_set
-        if self._generations is not None and isinstance(values, MirroredTensor):
-            generations, row_set = self._generations.copy(), None
-            generations[index] = values._generations
-        return self._derived(host, device, self.shape, "update", generations=generations, row_set=row_set)
-
-    # Arithmetic
+        host = None if self._host is None else replaced(self._host, index, new)
+        device = self._launched("update", replace_rows, index, new, operations=2)
+        return self._derived("update", host, device, row_set, generations=generations)
 
     def __add__(self, n: "Amount") -> Self:
-        return self._added(n, 1)
+        return self._added(n, "+ n")
 
     __radd__ = __add__
 
     def __sub__(self, n: "Amount") -> Self:
-        return self._added(n, -1)
+        return self._added(n, "- n")
 
-    def _added(self, n: object, sign: int) -> Self:
-        operation = "+ n" if sign > 0 else "- n"
+    def _added(self, n: object, operation: str) -> Self:
         subject = self._subject(operation)
         if self.dtype.is_floating_point or self.dtype is torch.bool:
             problem = f"{subject}: arithmetic on {self.dtype}; two processors round differently"
@@ -777,42 +687,34 @@ class MirroredTensor(HostValues, OfThisProcess):
         amount = amounts(n, len(self), subject)
         if isinstance(n, MirroredTensor) and n.row_set is not None and self._row_set is not None:
             self._row_set.check_same(n.row_set, n, **self._where(operation))
-        if sign < 0:
-            amount = negated(amount, subject)
+        if operation == "- n":
+            check_range(0, -int(amount.min(initial=0)), INT64, subject)  # the least int64 has no negative
+            amount = np.negative(amount)
         if self.contract is Contract.UPPER_BOUND:
             check_bound_can_move(self._host_side(), amount, subject)
-        host = None if self._host is None else shifted(self._host, across(amount, len(self.shape)), subject)
-        device = self._device_if_needed()
-        if device is not None:
-            self.runtime.refuse_capture(f"`{operation}`")  # its kernel would not run now, and its result would be kept
-            delta: torch.Tensor | int = int(amount) if amount.ndim == 0 else 0
-            if amount.ndim:
-                shaped = across(amount, len(self.shape)).astype(numpy_dtype(signed_twin(self.dtype)))
-                delta = self.runtime.upload([shaped]).view(0)
-            device = self.runtime.launch(add, device, delta, reads=(device,), name=operation)
-        return self._derived(host, device, self.shape, operation, row_set=self._row_set)
+        shaped = across(amount, len(self.shape))
+        host = None if self._host is None else shifted(self._host, shaped, subject)
+        arrays = [shaped.astype(numpy_dtype(signed_twin(self.dtype)))] if amount.ndim else []
+        kernel = add if arrays else functools.partial(add, amount=int(amount))
+        device = self._launched(operation, kernel, *arrays)
+        return self._derived(operation, host, device, self._row_set)
 
     # Contracts
 
     def weaken(self, contract: str | Contract) -> Self:
         """The same value under a contract that promises less: a bound before speculation, say.
 
-        Raises:
-            ContractError: `contract` promises more than the present one; only `resolve` strengthens.
+        Raises `ContractError` if `contract` promises more than the present one; only `resolve` strengthens.
         """
         wanted = Contract(contract)
         if wanted is Contract.UPPER_BOUND and self.unit is not None:
-            problem = f"{self!r} holds {self.unit}s, which have no bound"
-            raise ContractError(problem, wanted.value, "bounds are for lengths and counts")
+            raise ContractError(f"{self!r}: {self.unit}s have no bound", wanted.value, "lengths and counts have bounds")
         if weaker_contract(wanted, self.contract) is not wanted or wanted is Contract.HOST_ONLY:
-            problem = f"{self!r}: the contract {self.contract.value!r} cannot become {wanted.value!r}"
             remedy = "only `resolve()` strengthens a contract, and it waits for the device"
-            raise ContractError(problem, wanted.value, remedy)
-        if levels.full:
-            self.check("weaken")
+            raise ContractError(f"{self!r} cannot become {wanted.value!r}", wanted.value, remedy)
+        self.check("weaken")
         host = None if wanted is Contract.DEVICE_ONLY else self._host
-        device = self._own_device() if wanted is not Contract.EXACT else self._device_if_needed()
-        return self._derived(host, device, self.shape, "weaken", contract=wanted, row_set=self._row_set)
+        return self._derived("weaken", host, self._device, self._row_set, contract=wanted)
 
     def tighten(self, bound: object) -> Self:
         """The same bounded value with lower bounds on the host. Its device side is not touched.
@@ -825,48 +727,31 @@ class MirroredTensor(HostValues, OfThisProcess):
             ContractError: the value is not a bound.
             ShapeError, DtypeError, ValueOverflowError: `bound` does not go with the value.
             ArgumentError: a bound that rises; `+ n` moves both sides.
-            Violation: DERIVED_STALE: `bound` has no row for a request; MIRROR_BOUND, at `full`, if the device side is
-                there already: it holds more.
+            Violation: DERIVED_STALE: no row for a request; MIRROR_BOUND, at `full`: the device side holds more.
         """
         subject = self._subject("tighten")
         if self.contract is not Contract.UPPER_BOUND:
-            problem = f"{subject}: expected a bound, got {self!r}"
-            raise ContractError(problem, self.contract.value, "use `update`, which changes exact values on both sides")
-        if levels.full:
-            self.check("tighten")
+            raise ContractError(f"{subject}: expected a bound, got {self!r}", self.contract.value, "use `update`")
+        self.check("tighten")
         host = converted(lined_up(bound, self.row_set, subject), numpy_dtype(self.dtype), subject)
         if host.shape != self.shape:
             raise wrong_shape(subject, self.shape, host.shape, "pass one bound for each value")
         higher = np.argwhere(~(host <= self.np))  # of any trailing shape, and of no rows too
         if higher.size:
-            problem = f"{subject}: the bound of row {higher[0][0]} would rise"
-            raise ArgumentError(problem, int(higher[0][0]), "pass bounds that are at most the present ones")
-        value = self._derived(host, self._device, self.shape, "tighten", row_set=self._row_set)
-        if not levels.full:
-            value.check("tighten")
-        return value
+            row = int(higher[0][0])
+            raise ArgumentError(f"{subject}: the bound of row {row} would rise", row, "pass none above the present")
+        return self._derived("tighten", host, self._device, self._row_set)
 
     def resolve(self) -> Self:
         """The same value as `exact`, its host side read back from the device. Waits: one forced sync."""
         self.check("resolve")
-        if self.contract in (Contract.EXACT, Contract.HOST_ONLY):
+        if self.contract in _EXACT:
             return self
-        device = self._device.tensor(self.runtime)
+        device = self._own_device()
         if self.dtype not in NUMPY_DTYPES:
             raise DtypeError(f"{self!r}: numpy has no {self.dtype}", self.dtype, "convert it on the device")
-        host, row_set = self.runtime.read_back(device), self._row_set
-        return self._derived(host, device, self.shape, "resolve", contract=Contract.EXACT, row_set=row_set)
-
-    def __repr__(self) -> str:
-        values = "" if self._host is None else f": {_shown(self._host)}"
-        return f"{self.label}{values}"
-
-    @property
-    def label(self) -> str:
-        """Type, name, dtype and shape: the value in a report."""
-        kind = NUMPY_DTYPES[self.dtype].name if self.dtype in NUMPY_DTYPES else str(self.dtype)
-        label = f" {self.name!r}" if self.name else ""
-        return f"{type(self).__name__}{label} {kind}{list(self.shape)} {self.contract.value} on {self.runtime.device}"
+        host = self.runtime.read_back(device)
+        return self._derived("resolve", host, device, self._row_set, contract=Contract.EXACT)
 
     # Checks
 
@@ -874,10 +759,7 @@ class MirroredTensor(HostValues, OfThisProcess):
         """Checks every invariant of this value that applies at the present level.
 
         `cheap` compares torch's counts of writes in place; `full` also compares each side with its first contents, the
-        two sides, and their memory.
-
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_ALIASED, MIRROR_EQUAL, MIRROR_BOUND.
+        two sides, and their memory. Raises MIRROR_FOREIGN_WRITE, MIRROR_ALIASED, MIRROR_EQUAL, MIRROR_BOUND.
         """
         if not levels.cheap:
             return
@@ -886,69 +768,74 @@ class MirroredTensor(HostValues, OfThisProcess):
             self._check_fully(where)  # first: it says which row
         if type(self._side) is DeviceSide:
             self._side.check_count(where)
-        tensor = None if self._rare is None else self._rare.host_tensor
+        tensor = self._host_tensor
         if tensor is not None and not tensor.is_inference():
             invariants.mirror_foreign_write("host", 0, tensor._version, **where)
 
     def _check_fully(self, where: Where) -> None:
         host, device = self._host, self._existing()
-        if host is not None and self._rare is not None and self._rare.contents is not None:
-            invariants.mirror_foreign_write("host", self._rare.contents, host, **where)
+        if host is not None:
+            if self._contents is None:
+                self._contents = host.copy()
+            invariants.mirror_foreign_write("host", self._contents, host, **where)
         if device is None or self.open_windows or self.runtime.checks_suspended():
             return  # nothing to compare with, or knowingly different
         if host is not None and device.device.type == "cpu":
-            start = host.__array_interface__["data"][0]
-            invariants.mirror_aliased(
-                (start, start + host.nbytes), (device.data_ptr(), device.data_ptr() + device.nbytes), **where
-            )
-        before, now = self._device.rows(self.runtime)
-        exact = host is not None and self.contract is not Contract.UPPER_BOUND
-        if not exact or self._device.written():
-            invariants.mirror_foreign_write("device", host if exact and host is not None else before, now, **where)
+            start, other = host.__array_interface__["data"][0], device.data_ptr()
+            invariants.mirror_aliased((start, start + host.nbytes), (other, other + device.nbytes), **where)
+        side = self._device
+        before, now = side.rows(self.runtime)
+        exact = host if self.contract is not Contract.UPPER_BOUND else None
+        if exact is None or write_count(device) != side.write_count:
+            invariants.mirror_foreign_write("device", before if exact is None else exact, now, **where)
         if host is not None:
-            invariant = invariants.mirror_equal if exact else invariants.mirror_bound
+            invariant = invariants.mirror_bound if exact is None else invariants.mirror_equal
             invariant(host, now, **where)
 
     # Helpers
 
-    def _device_if_needed(self) -> torch.Tensor | None:
-        """The device side, safe on the current stream, if it exists or cannot be made of the host side; else None."""
-        of_its_own = self.contract in (Contract.UPPER_BOUND, Contract.DEVICE_ONLY)  # such as a batch gathers late
-        return self._device.tensor(self.runtime) if of_its_own or self._existing() is not None else None
-
     def _derived(
         self,
+        operation: str,
         host: Array | None,
         device: torch.Tensor | DeviceSide | None,
-        shape: tuple[int, ...],
-        operation: str,
-        *,
         row_set: RowSet | None,
+        *,
         contract: Contract | None = None,
-        windows: tuple[StaleWindow, ...] | None = None,
+        windows: tuple[StaleWindow, ...] = (),
         generations: Array | None = None,
-        pool_id: int | None = None,
     ) -> Self:
+        """The result of an operation, checked; what is not given is as in this value."""
+        shape = self.shape if host is None else host.shape
         if isinstance(device, torch.Tensor):
+            shape = tuple(device.shape)
             device = DeviceSide(ReadyTensor.made_now(device, self.runtime))
-        value = type(self).__new__(type(self))  # a call of the class packs its keywords twice: 0.2 of 0.6 us
-        MirroredTensor.__init__(
-            value,
-            self.runtime,
-            host,
-            device,
-            dtype=self.dtype,
-            shape=shape,
-            contract=self.contract if contract is None else contract,
-            name=self.name,
-            windows=self._windows if windows is None else windows,
-            generations=self._generations if generations is None else generations,
-            pool_id=self._pool_id if pool_id is None else pool_id,
-            row_set=row_set,
-        )
+        value = type(self).__new__(type(self))  # as a call of the class, which packs its arguments twice
+        contract, windows = contract or self.contract, windows or self._windows
+        generations = self._generations if generations is None else generations
+        rest = self.name, windows, generations, self._pool_id, row_set
+        MirroredTensor.__init__(value, self.runtime, host, device, self.dtype, shape, contract, *rest)
         if levels.full:
             value.check(operation)
         return value
+
+    def _check_alike(self, others: "Sequence[MirroredTensor]", operation: str) -> int:
+        """The pool of the rows of this value and of others. Refuses others that do not go with it."""
+        subject = self._subject(operation)
+        for other in others:
+            if self.unit != other.unit:
+                invariants.unit_mismatch(str(self.unit), str(other.unit), **self._where(operation))
+            if self.runtime is not other.runtime:
+                raise another_runtime(subject, other)
+            if self.dtype != other.dtype:
+                raise expected(subject, self.dtype, other.dtype, "convert one first", DtypeError)
+            if self.shape[1:] != other.shape[1:]:
+                raise wrong_shape(f"{subject}: rows", self.shape[1:], other.shape[1:], "pass rows of one shape")
+        pools = sorted({value._pool_id for value in (self, *others) if len(value)})
+        if len(pools) > 1:
+            names = ", ".join(f"pool {pool}" for pool in pools)
+            raise ArgumentError(f"{subject}: {self.unit}s of pools: {names}", pools, "keep one column for each pool")
+        return pools[0] if pools else self._pool_id
 
     def _subject(self, operation: str) -> str:
         return f"{self.name or type(self).__name__}: {operation}"
@@ -956,47 +843,29 @@ class MirroredTensor(HostValues, OfThisProcess):
     def _where(self, operation: str) -> Where:
         return {"object": self, "operation": operation, "column": self.name, "step": self.runtime.step}
 
-    def _check_alike(self, other: "MirroredTensor", operation: str = "merge") -> None:
-        subject = self._subject(operation)
-        if self.unit != other.unit:
-            invariants.unit_mismatch(str(self.unit), str(other.unit), **self._where(operation))
-        if self.runtime is not other.runtime:
-            raise another_runtime(subject, other)
-        if self.dtype != other.dtype:
-            raise DtypeError(f"{subject}: expected {self.dtype}, got {other.dtype}", other.dtype, "convert one first")
-        if self.shape[1:] != other.shape[1:]:
-            raise wrong_shape(f"{subject}: rows", self.shape[1:], other.shape[1:], "pass rows of one shape")
+    @property
+    def label(self) -> str:
+        """Type, name, dtype and shape: the value in a report."""
+        kind = NUMPY_DTYPES[self.dtype].name if self.dtype in NUMPY_DTYPES else str(self.dtype)
+        label = f" {self.name!r}" if self.name else ""
+        return f"{type(self).__name__}{label} {kind}{list(self.shape)} {self.contract.value} on {self.runtime.device}"
+
+    def __repr__(self) -> str:
+        if self._host is None:
+            return self.label
+        text = np.array2string(self._host, separator=", ", threshold=8, edgeitems=3, max_line_width=10_000)
+        return f"{self.label}: {' '.join(text.split()).replace('[ ', '[')}"
 
 
 def lined_up(values: object, wanted: RowSet | None, subject: str) -> object:
     """Exact numbers in the order of the requests `wanted`; unchanged if the requests of `values` are not known.
 
-    Raises:
-        Violation: DERIVED_STALE: a request has no row among the values.
+    Raises DERIVED_STALE if a request has no row among the values.
     """
     if not isinstance(values, MirroredTensor) or wanted is None or values.row_set is None:
         return values
-    numbers = values.exact_numbers(subject)
-    rows = values.row_set.rows_of(wanted, values.label, operation=subject, step=values.runtime.step)
-    return numbers if rows is None else numbers[rows]
-
-
-def numbers_of(values: object, slots: MirroredTensor, wanted: RowSet, subject: str) -> Array:
-    """Exact numbers of the requests `slots`, row by row, in the order of the requests `wanted`.
-
-    Raises:
-        ShapeError: not one row for each of `slots`.
-        ArgumentError: `slots` are not handles.
-        Violation: DERIVED_STALE: a request of `wanted` is not among `slots`.
-    """
-    handles = slots.row_set if slots.unit == "slot" else None
-    if handles is None:
-        raise ArgumentError(f"{subject}: slots are {slots!r}", slots, "pass handles, as `batch.slots`")
-    numbers = as_array(lined_up(values, handles, subject), subject)
-    if numbers.shape[:1] != (len(slots),):
-        raise wrong_shape(subject, (len(slots), *numbers.shape[1:]), numbers.shape, "pass one row for each slot")
-    rows = handles.rows_of(wanted, subject, operation=subject, step=slots.runtime.step)
-    return numbers if rows is None else numbers[rows]
+    numbers, step = values.exact_numbers(subject), values.runtime.step
+    return values.row_set.in_order_of(wanted, numbers, values.label, operation=subject, step=step)
 
 
 def _check_on_device(runtime: Runtime, tensor: torch.Tensor, subject: str) -> None:
@@ -1004,20 +873,12 @@ def _check_on_device(runtime: Runtime, tensor: torch.Tensor, subject: str) -> No
         problem = f"{subject}: a tensor on {tensor.device}, runtime on {runtime.device}"
         raise DeviceError(problem, str(tensor.device), "pass a tensor of the runtime's device")
     check_dense(tensor, subject)
-    if tensor.ndim == 0:
-        raise ShapeError(f"{subject}: a scalar has no rows", tuple(tensor.shape), "pass one row per request")
 
 
 def _uploaded(runtime: Runtime, host: Array | None) -> ReadyTensor:
     """Uploads a host side alone. It takes the array and not the value: a cycle would keep memory alive."""
     packed = runtime.upload([] if host is None else [host])
     return ReadyTensor.uploaded(packed.view(0), packed)
-
-
-def _shown(values: Array) -> str:
-    """The values as a line of text; of many, the first and the last."""
-    text = np.array2string(values, separator=", ", threshold=8, edgeitems=3, max_line_width=10_000)
-    return " ".join(text.split()).replace("[ ", "[")
 
 
 # Index spaces: to a type checker their types differ, at run time `unit` goes with them and public functions compare it.
@@ -1027,7 +888,7 @@ def _shown(values: Array) -> str:
 class Handles(MirroredTensor):
     """Numbers of an index space with the generation of each: they name their owner, and go stale with it.
 
-    Pools make them. The generations go wherever the rows go; padded rows are index 0, generation 0. Handles without
+    Made by pools. The generations go wherever the rows go; padded rows are index 0, generation 0. Handles without
     generations have generation 0, which nothing live has.
     """
 
@@ -1046,18 +907,9 @@ class Handles(MirroredTensor):
         device: DeviceSide | None = None,
     ) -> Self:
         """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool, `device` their device side."""
-        handles = cls.__new__(cls)  # as `_derived`
+        handles, shape = cls.__new__(cls), numbers.shape  # as `_derived`
         MirroredTensor.__init__(
-            handles,
-            runtime,
-            numbers,
-            device,
-            dtype=torch.int64,
-            shape=numbers.shape,
-            contract=contract,
-            name=name,
-            generations=generations,
-            pool_id=pool_id,
+            handles, runtime, numbers, device, torch.int64, shape, contract, name, (), generations, pool_id
         )
         return handles
 
@@ -1075,17 +927,15 @@ class Handles(MirroredTensor):
     ) -> Self:
         """Handles from numbers, for tools that rebuild state. `generations` int64[n] defaults to 0: nothing live's.
 
-        Raises:
-            ShapeError: not one generation per number. Else as `MirroredTensor.from_host`.
+        Raises `ShapeError` unless there is one generation per number, else as `MirroredTensor.from_host`.
         """
-        plain = super().from_host(runtime, values, dtype=dtype, contract=contract, name=name or cls.__name__)
-        numbers = plain.np.copy()
-        own = converted(
-            plain.generations if generations is None else generations, np.dtype(np.int64), "generations"
-        ).copy()
-        if own.shape != numbers.shape or numbers.ndim != 1:
-            raise wrong_shape("generations", (numbers.size,), own.shape, f"pass one generation for each {cls.unit}")
-        return cls.of_pool(runtime, numbers, own, pool_id=pool_id, contract=plain.contract, name=name)
+        handles = super().from_host(runtime, values, dtype=dtype, contract=contract, name=name)
+        own = handles.generations if generations is None else converted(generations, INT64, "generations")
+        if own.shape != handles.shape or len(own.shape) != 1:
+            number = int(np.prod(handles.shape))
+            raise wrong_shape("generations", (number,), own.shape, f"pass one generation for each {cls.unit}")
+        handles._generations, handles._pool_id = own, pool_id
+        return handles
 
     @property
     def generations(self) -> npt.NDArray[np.int64]:
@@ -1104,7 +954,6 @@ class Slots(Handles):
     """Rows of requests in every slot-indexed table. Made by `SlotPool.take`; padded rows are slot 0."""
 
     unit: ClassVar[str | None] = "slot"
-    _space: ClassVar[int] = 1
     __slots__ = ()
 
     @property
@@ -1119,7 +968,6 @@ class Pages(Handles):
     """KV pages. Made by `PagePool.pages_of` and by leases. Page 0 is padding."""
 
     unit: ClassVar[str | None] = "page"
-    _space: ClassVar[int] = 2
     __slots__ = ()
 
 
@@ -1127,22 +975,17 @@ class Locations(Handles):
     """Places of tokens in device KV memory, each with the generation of its page. Those of page 0 are padding."""
 
     unit: ClassVar[str | None] = "location"
-    _space: ClassVar[int] = 3
+    __slots__ = ()
+
+
+class HostLocations(MirroredTensor):
+    """Places of tokens in the host tier's KV memory. Made by its pool. Place 0 is padding."""
+
+    unit: ClassVar[str | None] = "host_location"
     __slots__ = ()
 
 
 @functools.cache
 def index_type(holds: str) -> type[MirroredTensor]:
-    """The type of plain indices of one space, without generations: those of a column that was declared with `holds=`.
-
-    Args:
-        holds: `page`, `location`, `host_location`, `state`, or an index space of the engine's own.
-    """
+    """The type of plain indices of a space, without generations: those of a column declared with `holds=`."""
     return type(f"{holds.title()}Indices", (MirroredTensor,), {"unit": holds, "__slots__": (), "__module__": __name__})
-
-
-class HostLocations(MirroredTensor):
-    """Places of tokens in the host tier's KV memory. Place 0 is padding."""
-
-    unit: ClassVar[str | None] = "host_location"
-    __slots__ = ()

@@ -16,13 +16,13 @@ from batchstate._allocator import size_of
 from batchstate._arrays import Array, copy_into, of_dtype
 from batchstate._core import Block
 from batchstate._origin import DerivedArrays, Origin
-from batchstate._rows import Layout, RowState
+from batchstate._rows import RowState
 from batchstate._upload import Extras, append_needs, column_view, extra_array, joined_writes
 from batchstate.batch import Batch
-from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, wrong_shape
+from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, expected, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.runtime.memory import ALIGNMENT, FixedMemory, PackedUpload, Place, ReadyTensor, packed_places, view_at
+from batchstate.runtime.memory import ALIGNMENT, FixedMemory, ReadyTensor, packed_places, view_at
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
@@ -41,20 +41,13 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
     At first all rows are padding. After `batch.to_static(buffers)` a graph that was captured over its tensors reads
     that batch. The tensors are for reading; each has the same address for as long as the buffers live.
 
-    Args:
-        runtime: the device.
-        batch: the batch class.
-        rows: rows of each column: those of the graph.
-        extras: name -> an array of the dtype and shape that this extra has in every step, such as `plan.extras`.
-        num_writes: elements of table writes that the copy has room for; by default 32 per row, enough for a new page of
-            16 tokens in each. More of them, or more rows of device-only columns that are still on the host than the
-            buffers have rows, take a second copy.
+    `rows` are those of the graph. `extras` are arrays by name, of the dtype and shape that each has in every step, such
+    as `plan.extras`. The copy has room for `num_writes` elements of table writes, by default 32 per row: a new page of
+    16 tokens in each. More of them, or more rows of device-only columns on the host than the buffers have, take a
+    second copy.
 
     Attributes:
         num_reqs: requests of the batch that is in it; padded rows follow them.
-
-    Raises:
-        ArgumentError, DtypeError: wrong counts, or an extra with the name of a column.
     """
 
     def __init__(
@@ -75,23 +68,31 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         self._version = 0
         self._origin: Origin | None = None
         self._batch = batch
-        self._columns = batch._layout.tensors
+        layout = batch._layout
+        self._columns = layout.tensors
         self._extras = {name: extra_array(name, array) for name, array in (extras or {}).items()}
         twice = [name for name in self._extras if name in batch.columns()]
         if twice:
             raise ArgumentError(f"extras are named as columns: {twice}", twice, "rename the extras")
         writes = 32 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
-        layout = batch._layout
+        # Packed as a step packs them: the mirrored columns, the extras, and room for the rest of a step.
         block = Block(layout.core, self.rows)
         places, used = packed_places([*self._extras.values()], block.start(layout.core.num))
-        capacity = used + writes * _BYTES_PER_WRITE + 2 * ALIGNMENT + _bytes_to_gather(layout, self.rows)
-        packed = -(-capacity // ALIGNMENT) * ALIGNMENT
-        own, total = _own_places(layout, self.rows, packed)
-        self._fixed = FixedMemory(runtime, runtime.device_zeros((total,), torch.uint8, name="static buffers"))
+        room = writes * _BYTES_PER_WRITE + 2 * ALIGNMENT
+        for column in layout.tensors.values():
+            if column.contract is not Contract.EXACT:  # to gather it: an index, an amount, rows that are on the host
+                room += self.rows * (16 + 2 * column.pad.nbytes) + 4 * ALIGNMENT
+        end = packed = -(-(used + room) // ALIGNMENT) * ALIGNMENT
+        at = dict(zip(self._extras, places, strict=True))
+        for name, column in layout.tensors.items():
+            if name not in layout.index:
+                at[name] = (end, column.np_dtype, (self.rows, *column.shape))
+                end += -(-self.rows * column.pad.nbytes // ALIGNMENT) * ALIGNMENT
+        self._fixed = FixedMemory(runtime, runtime.device_zeros((end,), torch.uint8, name="static buffers"))
         self._views = {name: column_view(self._fixed.memory, layout, block, name, {}) for name in layout.index}
-        for name, at in {**dict(zip(self._extras, places, strict=True)), **own}.items():
-            view, column = view_at(self._fixed.memory, at), self._columns.get(name)
-            self._views[name] = view if column is None else of_dtype(view, column.dtype)
+        for name, place_of in at.items():
+            view = view_at(self._fixed.memory, place_of)
+            self._views[name] = of_dtype(view, self._columns[name].dtype) if name in self._columns else view
         self._fixed_part = self._fixed.memory[:used]
         self._packed_part = self._fixed.memory[:packed]
         self.receive(batch.empty(runtime), (), self._extras)
@@ -115,21 +116,22 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
     def bind(self, replay: Callable[[], T]) -> Callable[[Batch], T]:
         """The replay of a graph that was captured over these buffers, as a function of its batch.
 
-        The function refuses another batch than the one in the buffers. The replay waits for the copy on the device, and
-        the next copy for the replay; the host does not wait.
+        The function refuses another batch than the one in the buffers (DERIVED_STALE, at `cheap`), arrays of a plan
+        whose pages have changed since, and a request that has left (SLOT_STALE_HANDLE). The replay waits for the copy
+        on the device, and the next copy for the replay; the host does not wait.
 
-        Args:
-            replay: launches the graph on the current stream, such as `torch.cuda.CUDAGraph.replay`.
-
-        Returns:
-            a function of a batch. It raises DERIVED_STALE, at `cheap`: the buffers hold another batch, or arrays of a
-            plan whose pages have changed since; SLOT_STALE_HANDLE: a request of the batch has left.
+        `replay` launches the graph on the current stream, such as `torch.cuda.CUDAGraph.replay`.
         """
 
         def run(batch: Batch) -> T:
             self.runtime.check_owner("StaticBuffers: replay")
             if levels.cheap:
-                self._check_holds(batch)
+                where, other = self._where("replay"), np.array(batch.version != self._version)
+                versions = f"batch version {batch.version}", self._version or "none"
+                invariants.derived_stale(other, lambda _: ("the graph would run another batch", *versions), **where)
+                batch.check_live("replay")
+                if self._origin is not None:
+                    self._origin.check(**where)
             if levels.full:
                 self._check_unwritten("replay")
             self._fixed.ordered()
@@ -139,17 +141,8 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
 
         return run
 
-    def _check_holds(self, batch: Batch) -> None:
-        """The buffers were filled with this very batch, and the origins of the batch and its extras are unchanged."""
-        where: Where = {"object": self, "operation": "replay", "step": self.runtime.step}
-        invariants.derived_stale(
-            np.array(batch.version != self._version),
-            lambda _: ("the graph would run another batch", f"batch version {batch.version}", self._version or "none"),
-            **where,
-        )
-        batch.check_live("replay")
-        if self._origin is not None:
-            self._origin.check(**where)
+    def _where(self, operation: str) -> Where:
+        return {"object": self, "operation": operation, "step": self.runtime.step}
 
     def read_until(self, fence: Fence) -> None:
         """Declares that a launched graph reads until `fence`. A step that is written on another stream waits for it."""
@@ -171,13 +164,18 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         first_write = len(others)
         for write in joined:
             others += (write.index, write.values)
-        where: Where = {"object": self, "operation": "to_static", "step": self.runtime.step}
+        where = self._where("to_static")
         for name, rows in state.device.items():
             rows.check_sources(self.runtime, {**where, "column": name})  # before anything is written
+        upload = self.runtime.upload
         self._fixed.await_readers()
         self._version = 0  # after an error below, the buffers do not hold a batch
         try:
-            copied, packed, skipped = self._copied(fixed, others)
+            if others and packed_places([*fixed, *others])[1] > self._packed_part.numel():
+                copied, packed, skipped = upload(fixed, into=self._fixed_part), upload(others), 0  # there is no room
+            else:
+                into, skipped = self._packed_part if others else self._fixed_part, len(fixed)
+                copied = packed = upload([*fixed, *others], into=into)
             self.num_reqs = batch.num_reqs
             for name, rows in state.device.items():
                 crossed = [packed.view(skipped + index) for index in needs[name]]
@@ -196,19 +194,19 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
             self._write_count = write_count(self._fixed.memory)
         if levels.full and not self.runtime.checks_suspended():
             self._check(state, arrays)
-            if isinstance(extras, DerivedArrays):  # of a plan: the forward may change them, and does
-                self._held = {name: rows for name, rows in self._held.items() if name in self._columns}
-        self._version, self._origin = batch.version, extras.origin if isinstance(extras, DerivedArrays) else None
+        self._version, self._origin = batch.version, None
+        if isinstance(extras, DerivedArrays):  # of a plan: the forward may change them, and does
+            self._origin = extras.origin
+            self._held = {name: rows for name, rows in self._held.items() if name in self._columns}
         places = {name: 1 + i for i, name in enumerate(arrays)}
-        return Extras(self.runtime, copied, places, dict(extras), self._slots_of(state, copied))
+        slots, column = None, self._batch._slot_column
+        if column is not None:
+            slots = state.column(column), DeviceSide(ReadyTensor.uploaded(self._views[column], copied))
+        return Extras(self.runtime, copied, places, dict(extras), slots)
 
     def _check_unwritten(self, operation: str) -> None:
-        """The buffers were not written from outside since the last step; reported once, as the next one rewrites them.
-
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE.
-        """
-        where: Where = {"object": self, "operation": operation, "step": self.runtime.step}
+        """Reports a write from outside since the last step, once, as the next one rewrites them."""
+        where = self._where(operation)
         held, self._held = self._held, {}
         if levels.full and not self.runtime.checks_suspended():
             for name, rows in held.items():
@@ -218,23 +216,6 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         before, self._write_count = self._write_count, write_count(self._fixed.memory)
         if before is not None and self._write_count is not None:
             invariants.mirror_foreign_write("device", before, self._write_count, **where)
-
-    def _slots_of(self, state: RowState, copied: PackedUpload) -> tuple[Array, DeviceSide] | None:
-        name = self._batch._slot_column
-        if name is None:
-            return None
-        return state.column(name), DeviceSide(ReadyTensor.uploaded(self._views[name], copied))
-
-    def _copied(self, fixed: list[Array], others: list[Array]) -> tuple[PackedUpload, PackedUpload, int]:
-        """The copy to the fixed places, the copy that has the other arrays, and the number of arrays before them.
-
-        Both are one copy, if there is room.
-        """
-        upload = self.runtime.upload
-        if others and packed_places([*fixed, *others])[1] > self._packed_part.numel():
-            return upload(fixed, into=self._fixed_part), upload(others), 0
-        packed = upload([*fixed, *others], into=self._packed_part) if others else upload(fixed, into=self._fixed_part)
-        return packed, packed, len(fixed)
 
     def _checked(self, batch: Batch, extras: Mapping[str, object]) -> dict[str, Array]:
         subject = f"{type(batch).__name__}.to_static"
@@ -247,32 +228,27 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
             problem = f"{subject}: {batch.num_rows} rows into buffers of {self.rows}"
             raise ArgumentError(problem, batch.num_rows, "use the buffers of a larger graph, or `split` the batch")
         if extras.keys() != self._extras.keys():
-            missing = sorted(self._extras.keys() - extras.keys())
-            undeclared = sorted(extras.keys() - self._extras.keys())
+            missing, undeclared = (
+                sorted(a.keys() - b.keys()) for a, b in ((self._extras, extras), (extras, self._extras))
+            )
             problem = f"{subject}: extras missing: {missing}; not declared: {undeclared}"
-            remedy = "give each step the extras that the buffers were made with"
-            raise ArgumentError(problem, missing or undeclared, remedy)
+            raise ArgumentError(problem, missing or undeclared, "give the extras that the buffers were made with")
         arrays = {name: extra_array(name, extras[name], subject) for name in self._extras}
         for name, declared in self._extras.items():
-            array = arrays[name]
+            array, label = arrays[name], f"{subject}: extra {name!r}"
             if array.dtype != declared.dtype:
-                problem = f"{subject}: extra {name!r}: expected {declared.dtype}, got {array.dtype}"
-                raise DtypeError(problem, array.dtype, "give it the dtype that the graph was captured with")
+                raise expected(label, declared.dtype, array.dtype, "keep the dtype that was captured", DtypeError)
             if array.shape != declared.shape:
                 remedy = "pad it to the rows of the graph: what is not written would be of an earlier step"
-                raise wrong_shape(f"{subject}: extra {name!r}", declared.shape, array.shape, remedy)
+                raise wrong_shape(label, declared.shape, array.shape, remedy)
         return arrays
 
     def _check(self, state: RowState, extras: Mapping[str, Array]) -> None:
-        """The device holds the sent values in every row. Reads it back: at `full` alone.
-
-        Raises:
-            Violation: MIRROR_EQUAL, MIRROR_BOUND, TAIL_STALE.
-        """
+        """The device holds the sent values in every row. Reads it back: at `full` alone."""
         self._held = {name: rows_of(self.runtime, view) for name, view in self._views.items()}
         for name, device in self._held.items():
             column = self._columns.get(name)
-            where: Where = {"object": self, "operation": "to_static", "column": name, "step": self.runtime.step}
+            where: Where = {**self._where("to_static"), "column": name}
             if column is None:
                 invariants.mirror_equal(extras[name], device, **where)
                 continue
@@ -284,19 +260,3 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
             contents = None if rows is None else rows.contents(self.runtime)
             if contents is not None:
                 invariants.mirror_equal(contents[1], device, **where)
-
-
-def _bytes_to_gather(layout: Layout, num_rows: int) -> int:
-    """Capacity for the needs of gathering: an index, an amount, and rows that are still on the host."""
-    gathered = [column for column in layout.tensors.values() if column.contract is not Contract.EXACT]
-    return sum(num_rows * (16 + 2 * column.pad.nbytes) + 4 * ALIGNMENT for column in gathered)
-
-
-def _own_places(layout: Layout, num_rows: int, start: int) -> tuple[dict[str, Place], int]:
-    """Places of the columns that are not packed, from byte `start` on, and their end."""
-    places = {}
-    for name, column in layout.tensors.items():
-        if name not in layout.index:
-            places[name] = (start, column.np_dtype, (num_rows, *column.shape))
-            start += -(-num_rows * column.pad.nbytes // ALIGNMENT) * ALIGNMENT
-    return places, start

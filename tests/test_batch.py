@@ -209,7 +209,7 @@ def test_writes_from_outside_are_reported(rt: Runtime, abcd: Decode) -> None:
         (lambda b: b.advance("slots", 1), DtypeError, "slot"),
         (lambda b: b.advance("nothing", 1), DeclarationError, "'nothing'"),
         (lambda b: b.advance("seq_lens", 0.5), DtypeError, "float64"),
-        (lambda b: b.advance("seq_lens", [1, 2]), ShapeError, "got a list of 2"),
+        (lambda b: b.advance("seq_lens", [1, 2]), ShapeError, "got an array of"),
         (lambda b: b.advance("adapter", 253), ValueOverflowError, "256"),
         (lambda b: b.advance(("seq_lens", "adapter"), -1), ValueOverflowError, "-1"),
         (lambda b: b.update("seq_lens", [0, 0], 1), ArgumentError, "twice"),

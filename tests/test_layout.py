@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": ("runtime",),
     "core": ("_core", "_cython"),
-    "mirrored values": ("_arrays", "_origin", "_host_values", "mirror"),
+    "mirrored values": ("_arrays", "_origin", "mirror"),
     "pools": ("tables", "_allocator", "pools", "hybrid"),
     "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),

@@ -247,7 +247,7 @@ def test_command_reports_survivors(
 ) -> None:
     """A change that breaks nothing survives, is marked with the lines that never ran, and the command ends with 1."""
     changes = (
-        ("mirror:MirroredTensor._taken", "self.check(operation)", "self.check(operation)  # runs"),
+        ("mirror:MirroredTensor.filter", 'self.check("filter")', 'self.check("filter")  # runs'),
         ("mirror:MirroredTensor.check", "if not levels.cheap:\nreturn", "if not levels.cheap:\n    return None"),
         ("pools:SlotPool.is_live", "array = as_array(", "array = as_array(  # in another machine\n"),
     )

@@ -171,7 +171,7 @@ def test_an_array_has_to_say_whose_rows_it_has(results: tuple[Running, Prefetche
     batch, found = results
     with pytest.raises(ArgumentError, match="does not say to which requests"):
         batch.tighten("seq_lens", found["lens"].np)
-    with pytest.raises(ArgumentError, match="expected rows of requests"):
+    with pytest.raises(ArgumentError, match="rows of requests are not known"):
         found["lens"].aligned(batch.seq_lens)
 
 
@@ -271,6 +271,7 @@ def test_values_given_to_a_batch_are_of_its_requests(rt: Runtime, world: Forward
     done = MirroredTensor.from_host(rt, [True, False])
     for call in (
         lambda: batch.advance("seq_lens", turned.seq_lens),
+        lambda: batch.next_batch(keep=[1, 0], advance="seq_lens", n=batch.seq_lens),
         lambda: batch.replace(seq_lens=turned.seq_lens),
         lambda: relay.publish(batch.slots, lens=turned.seq_lens),
         lambda: table.write(batch.slots, None, turned.seq_lens),
