@@ -50,7 +50,7 @@ class PageLease:
 
     def release(self, *, after: Fence | None = None) -> None:
         """Gives the references back, at once or when `after` is complete; once, or else SLOT_DOUBLE_FREE."""
-        self._sharing.end(self, self._pages, after)
+        self._sharing.end(self, after)
 
     def split(self, num_tokens: SupportsIndex) -> "tuple[PageLease, PageLease]":
         """Cuts the lease in two: its first `num_tokens` tokens, and the others. This one counts as released then.
@@ -70,17 +70,12 @@ Source = Slots | PageLease | Sequence[PageLease]
 
 @final
 class PageSharing:
-    """The further holders of a pool's pages; `PagePool` and `PageLease` document the methods that they call.
-
-    Attributes:
-        leases: by id, those that are not released.
-    """
+    """The further holders of a pool's pages; `PagePool` and `PageLease` document the methods that they call."""
 
     def __init__(self, pool: "PagePool") -> None:
         self._pool = pool
-        self._slots, self._rows, self._holders = pool.slots, pool._rows, pool._holders
-        self._writes, self._transaction = pool.writes, pool.transaction
-        self.leases: dict[int, PageLease] = {}
+        self._rows, self._holders, self._writes = pool._rows, pool._holders, pool.writes
+        self._transaction, self._leases = pool.transaction, pool._holders.leases
         self._take, self._release = f"{pool.name}: take", f"{pool.name}: release a lease"
 
     # Leases
@@ -89,7 +84,14 @@ class PageSharing:
         self._transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
         self._holders.query_fences()
-        return self.lease(self._holders.take(wanted, "take"), 0, 0)
+        if not self._rows.look_free(wanted):
+            self._holders.explain_free(wanted, "take")
+        pages: Ints = np.empty(wanted, dtype=np.int64)
+        self._transaction.operation = "take"
+        self._rows.take(pages)
+        self._holders.note(pages)
+        self._holders.check_whole("take")
+        return self.lease(pages, 0, 0)
 
     def hold(self, slots: Slots, num_tokens: SupportsIndex, first: SupportsIndex) -> PageLease:
         tokens, begin = self._tokens(num_tokens, "hold"), self._tokens(first, "hold")
@@ -103,33 +105,33 @@ class PageSharing:
     def lease(self, pages: Ints, written: int, writer: int) -> PageLease:
         """A lease of pages that have a reference for it already; given back if a check fails. Takes the mark away."""
         lease = PageLease(pages, pages.size * self._pool.page_size, self, written, writer)
-        self.leases[id(lease)] = lease
+        self._leases[id(lease)] = lease
         self._transaction.operation = None
         try:
             self._pool._check_after()
         except Exception:
-            self._drop(lease, pages, None, self._take)
+            self._drop(lease, None, self._take)
             raise
         return lease
 
     def held(self, lease: PageLease, operation: str) -> PageLease:
         """The lease, which this pool made and which is not released."""
-        if self.leases.get(id(lease)) is not lease:
+        if self._leases.get(id(lease)) is not lease:
             problem = f"{self._pool.name}: {operation} of {lease!r}, which this pool does not hold"
             raise ArgumentError(problem, lease, "use a lease before it is released, in the pool that made it")
         return lease
 
     def commit(self, lease: PageLease, total: object) -> None:
-        self._transaction.enter(f"{self._pool.name}: commit")
-        tokens = np.atleast_1d(amounts(total, 1, f"{self._pool.name}: commit"))
-        there = np.array([self.held(lease, "commit").tokens])
-        where, before = self._pool._where("commit"), np.array([lease._written])
-        most = max(lease.tokens, int(tokens[0]))  # a lease may be longer than a request
-        invariants.length_order(before, tokens, most, explain=explain_total, **where)
+        operation, pool = "commit", self._pool
+        self._transaction.enter(f"{pool.name}: {operation}")
+        tokens = np.atleast_1d(amounts(total, 1, f"{pool.name}: {operation}"))
+        there = np.array([self.held(lease, operation).tokens])
+        where, most = pool._where(operation), max(lease.tokens, int(tokens[0]))  # it may be longer than a request
+        invariants.length_order(np.array([lease._written]), tokens, most, explain=explain_total, **where)
         invariants.length_order(tokens, there, lease.tokens, explain=UNCOMMITTED, **where)
         if lease._written:
             self._writes.wait(np.array([lease._writer]))
-        self._transaction.operation = "commit"
+        self._transaction.operation = operation
         lease._written, lease._writer = int(tokens[0]), self._writes.writer()
         self._transaction.operation = None
 
@@ -138,35 +140,30 @@ class PageSharing:
         self._transaction.enter(f"{self._pool.name}: split")
         pages, at = self.held(lease, "split").pages, self._whole_pages(tokens, lease.tokens, "split")
         self._transaction.operation = "split"
-        del self.leases[id(lease)]
+        del self._leases[id(lease)]
         lease.released = True
-        size = self._pool.page_size
-        first, last = (
-            PageLease(
-                part, part.size * size, self, max(0, min(lease._written - begin, part.size * size)), lease._writer
-            )
-            for part, begin in ((pages[:at], 0), (pages[at:], tokens))
-        )
-        self.leases |= {id(first): first, id(last): last}
+        written = min(lease._written, tokens)
+        first = PageLease(pages[:at], tokens, self, written, lease._writer)
+        last = PageLease(pages[at:], lease.tokens - tokens, self, lease._written - written, lease._writer)
+        self._leases.update({id(first): first, id(last): last})
         self._pool._done()
         return first, last
 
-    def end(self, lease: PageLease, pages: Ints, after: Fence | None) -> None:
+    def end(self, lease: PageLease, after: Fence | None) -> None:
         self._transaction.enter(self._release)
         if after is not None:
             check_fence(after, self._release)
         operation = "release a lease"
         self._holders.query_fences()
-        if self.leases.get(id(lease)) is not lease:
-            named = pages if pages.size else np.zeros(1, dtype=np.int64)
-            where = self._pool._where(operation)
-            invariants.slot_double_free(named, np.zeros(named.size, dtype=np.bool_), **where)
-        self._drop(lease, pages, after, operation)
+        if self._leases.get(id(lease)) is not lease:
+            named = lease.pages if lease.pages.size else np.zeros(1, dtype=np.int64)
+            invariants.slot_double_free(named, np.zeros(named.size, dtype=np.bool_), **self._pool._where(operation))
+        self._drop(lease, after, operation)
         self._pool._check_after()
 
-    def _drop(self, lease: PageLease, pages: Ints, after: Fence | None, operation: str) -> None:
-        self._holders.drop(pages, after, operation)
-        self.leases.pop(id(lease), None)  # a check that fails may be one of what it holds
+    def _drop(self, lease: PageLease, after: Fence | None, operation: str) -> None:
+        self._holders.drop(lease._pages, after, operation)
+        self._leases.pop(id(lease), None)  # a check that fails may be one of what it holds
         lease.released = True
         self._transaction.operation = None
 
@@ -181,8 +178,7 @@ class PageSharing:
         if np.count_nonzero(have):
             slot = int(rows[have > 0][0])
             problem = f"{self._holders.label}: {operation} into slot {slot}, which has pages already"
-            remedy = "share a prefix before the request gets pages of its own, or release those"
-            raise ArgumentError(problem, slot, remedy)
+            raise ArgumentError(problem, slot, "share a prefix before the request gets pages, or release those")
         lengths = np.full(rows.size, tokens, dtype=np.int64)
         pool._check_lengths(lengths, lengths, operation)
         self._holders.hold(pages, rows.size, operation)
@@ -196,14 +192,14 @@ class PageSharing:
         operation, pool = "rebase", self._pool
         tokens = self._tokens(num_tokens, operation)
         check_fence(after, f"{pool.name}: {operation}")
-        rows = pool._begin(self._one(slots, operation), operation)
+        rows = pool._begin(slots, operation)
+        row = self._one(rows, operation)
         pages, writer = self.prefix(source, tokens, operation)
         length = np.array([tokens])
         pool._check_lengths(length, pool._committed(rows), operation, SHORT_PREFIX)
         if tokens:
             pool.check_readable(rows, length, operation)
         pool._check_release(rows, operation)
-        row = int(rows[0])
         own = pool.page_table[row, : int(self._rows.arrays["count"][row])].astype(np.int64)
         own, behind = own[: pages.size], own[pages.size :]
         changed = pages != own
@@ -214,7 +210,7 @@ class PageSharing:
             pool.epochs.note(rows, operation, pool.runtime.step)
             self.note(source, operation)
             written = max(tokens, int(self._writes.tokens[row]))
-            self._writes.begin(rows, written, self._writes.behind(np.array([writer, self._writes.writer_of(row)])))
+            self._writes.begin(rows, written, self._writes.behind(np.array([writer, self._writes.writers[row]])))
             self._holders.drop(own[changed], after, operation)
         return pool._extension(slots, *pool.lay(rows, 0 * length, length, operation), length, operation)
 
@@ -225,50 +221,47 @@ class PageSharing:
 
     def prefix(self, source: Source, tokens: int, operation: str) -> tuple[Ints, int]:
         """The pages of the first `tokens` tokens of a source, checked, a new array; and who wrote them."""
-        pool = self._pool
-        if isinstance(source, PageLease):
-            available, pages = source.tokens, self.held(source, operation).pages
-            written, writer = np.array([source._written]), source._writer
-        elif isinstance(source, Sequence):
-            leases = [self.held(lease, operation) for lease in source]
-            available = sum(lease.tokens for lease in leases)
-            pages = np.concatenate([np.empty(0, dtype=np.int64), *(lease.pages for lease in leases)])
+        pool, length = self._pool, np.array([tokens], dtype=np.int64)
+        if isinstance(source, PageLease | Sequence):
+            leases = [self.held(lease, operation) for lease in ([source] if isinstance(source, PageLease) else source)]
+            available, written = sum(lease.tokens for lease in leases), 0
+            pages = np.concatenate([length[:0], *(lease.pages for lease in leases)])
             self._check_distinct(pages[: tokens // pool.page_size], source, operation)
-            full = [lease._written == lease.tokens for lease in leases]
-            first_part = leases[: full.index(False) + 1] if False in full else leases
-            written = np.array([sum(lease._written for lease in first_part)])
+            for lease in leases:
+                written += lease._written
+                if lease._written < lease.tokens:
+                    break
             writer = self._writes.behind(np.array([lease._writer for lease in leases], dtype=np.int64))
         else:
-            row = int(self._slots.rows_of(self._one(source, operation), operation)[0])
-            rows = np.array([row])
+            rows = pool.slots.rows_of(source, operation)
+            row = self._one(rows, operation)
             available, pages = int(pool._committed(rows)[0]), pool.page_table[row]
-            written, writer = self._writes.tokens[rows], self._writes.writer_of(row)
-        number, length = self._whole_pages(tokens, available, operation), np.array([tokens], dtype=np.int64)
+            written, writer = int(self._writes.tokens[row]), int(self._writes.writers[row])
+        number = self._whole_pages(tokens, available, operation)
         if isinstance(source, Slots) and tokens:
             pool.check_readable(source.np, length, operation)
-        pool._check_written(length, written, operation)
+        pool._check_written(length, np.array([written]), operation)
         return pages[:number].astype(np.int64), writer
 
     def _tokens(self, num_tokens: SupportsIndex, operation: str) -> int:
         return size_of(num_tokens, f"{self._pool.name}: {operation}: num_tokens", most=MOST_TOKENS)
 
-    def _one(self, slots: Slots, operation: str) -> Slots:
-        if self._slots.rows_of(slots, operation).size != 1:
-            problem = f"{self._pool.name}: {operation}: expected one slot, got {len(slots)}"
-            raise ArgumentError(problem, len(slots), "pass the slot of one request")
-        return slots
+    def _one(self, rows: Ints, operation: str) -> int:
+        if rows.size != 1:
+            problem = f"{self._pool.name}: {operation}: expected one slot, got {rows.size}"
+            raise ArgumentError(problem, rows.size, "pass the slot of one request")
+        return int(rows[0])
 
     def _whole_pages(self, tokens: int, available: int, operation: str) -> int:
         """How many pages `tokens` tokens are, which have to be whole pages and at most `available`."""
-        length, there, where = np.array([tokens]), np.array([available]), self._pool._where(operation)
+        length, where = np.array([tokens]), self._pool._where(operation)
         invariants.page_alignment(length, self._pool.page_size, **where)
-        invariants.length_order(length, there, available, explain=SHORT_PREFIX, **where)
+        invariants.length_order(length, np.array([available]), available, explain=SHORT_PREFIX, **where)
         return tokens // self._pool.page_size
 
     def _check_distinct(self, pages: Ints, source: Source, operation: str) -> None:
         """A request names a page once: each place where it is named counts as a holder."""
         if self._rows.look_distinct(pages) >= 0:
-            named = f"{self._pool.name}: {operation} of {source!r}"
-            problem = f"{named}, after which a request would have a page at two places"
+            problem = f"{self._pool.name}: {operation} of {source!r}: a request would have a page at two places"
             remedy = "pass leases of different pages, each of which goes on where the one before ends"
             raise ArgumentError(problem, source, remedy)

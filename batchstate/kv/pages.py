@@ -7,7 +7,7 @@ is numpy on the host, O(what changes), on the owning thread; nothing here touche
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn, SupportsIndex, cast, final
+from typing import Literal, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -18,20 +18,19 @@ from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, as_array, count, read_only, shape_of
 from batchstate._core import PageRows
-from batchstate._origin import Changes, Origin
+from batchstate._origin import Origin
 from batchstate.errors import ArgumentError, ShapeError, another_runtime, unexplained
 from batchstate.invariants import times_checked
 from batchstate.kv._lengths import (
     BEHIND_THE_FRONT,
     BEYOND,
-    FURTHER,
     SHORT_PREFIX,
     TRUNCATED,
     UNCOMMITTED,
     Explain,
     explain_total,
 )
-from batchstate.kv._page_state import KVWrites, PageHolders, PageOwners, PageSpace
+from batchstate.kv._page_state import KVWrites, PageHolders, PageSpace
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
 from batchstate.kv._sharing import PageLease, PageSharing, Source
 from batchstate.mirror import Locations, MirroredTensor, Pages, Slots, lined_up
@@ -40,9 +39,6 @@ from batchstate.pools import SlotPool
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.tables import Table, TableWrite
 from batchstate.violations import Code, Where
-
-if TYPE_CHECKING:
-    from batchstate.kv.prefix_cache import PrefixCache
 
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
 
@@ -139,24 +135,16 @@ class Extension:
             ArgumentError: no table passed, and the pool has none; or a table of other slots.
             Violation: SLOT_STALE_HANDLE: a request has left since. DERIVED_STALE, at `cheap`: tokens were taken back
                 since. Else see `Table.entry`.
-            RowIndexError: see `Table.entry`.
         """
-        pool = self._pool
-        target = pool._token_table(table)
-        rows = pool.slots.rows_of(self.owners, "entry")
-        self._origin.check(object=self, operation="entry", step=self.owners.runtime.step)
+        pool, owners, got = self._pool, self.owners, self.counts > 0
+        target, rows = pool._token_table(table), pool.slots.rows_of(owners, "entry")
+        self._origin.check(object=self, operation="entry", step=owners.runtime.step)
         width = max(target.shape[-1], int(self.positions.max(initial=0)) + 1)  # longer requests are refused
-        index, locations = pool._rows.elements(rows, self.counts, self.positions, self._numbers, width)
-        return pool._token_write(target, width, index, locations, self._writers(), self._origin)
-
-    def _writers(self) -> Slots:
-        """The requests that have got tokens."""
-        owners, got = self.owners, self.counts > 0
-        if np.count_nonzero(got) == got.size:
-            return owners
-        return Slots.of_pool(
-            owners.runtime, owners.np[got], owners.generations[got], pool_id=owners.pool_id, name=owners.name
-        )
+        elements = pool._rows.elements(rows, self.counts, self.positions, self._numbers, width)
+        if np.count_nonzero(got) < got.size:
+            held = rows[got], owners.generations[got]
+            owners = Slots.of_pool(owners.runtime, *held, pool_id=owners.pool_id, name=owners.name)
+        return pool._token_write(target, width, elements, owners, self._origin)
 
 
 @ranges("extend", "advance", "commit", "release_requests")
@@ -210,25 +198,22 @@ class PagePool(OfThisProcess):
             raise another_runtime(name, slots)
         self._rows = PageRows(slots.capacity, self.num_pages, self.page_size, most)
         self.transaction = slots.transaction
-        self._holders = PageHolders(runtime, self._rows, name=name, transaction=self.transaction)
+        self._holders = PageHolders(slots, self._rows, name)
         self._space_of_locations = PageSpace(self._holders, Locations, self.page_size)
         self._space_of_pages = PageSpace(self._holders, Pages, 1)
-        self._cache: PrefixCache | None = None
         self._tables: list[Table] = []
         self._maps: list[tuple[Table, PagePool]] = []
         self._kv: tuple[torch.Tensor, ...] = ()
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, self._rows)  # for the library
-        self.epochs = Changes(slots.capacity, "pages")
-        self.shares = Changes(slots.capacity, "holders of the pages")
+        self.epochs, self.shares = self._holders.epochs, self._holders.shares
         if req_to_token is not None:
             check_req_to_token(self, req_to_token)
         self._req_to_token = req_to_token
         self._release_checks: list[Callable[[Ints, str], None]] = []
         self._sharing = PageSharing(self)
-        self._listener = PageOwners(self)
-        slots.add_listener(self._listener)
+        slots.add_listener(self._holders)
 
     def __repr__(self) -> str:
         return (
@@ -251,19 +236,13 @@ class PagePool(OfThisProcess):
         """The pool in numbers, after `reap`."""
         self.reap()
         rows = self._rows
-        return PageStats(
-            num_pages=self.num_pages,
-            free=rows.free,
-            pending=rows.pending,
-            live=rows.live,
-            shared=rows.shared,
-            leases=len(self._sharing.leases),
-        )
+        counts = rows.free, rows.pending, rows.live, rows.shared
+        return PageStats(self.num_pages, *counts, leases=len(self._holders.leases))
 
     @property
     def page_table(self) -> npt.NDArray[np.int32]:
         """The pages of each slot in order, int32[slots.capacity, max_pages], 0 beyond the last; a read-only view."""
-        return read_only(self._rows.arrays["table"].reshape(-1, self._rows.width))
+        return read_only(self._holders.table)
 
     @property
     def committed_lengths(self) -> Ints:
@@ -318,11 +297,11 @@ class PagePool(OfThisProcess):
         if rows.size != 1 or end < begin:
             problem = f"{label}: expected positions of one slot, got {begin} to {end} of {rows.size} slots"
             raise ArgumentError(problem, (begin, end), "name one slot, and positions in ascending order")
-        lengths = np.array([end], dtype=np.int64)
+        start, lengths = np.array([begin]), np.array([end], dtype=np.int64)
         self._check_lengths(lengths, self._committed(rows), operation, SHORT_PREFIX)
         self._check_written(lengths, self.writes.tokens[rows], operation)
-        self.check_readable(rows, np.array([begin]), operation, window=1)
-        return self._locations(self.lay(rows, np.array([begin]), lengths - begin, operation)[1])
+        self.check_readable(rows, start, operation, window=1)
+        return self._locations(self.lay(rows, start, lengths - start, operation)[1])
 
     def pages_of(self, owner: Slots | PageLease) -> Pages:
         """The pages of requests, one after the other, or of a lease, in the order of their tokens. O(pages).
@@ -473,15 +452,6 @@ class PagePool(OfThisProcess):
         totals = amounts(lengths, lengths.size, label)
         self.transaction.enter(operation)
         self.query_fences()
-        return self.take_rows(totals, operation)
-
-    def query_fences(self) -> None:
-        """Queries fences, before slots and pages are taken: it may run code of the engine. For the library."""
-        self._holders.query_fences()
-        self.slots.query_fences()
-
-    def take_rows(self, totals: Ints, operation: str) -> Slots:
-        """`take_requests` of lengths int64[n], after `query_fences`. For the library."""
         self._look(None, None, totals, operation)
         needed = self._rows.needed
 
@@ -495,6 +465,11 @@ class PagePool(OfThisProcess):
         self._check_after()
         return slots
 
+    def query_fences(self) -> None:
+        """Queries fences, before slots and pages are taken: it may run code of the engine. For the library."""
+        self._holders.query_fences()
+        self.slots.query_fences()
+
     def entry(self, slots: Slots, table: Table | None = None) -> TableWrite:
         """The write that records where all tokens of some requests lie in a table [slot, position] -> location.
 
@@ -507,29 +482,23 @@ class PagePool(OfThisProcess):
         Raises:
             As `Extension.entry`.
         """
-        operation = "entry"
         target = self._token_table(table)
-        rows = self.slots.rows_of(slots, operation, unique=True)
+        rows = self.slots.rows_of(slots, "entry", unique=True)
         width = max(target.shape[-1], int(self._committed(rows).max(initial=0)))  # longer requests are refused
         origin = Origin("token rows", self.runtime.step, slots, self.epochs, self.epochs.last)
-        index, locations = self._rows.all_elements(rows, width)
-        return self._token_write(target, width, index, locations, slots, origin)
+        return self._token_write(target, width, self._rows.all_elements(rows, width), slots, origin)
 
     def _token_write(
-        self, target: Table, width: int, index: Ints, locations: Ints, owners: Slots, origin: Origin
+        self, target: Table, width: int, elements: tuple[Ints, Ints], owners: Slots, origin: Origin
     ) -> TableWrite:
-        """The write of `locations` into elements `index` of a flat token table with rows of `width`."""
-        if self._is_token_table(target) and width == target.shape[-1] and not levels.full:
+        """The write of `elements`, places and locations, into a flat token table with rows of `width`."""
+        index, locations = elements
+        fits = target.dtype is torch.int64 or (target.dtype is torch.int32 and self.location_capacity <= 2**31)
+        holds = target is self.req_to_token or (fits and target.holds == "location")
+        if holds and width == target.shape[-1] and not levels.full:
             return target.planned(index, locations, owners, origin)  # the pool made and checked all
         rows, positions = np.divmod(index, width)
         return target.entry_of(rows, positions, self._locations(locations), owners, origin)
-
-    def _is_token_table(self, table: Table) -> bool:
-        """Whether each location of the pool goes into a table that is declared to hold locations."""
-        if table is self.req_to_token:
-            return True
-        fits = table.dtype is torch.int64 or (table.dtype is torch.int32 and self.location_capacity <= 2**31)
-        return fits and table.holds == "location"
 
     def _token_table(self, table: Table | None) -> Table:
         """The table, or by default the pool's, that records locations of its slots."""
@@ -552,7 +521,9 @@ class PagePool(OfThisProcess):
             PoolExhaustedError: too few pages are free. Nothing was allocated.
             Violation: LENGTH_ORDER: longer than a request may be; SLOT_SHARED.
         """
-        rows, totals = self._begin_with(slots, total_lens, "grow")
+        numbers = self._numbers(slots, total_lens, "grow")
+        rows = self._begin(slots, "grow")
+        totals = _each(numbers, rows)
         self._look(rows, None, totals, "grow")
         self._holders.grow(rows, totals, self._rows.needed, "grow")
         self._done()
@@ -575,8 +546,9 @@ class PagePool(OfThisProcess):
         if isinstance(owner, PageLease):
             self._sharing.commit(owner, total_lens)
             return
-        rows, totals = self._begin_with(owner, total_lens, "commit")
-        start = self._committed(rows)
+        numbers = self._numbers(owner, total_lens, "commit")
+        rows = self._begin(owner, "commit")
+        start, totals = self._lengths(rows, numbers, False)
         self._look(rows, start, totals, "commit", allocated=True)
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
@@ -604,7 +576,7 @@ class PagePool(OfThisProcess):
         Raises:
             As `grow` and `commit`. Nothing was changed.
         """
-        return self._extend(slots, total_lens, False, "extend", explain_total)
+        return self._extend(slots, total_lens, False, "extend")
 
     def advance(self, slots: Slots, num_new_tokens: "Amount" = 1) -> Extension:
         """Grows and commits each slot by `num_new_tokens`, as a decode step does, O(requests).
@@ -619,81 +591,60 @@ class PagePool(OfThisProcess):
         Raises:
             As `grow` and `commit`. Nothing was changed.
         """
-        return self._extend(slots, num_new_tokens, True, "advance", FURTHER)
+        return self._extend(slots, num_new_tokens, True, "advance")
 
-    def _extend(self, slots: Slots, lengths: object, adds: bool, operation: str, explain: Explain) -> Extension:
+    def _extend(self, slots: Slots, lengths: object, adds: bool, operation: str) -> Extension:
         """Allocates and commits `lengths` tokens in all, or so many more."""
         numbers = self._numbers(slots, lengths, operation)
         rows = self._begin(slots, operation)
         if self._holders.notes:
-            starts, totals = self._lengths(rows, numbers, adds)
-            self._look(rows, starts, totals, operation, explain)
+            self._look(rows, *self._lengths(rows, numbers, adds), operation)
             self._holders.note(self._rows.next_pages(self._rows.needed))
         times_checked[LENGTH_ORDER] += 1
         self.transaction.operation = operation
         laid = self._rows.extend(rows, numbers, adds)
         if type(laid) is not tuple:
             self.transaction.operation = None
-            starts, totals = self._lengths(rows, numbers, adds)
-            self._explain(laid, rows, starts, totals, operation, explain)
-        positions, locations, counts = laid
+            self._look(rows, *self._lengths(rows, numbers, adds), operation)
+            raise unexplained(self._holders.label, operation, f"row {laid}")
         self._holders.check_whole(operation)
+        positions, locations, counts = laid
         return self._extension(slots, positions, locations, counts, operation)
 
     def _lengths(self, rows: Ints, numbers: int | Ints, adds: bool) -> tuple[Ints, Ints]:
-        """Tokens of each row before and after, int64[n]. A sum that wraps around is less than the tokens before."""
+        """Tokens of each row before and after, int64[n]."""
         starts, numbers = self._committed(rows), _each(numbers, rows)
-        return starts, starts + numbers if adds else numbers
+        if adds and (least := int(numbers.min(initial=0))) < 0:
+            problem = f"{self.name}: advance by {least}"
+            raise ArgumentError(problem, least, "advance by 0 or more; `truncate` takes tokens back")
+        return starts, starts + np.minimum(numbers, MOST_TOKENS) if adds else numbers
 
     def _look(
-        self,
-        rows: Ints | None,
-        starts: Ints | None,
-        totals: Ints,
-        operation: str,
-        explain: Explain = explain_total,
-        *,
-        allocated: bool = False,
+        self, rows: Ints | None, starts: Ints | None, totals: Ints, operation: str, *, allocated: bool = False
     ) -> None:
         """Refuses lengths int64[n] that are out of order, or for which there are no pages; see `PageRows.look`.
 
         With `allocated` the slots have to have the pages already.
         """
+        core, holders = self._rows, self._holders
         times_checked[LENGTH_ORDER] += 1
-        row = self._rows.look(rows, starts, totals, starts is not None)
-        if row >= 0 or (allocated and self._rows.needed):
-            self._explain(row, rows, starts, totals, operation, explain, allocated)
-
-    def _explain(
-        self,
-        row: int,
-        rows: Ints | None,
-        starts: Ints | None,
-        totals: Ints,
-        operation: str,
-        explain: Explain,
-        allocated: bool = False,
-    ) -> NoReturn:
-        """Raises what stands against these lengths, of which the core has refused `row`."""
-        core, where, begin = self._rows, self._where(operation), totals if starts is None else starts
-        if explain is FURTHER and (least := int((totals - begin).min(initial=0))) < 0:
-            problem = f"{self.name}: advance by {least}"
-            raise ArgumentError(problem, least, "advance by 0 or more; `truncate` takes tokens back")
-        invariants.length_order(begin, totals, core.most, explain=explain, **where)
-        if starts is not None and rows is not None:
+        row = core.look(rows, starts, totals, starts is not None)
+        if row < 0 and not (allocated and core.needed):
+            return
+        self._check_lengths(totals if starts is None else starts, totals, operation)
+        if rows is not None and starts is not None:
             if allocated:
                 self._check_allocated(rows, totals, operation)
             at = np.flatnonzero((totals > starts) & (starts < self._tokens_of("count", rows)))
             pages = self.page_table[rows[at], starts[at] // self.page_size].astype(np.int64)
-            self._holders.explain_writable(pages, operation)
+            holders.explain_writable(pages, operation)
         if row < totals.size:
-            raise unexplained(self._holders.label, operation, f"row {row}")
-        self._holders.explain_free(core.needed, operation)
+            raise unexplained(holders.label, operation, f"row {row}")
+        holders.explain_free(core.needed, operation)
 
     def note_grown(self, new: Ints) -> None:
         """A step takes these pages next. For the library."""
-        if self._holders.notes:
-            self._holders.note(new)
+        self._holders.note(new)
 
     def check_free(self, n: int, operation: str) -> None:
         """Refuses a step that needs `n` further pages: there are fewer, or one is not free. For the library."""
@@ -724,10 +675,7 @@ class PagePool(OfThisProcess):
             invariants.derived_stale(committed != lens, explain, slots=rows, **where)
 
     def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
-        """Locations int64[t] of the `counts` positions of each of `rows` from `start` on, int64[n]. For the library.
-
-        `positions` are these, int64[t], those of one slot after the other; they are allocated.
-        """
+        """The locations of `lay`. For the library."""
         return self.lay(rows, start, counts, "locations_of")[1]
 
     def lay(self, rows: Ints, starts: Ints, counts: Ints, operation: str) -> tuple[Ints, Ints]:
@@ -735,18 +683,18 @@ class PagePool(OfThisProcess):
         positions: Ints = np.empty(int(counts.sum()), dtype=np.int64)
         locations = np.empty_like(positions)
         self._rows.lay(rows, starts, counts, positions, locations)
-        return positions, self._placed(locations, operation)
+        self._check_placed(locations, operation)
+        return positions, locations
 
-    def _placed(self, locations: Ints, operation: str) -> Ints:
-        """The locations that were laid last, each on a page: else a position counts as allocated that is not."""
+    def _check_placed(self, locations: Ints, operation: str) -> None:
+        """Each location that was laid last is on a page: else a position counts as allocated that is not."""
         if self._rows.unplaced:
             invariants.slot_zero_allocated(locations // self.page_size, **self._where(operation))
             raise unexplained(self._holders.label, operation, "the rows")
-        return locations
 
     def _extension(self, owners: Slots, positions: Ints, locations: Ints, counts: Ints, operation: str) -> Extension:
         """Ends a change by which slots have `counts` tokens more, which are the extension."""
-        self._placed(locations, operation)
+        self._check_placed(locations, operation)
         self._done()
         positions.setflags(write=False)
         counts.setflags(write=False)
@@ -867,7 +815,7 @@ class PagePool(OfThisProcess):
         starts = None if begins is None else _each(begins, rows)
         self._check_release(rows, operation)
         times_checked[LENGTH_ORDER] += 1
-        if not self._listener.cut(rows, totals, starts, after, operation):
+        if not self._holders.cut(rows, totals, starts, after, operation):
             self._check_lengths(totals, committed, operation, TRUNCATED)
             self._check_allocated(rows, totals, operation)
             self._check_lengths(self._tokens_of("first", rows), totals, operation, BEHIND_THE_FRONT)
@@ -881,7 +829,7 @@ class PagePool(OfThisProcess):
         check_fence(after, f"{self.name}: release")
         rows = self._begin(slots, "release")
         self._check_release(rows, "release")
-        self._listener.cut(rows, None, None, after, "release")
+        self._holders.cut(rows, None, None, after, "release")
         self._done()
 
     def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
@@ -908,7 +856,7 @@ class PagePool(OfThisProcess):
             Violation: PAGE_OWNER, LENGTH_ORDER, SLOT_CONSERVATION, and any code of slots and tables.
         """
         self.transaction.enter(f"{self.name}: verify")
-        self._listener.verify()
+        self._holders.verify()
         self._verify_tables("verify")
 
     def _verify_tables(self, operation: str) -> None:
@@ -930,7 +878,7 @@ class PagePool(OfThisProcess):
 
     def _check_after(self) -> None:
         if levels.full:
-            self._listener.verify()
+            self._holders.verify()
 
     def _begin(self, slots: Slots, operation: str) -> Ints:
         """Queries fences, then checks the handles, and at `full` what kernels can damage; int64[n].
@@ -942,15 +890,6 @@ class PagePool(OfThisProcess):
         if levels.full:
             self._verify_tables(operation)
         return self.slots.rows_of(slots, operation, unique=True)
-
-    def _begin_with(self, slots: Slots, numbers: object, operation: str) -> tuple[Ints, Ints]:
-        """Rows as `_begin`, and one number for each, int64[n]; those of a mirrored value go by handle.
-
-        The numbers are read first, since that may run code of the engine.
-        """
-        per_slot = self._numbers(slots, numbers, operation)
-        rows = self._begin(slots, operation)
-        return rows, _each(per_slot, rows)
 
     def _numbers(self, slots: Slots, numbers: object, operation: str) -> int | Ints:
         """One number, or one per slot, int64[n]."""

@@ -81,9 +81,9 @@ class PrefixCache(OfThisProcess):
         self._rows, self._holders = pages._rows, pages._holders
         self._match = f"{pages.name}: match"
         pages.transaction.enter(f"{pages.name}: PrefixCache")
-        if pages._cache is not None:
+        if self._holders.cache is not None:
             raise ArgumentError(f"{pages.name} has a prefix cache already", pages, "use the one that was made first")
-        pages._cache = self
+        self._holders.cache = self
         self._page_of: dict[Hashable, int] = {}  # with those that the core has taken the keys from, until `_settle`
         self._key_of = np.full(pages.num_pages + 1, None, dtype=np.object_)  # of cached pages; others' are old
         self._writers = np.zeros(pages.num_pages + 1, dtype=np.int64)  # the stream that wrote each, of `KVWrites`
@@ -268,10 +268,6 @@ class PrefixCache(OfThisProcess):
         self.pages.transaction.enter(f"{self.pages.name}: clear")
         self._settle()
         return self.remove(self._page_of)
-
-    def _forget_all(self) -> None:
-        """The pool begins anew: the core has taken all keys away."""
-        self._page_of.clear()
 
     def _verify(self) -> None:
         """Checks that each key names a page that has one, and each page with a key is named once."""

@@ -258,7 +258,7 @@ class FailureMachine(Machine):
         if call == "take" and owner is self.rt:  # the slots are taken, and no one has got them
             self.live = [self.slots._allocator.handles(rows) for rows in self.slots.live_slots()[:, None]]
         self.live = [request for request in self.live if self.slots.is_live(request.np)[0]]
-        self.leases = list(self.pages._sharing.leases.values())
+        self.leases = list(self.pages._holders.leases.values())
 
     @rule()
     def shut_down(self) -> None:
