@@ -39,7 +39,7 @@ def check_map(pool: "PagePool", table: Table, of: "PagePool", operation: str) ->
     at = np.flatnonzero(here)
     size, offset = pool.page_size, offset[at]
     locations, expected = here[at] * size + offset, np.where(there[at] > 0, there[at] * size + offset, 0)
-    written = table.written_for(locations, pool._space_of_pages.generations_of(here[at]))
+    written = table.written_for(locations, pool._spaces["page"].generations_of(here[at]))
     actual = pool.runtime.inspect(table.memory)[locations].astype(np.int64)
     where: Where = {**pool._where(operation), "column": table.name}
     invariants.table_link(locations[written], expected[written], actual[written], **where)

@@ -3,7 +3,7 @@
 A request grows (pages are allocated), commits (tokens are written), truncates (speculation was rejected) and is
 released, pages and slot together. Whole pages of a prefix may be shared: each holder has a reference, and a page with
 two references is not written. Pages may also be taken before there is a request; a lease holds them then. Bookkeeping
-is numpy on the host, O(what changes), on the owning thread; nothing here touches the device.
+is on the host, O(what changes), on the owning thread; nothing here touches the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,15 +21,7 @@ from batchstate._core import PageRows
 from batchstate._origin import Origin
 from batchstate.errors import ArgumentError, ShapeError, another_runtime, unexplained
 from batchstate.invariants import times_checked
-from batchstate.kv._lengths import (
-    BEHIND_THE_FRONT,
-    BEYOND,
-    SHORT_PREFIX,
-    TRUNCATED,
-    UNCOMMITTED,
-    Explain,
-    explain_total,
-)
+from batchstate.kv import _lengths as lengths_of
 from batchstate.kv._page_state import KVWrites, PageHolders, PageSpace
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
 from batchstate.kv._sharing import PageLease, PageSharing, Source
@@ -72,10 +64,9 @@ class PageStats:
 @final
 @attrs.frozen(eq=False)
 class PendingPages:
-    """Pages that wait for one fence.
+    """Pages int64[n] that wait for one fence.
 
     Attributes:
-        pages: their numbers, int64[n].
         fence: as it was passed where their holder was released; of pages that others read too, all their fences as one.
         step: of the runtime, when the first of them were released.
     """
@@ -109,6 +100,9 @@ class Extension:
     def __len__(self) -> int:
         return self._numbers.size
 
+    def __repr__(self) -> str:
+        return f"Extension({len(self)} tokens of {self.counts.size} requests)"
+
     @property
     def slots(self) -> Ints:
         """The slot of each token, int64[t]."""
@@ -120,16 +114,11 @@ class Extension:
         self._origin.check(object=self, operation="locations", step=self.owners.runtime.step)
         return self._pool._locations(self._numbers)
 
-    def __repr__(self) -> str:
-        return f"Extension({len(self)} tokens of {self.counts.size} requests)"
-
     def entry(self, table: Table | None = None) -> TableWrite:
         """The write that records the locations in a table [slot, position] -> location, packed with a batch's upload.
 
         Where a page begins it goes on to the end of the page: up to there a row names no place of another request.
-
-        Args:
-            table: by default the pool's `req_to_token`.
+        Without a `table` it is for the pool's `req_to_token`.
 
         Raises:
             ArgumentError: no table passed, and the pool has none; or a table of other slots.
@@ -152,14 +141,8 @@ class Extension:
 class PagePool(OfThisProcess):
     """Pages 1 to num_pages for the requests of one slot pool. Location t lies on page t // page_size.
 
-    Args:
-        runtime: the device.
-        slots: the pool whose slots own the pages. From now on a slot that still has pages cannot be freed.
-        num_pages: pages that can be allocated.
-        page_size: tokens per page.
-        max_tokens_per_request: most tokens that one request can have.
-        name: for reports.
-        req_to_token: default table of `Extension.entry`, [slot, position] -> location.
+    From now on a slot of `slots` that still has pages cannot be freed alone. A request has at most
+    `max_tokens_per_request` tokens. `req_to_token` is the default table of `entry`, [slot, position] -> location.
 
     Attributes:
         epochs: when each slot last gave back tokens or pages. Values derived from them before, such as a plan or an
@@ -169,8 +152,8 @@ class PagePool(OfThisProcess):
     Raises:
         ArgumentError, DtypeError: sizes that are not positive integers, or whose product goes beyond int64;
             `req_to_token` is indexed by another pool's slots, or does not hold integers.
-        ShapeError: a row of `req_to_token` is too short for a request.
-        DtypeError, ValueOverflowError: its dtype is too small for the last location.
+        ShapeError, DtypeError, ValueOverflowError: `req_to_token` is too short for a request, or its dtype too small
+            for the last location.
         Violation: UNIT_MISMATCH: it holds something else.
         DeviceError: `slots` belongs to another runtime.
     """
@@ -199,15 +182,17 @@ class PagePool(OfThisProcess):
         self._rows = PageRows(slots.capacity, self.num_pages, self.page_size, most)
         self.transaction = slots.transaction
         self._holders = PageHolders(slots, self._rows, name)
-        self._space_of_locations = PageSpace(self._holders, Locations, self.page_size)
-        self._space_of_pages = PageSpace(self._holders, Pages, 1)
+        self.epochs, self.shares = self._holders.epochs, self._holders.shares
+        self._spaces = {
+            "location": PageSpace(self._holders, Locations, self.page_size),
+            "page": PageSpace(self._holders, Pages, 1),
+        }
         self._tables: list[Table] = []
         self._maps: list[tuple[Table, PagePool]] = []
         self._kv: tuple[torch.Tensor, ...] = ()
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, self._rows)  # for the library
-        self.epochs, self.shares = self._holders.epochs, self._holders.shares
         if req_to_token is not None:
             check_req_to_token(self, req_to_token)
         self._req_to_token = req_to_token
@@ -223,7 +208,7 @@ class PagePool(OfThisProcess):
 
     @property
     def req_to_token(self) -> Table | None:
-        """The default table of `Extension.entry`."""
+        """The default table of `entry`."""
         return self._req_to_token
 
     @property
@@ -270,18 +255,6 @@ class PagePool(OfThisProcess):
         counts: Ints = self._rows.arrays[pages][rows].astype(np.int64)
         return counts * self.page_size
 
-    def check_readable(self, rows: Ints, positions: Ints, operation: str, *, window: int | None = None) -> None:
-        """Refuses that tokens at `positions` int64[n] of live slots read what was given back. For the library.
-
-        Each token reads the last `window` positions, its own included, or all up to its own.
-
-        Raises:
-            Violation: PAGE_RELEASED.
-        """
-        if self._rows.look_readable(rows, positions, window or 0) >= 0:
-            reads = np.zeros_like(rows) if window is None else np.maximum(positions - (window - 1), 0)
-            invariants.page_released(reads, self._tokens_of("first", rows), slots=rows, **self._where(operation))
-
     def locations(self, slots: Slots, first: SupportsIndex, stop: SupportsIndex) -> Locations:
         """Where the tokens at positions first to stop - 1 of one slot lie, `host_only` int64[stop - first].
 
@@ -298,7 +271,7 @@ class PagePool(OfThisProcess):
             problem = f"{label}: expected positions of one slot, got {begin} to {end} of {rows.size} slots"
             raise ArgumentError(problem, (begin, end), "name one slot, and positions in ascending order")
         start, lengths = np.array([begin]), np.array([end], dtype=np.int64)
-        self._check_lengths(lengths, self._committed(rows), operation, SHORT_PREFIX)
+        self._check_lengths(lengths, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
         self._check_written(lengths, self.writes.tokens[rows], operation)
         self.check_readable(rows, start, operation, window=1)
         return self._locations(self.lay(rows, start, lengths - start, operation)[1])
@@ -312,10 +285,9 @@ class PagePool(OfThisProcess):
         if isinstance(owner, PageLease):
             pages = self._sharing.held(owner, "pages_of").pages
         else:
-            rows = self.slots.rows_of(owner, "pages_of")
-            table = self.page_table[rows]
+            table = self.page_table[self.slots.rows_of(owner, "pages_of")]
             pages = table[table > 0].astype(np.int64)
-        return cast(Pages, self._space_of_pages.handles(pages))
+        return cast(Pages, self._spaces["page"].handles(pages))
 
     # Tables
 
@@ -349,10 +321,8 @@ class PagePool(OfThisProcess):
             ArgumentError: another `by`; `of` is not a page pool of these slots with as many tokens per page, or the
                 table is not by location, of one location each.
         """
-        self.runtime.check_owner(f"{self.name}: table")
-        space = self._space(by, holds, shape_of(shape, name), of)
-        table = Table.new(space, name, shape, dtype, holds="location" if of else holds, host=host)
-        return self._added(table, of)
+        space, unit = self._space("table", by, holds, shape_of(shape, name), of)
+        return self._added(Table.new(space, name, shape, dtype, holds=unit, host=host), of)
 
     def adopt(
         self,
@@ -364,28 +334,26 @@ class PagePool(OfThisProcess):
         of: "PagePool | None" = None,
         host: bool = False,
     ) -> Table:
-        """A table by location or page over an engine's own tensor. Arguments and errors as for `SlotPool.adopt`.
+        """A table over an engine's own tensor; the rest as for `SlotPool.adopt` and `table`."""
+        space, unit = self._space("adopt", by, holds, tuple(tensor.shape)[1:], of)
+        return self._added(Table.adopted(space, tensor, name, holds=unit, host=host), of)
 
-        `of` is as for `table`.
-        """
-        self.runtime.check_owner(f"{self.name}: adopt")
-        space = self._space(by, holds, tuple(tensor.shape)[1:], of)
-        return self._added(Table.adopted(space, tensor, name, holds="location" if of else holds, host=host), of)
-
-    def _space(self, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None") -> PageSpace:
-        """The index space of a table, which may map to another pool."""
-        spaces = {space.kind.unit: space for space in (self._space_of_locations, self._space_of_pages)}
-        if by not in spaces:
+    def _space(
+        self, operation: str, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None"
+    ) -> tuple[PageSpace, str | None]:
+        """The index space of a table, which may map to another pool, and that of its values."""
+        self.runtime.check_owner(f"{self.name}: {operation}")
+        if by not in self._spaces:
             problem = f"{self.name}: a table: expected by='location' or by='page', got {by!r}"
             raise ArgumentError(problem, by, "name one of the two; `SlotPool.table` makes tables by slot")
         if of is not None:
             check_map_to(self, by, holds, shape, of)
-        return spaces[by]
+        return self._spaces[by], "location" if of else holds
 
     def _added(self, table: Table, of: "PagePool | None") -> Table:
         self._tables.append(table)
         if of is not None:
-            table.of = of._space_of_locations
+            table.of = of._spaces["location"]
             self._maps.append((table, of))
         return table
 
@@ -393,12 +361,7 @@ class PagePool(OfThisProcess):
         """Says which KV memory the locations index, so that `full` can check that page 0, which is padding, is finite.
 
         Each forward of a `ForwardPlan` with these pages is checked at its entry, on its stream; others by `check_kv`.
-
-        Args:
-            *buffers: of the device, [location_capacity, ...] or [num_pages + 1, ...].
-
-        Raises:
-            ShapeError, DeviceError: other rows; on another device.
+        Buffers of the device are [location_capacity, ...] or [num_pages + 1, ...], else ShapeError or DeviceError.
         """
         self.runtime.check_owner(f"{self.name}: register_kv")
         check_buffers(self, buffers)
@@ -419,25 +382,14 @@ class PagePool(OfThisProcess):
         self.transaction.enter(f"{self.name}: pending")
         return [PendingPages(pages, fence, step) for pages, fence, step in self._holders.pending_groups()]
 
-    def check_unshared(self, pages: Ints, operation: str) -> None:
-        """Refuses (PAGE_OWNER) a write into pages int64[n] if one has another holder too."""
-        if self._rows.look_writable(pages) >= 0:
-            self._holders.explain_writable(pages, operation)
-
     # Growing
 
     def take_requests(self, total_lens: "Amount") -> Slots:
         """Takes a slot for each of n requests, and pages for tokens whose KV is there: they arrive with all they have.
 
-        The counterpart of `release_requests`, for requests that were prefilled elsewhere. The tokens count as
-        committed, and the current stream has been given the work that writes them, as for `commit`. `entry` has their
-        rows of a token table.
-
-        Args:
-            total_lens: tokens of each, int[n].
-
-        Returns:
-            handles int64[n].
+        The counterpart of `release_requests`, for requests that were prefilled elsewhere. Their `total_lens` int[n]
+        tokens count as committed, and the current stream has been given the work that writes them, as for `commit`.
+        `entry` has their rows of a token table.
 
         Raises:
             PoolExhaustedError: too few slots or pages are free. Nothing was taken.
@@ -465,22 +417,11 @@ class PagePool(OfThisProcess):
         self._check_after()
         return slots
 
-    def query_fences(self) -> None:
-        """Queries fences, before slots and pages are taken: it may run code of the engine. For the library."""
-        self._holders.query_fences()
-        self.slots.query_fences()
-
     def entry(self, slots: Slots, table: Table | None = None) -> TableWrite:
-        """The write that records where all tokens of some requests lie in a table [slot, position] -> location.
+        """The write that records where all tokens of live requests, each once, lie in a token table.
 
-        Each page that they have goes in to its end. `Extension.entry` does so for the tokens of one operation.
-
-        Args:
-            slots: live handles, each once.
-            table: by default the pool's `req_to_token`.
-
-        Raises:
-            As `Extension.entry`.
+        Each page that they have goes in to its end. `Extension.entry` does so for the tokens of one operation, and
+        raises as this does.
         """
         target = self._token_table(table)
         rows = self.slots.rows_of(slots, "entry", unique=True)
@@ -513,9 +454,7 @@ class PagePool(OfThisProcess):
     def grow(self, slots: Slots, total_lens: "Amount") -> None:
         """Allocates pages until each slot has room for `total_lens` tokens. Commits nothing, releases nothing.
 
-        Args:
-            slots: live handles, each once.
-            total_lens: tokens in all, one number or int[n].
+        `slots` are live handles, each once, and `total_lens` one number or int[n], here and in `commit` and `extend`.
 
         Raises:
             PoolExhaustedError: too few pages are free. Nothing was allocated.
@@ -533,11 +472,8 @@ class PagePool(OfThisProcess):
 
         At least as many as are committed, and at most as many as are allocated. From here on they can be shared, held
         and sent: who reads them on this stream comes behind, and another stream waits (`wait_written`). Forwards whose
-        inputs come from `resolve_forward_inputs`, of a plan with `pages=`, are noted by it.
-
-        Args:
-            owner: live handles, each once; or a lease of pages that KV arrives on.
-            total_lens: tokens in all, one number or int[n].
+        inputs come from `resolve_forward_inputs`, of a plan with `pages=`, are noted by it. Of a lease they are the
+        pages that KV arrives on.
 
         Raises:
             Violation: LENGTH_ORDER; PAGE_OWNER: new tokens lie on a page that others use too.
@@ -568,29 +504,14 @@ class PagePool(OfThisProcess):
         self.writes.wait_for_slots(rows)
 
     def extend(self, slots: Slots, total_lens: "Amount") -> Extension:
-        """Grows and commits each slot to `total_lens` tokens.
+        """Grows and commits each slot to `total_lens` tokens, and returns those from the old committed length on.
 
-        Returns:
-            the tokens from the old committed length to the new one.
-
-        Raises:
-            As `grow` and `commit`. Nothing was changed.
+        Raises as `grow` and `commit`, with nothing changed.
         """
         return self._extend(slots, total_lens, False, "extend")
 
     def advance(self, slots: Slots, num_new_tokens: "Amount" = 1) -> Extension:
-        """Grows and commits each slot by `num_new_tokens`, as a decode step does, O(requests).
-
-        Args:
-            slots: live handles, each once.
-            num_new_tokens: one number or int[n], 0 or more.
-
-        Returns:
-            the new tokens.
-
-        Raises:
-            As `grow` and `commit`. Nothing was changed.
-        """
+        """Grows and commits each slot by `num_new_tokens` >= 0, as a decode step does, O(requests); as `extend`."""
         return self._extend(slots, num_new_tokens, True, "advance")
 
     def _extend(self, slots: Slots, lengths: object, adds: bool, operation: str) -> Extension:
@@ -642,56 +563,6 @@ class PagePool(OfThisProcess):
             raise unexplained(holders.label, operation, f"row {row}")
         holders.explain_free(core.needed, operation)
 
-    def note_grown(self, new: Ints) -> None:
-        """A step takes these pages next. For the library."""
-        self._holders.note(new)
-
-    def check_free(self, n: int, operation: str) -> None:
-        """Refuses a step that needs `n` further pages: there are fewer, or one is not free. For the library."""
-        self._holders.explain_free(n, operation)
-
-    def tables_with(self, rows: Ints, there: int, totals: Ints, new: Ints) -> npt.NDArray[np.int32]:
-        """The pages of slots int64[n] for `totals` tokens, int32[n, most], with the `new` ones that a step will take.
-
-        The slots from row `there` on have none yet. For the library.
-        """
-        tables: npt.NDArray[np.int32] = self.page_table[rows]
-        tables[there:] = 0
-        has = np.count_nonzero(tables, axis=1) + self._rows.arrays["first"][rows]
-        ends = np.maximum(-(-totals // self.page_size), has)
-        columns = np.arange(tables.shape[1])
-        tables[(columns >= has[:, None]) & (columns < ends[:, None])] = new
-        return tables
-
-    def check_committed(self, rows: Ints, lens: Ints, operation: str) -> None:
-        """Refuses (DERIVED_STALE), at `cheap`, lengths int64[n] of live slots other than committed. For the library."""
-        if levels.cheap:
-            committed = self._committed(rows)
-            where: Where = {**self._where(operation), "column": "seq_lens"}
-
-            def explain(row: int) -> tuple[str, object, object]:
-                return "the lengths are not those of the pages", committed[row], lens[row]
-
-            invariants.derived_stale(committed != lens, explain, slots=rows, **where)
-
-    def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
-        """The locations of `lay`. For the library."""
-        return self.lay(rows, start, counts, "locations_of")[1]
-
-    def lay(self, rows: Ints, starts: Ints, counts: Ints, operation: str) -> tuple[Ints, Ints]:
-        """Positions and locations of `counts` tokens of each row from `starts` on, int64[t] each. For the library."""
-        positions: Ints = np.empty(int(counts.sum()), dtype=np.int64)
-        locations = np.empty_like(positions)
-        self._rows.lay(rows, starts, counts, positions, locations)
-        self._check_placed(locations, operation)
-        return positions, locations
-
-    def _check_placed(self, locations: Ints, operation: str) -> None:
-        """Each location that was laid last is on a page: else a position counts as allocated that is not."""
-        if self._rows.unplaced:
-            invariants.slot_zero_allocated(locations // self.page_size, **self._where(operation))
-            raise unexplained(self._holders.label, operation, "the rows")
-
     def _extension(self, owners: Slots, positions: Ints, locations: Ints, counts: Ints, operation: str) -> Extension:
         """Ends a change by which slots have `counts` tokens more, which are the extension."""
         self._check_placed(locations, operation)
@@ -701,9 +572,6 @@ class PagePool(OfThisProcess):
         origin = Origin("extension", self.runtime.step, owners, self.epochs, self.epochs.last)
         return Extension(positions, locations, counts, owners, self, origin)
 
-    def _locations(self, numbers: Ints) -> Locations:
-        return cast(Locations, self._space_of_locations.handles(numbers))
-
     # Sharing
 
     def take(self, n: SupportsIndex) -> PageLease:
@@ -712,12 +580,6 @@ class PagePool(OfThisProcess):
         The lease holds them alone, all `n * page_size` tokens of them. Once `commit` has said how many are written,
         `share` lets slots begin with them, and the slots that still hold them when the lease is released own them.
         Costs O(n), whatever the size of the pool.
-
-        Args:
-            n: how many, 0 or more.
-
-        Returns:
-            a lease, to be given back with `release`.
 
         Raises:
             PoolExhaustedError: fewer are free. Nothing was taken.
@@ -746,14 +608,8 @@ class PagePool(OfThisProcess):
     def hold(self, slots: Slots, num_tokens: SupportsIndex, *, first: SupportsIndex = 0) -> PageLease:
         """Keeps tokens of one slot when the slot is gone: one reference to each of their pages.
 
-        Args:
-            slots: one live handle.
-            num_tokens: where they end, as a length; whole pages.
-            first: where they begin: those before are held otherwise, or not at all.
-
-        Raises:
-            Violation: PAGE_ALIGNMENT, LENGTH_ORDER, PAGE_RELEASED; PAGE_UNWRITTEN, at `cheap`.
-            ArgumentError: not one slot.
+        They end at `num_tokens`, as a length, and begin at `first`: those before are held otherwise, or not at all.
+        Both are whole pages. Raises as `share`.
         """
         return self._sharing.hold(slots, num_tokens, first)
 
@@ -816,11 +672,11 @@ class PagePool(OfThisProcess):
         self._check_release(rows, operation)
         times_checked[LENGTH_ORDER] += 1
         if not self._holders.cut(rows, totals, starts, after, operation):
-            self._check_lengths(totals, committed, operation, TRUNCATED)
+            self._check_lengths(totals, committed, operation, lengths_of.TRUNCATED)
             self._check_allocated(rows, totals, operation)
-            self._check_lengths(self._tokens_of("first", rows), totals, operation, BEHIND_THE_FRONT)
+            self._check_lengths(self._tokens_of("first", rows), totals, operation, lengths_of.BEHIND_THE_FRONT)
             if starts is not None:
-                self._check_lengths(starts, totals, operation, BEYOND)
+                self._check_lengths(starts, totals, operation, lengths_of.BEYOND)
             raise unexplained(self._holders.label, operation, "the rows")
         self._done()
 
@@ -836,17 +692,6 @@ class PagePool(OfThisProcess):
         """As `SlotPool.release_requests`: requests leave with their pages, those of other pools and all else."""
         self.slots.release_requests(slots, after=after)
 
-    def add_release_check(self, check: Callable[[Ints, str], None]) -> None:
-        """For the library: `check(rows, operation)` may refuse, by raising, that pages of live slots are released."""
-        self.runtime.check_owner(f"{self.name}: add_release_check")
-        self._release_checks.append(check)
-
-    def _check_release(self, rows: Ints, operation: str) -> None:
-        for check in self._release_checks:
-            check(rows, operation)
-
-    # Checks
-
     def verify(self) -> None:
         """Checks every invariant of the pool from scratch, with its tables. Costs O(pages + slots x width).
 
@@ -859,26 +704,82 @@ class PagePool(OfThisProcess):
         self._holders.verify()
         self._verify_tables("verify")
 
-    def _verify_tables(self, operation: str) -> None:
-        for table in self._tables:
-            table.check(operation)
-        if not self.runtime.capturing:
-            for table, of in self._maps:
-                check_map(self, table, of, operation)
-
     def expect_idle(self) -> None:
         """No slot and no lease holds a page; pending ones are no leak. Else SLOT_CONSERVATION, naming up to 8."""
         self.transaction.enter(f"{self.name}: expect_idle")
         self._holders.expect_idle("expect_idle")
 
-    def _done(self) -> None:
-        """An operation has changed all that it changes."""
-        self.transaction.operation = None
-        self._check_after()
+    # For the library: steps, plans and the host tier. Rows int64[n] are live slots that were checked.
 
-    def _check_after(self) -> None:
-        if levels.full:
-            self._holders.verify()
+    def add_release_check(self, check: Callable[[Ints, str], None]) -> None:
+        """`check(rows, operation)` may refuse, by raising, that pages of live slots are released."""
+        self.runtime.check_owner(f"{self.name}: add_release_check")
+        self._release_checks.append(check)
+
+    def query_fences(self) -> None:
+        """Queries fences, before slots and pages are taken: it may run code of the engine."""
+        self._holders.query_fences()
+        self.slots.query_fences()
+
+    def note_grown(self, new: Ints) -> None:
+        """A step takes these pages next."""
+        self._holders.note(new)
+
+    def check_free(self, n: int, operation: str) -> None:
+        """Refuses a step that needs `n` further pages: there are fewer, or one is not free."""
+        self._holders.explain_free(n, operation)
+
+    def check_unshared(self, pages: Ints, operation: str) -> None:
+        """Refuses (PAGE_OWNER) a write into pages int64[n] if one has another holder too."""
+        if self._rows.look_writable(pages) >= 0:
+            self._holders.explain_writable(pages, operation)
+
+    def check_readable(self, rows: Ints, positions: Ints, operation: str, *, window: int | None = None) -> None:
+        """Refuses (PAGE_RELEASED) that tokens at `positions` int64[n] read what was given back.
+
+        Each reads the last `window` positions, its own included, or all up to its own.
+        """
+        if self._rows.look_readable(rows, positions, window or 0) >= 0:
+            reads = np.zeros_like(rows) if window is None else np.maximum(positions - (window - 1), 0)
+            invariants.page_released(reads, self._tokens_of("first", rows), slots=rows, **self._where(operation))
+
+    def check_committed(self, rows: Ints, lens: Ints, operation: str) -> None:
+        """Refuses (DERIVED_STALE), at `cheap`, lengths int64[n] other than committed."""
+        if levels.cheap:
+            committed, where = self._committed(rows), self._where(operation)
+            where["column"] = "seq_lens"
+
+            def explain(row: int) -> tuple[str, object, object]:
+                return "the lengths are not those of the pages", committed[row], lens[row]
+
+            invariants.derived_stale(committed != lens, explain, slots=rows, **where)
+
+    def tables_with(self, rows: Ints, there: int, totals: Ints, new: Ints) -> npt.NDArray[np.int32]:
+        """The pages for `totals` tokens, int32[n, most], with the `new` ones that a step will take.
+
+        The slots from row `there` on have none yet.
+        """
+        tables: npt.NDArray[np.int32] = self.page_table[rows]
+        tables[there:] = 0
+        has = np.count_nonzero(tables, axis=1) + self._rows.arrays["first"][rows]
+        ends = np.maximum(-(-totals // self.page_size), has)
+        columns = np.arange(tables.shape[1])
+        tables[(columns >= has[:, None]) & (columns < ends[:, None])] = new
+        return tables
+
+    def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
+        """The locations of `lay`."""
+        return self.lay(rows, start, counts, "locations_of")[1]
+
+    def lay(self, rows: Ints, starts: Ints, counts: Ints, operation: str) -> tuple[Ints, Ints]:
+        """Positions and locations of `counts` tokens of each row from `starts` on, int64[t] each."""
+        positions: Ints = np.empty(int(counts.sum()), dtype=np.int64)
+        locations = np.empty_like(positions)
+        self._rows.lay(rows, starts, counts, positions, locations)
+        self._check_placed(locations, operation)
+        return positions, locations
+
+    # Parts of operations
 
     def _begin(self, slots: Slots, operation: str) -> Ints:
         """Queries fences, then checks the handles, and at `full` what kernels can damage; int64[n].
@@ -891,8 +792,27 @@ class PagePool(OfThisProcess):
             self._verify_tables(operation)
         return self.slots.rows_of(slots, operation, unique=True)
 
+    def _done(self) -> None:
+        """An operation has changed all that it changes."""
+        self.transaction.operation = None
+        self._check_after()
+
+    def _check_after(self) -> None:
+        if levels.full:
+            self._holders.verify()
+
+    def _verify_tables(self, operation: str) -> None:
+        for table in self._tables:
+            table.check(operation)
+        if not self.runtime.capturing:
+            for table, of in self._maps:
+                check_map(self, table, of, operation)
+
     def _numbers(self, slots: Slots, numbers: object, operation: str) -> int | Ints:
-        """One number, or one per slot, int64[n]."""
+        """One number, or one per slot, int64[n]; those of a mirrored value go by handle.
+
+        They are read before `_begin`, since that may run code of the engine.
+        """
         if type(numbers) is int and abs(numbers) <= MOST_TOKENS:
             return numbers
         label = f"{self.name}: {operation}"
@@ -901,7 +821,9 @@ class PagePool(OfThisProcess):
         per_slot = amounts(numbers, len(slots), label)
         return per_slot if per_slot.ndim else int(per_slot)
 
-    def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = explain_total) -> None:
+    def _check_lengths(
+        self, shorter: Ints, longer: Ints, operation: str, explain: lengths_of.Explain = lengths_of.explain_total
+    ) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
         most = self.max_tokens_per_request
         invariants.length_order(shorter, longer, most, explain=explain, **self._where(operation))
@@ -909,14 +831,27 @@ class PagePool(OfThisProcess):
     def _check_allocated(self, rows: Ints, totals: Ints, operation: str) -> None:
         """Each row has pages for `totals` tokens."""
         allocated, most = self._tokens_of("count", rows), self._rows.width * self.page_size
-        invariants.length_order(totals, allocated, most, explain=UNCOMMITTED, **self._where(operation))
+        invariants.length_order(totals, allocated, most, explain=lengths_of.UNCOMMITTED, **self._where(operation))
 
     def _check_written(self, tokens: Ints, written: Ints, operation: str) -> None:
         if levels.cheap:
             invariants.page_unwritten(tokens, written, **self._where(operation))
 
+    def _check_placed(self, locations: Ints, operation: str) -> None:
+        """Each location that was laid last is on a page: else a position counts as allocated that is not."""
+        if self._rows.unplaced:
+            invariants.slot_zero_allocated(locations // self.page_size, **self._where(operation))
+            raise unexplained(self._holders.label, operation, "the rows")
+
+    def _check_release(self, rows: Ints, operation: str) -> None:
+        for check in self._release_checks:
+            check(rows, operation)
+
+    def _locations(self, numbers: Ints) -> Locations:
+        return cast(Locations, self._spaces["location"].handles(numbers))
+
     def _where(self, operation: str) -> Where:
-        return {"object": f"PagePool {self.name!r}", "operation": operation, "step": self.runtime.step}
+        return self._holders.where(operation)
 
 
 def _each(numbers: int | Ints, rows: Ints) -> Ints:
