@@ -161,14 +161,8 @@ class PageHolders(SlotListener):
         row = self.rows.hold(pages, times, by_key)
         if row >= 0:
             self.transaction.operation = None
-            where, arrays = self.where(operation), self.rows.arrays
-            if by_key:
-                held, current = (np.where(arrays["cached"] > 0, arrays["keyed"], 0), arrays["generation"])
-                invariants.slot_stale_handle(pages, held[pages], current[pages], **where)
-            invariants.slot_shared(pages, **where)
-            held = arrays["holders"][pages].astype(np.int64)
-            invariants.page_owner(held, np.maximum(held, 1), pages=pages, **where)
-            raise unexplained(self.label, operation, f"row {row}")
+            invariants.slot_shared(pages, **self.where(operation))
+            self._explain(f"row {row}", operation)
         if by_key:
             self.note(pages)
             self.check_whole(operation)
@@ -187,7 +181,7 @@ class PageHolders(SlotListener):
 
     def explain_free(self, n: int, operation: str) -> NoReturn:
         """Raises what stands against taking the next `n` pages."""
-        rows, arrays = self.rows, self.rows.arrays
+        rows = self.rows
         if n > rows.free:
             oldest = min((step for _, _, step in self.pending_groups()), default=None)
             raise PoolExhaustedError(
@@ -200,13 +194,12 @@ class PageHolders(SlotListener):
                 pending_since=oldest,
                 overdue=oldest is not None and self.runtime.step - oldest > self.runtime.steps_in_flight,
             )
-        pages = rows.next_pages(n)
-        where = self.check_numbers(pages, operation)
-        invariants.slot_in_flight(pages, arrays["leaving"][pages] > 0, **where)
-        invariants.slot_shared(np.concatenate([arrays["holders"].nonzero()[0], pages]), **where)
-        cached = (arrays["cached"][pages] > 0).astype(np.int64)
-        invariants.page_owner(cached, 0 * cached, pages=pages, **where)
-        raise unexplained(self.label, operation, f"the next {n}")
+        self._explain(f"the next {n}", operation)
+
+    def _explain(self, refused: str, operation: str) -> NoReturn:
+        """Raises what is wrong where the core finds its own numbers broken."""
+        self.verify(operation)
+        raise unexplained(self.label, operation, refused)
 
     def explain_writable(self, pages: Ints, operation: str) -> None:
         """Refuses (PAGE_OWNER) a write into one of `pages` that is shared or cached; page 0 stands for none yet."""
@@ -369,7 +362,7 @@ class PageHolders(SlotListener):
             leaked = self.rows.arrays["holders"].nonzero()[0]
             self._check_live(0, operation, leaked=leaked, named=self._taken_at.named)
 
-    def verify(self) -> None:
+    def verify(self, operation: str = "verify") -> None:
         """Counts all anew: each page has as many holders as it records, and each holder is a live slot or a lease.
 
         Nothing here trusts the loops of the core, which it checks.
@@ -381,7 +374,7 @@ class PageHolders(SlotListener):
         )
         idle = rows.oldest(rows.num_pages)
         free = np.concatenate([arrays["stack"][: rows.free - rows.idle].astype(np.int64), idle])
-        where = self.check_numbers(free, "verify")
+        where = self.check_numbers(free, operation)
         invariants.slot_in_flight(free, leaving[free] > 0, **where)
         invariants.slot_shared(free, **where)
         left = [pages for _, parts in self._leaving.values() for pages in parts]
@@ -417,7 +410,7 @@ class PageHolders(SlotListener):
         owners = np.flatnonzero(count)
         orphans = owners[~self._slots.is_live(owners)]
         if orphans.size:
-            self._check_live(rows.live - int((count - first)[orphans].sum()), "verify", leaked=orphans)
+            self._check_live(rows.live - int((count - first)[orphans].sum()), operation, leaked=orphans)
         self._check_changes(where)
 
     def _check_changes(self, where: Where) -> None:
