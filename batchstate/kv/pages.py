@@ -42,15 +42,13 @@ LENGTH_ORDER = Code.LENGTH_ORDER
 @final
 @attrs.frozen
 class PageStats:
-    """A page pool in numbers: free + pending + live = num_pages.
+    """A page pool in numbers: free + pending + live = num_pages, without page 0.
 
     Attributes:
-        num_pages: pages that can be allocated; page 0 is not among them.
-        free: pages without a holder.
         pending: released behind a fence that is not complete; waiting helps.
         live: held by slots or leases.
         shared: live pages with more than one holder.
-        leases: leases that are not released.
+        leases: those that are not released.
     """
 
     num_pages: int
@@ -117,8 +115,8 @@ class Extension:
     def entry(self, table: Table | None = None) -> TableWrite:
         """The write that records the locations in a table [slot, position] -> location, packed with a batch's upload.
 
-        Where a page begins it goes on to the end of the page: up to there a row names no place of another request.
-        Without a `table` it is for the pool's `req_to_token`.
+        Where a page begins it goes on to the end of the page: up to there a row names no place of another request. By
+        default the table is the pool's `req_to_token`.
 
         Raises:
             ArgumentError: no table passed, and the pool has none; or a table of other slots.
@@ -152,8 +150,7 @@ class PagePool(OfThisProcess):
     Raises:
         ArgumentError, DtypeError: sizes that are not positive integers, or whose product goes beyond int64;
             `req_to_token` is indexed by another pool's slots, or does not hold integers.
-        ShapeError, DtypeError, ValueOverflowError: `req_to_token` is too short for a request, or its dtype too small
-            for the last location.
+        ShapeError, DtypeError, ValueOverflowError: its rows are too short for a request, or its dtype is too small.
         Violation: UNIT_MISMATCH: it holds something else.
         DeviceError: `slots` belongs to another runtime.
     """
@@ -304,18 +301,13 @@ class PagePool(OfThisProcess):
     ) -> Table:
         """A new zeroed table with one row of `shape` per location or per page, those of page 0 included.
 
-        Its rows are named by `Locations` and `Pages` of this pool. A page that is allocated anew has unwritten rows.
+        Its rows are named by `Locations` or `Pages` of this pool. A page that is allocated anew has unwritten rows. The
+        dtype is one that numpy has too; `holds` is the index space of the values, if they are indices; with `host` they
+        are kept on the host too.
 
-        Args:
-            name: for reports.
-            shape: of one row.
-            dtype: one that numpy has too.
-            by: kind of the handles that name its rows.
-            holds: index space of the values, if they are indices.
-            of: another page pool over the same slots, where the table maps each location to that of the same token
-                there, as from all of KV memory to that of a sliding window. Locations of other pools are then refused,
-                and at `full` each row that is written is compared with where that pool has the token (TABLE_LINK).
-            host: keep the same values on the host too.
+        `of` is another page pool over the same slots, where the table maps each location to that of the same token
+        there, as from all of KV memory to that of a sliding window. Locations of other pools are then refused, and at
+        `full` each row that is written is compared with where that pool has the token (TABLE_LINK).
 
         Raises:
             ArgumentError: another `by`; `of` is not a page pool of these slots with as many tokens per page, or the
@@ -389,12 +381,7 @@ class PagePool(OfThisProcess):
 
         The counterpart of `release_requests`, for requests that were prefilled elsewhere. Their `total_lens` int[n]
         tokens count as committed, and the current stream has been given the work that writes them, as for `commit`.
-        `entry` has their rows of a token table.
-
-        Raises:
-            PoolExhaustedError: too few slots or pages are free. Nothing was taken.
-            Violation: LENGTH_ORDER: longer than a request may be.
-            ShapeError, DtypeError: `total_lens` are not n integers.
+        `entry` has their rows of a token table. Raises as `grow`, with nothing taken.
         """
         operation = "take_requests"
         label = f"{self.name}: {operation}"
@@ -589,13 +576,9 @@ class PagePool(OfThisProcess):
     def share(self, source: Source, target: Slots, num_tokens: SupportsIndex) -> Extension:
         """Lets `target` begin with the first `num_tokens` tokens of `source`: pages get further holders, with no copy.
 
-        Args:
-            source: one live handle, a lease, or leases of which each goes on where the one before ends.
-            target: live handles without pages.
-            num_tokens: whole pages; at most what the source has committed.
-
-        Returns:
-            these tokens as tokens of the targets, for their rows of a token table.
+        The source is one live handle, a lease, or leases of which each goes on where the one before ends. The tokens
+        are whole pages, and at most what it has committed. Targets are live handles without pages. Returns the tokens
+        as those of the targets, for their rows of a token table.
 
         Raises:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`: no work was launched that writes them;
@@ -621,14 +604,8 @@ class PagePool(OfThisProcess):
         As a prefix cache does when it finds, once a prefill is done, that it has the prefix already. Plans and
         extensions of the request that were made before are refused from then on; its token row is to be written anew.
 
-        Args:
-            slots: one live handle.
-            source: as for `share`, with the same tokens.
-            num_tokens: whole pages; at most what is committed on both sides.
-            after: the forward-done fence of the last forward that uses the pages that the request gives back.
-
-        Returns:
-            these tokens as tokens of the request, for its row of a token table.
+        `slots` is one live handle. The source and its tokens are as for `share`, and the request has committed the same
+        tokens. `after` is the forward-done fence of the last forward that uses the pages that it gives back.
 
         Raises:
             Violation: as `share`; PAGE_RELEASED also if the request has given back some of them.
@@ -653,9 +630,9 @@ class PagePool(OfThisProcess):
 
         Args:
             slots: live handles, each once.
-            total_lens: tokens that stay, one number or int[n]; at most what is committed. Results of a relay go by
-                handle: those of requests that left are dropped. None takes none back.
-            first: the first position that is still read, one number or int[n]; pages that lie before it are released.
+            total_lens: tokens that stay, at most what is committed; None takes none back. Results of a relay go by
+                handle: those of requests that left are dropped.
+            first: the first position that is still read; pages that lie before it are released.
             after: the forward-done fence of the last forward that uses the pages.
 
         Raises:
