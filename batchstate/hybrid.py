@@ -33,11 +33,7 @@ _ONLY = "state"
 class StateOwner(SlotListener):
     """The states of one kind. A slot owns `per_slot` of them, or as many as were asked for when it was taken.
 
-    Attributes:
-        title: of the kind in reports.
-        allocator: which states are free, pending or live.
-        states: those of each slot, in the core, whose arrays are `counts`, `mapping`, `turns` and `newest`.
-        wanted: int64[n], states of the slots that the present take takes; None for `per_slot` each.
+    `wanted` int64[n] are those of the slots that the present take takes; None for `per_slot` each.
     """
 
     def __init__(self, slots: SlotPool, kind: str, states: int, per_slot: int) -> None:
@@ -61,7 +57,7 @@ class StateOwner(SlotListener):
         self.allocator.reap()
 
     def check_take(self, n: int) -> None:
-        """Refuses if there are not enough states for `n` slots: PoolExhaustedError with their numbers."""
+        """PoolExhaustedError where there are too few states for `n` slots."""
         self.allocator.check_available(self._needed(n))
 
     def on_take(self, rows: Ints) -> None:
@@ -112,10 +108,8 @@ class StateTurns:
     """The states that a forward reads and writes, of requests that take turns. Made by `state_turns`.
 
     Attributes:
-        slots: the requests that take part in the forward, padded rows at the end.
         reads: int64[n], the state that each has written last; at first the first of its states. 0 for padding.
         writes: int64[n], the next one.
-        kind: of the states.
     """
 
     slots: Slots
@@ -210,12 +204,9 @@ class HybridSlotPool(SlotPool):
     ) -> Slots:
         """Takes `n` slots with their states, and writes the mapping to the device: one upload, one kernel a kind.
 
-        Args:
-            n: how many.
-            reserved: see `SlotPool.take`.
-            write: False leaves the device alone; pack `state_entry(slots)` with the upload of the step instead.
-            states: kind -> states for each of the slots, one number or int[n], from 0 to `states_per_slot`; by default
-                `states_per_slot` of each kind.
+        `write=False` leaves the device alone: pack `state_entry(slots)` with the upload of the step instead. `states`
+        maps kinds to states for each of the slots, one number or int[n] from 0 to `states_per_slot`, the default.
+        `reserved` is as for `SlotPool.take`.
 
         Raises:
             PoolExhaustedError: too few slots or states. Nothing was taken, nor by the others.

@@ -3,7 +3,7 @@
 All work on slot and page numbers that `PagePool` has checked.
 """
 
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -111,12 +111,9 @@ class PageHolders(SlotListener):
     Changes begin with the mark of the transaction, which the operation of the pool takes away at its end.
 
     Attributes:
-        rows: pages of slots, holders and states.
         table: int32[capacity, width], the pages of each slot.
         leases: by id, those that are not released.
-        cache: the prefix cache of the pool.
         epochs, shares: see `PagePool`.
-        pool_id, name, label: of the pool.
     """
 
     def __init__(self, slots: "SlotPool", rows: PageRows, name: str) -> None:
@@ -127,8 +124,7 @@ class PageHolders(SlotListener):
         self.cache: PrefixCache | None = None
         self.epochs = Changes(slots.capacity, "pages")
         self.shares = Changes(slots.capacity, "holders of the pages")
-        self.name = name
-        self.label = f"PagePool {name!r}"
+        self.name, self.label = name, f"PagePool {name!r}"
         self.pool_id = new_pool_id(self)
         self._slots = slots
         self._leaving: dict[int, tuple[QueriedFence, list[Ints]]] = {}  # by id of the fence, the oldest first
@@ -201,21 +197,12 @@ class PageHolders(SlotListener):
         self.verify(operation)
         raise unexplained(self.label, operation, refused)
 
-    def explain_writable(self, pages: Ints, operation: str) -> None:
-        """Refuses (PAGE_OWNER) a write into one of `pages` that is shared or cached; page 0 stands for none yet."""
-        arrays = self.rows.arrays
-        held = np.where(pages > 0, arrays["holders"][pages].astype(np.int64) + arrays["cached"][pages], 1)
-        invariants.page_owner(held, np.ones_like(held), pages=pages, **self.where(operation))
-
     # Letting go
 
     def drop(self, pages: Ints, after: Fence | None, operation: str) -> None:
         """Takes a holder from each of `pages` (a page may be named several times), at once or behind `after`.
 
         The caller has called `query_fences` before it checked anything: nothing here asks a fence.
-
-        Raises:
-            Violation: SLOT_DOUBLE_FREE: a page is not live. SLOT_CONSERVATION, at `cheap`.
         """
         self.transaction.operation = operation
         self._dropped(self.rows.drop(pages, after is not None), pages, after, operation)
@@ -223,8 +210,7 @@ class PageHolders(SlotListener):
     def cut(self, rows: Ints, totals: Ints | None, firsts: Ints | None, after: Fence | None, operation: str) -> bool:
         """Leaves rows int64[n] `totals` tokens, or none, and pages from position `firsts` on; see `PageRows.cut`.
 
-        Those that lose something have another epoch then. False where the lengths are out of order: nothing was
-        changed. Raises as `drop`.
+        Those that lose something have another epoch then. False, and no change, where the lengths are out of order.
         """
         loses = np.empty(rows.size, dtype=np.bool_)
         self.transaction.operation = operation
@@ -253,9 +239,6 @@ class PageHolders(SlotListener):
 
         Fences are code of the engine, and may call the pool: to be called before anything is checked. If one raises,
         nothing has changed. Called by a fence that it queries, it does nothing; nor does it under capture.
-
-        Raises:
-            Violation: SLOT_IN_FLIGHT, SLOT_DOUBLE_FREE, SLOT_CONSERVATION, at `cheap`.
         """
         if not self._leaving or self.runtime.capturing:
             return 0
@@ -284,8 +267,7 @@ class PageHolders(SlotListener):
     def pending_groups(self) -> list[tuple[Ints, Fence, int]]:
         """The pages that nobody holds any more, by the fences that they wait for; the oldest first. Queries nothing.
 
-        Returns:
-            pages int64[n], their fences as one, and the step in which the first holder left.
+        Pages int64[n] come with their fences as one, and the step in which the first holder left.
         """
         behind: dict[int, tuple[QueriedFence, ...]] = {}
         for fence, parts in self._leaving.values():
@@ -295,8 +277,10 @@ class PageHolders(SlotListener):
         groups: dict[tuple[QueriedFence, ...], list[int]] = {}
         for page, fences in behind.items():
             groups.setdefault(fences, []).append(page)
-        together: Any = {fences: joined(*(queried.fence for queried in fences)) for fences in groups}
-        return [(np.array(pages), together[fences], fences[0].step) for fences, pages in groups.items()]
+        return [
+            (np.array(numbers), cast(Fence, joined(*(queried.fence for queried in fences))), fences[0].step)
+            for fences, numbers in groups.items()
+        ]
 
     def _explain_counted(self, pages: Ints, counts: str, operation: str) -> NoReturn:
         """Raises that one of `pages` is named more often than it is held, or than holders of it have left."""
@@ -416,9 +400,8 @@ class PageHolders(SlotListener):
     def _check_changes(self, where: Where) -> None:
         """Nothing has changed since the last time that is not noted, and no generation fell.
 
-        A slot that has lost tokens, pages or the sole use of one has a change noted for that. A change of the pages
-        covers the holders too, since it refuses all that was derived before: a slot's new request may begin with shared
-        pages that the former request had alone.
+        A change of the pages covers the holders too, since it refuses all that was derived before: a slot's new request
+        may begin with shared pages that the former request had alone.
         """
         arrays, table = self.rows.arrays, self.table
         alone = (arrays["holders"][table] == 1) & (arrays["cached"][table] == 0)
@@ -445,17 +428,11 @@ class PageHolders(SlotListener):
 
 @final
 class PageSpace:
-    """The pages of a pool, or the locations on them, as an `IndexSpace` of tables.
-
-    Attributes:
-        kind: of the handles: `Pages` or `Locations`.
-        per_page: rows that a page has in a table.
-    """
+    """The `Pages` of a pool, or the `Locations` on them, `per_page` of each, as an `IndexSpace` of tables."""
 
     def __init__(self, holders: PageHolders, kind: type[Handles], per_page: int) -> None:
         self.runtime, self.transaction, self.name = holders.runtime, holders.transaction, holders.name
-        self.kind = kind
-        self.per_page = per_page
+        self.kind, self.per_page = kind, per_page
         self.capacity = (holders.rows.num_pages + 1) * per_page
         self._holders = holders
 

@@ -545,7 +545,7 @@ class PagePool(OfThisProcess):
                 self._check_allocated(rows, totals, operation)
             at = np.flatnonzero((totals > starts) & (starts < self._tokens_of("count", rows)))
             pages = self.page_table[rows[at], starts[at] // self.page_size].astype(np.int64)
-            holders.explain_writable(pages, operation)
+            self.check_unshared(pages, operation)
         if row < totals.size:
             raise unexplained(holders.label, operation, f"row {row}")
         holders.explain_free(core.needed, operation)
@@ -707,9 +707,11 @@ class PagePool(OfThisProcess):
         self._holders.explain_free(n, operation)
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
-        """Refuses (PAGE_OWNER) a write into pages int64[n] if one has another holder too."""
+        """Refuses (PAGE_OWNER) a write into pages int64[n] if one is shared or cached; 0 stands for none yet."""
         if self._rows.look_writable(pages) >= 0:
-            self._holders.explain_writable(pages, operation)
+            arrays = self._rows.arrays
+            held = np.where(pages > 0, arrays["holders"][pages].astype(np.int64) + arrays["cached"][pages], 1)
+            invariants.page_owner(held, np.ones_like(held), pages=pages, **self._where(operation))
 
     def check_readable(self, rows: Ints, positions: Ints, operation: str, *, window: int | None = None) -> None:
         """Refuses (PAGE_RELEASED) that tokens at `positions` int64[n] read what was given back.
