@@ -175,8 +175,8 @@ class HybridSlotPool(SlotPool):
         if kind is None and len(self._owners) == 1:
             return next(iter(self._owners.values()))
         if kind not in self._owners:
-            problem = f"{self.name}: no states of kind {kind!r}"
-            raise ArgumentError(problem, kind, f"name one of: {', '.join(self._owners)}")
+            remedy = f"name one of: {', '.join(self._owners)}"
+            raise ArgumentError(f"{self.name}: no states of kind {kind!r}", kind, remedy)
         return self._owners[kind]
 
     def state_table(self, kind: str | None = None) -> Table:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from batchstate import invariants
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import amounts, count, read_only
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, expected
 from batchstate.kv._lengths import SHORT_PREFIX, UNCOMMITTED, explain_total
 from batchstate.mirror import Slots
 from batchstate.runtime.base import Fence, check_fence
@@ -59,7 +59,7 @@ class PageLease:
             named = self.pages if self.pages.size else np.zeros(1, dtype=np.int64)
             invariants.slot_double_free(named, np.zeros(named.size, np.bool_), **sharing.holders.where(operation))
         sharing.drop(self, after, operation)
-        sharing.pool._check_after()
+        sharing.pool._done()
 
     def split(self, num_tokens: SupportsIndex) -> "tuple[PageLease, PageLease]":
         """Cuts the lease in two: its first `num_tokens` tokens, and the others. This one counts as released then.
@@ -127,9 +127,8 @@ class PageSharing:
         """A lease of pages that have a reference for it already; given back if a check fails. Takes the mark away."""
         lease = PageLease(pages, pages.size * self.pool.page_size, self, written, writer)
         self.leases[id(lease)] = lease
-        self.transaction.operation = None
         try:
-            self.pool._check_after()
+            self.pool._done()
         except Exception:
             self.drop(lease, None, self._take)
             raise
@@ -217,8 +216,11 @@ class PageSharing:
     def prefix(self, source: Source, tokens: int, operation: str) -> tuple[Ints, int]:
         """The pages of the first `tokens` tokens of a source, checked, a new array; and who wrote them."""
         pool, length = self.pool, np.array([tokens], dtype=np.int64)
-        if isinstance(source, PageLease | Sequence):
-            leases = [self.held(lease, operation) for lease in ([source] if isinstance(source, PageLease) else source)]
+        if isinstance(source, PageLease):
+            available, pages = source.tokens, self.held(source, operation).pages
+            written, writer = source._written, source._writer
+        elif isinstance(source, Sequence):
+            leases = [self.held(lease, operation) for lease in source]
             available, written = sum(lease.tokens for lease in leases), 0
             pages = np.concatenate([length[:0], *(lease.pages for lease in leases)])
             self._check_distinct(pages[: tokens // pool.page_size], source, operation)
@@ -243,8 +245,7 @@ class PageSharing:
 
     def _one(self, rows: Ints, operation: str) -> int:
         if rows.size != 1:
-            problem = f"{self.pool.name}: {operation}: expected one slot, got {rows.size}"
-            raise ArgumentError(problem, rows.size, "pass the slot of one request")
+            raise expected(f"{self.pool.name}: {operation}", "one slot", rows.size, "pass the slot of one request")
         return int(rows[0])
 
     def whole_pages(self, tokens: int, available: int, operation: str) -> int:

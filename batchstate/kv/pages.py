@@ -19,7 +19,7 @@ from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, as_array, count, read_only, shape_of
 from batchstate._core import PageRows
 from batchstate._origin import Origin
-from batchstate.errors import ArgumentError, ShapeError, another_runtime, unexplained
+from batchstate.errors import ArgumentError, ShapeError, another_runtime, expected, unexplained
 from batchstate.invariants import times_checked
 from batchstate.kv import _lengths as lengths_of
 from batchstate.kv._page_state import KVWrites, PageHolders, PageSpace
@@ -336,8 +336,8 @@ class PagePool(OfThisProcess):
         """The index space of a table, which may map to another pool, and that of its values."""
         self.runtime.check_owner(f"{self.name}: {operation}")
         if by not in self._spaces:
-            problem = f"{self.name}: a table: expected by='location' or by='page', got {by!r}"
-            raise ArgumentError(problem, by, "name one of the two; `SlotPool.table` makes tables by slot")
+            remedy = "name one of the two; `SlotPool.table` makes tables by slot"
+            raise expected(f"{self.name}: a table", "by='location' or by='page'", by, remedy)
         if of is not None:
             check_map_to(self, by, holds, shape, of)
         return self._spaces[by], "location" if of else holds
@@ -401,7 +401,7 @@ class PagePool(OfThisProcess):
                 self.writes.launched(rows, totals)
 
         slots = self.slots.take_with(totals.size, give)
-        self._check_after()
+        self._done()
         return slots
 
     def entry(self, slots: Slots, table: Table | None = None) -> TableWrite:
@@ -523,8 +523,9 @@ class PagePool(OfThisProcess):
         """Tokens of each row before and after, int64[n]."""
         starts, numbers = self._committed(rows), _each(numbers, rows)
         if adds and (least := int(numbers.min(initial=0))) < 0:
-            problem = f"{self.name}: advance by {least}"
-            raise ArgumentError(problem, least, "advance by 0 or more; `truncate` takes tokens back")
+            raise ArgumentError(
+                f"{self.name}: advance by {least}", least, "pass 0 or more; `truncate` takes tokens back"
+            )
         return starts, starts + np.minimum(numbers, MOST_TOKENS) if adds else numbers
 
     def _look(
@@ -726,12 +727,9 @@ class PagePool(OfThisProcess):
         """Refuses (DERIVED_STALE), at `cheap`, lengths int64[n] other than committed."""
         if levels.cheap:
             committed, where = self._committed(rows), self._where(operation)
-            where["column"] = "seq_lens"
-
-            def explain(row: int) -> tuple[str, object, object]:
-                return "the lengths are not those of the pages", committed[row], lens[row]
-
-            invariants.derived_stale(committed != lens, explain, slots=rows, **where)
+            where["column"], problem = "seq_lens", "the lengths are not those of the pages"
+            stale = committed != lens
+            invariants.derived_stale(stale, lambda row: (problem, committed[row], lens[row]), slots=rows, **where)
 
     def tables_with(self, rows: Ints, there: int, totals: Ints, new: Ints) -> npt.NDArray[np.int32]:
         """The pages for `totals` tokens, int32[n, most], with the `new` ones that a step will take.
@@ -774,9 +772,6 @@ class PagePool(OfThisProcess):
     def _done(self) -> None:
         """An operation has changed all that it changes."""
         self.transaction.operation = None
-        self._check_after()
-
-    def _check_after(self) -> None:
         if levels.full:
             self._holders.verify()
 

@@ -24,12 +24,12 @@ Ints = npt.NDArray[np.int64]
 @final
 @attrs.frozen
 class PrefixCacheStats:
-    """A prefix cache in numbers.
+    """A prefix cache in numbers; the last three since it was made.
 
     Attributes:
         keys: cached pages.
         idle: those without a holder; they are counted among the free pages of the pool.
-        queried: pages that `match` was asked for, since the cache was made.
+        queried: pages that `match` was asked for.
         hits: pages that it found.
         evicted: pages that were taken for others, or evicted, before anything else was done with their keys.
     """
@@ -44,10 +44,9 @@ class PrefixCacheStats:
 @final
 @attrs.frozen
 class CacheFit:
-    """Effect of admitting a request.
+    """Effect of admitting a request, of whose prefix `hits` pages are cached.
 
     Attributes:
-        hits: pages of its prefix that are cached.
         fits: whether the others can be taken now. Pages that wait for a fence do not count.
         evicted: the keys that would be evicted for them, in that order.
     """
@@ -221,10 +220,10 @@ class PrefixCache(OfThisProcess):
         Keys that `remove`, `clear` or the end of the pool took out are not among them. Call it before you insert again,
         as in each step: a key may come back. ArgumentError without `notices=True`.
         """
+        label = f"{self.pages.name}: take_evicted"
         if self._notices is None:
-            problem = f"{self.pages.name}: take_evicted: the cache keeps no notices"
-            raise ArgumentError(problem, self, "make it with PrefixCache(pages, notices=True)")
-        self.pages.transaction.enter(f"{self.pages.name}: take_evicted")
+            raise ArgumentError(f"{label} of a cache that keeps no notices", self, "make it with notices=True")
+        self.pages.transaction.enter(label)
         self._settle()
         keys, self._notices = self._notices, []
         return keys
