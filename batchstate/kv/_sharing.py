@@ -127,6 +127,7 @@ class PageSharing:
         """A lease of pages that have a reference for it already; given back if a check fails. Takes the mark away."""
         lease = PageLease(pages, pages.size * self.pool.page_size, self, written, writer)
         self.leases[id(lease)] = lease
+        self.transaction.operation = None
         try:
             self.pool._done()
         except Exception:
