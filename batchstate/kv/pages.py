@@ -30,7 +30,7 @@ from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.tables import Table, TableWrite
-from batchstate.violations import Code, Where
+from batchstate.violations import Code
 
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
 
@@ -179,7 +179,7 @@ class PagePool(OfThisProcess):
         self._rows = PageRows(slots.capacity, self.num_pages, self.page_size, most)
         self.transaction = slots.transaction
         self._holders = PageHolders(slots, self._rows, name)
-        self.epochs, self.shares = self._holders.epochs, self._holders.shares
+        self._where, self.epochs, self.shares = self._holders.where, self._holders.epochs, self._holders.shares
         self._spaces = {
             "location": PageSpace(self._holders, Locations, self.page_size),
             "page": PageSpace(self._holders, Pages, 1),
@@ -823,9 +823,6 @@ class PagePool(OfThisProcess):
 
     def _locations(self, numbers: Ints) -> Locations:
         return cast(Locations, self._spaces["location"].handles(numbers))
-
-    def _where(self, operation: str) -> Where:
-        return self._holders.where(operation)
 
 
 def _each(numbers: int | Ints, rows: Ints) -> Ints:
