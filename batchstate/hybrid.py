@@ -16,7 +16,7 @@ from batchstate import invariants, levels
 from batchstate._allocator import Allocator, size_of
 from batchstate._arrays import amounts, count
 from batchstate._core import SlotStates
-from batchstate.errors import ArgumentError, CaptureError
+from batchstate.errors import ArgumentError
 from batchstate.mirror import Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import Ints, SlotListener, SlotPool, SlotStats
@@ -33,39 +33,34 @@ _ONLY = "state"
 class StateOwner(SlotListener):
     """The states of one kind. A slot owns `per_slot` of them, or as many as were asked for when it was taken.
 
-    Attributes:
-        kind: name of the kind.
-        allocator: which states are free, pending or live.
-        states: those of each slot.
-        per_slot: the most states of a slot.
-        wanted: int64[n], states of the slots that the present take takes; None for `per_slot` each.
-        counts: int64[slots.capacity], states of each slot.
-        mapping: int64[slots.capacity, per_slot], slot -> states, 0 where it has none.
-        turns: int64[slots.capacity], how often the request has passed from one of its states to the next.
-        newest: int64[slots.capacity], the state that the request has written last; at first its first one.
+    `wanted` int64[n] are those of the slots that the present take takes; None for `per_slot` each.
     """
 
-    def __init__(self, slots: SlotPool, kind: str, states: int, per_slot: int, *, label: str) -> None:
+    def __init__(self, slots: SlotPool, kind: str, states: int, per_slot: int) -> None:
         self._slots = slots
         self.kind = kind
+        self.title = "states" if kind == _ONLY else f"{kind} states"
         self.per_slot = per_slot
         self.wanted: Ints | None = None
+        label = f"{self.title} of HybridSlotPool {slots.name!r}"
         self.allocator = Allocator(slots.runtime, states, label=label, transaction=slots.transaction)
         self.states = SlotStates(slots.capacity, per_slot)
         arrays: dict[str, Ints] = self.states.arrays
         self.counts, self.mapping, self.turns = arrays["count"], arrays["table"], arrays["turns"]
         self.newest, self._left = arrays["newest"], arrays["left"]
         invariants.table_capacity(len(self.mapping), slots.capacity, **self.allocator.where("mapping"))
+        slots.add_listener(self)
+        slots.runtime.declare_indices(kind, self.allocator.capacity)
+        self.table = slots.table(f"{slots.name} {self.title}", (per_slot,), torch.int32, holds=kind, host=True)
 
     def before_take(self) -> None:
         self.allocator.reap()
 
     def check_take(self, n: int) -> None:
-        """Refuses if there are not enough states for `n` slots: PoolExhaustedError with their numbers."""
+        """PoolExhaustedError where there are too few states for `n` slots."""
         self.allocator.check_available(self._needed(n))
 
     def on_take(self, rows: Ints) -> None:
-        """Gives each slot its states."""
         self.allocator.take(self._needed(rows.size), "take")
         self.states.give(rows, self.wanted, self.allocator.core)
 
@@ -92,17 +87,16 @@ class StateOwner(SlotListener):
         """Checks the states from scratch: the live ones are those that live slots own, each once."""
         states, where = self.allocator, self.allocator.where("verify")
         states.verify()
-        live = self._slots.live_slots()
-        self.check_conservation(live.size, "verify")
-        there = np.arange(self.per_slot) < self.counts[:, None]
-        owned = self.mapping[live][there[live]]
+        live = np.zeros(len(self.mapping), dtype=np.bool_)
+        live[self._slots.live_slots()] = True
+        self.check_conservation(int(np.count_nonzero(live)), "verify")
+        has = live[:, None] & (np.arange(self.per_slot) < self.counts[:, None])
+        owned = self.mapping[has]
         invariants.slot_out_of_range(owned, states.capacity, **where)
         invariants.slot_zero_allocated(owned, **where)
         invariants.slot_shared(owned, **where)
         invariants.slot_in_flight(owned, ~states.live_among(owned), **where)
-        idle = np.ones(len(self.mapping), dtype=np.bool_)
-        idle[live] = False
-        strays = (self.mapping != 0) & (idle[:, None] | ~there)
+        strays = (self.mapping != 0) & ~has
         left = np.flatnonzero(strays.any(axis=1))
         if left.size:
             states.check_live(states.live + int(np.count_nonzero(strays)), "verify", leaked=left)
@@ -114,10 +108,8 @@ class StateTurns:
     """The states that a forward reads and writes, of requests that take turns. Made by `state_turns`.
 
     Attributes:
-        slots: the requests that take part in the forward, padded rows at the end.
         reads: int64[n], the state that each has written last; at first the first of its states. 0 for padding.
         writes: int64[n], the next one.
-        kind: of the states.
     """
 
     slots: Slots
@@ -148,16 +140,9 @@ class StateTurns:
 class HybridSlotPool(SlotPool):
     """Slots 1 to size + reserve, each with up to `states_per_slot` of the states 1 to `states` while it is live.
 
-    Args:
-        runtime: the device.
-        size: slots that can be taken ordinarily.
-        states: entries of the second pool; a mapping of names to entries for several kinds.
-        states_per_slot: the most entries that a slot owns; a mapping gives it for each kind, 1 where it has none.
-        reserve: further slots, for `take(n, reserved=True)` alone.
-        name: for reports.
-
-    Methods about states take the name of the kind; without it they are about the only one. Its index space is called as
-    the kind is, `state` if it was given no name.
+    `states` and `states_per_slot` are numbers, or map names of kinds to numbers, the second 1 for kinds it leaves out.
+    The rest is as for `SlotPool`. Methods about states take the name of the kind; without it they are about the only
+    one. Its index space is called as the kind is, `state` if it was given no name.
 
     Raises:
         ArgumentError, DtypeError: numbers as for `SlotPool`; fewer states than one slot has; no kinds, a name that is
@@ -176,35 +161,27 @@ class HybridSlotPool(SlotPool):
     ) -> None:
         kinds = _kinds(states, states_per_slot, name)
         super().__init__(runtime, size, reserve=reserve, name=name)
-        self._owners: dict[str, StateOwner] = {}
-        self._state_tables: dict[str, Table] = {}
-        for kind, (num_states, per_slot) in kinds.items():
-            title = "states" if kind == _ONLY else f"{kind} states"
-            owner = StateOwner(self, kind, num_states, per_slot, label=f"{title} of HybridSlotPool {name!r}")
-            self._owners[kind] = owner
-            self.add_listener(owner)
-            runtime.declare_indices(kind, owner.allocator.capacity)
-            self._state_tables[kind] = self.table(f"{name} {title}", (per_slot,), torch.int32, holds=kind, host=True)
+        self._owners = {kind: StateOwner(self, kind, *numbers) for kind, numbers in kinds.items()}
 
     def __repr__(self) -> str:
         parts = [super().__repr__()]
-        for kind, owner in self._owners.items():
+        for owner in self._owners.values():
             states = owner.allocator
-            title = "states" if kind == _ONLY else f"{kind} states"
-            parts.append(f"{title}={states.size}, free={states.free}, pending={states.pending}, live={states.live}")
+            counts = f"free={states.free}, pending={states.pending}, live={states.live}"
+            parts.append(f"{owner.title}={states.size}, {counts}")
         return f"HybridSlotPool({', '.join(parts)})"
 
     def _owner(self, kind: str | None) -> StateOwner:
         if kind is None and len(self._owners) == 1:
             return next(iter(self._owners.values()))
         if kind not in self._owners:
-            problem = f"{self.name}: no states of kind {kind!r}"
-            raise ArgumentError(problem, kind, f"name one of: {', '.join(self._owners)}")
+            remedy = f"name one of: {', '.join(self._owners)}"
+            raise ArgumentError(f"{self.name}: no states of kind {kind!r}", kind, remedy)
         return self._owners[kind]
 
     def state_table(self, kind: str | None = None) -> Table:
         """int32[capacity, states_per_slot] on the device, slot -> states, 0 where a slot has none; holds the kind."""
-        return self._state_tables[self._owner(kind).kind]
+        return self._owner(kind).table
 
     def state_capacity(self, kind: str | None = None) -> int:
         """Rows of a tensor that states index: the largest state + 1."""
@@ -227,29 +204,25 @@ class HybridSlotPool(SlotPool):
     ) -> Slots:
         """Takes `n` slots with their states, and writes the mapping to the device: one upload, one kernel a kind.
 
-        Args:
-            n: how many.
-            reserved: see `SlotPool.take`.
-            write: False leaves the device alone; pack `state_entry(slots)` with the upload of the step instead.
-            states: kind -> states for each of the slots, one number or int[n], from 0 to `states_per_slot`; by default
-                `states_per_slot` of each kind.
+        `write=False` leaves the device alone: pack `state_entry(slots)` with the upload of the step instead. `states`
+        maps kinds to states for each of the slots, one number or int[n] from 0 to `states_per_slot`, the default.
+        `reserved` is as for `SlotPool.take`.
 
         Raises:
-            PoolExhaustedError: too few slots or states. Nothing was taken.
-            CaptureError: writing while the current stream is captured. Nothing was taken.
-            ArgumentError, DtypeError, ShapeError: no such kind, or not one count for each slot. Nothing was taken.
+            PoolExhaustedError: too few slots or states. Nothing was taken, nor by the others.
+            CaptureError: writing while the current stream is captured.
+            ArgumentError, DtypeError, ShapeError: no such kind, or not one count for each slot.
         """
         self.transaction.enter(self._take)
         number = count(n, f"{self._take}: n")
-        wanted = {} if states is None else self._wanted(number, states)
+        wanted = self._wanted(number, states or {})
         self.query_fences()
         return self._with_states(number, reserved, None, wanted, write)
 
     def check_take(self, n: int) -> None:
         """See `SlotPool.check_take`: a step sends no states."""
         problem = f"{self.name}: a step that takes {n} slots, which have states"
-        remedy = "take them with `take`, and join with them: name the column of slots too"
-        raise ArgumentError(problem, n, remedy)
+        raise ArgumentError(problem, n, "take them with `take`, and join with them: name the column of slots too")
 
     def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
         """See `SlotPool.take_with`; each slot gets `states_per_slot`."""
@@ -259,33 +232,28 @@ class HybridSlotPool(SlotPool):
         self, n: int, reserved: bool, give: Callable[[Ints], None] | None, wanted: Mapping[str, Ints], write: bool
     ) -> Slots:
         """Slots with states, as many as `wanted` of each kind, once fences were queried."""
-        if write and self.runtime.capturing:
-            problem = f"{self.name}: take writes to the device, which a captured stream does not allow"
-            remedy = "take with write=False, and pack `state_entry` with an upload after the capture"
-            raise CaptureError(problem, None, remedy)
+        if write:
+            self.runtime.refuse_capture(f"{self.name}: take without write=False")
         for kind, owner in self._owners.items():
             owner.wanted = wanted.get(kind)
         slots = self._taken(n, reserved, give)
-        if not write:
-            return slots
         try:
-            for kind, table in self._state_tables.items():
-                table.write(slots, None, self.states_of(slots, kind))
-            return slots
+            for kind, owner in self._owners.items() if write else ():
+                owner.table.write(slots, None, self.states_of(slots, kind))
         except BaseException:
             self.give_back(slots.np, slots.generations, "take")
             raise
+        return slots
 
     def _wanted(self, n: int, states: Mapping[str, object]) -> dict[str, Ints]:
         """The states of each slot by kind, int64[n], checked."""
         wanted = {}
         for kind, counts in states.items():
-            owner = self._owner(kind)
-            each = np.ascontiguousarray(np.broadcast_to(amounts(counts, n, f"{self._take}: {kind}"), (n,)))
-            if n and not 0 <= int(each.min()) <= int(each.max()) <= owner.per_slot:
-                wrong = int(each.min()) if each.min() < 0 else int(each.max())
+            most, label = self._owner(kind).per_slot, f"{self._take}: {kind}"
+            each = np.ascontiguousarray(np.broadcast_to(amounts(counts, n, label), (n,)))
+            for wrong in each[(each < 0) | (each > most)][:1].tolist():
                 problem = f"{self.name}: take of {wrong} {kind} states for a slot"
-                raise ArgumentError(problem, wrong, f"pass 0 to {owner.per_slot} for each slot (states_per_slot)")
+                raise ArgumentError(problem, wrong, f"pass 0 to {most} for each slot (states_per_slot)")
             wanted[kind] = each
         return wanted
 
@@ -309,10 +277,7 @@ class HybridSlotPool(SlotPool):
 
         Each request passes from one of its states to the next in the forwards that it takes part in, whatever the
         others do and however many steps it sits out. It begins by reading the first, which is written when it joins.
-
-        Args:
-            slots: the requests that take part in the forward, padded rows at the end. Declare it with `launched`.
-            kind: of the states.
+        `slots` are those of the forward, padded rows at the end; declare it with `launched`.
 
         Raises:
             Violation: handles as for `rows_of`; STATE_TURN, at `cheap`.
@@ -320,8 +285,7 @@ class HybridSlotPool(SlotPool):
         rows = self.rows_of(slots, "state_turns", padded=True)
         states = self._owner(kind)
         turns, own = states.turns[rows], np.maximum(states.counts[rows], 1)
-        reads = states.mapping[rows, turns % own]
-        writes = states.mapping[rows, (turns + 1) % own]
+        reads, writes = states.mapping[rows, turns % own], states.mapping[rows, (turns + 1) % own]
         self._check_turns(states, rows, reads, "state_turns")
         return StateTurns(slots, reads, writes, states.kind, self)
 
@@ -339,17 +303,16 @@ class HybridSlotPool(SlotPool):
 
     def _check_turns(self, states: StateOwner, rows: Ints, reads: Ints, operation: str) -> None:
         if levels.cheap:
-            invariants.state_turn(
-                rows, states.newest[rows], reads, object=self, operation=operation, step=self.runtime.step
-            )
+            newest, step = states.newest[rows], self.runtime.step
+            invariants.state_turn(rows, newest, reads, object=self, operation=operation, step=step)
 
     def verify(self) -> None:
         """See `SlotPool.verify`; MIRROR_EQUAL also if the device maps a slot to other states than it owns."""
         super().verify()
         everyone = self._allocator.handles(self.live_slots())
-        for kind, table in self._state_tables.items():
-            live = everyone.filter(table.written(everyone))  # others wait for the upload of a step
-            owned, mapped = self._owners[kind].mapping[live.np].astype(np.int32), table.host_for(live)
+        for owner in self._owners.values():
+            live = everyone.filter(owner.table.written(everyone))  # others wait for the upload of a step
+            owned, mapped = owner.mapping[live.np].astype(np.int32), owner.table.host_for(live)
             invariants.mirror_equal(owned, mapped, object=repr(self), operation="verify", step=self.runtime.step)
 
     def expect_idle(self) -> None:
@@ -368,15 +331,15 @@ def _kinds(
     sizes = states if isinstance(states, Mapping) else {_ONLY: states}
     counts = per_slot if isinstance(per_slot, Mapping) else dict.fromkeys(sizes, per_slot)
     taken = ("slot", "page", "location", "host_location")
-    unknown = [kind for kind in counts if kind not in sizes]
     wrong = [kind for kind in sizes if not kind.isidentifier() or kind in taken]
-    if not sizes or unknown or wrong:
+    wrong = [kind for kind in counts if kind not in sizes] or wrong
+    if not sizes or wrong:
         problem = f"{name}: expected kinds of states and a count for each, got states {[*sizes]} and counts {[*counts]}"
         remedy = f"name each kind by an identifier other than {', '.join(taken)}, and count these kinds only"
-        raise ArgumentError(problem, unknown or wrong or [*sizes], remedy)
+        raise ArgumentError(problem, wrong or [*sizes], remedy)
     kinds = {}
     for kind, size in sizes.items():
         label = name if kind == _ONLY else f"{name}: {kind}"
         each = count(counts.get(kind, 1), f"{label}: states_per_slot", least=1)
-        kinds[kind] = (size_of(size, f"{label}: states", least=each), each)
+        kinds[kind] = size_of(size, f"{label}: states", least=each), each
     return kinds

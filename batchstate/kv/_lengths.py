@@ -11,31 +11,19 @@ def explained(problem: str, remedy: str) -> Explain:
     return lambda shorter, longer, most: (problem.format(shorter, longer, most), remedy)
 
 
-FURTHER = explained(
-    "{1} tokens asked for, a request may have {2} (max_tokens_per_request)",
-    "finish the request, or make the PagePool with a larger max_tokens_per_request",
-)
-UNCOMMITTED = explained(
-    "{0} tokens are to be committed, {1} are allocated", "`grow` first, or `extend`, which does both"
-)
-TRUNCATED = explained(
-    "truncation to {0} tokens, of {1} that are committed",
-    "pass a total from 0 to what is committed; `extend` and `advance` add tokens",
-)
+UNCOMMITTED = explained("{0} tokens are to be committed, {1} are allocated", "`grow` first, or use `extend`")
+SHORT_PREFIX = explained("a prefix of {0} tokens asked for, {1} are committed", "commit them first, or ask for fewer")
+TRUNCATED = explained("truncation to {0} tokens, of {1} that are committed", "pass 0 to what is committed")
 BEYOND = explained(
-    "position {0} is to be the first, of {1} tokens",
-    "pass 0 to as many as stay committed; to give everything back, `release` the pages",
+    "position {0} is to be the first, of {1} tokens", "pass 0 to as many as stay committed, or `release`"
 )
 BEHIND_THE_FRONT = explained(
-    "truncation to {1} tokens, and the pages of the first {0} were given back",
-    "`release` the pages of the request, and let it begin anew",
+    "truncation to {1} tokens, and the pages of the first {0} were given back", "`release` the pages, and begin anew"
 )
-OVERWRITTEN = explained(
-    "{0} tokens count as written, of {1} that are committed", "report it: what is given back is to be written anew"
-)
-AHEAD = explained("{0} tokens count as accepted, of {1} that are committed", "report it: tokens are accepted last")
-SHORT_PREFIX = explained(
-    "a prefix of {0} tokens asked for, {1} are committed", "commit the tokens first, or ask for fewer"
+AHEAD = explained("{0} tokens count as written or accepted, of {1} that are committed", "report it")
+_TOO_LONG = explained(
+    "{1} tokens asked for, a request may have {2} (max_tokens_per_request)",
+    "finish the request, or make the PagePool with a larger max_tokens_per_request",
 )
 _NEGATIVE = explained("{1} tokens asked for", "pass 0 or more")
 _SHRUNK = explained(
@@ -46,5 +34,5 @@ _SHRUNK = explained(
 
 def explain_total(committed: int, asked: int, most: int) -> tuple[str, str]:
     """For a length that is a total."""
-    explain = FURTHER if asked > most else _NEGATIVE if asked < 0 else _SHRUNK
+    explain = _TOO_LONG if asked > most else _NEGATIVE if asked < 0 else _SHRUNK
     return explain(committed, asked, most)

@@ -11,7 +11,6 @@ from batchstate._arrays import arange_per_row, converted
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
 from batchstate.runtime.memory import numpy_dtype
 from batchstate.tables import Table
-from batchstate.violations import Where
 
 if TYPE_CHECKING:
     from batchstate.kv.pages import PagePool
@@ -21,8 +20,8 @@ Ints = npt.NDArray[np.int64]
 
 def check_map_to(pool: "PagePool", by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool") -> None:
     """Refuses a table that cannot map each location of the pool to that of the same token in `of`."""
-    fits = by == "location" and not shape and holds in (None, "location")
-    if of is pool or of.slots is not pool.slots or of.page_size != pool.page_size or not fits:
+    fits = of is not pool and of.slots is pool.slots and of.page_size == pool.page_size
+    if not fits or by != "location" or shape or holds not in (None, "location"):
         problem = f"{pool.name}: a table by {by}, {list(shape)} each, that holds {holds or 'location'} of {of!r}"
         remedy = "map locations to those of another PagePool of the same slots and the same page size"
         raise ArgumentError(problem, of, remedy)
@@ -33,15 +32,16 @@ def check_map(pool: "PagePool", table: Table, of: "PagePool", operation: str) ->
     lengths = np.minimum(pool.committed_lengths, of.committed_lengths)
     rows = np.flatnonzero(lengths)
     counts = lengths[rows]
-    owners, positions = rows.repeat(counts), arange_per_row(np.zeros_like(counts), counts)
-    columns, offset = np.divmod(positions, pool.page_size)
-    here, there = (pages.page_table[owners, columns].astype(np.int64) for pages in (pool, of))
-    at = np.flatnonzero(here)
-    size, offset = pool.page_size, offset[at]
-    locations, expected = here[at] * size + offset, np.where(there[at] > 0, there[at] * size + offset, 0)
-    written = table.written_for(locations, pool._space_of_pages.generations_of(here[at]))
+    columns, offset = np.divmod(arange_per_row(np.zeros_like(counts), counts), pool.page_size)
+    pages = np.array([part.page_table[rows.repeat(counts), columns] for part in (pool, of)], dtype=np.int64)
+    has = pages[0] > 0
+    (here, there), offset = pages[:, has], offset[has]
+    locations = here * pool.page_size + offset
+    expected = np.where(there > 0, there * pool.page_size + offset, 0)
+    written = table.written_for(locations, pool._spaces["page"].generations_of(here))
     actual = pool.runtime.inspect(table.memory)[locations].astype(np.int64)
-    where: Where = {**pool._where(operation), "column": table.name}
+    where = pool._where(operation)
+    where["column"] = table.name
     invariants.table_link(locations[written], expected[written], actual[written], **where)
 
 
@@ -50,12 +50,11 @@ def check_buffers(pool: "PagePool", buffers: tuple[torch.Tensor, ...]) -> None:
     label = f"{pool.name}: register_kv"
     for buffer in buffers:
         if buffer.device != pool.runtime.device:
-            problem = f"{label}: expected a tensor on {pool.runtime.device}, got one on {buffer.device}"
-            raise DeviceError(problem, buffer.device, "pass KV memory of the pool's device")
+            remedy = f"pass memory on {pool.runtime.device}"
+            raise DeviceError(f"{label} of a tensor on {buffer.device}", buffer.device, remedy)
         if not buffer.ndim or buffer.shape[0] not in (pool.location_capacity, pool.num_pages + 1):
-            problem = f"{label}: expected one row for each location or page, got shape {list(buffer.shape)}"
             remedy = f"pass [{pool.location_capacity}, ...] or [{pool.num_pages + 1}, ...]"
-            raise ShapeError(problem, tuple(buffer.shape), remedy)
+            raise ShapeError(f"{label} of shape {list(buffer.shape)}", tuple(buffer.shape), remedy)
 
 
 def check_page_zero(pool: "PagePool", buffers: tuple[torch.Tensor, ...], operation: str) -> None:
@@ -68,21 +67,18 @@ def check_page_zero(pool: "PagePool", buffers: tuple[torch.Tensor, ...], operati
 
 def check_req_to_token(pool: "PagePool", table: Table) -> None:
     """Refuses a table of other slots, with rows too short for a request, or with values that are not locations."""
+    label, where = f"{pool.name}: req_to_token", pool._where("req_to_token")
+    shape, dtype, most = table.shape, numpy_dtype(table.dtype), pool.max_tokens_per_request
     if table.space is not pool.slots:
-        other = f"{table!r}, of another pool, {table.space.name!r}"
-        problem = f"{pool.name}: expected a table of its slots as req_to_token, got {other}"
+        problem = f"{label}: {table!r} is of another pool, {table.space.name!r}"
         raise ArgumentError(problem, table, f"make it with `table(...)` of {pool.slots!r}")
-    shape, dtype = table.shape, numpy_dtype(table.dtype)
     if dtype.kind not in "iu":
-        problem = f"{pool.name}: req_to_token: expected integers, got {dtype}"
-        raise DtypeError(problem, dtype, "it holds locations: use int32 or int64")
-    where = pool._where("req_to_token")
+        raise DtypeError(f"{label}: expected integers, got {dtype}", dtype, "it holds locations: use int32 or int64")
     invariants.table_capacity(table.capacity, pool.slots.capacity, **where)
     if table.holds not in (None, "location"):
         invariants.unit_mismatch("location", table.holds, **where)
-    most = pool.max_tokens_per_request
     if len(shape) != 2 or shape[1] < most:
-        problem = f"{pool.name}: req_to_token: expected rows of at least {most} locations, got shape {list(shape[1:])}"
+        problem = f"{label}: expected rows of at least {most} locations, got shape {list(shape[1:])}"
         remedy = "make the table with `slots.table(name, (max_tokens_per_request,), holds='location')`"
         raise ShapeError(problem, shape, remedy)
-    converted(np.array([pool.location_capacity - 1]), dtype, f"{pool.name}: req_to_token")
+    converted(np.array([pool.location_capacity - 1]), dtype, label)

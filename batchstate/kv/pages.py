@@ -3,11 +3,11 @@
 A request grows (pages are allocated), commits (tokens are written), truncates (speculation was rejected) and is
 released, pages and slot together. Whole pages of a prefix may be shared: each holder has a reference, and a page with
 two references is not written. Pages may also be taken before there is a request; a lease holds them then. Bookkeeping
-is numpy on the host, O(what changes), on the owning thread; nothing here touches the device.
+is on the host, O(what changes), on the owning thread; nothing here touches the device.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn, SupportsIndex, cast, final
+from typing import Literal, SupportsIndex, cast, final
 
 import attrs
 import numpy as np
@@ -18,20 +18,11 @@ from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, as_array, count, read_only, shape_of
 from batchstate._core import PageRows
-from batchstate._origin import Changes, Origin
-from batchstate.errors import ArgumentError, ShapeError, another_runtime, unexplained
+from batchstate._origin import Origin
+from batchstate.errors import ArgumentError, ShapeError, another_runtime, expected, unexplained
 from batchstate.invariants import times_checked
-from batchstate.kv._lengths import (
-    BEHIND_THE_FRONT,
-    BEYOND,
-    FURTHER,
-    SHORT_PREFIX,
-    TRUNCATED,
-    UNCOMMITTED,
-    Explain,
-    explain_total,
-)
-from batchstate.kv._page_state import KVWrites, PageHolders, PageOwners, PageSpace
+from batchstate.kv import _lengths as lengths_of
+from batchstate.kv._page_state import KVWrites, PageHolders, PageSpace
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
 from batchstate.kv._sharing import PageLease, PageSharing, Source
 from batchstate.mirror import Locations, MirroredTensor, Pages, Slots, lined_up
@@ -39,10 +30,7 @@ from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.tables import Table, TableWrite
-from batchstate.violations import Code, Where
-
-if TYPE_CHECKING:
-    from batchstate.kv.prefix_cache import PrefixCache
+from batchstate.violations import Code
 
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
 
@@ -54,15 +42,13 @@ LENGTH_ORDER = Code.LENGTH_ORDER
 @final
 @attrs.frozen
 class PageStats:
-    """A page pool in numbers: free + pending + live = num_pages.
+    """A page pool in numbers: free + pending + live = num_pages, without page 0.
 
     Attributes:
-        num_pages: pages that can be allocated; page 0 is not among them.
-        free: pages without a holder.
         pending: released behind a fence that is not complete; waiting helps.
         live: held by slots or leases.
         shared: live pages with more than one holder.
-        leases: leases that are not released.
+        leases: those that are not released.
     """
 
     num_pages: int
@@ -76,10 +62,9 @@ class PageStats:
 @final
 @attrs.frozen(eq=False)
 class PendingPages:
-    """Pages that wait for one fence.
+    """Pages int64[n] that wait for one fence.
 
     Attributes:
-        pages: their numbers, int64[n].
         fence: as it was passed where their holder was released; of pages that others read too, all their fences as one.
         step: of the runtime, when the first of them were released.
     """
@@ -113,6 +98,9 @@ class Extension:
     def __len__(self) -> int:
         return self._numbers.size
 
+    def __repr__(self) -> str:
+        return f"Extension({len(self)} tokens of {self.counts.size} requests)"
+
     @property
     def slots(self) -> Ints:
         """The slot of each token, int64[t]."""
@@ -124,39 +112,26 @@ class Extension:
         self._origin.check(object=self, operation="locations", step=self.owners.runtime.step)
         return self._pool._locations(self._numbers)
 
-    def __repr__(self) -> str:
-        return f"Extension({len(self)} tokens of {self.counts.size} requests)"
-
     def entry(self, table: Table | None = None) -> TableWrite:
         """The write that records the locations in a table [slot, position] -> location, packed with a batch's upload.
 
-        Where a page begins it goes on to the end of the page: up to there a row names no place of another request.
-
-        Args:
-            table: by default the pool's `req_to_token`.
+        Where a page begins it goes on to the end of the page: up to there a row names no place of another request. By
+        default the table is the pool's `req_to_token`.
 
         Raises:
             ArgumentError: no table passed, and the pool has none; or a table of other slots.
             Violation: SLOT_STALE_HANDLE: a request has left since. DERIVED_STALE, at `cheap`: tokens were taken back
                 since. Else see `Table.entry`.
-            RowIndexError: see `Table.entry`.
         """
-        pool = self._pool
-        target = pool._token_table(table)
-        rows = pool.slots.rows_of(self.owners, "entry")
-        self._origin.check(object=self, operation="entry", step=self.owners.runtime.step)
+        pool, owners, got = self._pool, self.owners, self.counts > 0
+        target, rows = pool._token_table(table), pool.slots.rows_of(owners, "entry")
+        self._origin.check(object=self, operation="entry", step=owners.runtime.step)
         width = max(target.shape[-1], int(self.positions.max(initial=0)) + 1)  # longer requests are refused
-        index, locations = pool._rows.elements(rows, self.counts, self.positions, self._numbers, width)
-        return pool._token_write(target, width, index, locations, self._writers(), self._origin)
-
-    def _writers(self) -> Slots:
-        """The requests that have got tokens."""
-        owners, got = self.owners, self.counts > 0
-        if np.count_nonzero(got) == got.size:
-            return owners
-        return Slots.of_pool(
-            owners.runtime, owners.np[got], owners.generations[got], pool_id=owners.pool_id, name=owners.name
-        )
+        elements = pool._rows.elements(rows, self.counts, self.positions, self._numbers, width)
+        if np.count_nonzero(got) < got.size:
+            held = rows[got], owners.generations[got]
+            owners = Slots.of_pool(owners.runtime, *held, pool_id=owners.pool_id, name=owners.name)
+        return pool._token_write(target, width, elements, owners, self._origin)
 
 
 @ranges("extend", "advance", "commit", "release_requests")
@@ -164,14 +139,8 @@ class Extension:
 class PagePool(OfThisProcess):
     """Pages 1 to num_pages for the requests of one slot pool. Location t lies on page t // page_size.
 
-    Args:
-        runtime: the device.
-        slots: the pool whose slots own the pages. From now on a slot that still has pages cannot be freed.
-        num_pages: pages that can be allocated.
-        page_size: tokens per page.
-        max_tokens_per_request: most tokens that one request can have.
-        name: for reports.
-        req_to_token: default table of `Extension.entry`, [slot, position] -> location.
+    From now on a slot of `slots` that still has pages cannot be freed alone. A request has at most
+    `max_tokens_per_request` tokens. `req_to_token` is the default table of `entry`, [slot, position] -> location.
 
     Attributes:
         epochs: when each slot last gave back tokens or pages. Values derived from them before, such as a plan or an
@@ -181,8 +150,7 @@ class PagePool(OfThisProcess):
     Raises:
         ArgumentError, DtypeError: sizes that are not positive integers, or whose product goes beyond int64;
             `req_to_token` is indexed by another pool's slots, or does not hold integers.
-        ShapeError: a row of `req_to_token` is too short for a request.
-        DtypeError, ValueOverflowError: its dtype is too small for the last location.
+        ShapeError, DtypeError, ValueOverflowError: its rows are too short for a request, or its dtype is too small.
         Violation: UNIT_MISMATCH: it holds something else.
         DeviceError: `slots` belongs to another runtime.
     """
@@ -210,25 +178,24 @@ class PagePool(OfThisProcess):
             raise another_runtime(name, slots)
         self._rows = PageRows(slots.capacity, self.num_pages, self.page_size, most)
         self.transaction = slots.transaction
-        self._holders = PageHolders(runtime, self._rows, name=name, transaction=self.transaction)
-        self._space_of_locations = PageSpace(self._holders, Locations, self.page_size)
-        self._space_of_pages = PageSpace(self._holders, Pages, 1)
-        self._cache: PrefixCache | None = None
+        self._holders = PageHolders(slots, self._rows, name)
+        self._where, self.epochs, self.shares = self._holders.where, self._holders.epochs, self._holders.shares
+        self._spaces = {
+            "location": PageSpace(self._holders, Locations, self.page_size),
+            "page": PageSpace(self._holders, Pages, 1),
+        }
         self._tables: list[Table] = []
         self._maps: list[tuple[Table, PagePool]] = []
         self._kv: tuple[torch.Tensor, ...] = ()
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, self._rows)  # for the library
-        self.epochs = Changes(slots.capacity, "pages")
-        self.shares = Changes(slots.capacity, "holders of the pages")
         if req_to_token is not None:
             check_req_to_token(self, req_to_token)
         self._req_to_token = req_to_token
         self._release_checks: list[Callable[[Ints, str], None]] = []
         self._sharing = PageSharing(self)
-        self._listener = PageOwners(self)
-        slots.add_listener(self._listener)
+        slots.add_listener(self._holders)
 
     def __repr__(self) -> str:
         return (
@@ -238,7 +205,7 @@ class PagePool(OfThisProcess):
 
     @property
     def req_to_token(self) -> Table | None:
-        """The default table of `Extension.entry`."""
+        """The default table of `entry`."""
         return self._req_to_token
 
     @property
@@ -251,19 +218,13 @@ class PagePool(OfThisProcess):
         """The pool in numbers, after `reap`."""
         self.reap()
         rows = self._rows
-        return PageStats(
-            num_pages=self.num_pages,
-            free=rows.free,
-            pending=rows.pending,
-            live=rows.live,
-            shared=rows.shared,
-            leases=len(self._sharing.leases),
-        )
+        counts = rows.free, rows.pending, rows.live, rows.shared
+        return PageStats(self.num_pages, *counts, leases=len(self._holders.leases))
 
     @property
     def page_table(self) -> npt.NDArray[np.int32]:
         """The pages of each slot in order, int32[slots.capacity, max_pages], 0 beyond the last; a read-only view."""
-        return read_only(self._rows.arrays["table"].reshape(-1, self._rows.width))
+        return read_only(self._holders.table)
 
     @property
     def committed_lengths(self) -> Ints:
@@ -291,18 +252,6 @@ class PagePool(OfThisProcess):
         counts: Ints = self._rows.arrays[pages][rows].astype(np.int64)
         return counts * self.page_size
 
-    def check_readable(self, rows: Ints, positions: Ints, operation: str, *, window: int | None = None) -> None:
-        """Refuses that tokens at `positions` int64[n] of live slots read what was given back. For the library.
-
-        Each token reads the last `window` positions, its own included, or all up to its own.
-
-        Raises:
-            Violation: PAGE_RELEASED.
-        """
-        if self._rows.look_readable(rows, positions, window or 0) >= 0:
-            reads = np.zeros_like(rows) if window is None else np.maximum(positions - (window - 1), 0)
-            invariants.page_released(reads, self._tokens_of("first", rows), slots=rows, **self._where(operation))
-
     def locations(self, slots: Slots, first: SupportsIndex, stop: SupportsIndex) -> Locations:
         """Where the tokens at positions first to stop - 1 of one slot lie, `host_only` int64[stop - first].
 
@@ -318,11 +267,11 @@ class PagePool(OfThisProcess):
         if rows.size != 1 or end < begin:
             problem = f"{label}: expected positions of one slot, got {begin} to {end} of {rows.size} slots"
             raise ArgumentError(problem, (begin, end), "name one slot, and positions in ascending order")
-        lengths = np.array([end], dtype=np.int64)
-        self._check_lengths(lengths, self._committed(rows), operation, SHORT_PREFIX)
+        start, lengths = np.array([begin]), np.array([end], dtype=np.int64)
+        self._check_lengths(lengths, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
         self._check_written(lengths, self.writes.tokens[rows], operation)
-        self.check_readable(rows, np.array([begin]), operation, window=1)
-        return self._locations(self.lay(rows, np.array([begin]), lengths - begin, operation)[1])
+        self.check_readable(rows, start, operation, window=1)
+        return self._locations(self.lay(rows, start, lengths - start, operation)[1])
 
     def pages_of(self, owner: Slots | PageLease) -> Pages:
         """The pages of requests, one after the other, or of a lease, in the order of their tokens. O(pages).
@@ -333,10 +282,9 @@ class PagePool(OfThisProcess):
         if isinstance(owner, PageLease):
             pages = self._sharing.held(owner, "pages_of").pages
         else:
-            rows = self.slots.rows_of(owner, "pages_of")
-            table = self.page_table[rows]
+            table = self.page_table[self.slots.rows_of(owner, "pages_of")]
             pages = table[table > 0].astype(np.int64)
-        return cast(Pages, self._space_of_pages.handles(pages))
+        return cast(Pages, self._spaces["page"].handles(pages))
 
     # Tables
 
@@ -353,27 +301,20 @@ class PagePool(OfThisProcess):
     ) -> Table:
         """A new zeroed table with one row of `shape` per location or per page, those of page 0 included.
 
-        Its rows are named by `Locations` and `Pages` of this pool. A page that is allocated anew has unwritten rows.
+        Its rows are named by `Locations` or `Pages` of this pool. A page that is allocated anew has unwritten rows. The
+        dtype is one that numpy has too; `holds` is the index space of the values, if they are indices; with `host` they
+        are kept on the host too.
 
-        Args:
-            name: for reports.
-            shape: of one row.
-            dtype: one that numpy has too.
-            by: kind of the handles that name its rows.
-            holds: index space of the values, if they are indices.
-            of: another page pool over the same slots, where the table maps each location to that of the same token
-                there, as from all of KV memory to that of a sliding window. Locations of other pools are then refused,
-                and at `full` each row that is written is compared with where that pool has the token (TABLE_LINK).
-            host: keep the same values on the host too.
+        `of` is another page pool over the same slots, where the table maps each location to that of the same token
+        there, as from all of KV memory to that of a sliding window. Locations of other pools are then refused, and at
+        `full` each row that is written is compared with where that pool has the token (TABLE_LINK).
 
         Raises:
             ArgumentError: another `by`; `of` is not a page pool of these slots with as many tokens per page, or the
                 table is not by location, of one location each.
         """
-        self.runtime.check_owner(f"{self.name}: table")
-        space = self._space(by, holds, shape_of(shape, name), of)
-        table = Table.new(space, name, shape, dtype, holds="location" if of else holds, host=host)
-        return self._added(table, of)
+        space, unit = self._space("table", by, holds, shape_of(shape, name), of)
+        return self._added(Table.new(space, name, shape, dtype, holds=unit, host=host), of)
 
     def adopt(
         self,
@@ -385,28 +326,26 @@ class PagePool(OfThisProcess):
         of: "PagePool | None" = None,
         host: bool = False,
     ) -> Table:
-        """A table by location or page over an engine's own tensor. Arguments and errors as for `SlotPool.adopt`.
+        """A table over an engine's own tensor; the rest as for `SlotPool.adopt` and `table`."""
+        space, unit = self._space("adopt", by, holds, tuple(tensor.shape)[1:], of)
+        return self._added(Table.adopted(space, tensor, name, holds=unit, host=host), of)
 
-        `of` is as for `table`.
-        """
-        self.runtime.check_owner(f"{self.name}: adopt")
-        space = self._space(by, holds, tuple(tensor.shape)[1:], of)
-        return self._added(Table.adopted(space, tensor, name, holds="location" if of else holds, host=host), of)
-
-    def _space(self, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None") -> PageSpace:
-        """The index space of a table, which may map to another pool."""
-        spaces = {space.kind.unit: space for space in (self._space_of_locations, self._space_of_pages)}
-        if by not in spaces:
-            problem = f"{self.name}: a table: expected by='location' or by='page', got {by!r}"
-            raise ArgumentError(problem, by, "name one of the two; `SlotPool.table` makes tables by slot")
+    def _space(
+        self, operation: str, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None"
+    ) -> tuple[PageSpace, str | None]:
+        """The index space of a table, which may map to another pool, and that of its values."""
+        self.runtime.check_owner(f"{self.name}: {operation}")
+        if by not in self._spaces:
+            remedy = "name one of the two; `SlotPool.table` makes tables by slot"
+            raise expected(f"{self.name}: a table", "by='location' or by='page'", by, remedy)
         if of is not None:
             check_map_to(self, by, holds, shape, of)
-        return spaces[by]
+        return self._spaces[by], "location" if of else holds
 
     def _added(self, table: Table, of: "PagePool | None") -> Table:
         self._tables.append(table)
         if of is not None:
-            table.of = of._space_of_locations
+            table.of = of._spaces["location"]
             self._maps.append((table, of))
         return table
 
@@ -414,12 +353,7 @@ class PagePool(OfThisProcess):
         """Says which KV memory the locations index, so that `full` can check that page 0, which is padding, is finite.
 
         Each forward of a `ForwardPlan` with these pages is checked at its entry, on its stream; others by `check_kv`.
-
-        Args:
-            *buffers: of the device, [location_capacity, ...] or [num_pages + 1, ...].
-
-        Raises:
-            ShapeError, DeviceError: other rows; on another device.
+        Buffers of the device are [location_capacity, ...] or [num_pages + 1, ...], else ShapeError or DeviceError.
         """
         self.runtime.check_owner(f"{self.name}: register_kv")
         check_buffers(self, buffers)
@@ -440,30 +374,14 @@ class PagePool(OfThisProcess):
         self.transaction.enter(f"{self.name}: pending")
         return [PendingPages(pages, fence, step) for pages, fence, step in self._holders.pending_groups()]
 
-    def check_unshared(self, pages: Ints, operation: str) -> None:
-        """Refuses (PAGE_OWNER) a write into pages int64[n] if one has another holder too."""
-        if self._rows.look_writable(pages) >= 0:
-            self._holders.explain_writable(pages, operation)
-
     # Growing
 
     def take_requests(self, total_lens: "Amount") -> Slots:
         """Takes a slot for each of n requests, and pages for tokens whose KV is there: they arrive with all they have.
 
-        The counterpart of `release_requests`, for requests that were prefilled elsewhere. The tokens count as
-        committed, and the current stream has been given the work that writes them, as for `commit`. `entry` has their
-        rows of a token table.
-
-        Args:
-            total_lens: tokens of each, int[n].
-
-        Returns:
-            handles int64[n].
-
-        Raises:
-            PoolExhaustedError: too few slots or pages are free. Nothing was taken.
-            Violation: LENGTH_ORDER: longer than a request may be.
-            ShapeError, DtypeError: `total_lens` are not n integers.
+        The counterpart of `release_requests`, for requests that were prefilled elsewhere. Their `total_lens` int[n]
+        tokens count as committed, and the current stream has been given the work that writes them, as for `commit`.
+        `entry` has their rows of a token table. Raises as `grow`, with nothing taken.
         """
         operation = "take_requests"
         label = f"{self.name}: {operation}"
@@ -473,15 +391,6 @@ class PagePool(OfThisProcess):
         totals = amounts(lengths, lengths.size, label)
         self.transaction.enter(operation)
         self.query_fences()
-        return self.take_rows(totals, operation)
-
-    def query_fences(self) -> None:
-        """Queries fences, before slots and pages are taken: it may run code of the engine. For the library."""
-        self._holders.query_fences()
-        self.slots.query_fences()
-
-    def take_rows(self, totals: Ints, operation: str) -> Slots:
-        """`take_requests` of lengths int64[n], after `query_fences`. For the library."""
         self._look(None, None, totals, operation)
         needed = self._rows.needed
 
@@ -492,44 +401,32 @@ class PagePool(OfThisProcess):
                 self.writes.launched(rows, totals)
 
         slots = self.slots.take_with(totals.size, give)
-        self._check_after()
+        self._done()
         return slots
 
     def entry(self, slots: Slots, table: Table | None = None) -> TableWrite:
-        """The write that records where all tokens of some requests lie in a table [slot, position] -> location.
+        """The write that records where all tokens of live requests, each once, lie in a token table.
 
-        Each page that they have goes in to its end. `Extension.entry` does so for the tokens of one operation.
-
-        Args:
-            slots: live handles, each once.
-            table: by default the pool's `req_to_token`.
-
-        Raises:
-            As `Extension.entry`.
+        Each page that they have goes in to its end. `Extension.entry` does so for the tokens of one operation, and
+        raises as this does.
         """
-        operation = "entry"
         target = self._token_table(table)
-        rows = self.slots.rows_of(slots, operation, unique=True)
+        rows = self.slots.rows_of(slots, "entry", unique=True)
         width = max(target.shape[-1], int(self._committed(rows).max(initial=0)))  # longer requests are refused
         origin = Origin("token rows", self.runtime.step, slots, self.epochs, self.epochs.last)
-        index, locations = self._rows.all_elements(rows, width)
-        return self._token_write(target, width, index, locations, slots, origin)
+        return self._token_write(target, width, self._rows.all_elements(rows, width), slots, origin)
 
     def _token_write(
-        self, target: Table, width: int, index: Ints, locations: Ints, owners: Slots, origin: Origin
+        self, target: Table, width: int, elements: tuple[Ints, Ints], owners: Slots, origin: Origin
     ) -> TableWrite:
-        """The write of `locations` into elements `index` of a flat token table with rows of `width`."""
-        if self._is_token_table(target) and width == target.shape[-1] and not levels.full:
+        """The write of `elements`, places and locations, into a flat token table with rows of `width`."""
+        index, locations = elements
+        fits = target.dtype is torch.int64 or (target.dtype is torch.int32 and self.location_capacity <= 2**31)
+        holds = target is self.req_to_token or (fits and target.holds == "location")
+        if holds and width == target.shape[-1] and not levels.full:
             return target.planned(index, locations, owners, origin)  # the pool made and checked all
         rows, positions = np.divmod(index, width)
         return target.entry_of(rows, positions, self._locations(locations), owners, origin)
-
-    def _is_token_table(self, table: Table) -> bool:
-        """Whether each location of the pool goes into a table that is declared to hold locations."""
-        if table is self.req_to_token:
-            return True
-        fits = table.dtype is torch.int64 or (table.dtype is torch.int32 and self.location_capacity <= 2**31)
-        return fits and table.holds == "location"
 
     def _token_table(self, table: Table | None) -> Table:
         """The table, or by default the pool's, that records locations of its slots."""
@@ -544,15 +441,15 @@ class PagePool(OfThisProcess):
     def grow(self, slots: Slots, total_lens: "Amount") -> None:
         """Allocates pages until each slot has room for `total_lens` tokens. Commits nothing, releases nothing.
 
-        Args:
-            slots: live handles, each once.
-            total_lens: tokens in all, one number or int[n].
+        `slots` are live handles, each once, and `total_lens` one number or int[n], here and in `commit` and `extend`.
 
         Raises:
             PoolExhaustedError: too few pages are free. Nothing was allocated.
             Violation: LENGTH_ORDER: longer than a request may be; SLOT_SHARED.
         """
-        rows, totals = self._begin_with(slots, total_lens, "grow")
+        numbers = self._numbers(slots, total_lens, "grow")
+        rows = self._begin(slots, "grow")
+        totals = _each(numbers, rows)
         self._look(rows, None, totals, "grow")
         self._holders.grow(rows, totals, self._rows.needed, "grow")
         self._done()
@@ -562,11 +459,8 @@ class PagePool(OfThisProcess):
 
         At least as many as are committed, and at most as many as are allocated. From here on they can be shared, held
         and sent: who reads them on this stream comes behind, and another stream waits (`wait_written`). Forwards whose
-        inputs come from `resolve_forward_inputs`, of a plan with `pages=`, are noted by it.
-
-        Args:
-            owner: live handles, each once; or a lease of pages that KV arrives on.
-            total_lens: tokens in all, one number or int[n].
+        inputs come from `resolve_forward_inputs`, of a plan with `pages=`, are noted by it. Of a lease they are the
+        pages that KV arrives on.
 
         Raises:
             Violation: LENGTH_ORDER; PAGE_OWNER: new tokens lie on a page that others use too.
@@ -575,8 +469,9 @@ class PagePool(OfThisProcess):
         if isinstance(owner, PageLease):
             self._sharing.commit(owner, total_lens)
             return
-        rows, totals = self._begin_with(owner, total_lens, "commit")
-        start = self._committed(rows)
+        numbers = self._numbers(owner, total_lens, "commit")
+        rows = self._begin(owner, "commit")
+        start, totals = self._lengths(rows, numbers, False)
         self._look(rows, start, totals, "commit", allocated=True)
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
@@ -596,165 +491,74 @@ class PagePool(OfThisProcess):
         self.writes.wait_for_slots(rows)
 
     def extend(self, slots: Slots, total_lens: "Amount") -> Extension:
-        """Grows and commits each slot to `total_lens` tokens.
+        """Grows and commits each slot to `total_lens` tokens, and returns those from the old committed length on.
 
-        Returns:
-            the tokens from the old committed length to the new one.
-
-        Raises:
-            As `grow` and `commit`. Nothing was changed.
+        Raises as `grow` and `commit`, with nothing changed.
         """
-        return self._extend(slots, total_lens, False, "extend", explain_total)
+        return self._extend(slots, total_lens, False, "extend")
 
     def advance(self, slots: Slots, num_new_tokens: "Amount" = 1) -> Extension:
-        """Grows and commits each slot by `num_new_tokens`, as a decode step does, O(requests).
+        """Grows and commits each slot by `num_new_tokens` >= 0, as a decode step does, O(requests); as `extend`."""
+        return self._extend(slots, num_new_tokens, True, "advance")
 
-        Args:
-            slots: live handles, each once.
-            num_new_tokens: one number or int[n], 0 or more.
-
-        Returns:
-            the new tokens.
-
-        Raises:
-            As `grow` and `commit`. Nothing was changed.
-        """
-        return self._extend(slots, num_new_tokens, True, "advance", FURTHER)
-
-    def _extend(self, slots: Slots, lengths: object, adds: bool, operation: str, explain: Explain) -> Extension:
+    def _extend(self, slots: Slots, lengths: object, adds: bool, operation: str) -> Extension:
         """Allocates and commits `lengths` tokens in all, or so many more."""
         numbers = self._numbers(slots, lengths, operation)
         rows = self._begin(slots, operation)
         if self._holders.notes:
-            starts, totals = self._lengths(rows, numbers, adds)
-            self._look(rows, starts, totals, operation, explain)
+            self._look(rows, *self._lengths(rows, numbers, adds), operation)
             self._holders.note(self._rows.next_pages(self._rows.needed))
         times_checked[LENGTH_ORDER] += 1
         self.transaction.operation = operation
         laid = self._rows.extend(rows, numbers, adds)
         if type(laid) is not tuple:
             self.transaction.operation = None
-            starts, totals = self._lengths(rows, numbers, adds)
-            self._explain(laid, rows, starts, totals, operation, explain)
-        positions, locations, counts = laid
+            self._look(rows, *self._lengths(rows, numbers, adds), operation)
+            raise unexplained(self._holders.label, operation, f"row {laid}")
         self._holders.check_whole(operation)
+        positions, locations, counts = laid
         return self._extension(slots, positions, locations, counts, operation)
 
     def _lengths(self, rows: Ints, numbers: int | Ints, adds: bool) -> tuple[Ints, Ints]:
-        """Tokens of each row before and after, int64[n]. A sum that wraps around is less than the tokens before."""
+        """Tokens of each row before and after, int64[n]."""
         starts, numbers = self._committed(rows), _each(numbers, rows)
-        return starts, starts + numbers if adds else numbers
+        if adds and (least := int(numbers.min(initial=0))) < 0:
+            raise ArgumentError(
+                f"{self.name}: advance by {least}", least, "pass 0 or more; `truncate` takes tokens back"
+            )
+        return starts, starts + np.minimum(numbers, MOST_TOKENS) if adds else numbers
 
     def _look(
-        self,
-        rows: Ints | None,
-        starts: Ints | None,
-        totals: Ints,
-        operation: str,
-        explain: Explain = explain_total,
-        *,
-        allocated: bool = False,
+        self, rows: Ints | None, starts: Ints | None, totals: Ints, operation: str, *, allocated: bool = False
     ) -> None:
         """Refuses lengths int64[n] that are out of order, or for which there are no pages; see `PageRows.look`.
 
         With `allocated` the slots have to have the pages already.
         """
+        core, holders = self._rows, self._holders
         times_checked[LENGTH_ORDER] += 1
-        row = self._rows.look(rows, starts, totals, starts is not None)
-        if row >= 0 or (allocated and self._rows.needed):
-            self._explain(row, rows, starts, totals, operation, explain, allocated)
-
-    def _explain(
-        self,
-        row: int,
-        rows: Ints | None,
-        starts: Ints | None,
-        totals: Ints,
-        operation: str,
-        explain: Explain,
-        allocated: bool = False,
-    ) -> NoReturn:
-        """Raises what stands against these lengths, of which the core has refused `row`."""
-        core, where, begin = self._rows, self._where(operation), totals if starts is None else starts
-        if explain is FURTHER and (least := int((totals - begin).min(initial=0))) < 0:
-            problem = f"{self.name}: advance by {least}"
-            raise ArgumentError(problem, least, "advance by 0 or more; `truncate` takes tokens back")
-        invariants.length_order(begin, totals, core.most, explain=explain, **where)
-        if starts is not None and rows is not None:
+        row = core.look(rows, starts, totals, starts is not None)
+        if row < 0 and not (allocated and core.needed):
+            return
+        self._check_lengths(totals if starts is None else starts, totals, operation)
+        if rows is not None and starts is not None:
             if allocated:
                 self._check_allocated(rows, totals, operation)
             at = np.flatnonzero((totals > starts) & (starts < self._tokens_of("count", rows)))
             pages = self.page_table[rows[at], starts[at] // self.page_size].astype(np.int64)
-            self._holders.explain_writable(pages, operation)
+            self.check_unshared(pages, operation)
         if row < totals.size:
-            raise unexplained(self._holders.label, operation, f"row {row}")
-        self._holders.explain_free(core.needed, operation)
-
-    def note_grown(self, new: Ints) -> None:
-        """A step takes these pages next. For the library."""
-        if self._holders.notes:
-            self._holders.note(new)
-
-    def check_free(self, n: int, operation: str) -> None:
-        """Refuses a step that needs `n` further pages: there are fewer, or one is not free. For the library."""
-        self._holders.explain_free(n, operation)
-
-    def tables_with(self, rows: Ints, there: int, totals: Ints, new: Ints) -> npt.NDArray[np.int32]:
-        """The pages of slots int64[n] for `totals` tokens, int32[n, most], with the `new` ones that a step will take.
-
-        The slots from row `there` on have none yet. For the library.
-        """
-        tables: npt.NDArray[np.int32] = self.page_table[rows]
-        tables[there:] = 0
-        has = np.count_nonzero(tables, axis=1) + self._rows.arrays["first"][rows]
-        ends = np.maximum(-(-totals // self.page_size), has)
-        columns = np.arange(tables.shape[1])
-        tables[(columns >= has[:, None]) & (columns < ends[:, None])] = new
-        return tables
-
-    def check_committed(self, rows: Ints, lens: Ints, operation: str) -> None:
-        """Refuses (DERIVED_STALE), at `cheap`, lengths int64[n] of live slots other than committed. For the library."""
-        if levels.cheap:
-            committed = self._committed(rows)
-            where: Where = {**self._where(operation), "column": "seq_lens"}
-
-            def explain(row: int) -> tuple[str, object, object]:
-                return "the lengths are not those of the pages", committed[row], lens[row]
-
-            invariants.derived_stale(committed != lens, explain, slots=rows, **where)
-
-    def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
-        """Locations int64[t] of the `counts` positions of each of `rows` from `start` on, int64[n]. For the library.
-
-        `positions` are these, int64[t], those of one slot after the other; they are allocated.
-        """
-        return self.lay(rows, start, counts, "locations_of")[1]
-
-    def lay(self, rows: Ints, starts: Ints, counts: Ints, operation: str) -> tuple[Ints, Ints]:
-        """Positions and locations of `counts` tokens of each row from `starts` on, int64[t] each. For the library."""
-        positions: Ints = np.empty(int(counts.sum()), dtype=np.int64)
-        locations = np.empty_like(positions)
-        self._rows.lay(rows, starts, counts, positions, locations)
-        return positions, self._placed(locations, operation)
-
-    def _placed(self, locations: Ints, operation: str) -> Ints:
-        """The locations that were laid last, each on a page: else a position counts as allocated that is not."""
-        if self._rows.unplaced:
-            invariants.slot_zero_allocated(locations // self.page_size, **self._where(operation))
-            raise unexplained(self._holders.label, operation, "the rows")
-        return locations
+            raise unexplained(holders.label, operation, f"row {row}")
+        holders.explain_free(core.needed, operation)
 
     def _extension(self, owners: Slots, positions: Ints, locations: Ints, counts: Ints, operation: str) -> Extension:
         """Ends a change by which slots have `counts` tokens more, which are the extension."""
-        self._placed(locations, operation)
+        self._check_placed(locations, operation)
         self._done()
         positions.setflags(write=False)
         counts.setflags(write=False)
         origin = Origin("extension", self.runtime.step, owners, self.epochs, self.epochs.last)
         return Extension(positions, locations, counts, owners, self, origin)
-
-    def _locations(self, numbers: Ints) -> Locations:
-        return cast(Locations, self._space_of_locations.handles(numbers))
 
     # Sharing
 
@@ -765,12 +569,6 @@ class PagePool(OfThisProcess):
         `share` lets slots begin with them, and the slots that still hold them when the lease is released own them.
         Costs O(n), whatever the size of the pool.
 
-        Args:
-            n: how many, 0 or more.
-
-        Returns:
-            a lease, to be given back with `release`.
-
         Raises:
             PoolExhaustedError: fewer are free. Nothing was taken.
         """
@@ -779,13 +577,9 @@ class PagePool(OfThisProcess):
     def share(self, source: Source, target: Slots, num_tokens: SupportsIndex) -> Extension:
         """Lets `target` begin with the first `num_tokens` tokens of `source`: pages get further holders, with no copy.
 
-        Args:
-            source: one live handle, a lease, or leases of which each goes on where the one before ends.
-            target: live handles without pages.
-            num_tokens: whole pages; at most what the source has committed.
-
-        Returns:
-            these tokens as tokens of the targets, for their rows of a token table.
+        The source is one live handle, a lease, or leases of which each goes on where the one before ends. The tokens
+        are whole pages, and at most what it has committed. Targets are live handles without pages. Returns the tokens
+        as those of the targets, for their rows of a token table.
 
         Raises:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`: no work was launched that writes them;
@@ -798,14 +592,8 @@ class PagePool(OfThisProcess):
     def hold(self, slots: Slots, num_tokens: SupportsIndex, *, first: SupportsIndex = 0) -> PageLease:
         """Keeps tokens of one slot when the slot is gone: one reference to each of their pages.
 
-        Args:
-            slots: one live handle.
-            num_tokens: where they end, as a length; whole pages.
-            first: where they begin: those before are held otherwise, or not at all.
-
-        Raises:
-            Violation: PAGE_ALIGNMENT, LENGTH_ORDER, PAGE_RELEASED; PAGE_UNWRITTEN, at `cheap`.
-            ArgumentError: not one slot.
+        They end at `num_tokens`, as a length, and begin at `first`: those before are held otherwise, or not at all.
+        Both are whole pages. Raises as `share`.
         """
         return self._sharing.hold(slots, num_tokens, first)
 
@@ -817,14 +605,8 @@ class PagePool(OfThisProcess):
         As a prefix cache does when it finds, once a prefill is done, that it has the prefix already. Plans and
         extensions of the request that were made before are refused from then on; its token row is to be written anew.
 
-        Args:
-            slots: one live handle.
-            source: as for `share`, with the same tokens.
-            num_tokens: whole pages; at most what is committed on both sides.
-            after: the forward-done fence of the last forward that uses the pages that the request gives back.
-
-        Returns:
-            these tokens as tokens of the request, for its row of a token table.
+        `slots` is one live handle. The source and its tokens are as for `share`, and the request has committed the same
+        tokens. `after` is the forward-done fence of the last forward that uses the pages that it gives back.
 
         Raises:
             Violation: as `share`; PAGE_RELEASED also if the request has given back some of them.
@@ -849,9 +631,9 @@ class PagePool(OfThisProcess):
 
         Args:
             slots: live handles, each once.
-            total_lens: tokens that stay, one number or int[n]; at most what is committed. Results of a relay go by
-                handle: those of requests that left are dropped. None takes none back.
-            first: the first position that is still read, one number or int[n]; pages that lie before it are released.
+            total_lens: tokens that stay, at most what is committed; None takes none back. Results of a relay go by
+                handle: those of requests that left are dropped.
+            first: the first position that is still read; pages that lie before it are released.
             after: the forward-done fence of the last forward that uses the pages.
 
         Raises:
@@ -867,12 +649,12 @@ class PagePool(OfThisProcess):
         starts = None if begins is None else _each(begins, rows)
         self._check_release(rows, operation)
         times_checked[LENGTH_ORDER] += 1
-        if not self._listener.cut(rows, totals, starts, after, operation):
-            self._check_lengths(totals, committed, operation, TRUNCATED)
+        if not self._holders.cut(rows, totals, starts, after, operation):
+            self._check_lengths(totals, committed, operation, lengths_of.TRUNCATED)
             self._check_allocated(rows, totals, operation)
-            self._check_lengths(self._tokens_of("first", rows), totals, operation, BEHIND_THE_FRONT)
+            self._check_lengths(self._tokens_of("first", rows), totals, operation, lengths_of.BEHIND_THE_FRONT)
             if starts is not None:
-                self._check_lengths(starts, totals, operation, BEYOND)
+                self._check_lengths(starts, totals, operation, lengths_of.BEYOND)
             raise unexplained(self._holders.label, operation, "the rows")
         self._done()
 
@@ -881,23 +663,12 @@ class PagePool(OfThisProcess):
         check_fence(after, f"{self.name}: release")
         rows = self._begin(slots, "release")
         self._check_release(rows, "release")
-        self._listener.cut(rows, None, None, after, "release")
+        self._holders.cut(rows, None, None, after, "release")
         self._done()
 
     def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
         """As `SlotPool.release_requests`: requests leave with their pages, those of other pools and all else."""
         self.slots.release_requests(slots, after=after)
-
-    def add_release_check(self, check: Callable[[Ints, str], None]) -> None:
-        """For the library: `check(rows, operation)` may refuse, by raising, that pages of live slots are released."""
-        self.runtime.check_owner(f"{self.name}: add_release_check")
-        self._release_checks.append(check)
-
-    def _check_release(self, rows: Ints, operation: str) -> None:
-        for check in self._release_checks:
-            check(rows, operation)
-
-    # Checks
 
     def verify(self) -> None:
         """Checks every invariant of the pool from scratch, with its tables. Costs O(pages + slots x width).
@@ -908,29 +679,84 @@ class PagePool(OfThisProcess):
             Violation: PAGE_OWNER, LENGTH_ORDER, SLOT_CONSERVATION, and any code of slots and tables.
         """
         self.transaction.enter(f"{self.name}: verify")
-        self._listener.verify()
+        self._holders.verify()
         self._verify_tables("verify")
-
-    def _verify_tables(self, operation: str) -> None:
-        for table in self._tables:
-            table.check(operation)
-        if not self.runtime.capturing:
-            for table, of in self._maps:
-                check_map(self, table, of, operation)
 
     def expect_idle(self) -> None:
         """No slot and no lease holds a page; pending ones are no leak. Else SLOT_CONSERVATION, naming up to 8."""
         self.transaction.enter(f"{self.name}: expect_idle")
         self._holders.expect_idle("expect_idle")
 
-    def _done(self) -> None:
-        """An operation has changed all that it changes."""
-        self.transaction.operation = None
-        self._check_after()
+    # For the library: steps, plans and the host tier. Rows int64[n] are live slots that were checked.
 
-    def _check_after(self) -> None:
-        if levels.full:
-            self._listener.verify()
+    def add_release_check(self, check: Callable[[Ints, str], None]) -> None:
+        """`check(rows, operation)` may refuse, by raising, that pages of live slots are released."""
+        self.runtime.check_owner(f"{self.name}: add_release_check")
+        self._release_checks.append(check)
+
+    def query_fences(self) -> None:
+        """Queries fences, before slots and pages are taken: it may run code of the engine."""
+        self._holders.query_fences()
+        self.slots.query_fences()
+
+    def note_grown(self, new: Ints) -> None:
+        """A step takes these pages next."""
+        self._holders.note(new)
+
+    def check_free(self, n: int, operation: str) -> None:
+        """Refuses a step that needs `n` further pages: there are fewer, or one is not free."""
+        self._holders.explain_free(n, operation)
+
+    def check_unshared(self, pages: Ints, operation: str) -> None:
+        """Refuses (PAGE_OWNER) a write into pages int64[n] if one is shared or cached; 0 stands for none yet."""
+        if self._rows.look_writable(pages) >= 0:
+            arrays = self._rows.arrays
+            held = np.where(pages > 0, arrays["holders"][pages].astype(np.int64) + arrays["cached"][pages], 1)
+            invariants.page_owner(held, np.ones_like(held), pages=pages, **self._where(operation))
+
+    def check_readable(self, rows: Ints, positions: Ints, operation: str, *, window: int | None = None) -> None:
+        """Refuses (PAGE_RELEASED) that tokens at `positions` int64[n] read what was given back.
+
+        Each reads the last `window` positions, its own included, or all up to its own.
+        """
+        if self._rows.look_readable(rows, positions, window or 0) >= 0:
+            reads = np.zeros_like(rows) if window is None else np.maximum(positions - (window - 1), 0)
+            invariants.page_released(reads, self._tokens_of("first", rows), slots=rows, **self._where(operation))
+
+    def check_committed(self, rows: Ints, lens: Ints, operation: str) -> None:
+        """Refuses (DERIVED_STALE), at `cheap`, lengths int64[n] other than committed."""
+        if levels.cheap:
+            committed, where = self._committed(rows), self._where(operation)
+            where["column"], problem = "seq_lens", "the lengths are not those of the pages"
+            stale = committed != lens
+            invariants.derived_stale(stale, lambda row: (problem, committed[row], lens[row]), slots=rows, **where)
+
+    def tables_with(self, rows: Ints, there: int, totals: Ints, new: Ints) -> npt.NDArray[np.int32]:
+        """The pages for `totals` tokens, int32[n, most], with the `new` ones that a step will take.
+
+        The slots from row `there` on have none yet.
+        """
+        tables: npt.NDArray[np.int32] = self.page_table[rows]
+        tables[there:] = 0
+        has = np.count_nonzero(tables, axis=1) + self._rows.arrays["first"][rows]
+        ends = np.maximum(-(-totals // self.page_size), has)
+        columns = np.arange(tables.shape[1])
+        tables[(columns >= has[:, None]) & (columns < ends[:, None])] = new
+        return tables
+
+    def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
+        """The locations of `lay`."""
+        return self.lay(rows, start, counts, "locations_of")[1]
+
+    def lay(self, rows: Ints, starts: Ints, counts: Ints, operation: str) -> tuple[Ints, Ints]:
+        """Positions and locations of `counts` tokens of each row from `starts` on, int64[t] each."""
+        positions: Ints = np.empty(int(counts.sum()), dtype=np.int64)
+        locations = np.empty_like(positions)
+        self._rows.lay(rows, starts, counts, positions, locations)
+        self._check_placed(locations, operation)
+        return positions, locations
+
+    # Parts of operations
 
     def _begin(self, slots: Slots, operation: str) -> Ints:
         """Queries fences, then checks the handles, and at `full` what kernels can damage; int64[n].
@@ -943,17 +769,24 @@ class PagePool(OfThisProcess):
             self._verify_tables(operation)
         return self.slots.rows_of(slots, operation, unique=True)
 
-    def _begin_with(self, slots: Slots, numbers: object, operation: str) -> tuple[Ints, Ints]:
-        """Rows as `_begin`, and one number for each, int64[n]; those of a mirrored value go by handle.
+    def _done(self) -> None:
+        """An operation has changed all that it changes."""
+        self.transaction.operation = None
+        if levels.full:
+            self._holders.verify()
 
-        The numbers are read first, since that may run code of the engine.
-        """
-        per_slot = self._numbers(slots, numbers, operation)
-        rows = self._begin(slots, operation)
-        return rows, _each(per_slot, rows)
+    def _verify_tables(self, operation: str) -> None:
+        for table in self._tables:
+            table.check(operation)
+        if not self.runtime.capturing:
+            for table, of in self._maps:
+                check_map(self, table, of, operation)
 
     def _numbers(self, slots: Slots, numbers: object, operation: str) -> int | Ints:
-        """One number, or one per slot, int64[n]."""
+        """One number, or one per slot, int64[n]; those of a mirrored value go by handle.
+
+        They are read before `_begin`, since that may run code of the engine.
+        """
         if type(numbers) is int and abs(numbers) <= MOST_TOKENS:
             return numbers
         label = f"{self.name}: {operation}"
@@ -962,7 +795,9 @@ class PagePool(OfThisProcess):
         per_slot = amounts(numbers, len(slots), label)
         return per_slot if per_slot.ndim else int(per_slot)
 
-    def _check_lengths(self, shorter: Ints, longer: Ints, operation: str, explain: Explain = explain_total) -> None:
+    def _check_lengths(
+        self, shorter: Ints, longer: Ints, operation: str, explain: lengths_of.Explain = lengths_of.explain_total
+    ) -> None:
         """0 <= shorter <= longer <= the most a request may have."""
         most = self.max_tokens_per_request
         invariants.length_order(shorter, longer, most, explain=explain, **self._where(operation))
@@ -970,14 +805,24 @@ class PagePool(OfThisProcess):
     def _check_allocated(self, rows: Ints, totals: Ints, operation: str) -> None:
         """Each row has pages for `totals` tokens."""
         allocated, most = self._tokens_of("count", rows), self._rows.width * self.page_size
-        invariants.length_order(totals, allocated, most, explain=UNCOMMITTED, **self._where(operation))
+        invariants.length_order(totals, allocated, most, explain=lengths_of.UNCOMMITTED, **self._where(operation))
 
     def _check_written(self, tokens: Ints, written: Ints, operation: str) -> None:
         if levels.cheap:
             invariants.page_unwritten(tokens, written, **self._where(operation))
 
-    def _where(self, operation: str) -> Where:
-        return {"object": f"PagePool {self.name!r}", "operation": operation, "step": self.runtime.step}
+    def _check_placed(self, locations: Ints, operation: str) -> None:
+        """Each location that was laid last is on a page: else a position counts as allocated that is not."""
+        if self._rows.unplaced:
+            invariants.slot_zero_allocated(locations // self.page_size, **self._where(operation))
+            raise unexplained(self._holders.label, operation, "the rows")
+
+    def _check_release(self, rows: Ints, operation: str) -> None:
+        for check in self._release_checks:
+            check(rows, operation)
+
+    def _locations(self, numbers: Ints) -> Locations:
+        return cast(Locations, self._spaces["location"].handles(numbers))
 
 
 def _each(numbers: int | Ints, rows: Ints) -> Ints:

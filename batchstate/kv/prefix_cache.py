@@ -24,12 +24,12 @@ Ints = npt.NDArray[np.int64]
 @final
 @attrs.frozen
 class PrefixCacheStats:
-    """A prefix cache in numbers.
+    """A prefix cache in numbers; the last three since it was made.
 
     Attributes:
         keys: cached pages.
         idle: those without a holder; they are counted among the free pages of the pool.
-        queried: pages that `match` was asked for, since the cache was made.
+        queried: pages that `match` was asked for.
         hits: pages that it found.
         evicted: pages that were taken for others, or evicted, before anything else was done with their keys.
     """
@@ -44,10 +44,9 @@ class PrefixCacheStats:
 @final
 @attrs.frozen
 class CacheFit:
-    """Effect of admitting a request.
+    """Effect of admitting a request, of whose prefix `hits` pages are cached.
 
     Attributes:
-        hits: pages of its prefix that are cached.
         fits: whether the others can be taken now. Pages that wait for a fence do not count.
         evicted: the keys that would be evicted for them, in that order.
     """
@@ -65,15 +64,8 @@ class PrefixCache(OfThisProcess):
     own tokens. A cached page is not written any more. When its last holder leaves, the page is free, and it
     stays in the cache until it is needed: taking pages takes those without a key first, then the cached ones, the
     first released before others, and of those released together the end of a prefix before its beginning. Costs
-    O(pages that are named).
-
-    Args:
-        pages: the pool; one cache each.
-        notices: keep the keys of evicted pages for `take_evicted`, as vLLM does for its KV events. They pile up until
-            they are taken.
-
-    Raises:
-        ArgumentError: the pool has a cache.
+    O(pages that are named). A pool has one cache, else ArgumentError. With `notices` the keys of evicted pages are kept
+    for `take_evicted`, as vLLM does for its KV events, and pile up until they are taken.
     """
 
     def __init__(self, pages: PagePool, *, notices: bool = False) -> None:
@@ -81,9 +73,9 @@ class PrefixCache(OfThisProcess):
         self._rows, self._holders = pages._rows, pages._holders
         self._match = f"{pages.name}: match"
         pages.transaction.enter(f"{pages.name}: PrefixCache")
-        if pages._cache is not None:
+        if self._holders.cache is not None:
             raise ArgumentError(f"{pages.name} has a prefix cache already", pages, "use the one that was made first")
-        pages._cache = self
+        self._holders.cache = self
         self._page_of: dict[Hashable, int] = {}  # with those that the core has taken the keys from, until `_settle`
         self._key_of = np.full(pages.num_pages + 1, None, dtype=np.object_)  # of cached pages; others' are old
         self._writers = np.zeros(pages.num_pages + 1, dtype=np.int64)  # the stream that wrote each, of `KVWrites`
@@ -135,16 +127,10 @@ class PrefixCache(OfThisProcess):
     def insert(self, owner: Slots | PageLease, keys: Sequence[Hashable], *, first: SupportsIndex = 0) -> int:
         """Caches pages of a request or lease under `keys`, while it holds them.
 
-        A key that is there keeps its page: the owner then has a copy of its own, and `PagePool.rebase` can put it onto
-        the cached one.
-
-        Args:
-            owner: one live handle, or a lease.
-            keys: of its pages from `first` on, in order, each once.
-            first: how many pages come before: those that are cached already need not be named again.
-
-        Returns:
-            how many keys are there for another page.
+        `owner` is one live handle, or a lease, and the keys are of its pages from page `first` on, in order, each once:
+        those that are cached already need not be named again. A key that is there keeps its page: the owner then has a
+        copy of its own, and `PagePool.rebase` can put it onto the cached one. Returns how many keys are there for
+        another page.
 
         Raises:
             Violation: PAGE_UNWRITTEN, at `cheap`: no work was launched that writes the pages. LENGTH_ORDER: they are
@@ -161,8 +147,7 @@ class PrefixCache(OfThisProcess):
         new, under_a_key = [at for at, old in enumerate(there) if old is None], self._rows.arrays["cached"][pages]
         duplicates = 0
         if len(new) < len(named) or np.count_nonzero(under_a_key):
-            numbers = pages.tolist()
-            for page, old, cached in zip(numbers, there, under_a_key.tolist(), strict=True):
+            for page, old, cached in zip(pages.tolist(), there, under_a_key.tolist(), strict=True):
                 if cached and old != page:
                     problem = f"{pool.name}: insert: page {page} is cached under another key"
                     remedy = "`remove` that key first, or pass `first` and the keys after it"
@@ -179,10 +164,7 @@ class PrefixCache(OfThisProcess):
         return duplicates
 
     def match(self, keys: Sequence[Hashable]) -> PageLease:
-        """Holds the longest prefix of `keys` that is cached; share it, then release the lease.
-
-        Returns:
-            a lease of the pages of the first keys, up to the first that is not there: it may have no pages.
+        """Holds the longest prefix of `keys` that is cached; share it, then release the lease, which may have no pages.
 
         Raises:
             Violation: SLOT_STALE_HANDLE, at `cheap`: a page was given to another since.
@@ -236,15 +218,12 @@ class PrefixCache(OfThisProcess):
         """The keys evicted since this was last called, in that order: by taking pages, or by `evict`.
 
         Keys that `remove`, `clear` or the end of the pool took out are not among them. Call it before you insert again,
-        as in each step: a key may come back.
-
-        Raises:
-            ArgumentError: the cache was made without `notices=True`.
+        as in each step: a key may come back. ArgumentError without `notices=True`.
         """
+        label = f"{self.pages.name}: take_evicted"
         if self._notices is None:
-            problem = f"{self.pages.name}: take_evicted: the cache keeps no notices"
-            raise ArgumentError(problem, self, "make it with PrefixCache(pages, notices=True)")
-        self.pages.transaction.enter(f"{self.pages.name}: take_evicted")
+            raise ArgumentError(f"{label} of a cache that keeps no notices", self, "make it with notices=True")
+        self.pages.transaction.enter(label)
         self._settle()
         keys, self._notices = self._notices, []
         return keys
@@ -265,22 +244,14 @@ class PrefixCache(OfThisProcess):
 
     def clear(self) -> int:
         """Takes all keys out, as after new weights; says how many there were."""
-        self.pages.transaction.enter(f"{self.pages.name}: clear")
-        self._settle()
         return self.remove(self._page_of)
-
-    def _forget_all(self) -> None:
-        """The pool begins anew: the core has taken all keys away."""
-        self._page_of.clear()
 
     def _verify(self) -> None:
         """Checks that each key names a page that has one, and each page with a key is named once."""
         named = np.fromiter(self._page_of.values(), dtype=np.int64, count=len(self._page_of))
         arrays, where = self._rows.arrays, self._holders.where("verify")
-        lost = arrays["lost"][: self._rows.num_lost]
-        counted = np.bincount(named, minlength=arrays["cached"].size) - np.bincount(
-            lost, minlength=arrays["cached"].size
-        )
+        lost, size = arrays["lost"][: self._rows.num_lost], arrays["cached"].size
+        counted = np.bincount(named, minlength=size) - np.bincount(lost, minlength=size)
         invariants.page_owner(counted, arrays["cached"].astype(np.int64), **where)
         named = arrays["cached"].nonzero()[0]
         invariants.slot_stale_handle(named, arrays["keyed"][named], arrays["generation"][named], **where)

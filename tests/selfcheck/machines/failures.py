@@ -81,7 +81,7 @@ _FAILURES = st.sampled_from(["on_take", None, "on_take", "upload", "launch", "_c
 _INTERRUPTS = (
     ("take", "on_take"),
     ("take", "_copied_to_device"),
-    ("hold", "_check_after"),
+    ("hold", "_done"),
     ("leave", "on_free"),
     ("publish", "launch"),
     ("clear", "on_free"),
@@ -162,7 +162,7 @@ class FailureMachine(Machine):
         slots = self.some(at)
         whole = int(self.pages.committed(slots).max(initial=0)) // 2 * 2
         self.pages.commit(slots, self.pages.committed(slots))
-        window = failing(self.pages, "_check_after", 1) if fails else contextlib.nullcontext()
+        window = failing(self.pages, "_done", 1) if fails else contextlib.nullcontext()
         with contextlib.suppress(PoolExhaustedError, PlantedError), window:
             self.leases.append(self.pages.hold(slots, whole) if cached and whole else self.pages.take(1))
 
@@ -243,7 +243,7 @@ class FailureMachine(Machine):
             "publish": lambda: self.relay.publish(slots, a=values, b=values) if len(slots) else None,
             "clear": self.slots.clear,
         }
-        owner = self.pages if method == "_check_after" else self.listener if method.startswith("on_") else self.rt
+        owner = self.pages if method == "_done" else self.listener if method.startswith("on_") else self.rt
         refusals = contextlib.suppress(PoolExhaustedError, Violation, KeyboardInterrupt)
         with refusals, failing(owner, method, 1, error=KeyboardInterrupt):
             calls[call]()
@@ -258,7 +258,7 @@ class FailureMachine(Machine):
         if call == "take" and owner is self.rt:  # the slots are taken, and no one has got them
             self.live = [self.slots._allocator.handles(rows) for rows in self.slots.live_slots()[:, None]]
         self.live = [request for request in self.live if self.slots.is_live(request.np)[0]]
-        self.leases = list(self.pages._sharing.leases.values())
+        self.leases = list(self.pages._holders.leases.values())
 
     @rule()
     def shut_down(self) -> None:
