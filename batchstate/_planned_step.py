@@ -10,12 +10,13 @@ from batchstate import levels
 from batchstate._arrays import Array, read_only
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import RowState
-from batchstate._step_arguments import Declared, Further, StepTokens
+from batchstate._step_arguments import Declared, Further
 from batchstate._step_memory import StepMemory
+from batchstate._step_tokens import StepTokens
 from batchstate._upload import NO_EXTRAS, Extras
 from batchstate.batch import Batch, Windows
 from batchstate.errors import ArgumentError, ContractError, unexplained
-from batchstate.forward.inputs import ForwardInputs, Sources
+from batchstate.forward.inputs import ForwardInputs, put_in_of
 from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
 from batchstate.mirror import DeviceSide, Slots
@@ -261,7 +262,6 @@ class PlannedStep:
             query_lens=read_only(queries),
             seq_lens=read_only(lens),
             bounds=bounds,
-            bounded=bounds is not None,
             exact=declared.seq_lens not in self._state.device,
             relay_rows=read_only(fed),
             sample_rows=read_only(sampling),
@@ -406,12 +406,12 @@ class PlannedStep:
         if declared.lengths is None or relay is None:
             problem = f"{self!r} has bounds of the lengths, and the planner no field of true ones"
             raise ContractError(problem, "upper_bound", "name the field: StepPlanner(..., lengths=...)")
-        runtime, n = declared.pages.runtime, self.num_reqs
+        n = self.num_reqs
         most = declared.places.size if declared.has_ids else int(plan.query_lens[plan.relay_rows[0]])
-        sources = Sources(runtime, relay.gather, declared.ids, most, declared.lengths, declared.pages.req_to_token)
         slots = self._slots_of(0, n) if plan.direct else self._crossed("relay_slots")
         lengths = relay.selected(declared.lengths, slots)
-        inputs.correct_lengths(self._extras_of_bounds(), lengths, slots, sources, sources.put_in(plan))
+        extras, table = self._extras_of_bounds(), declared.pages.req_to_token
+        inputs.correct_lengths(extras, lengths, slots, most, table, put_in_of(plan, most))
 
     def _extras_of_bounds(self) -> Extras:
         names = [name for name in self._places if name.startswith("relay_")]

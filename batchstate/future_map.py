@@ -34,6 +34,7 @@ from batchstate._upload import Extras
 from batchstate.errors import (
     ArgumentError,
     CaptureError,
+    ContractError,
     DeclarationError,
     DeviceError,
     DtypeError,
@@ -42,7 +43,7 @@ from batchstate.errors import (
     expected,
     one_of,
 )
-from batchstate.forward.inputs import ForwardInputs, Sources, end_to_end
+from batchstate.forward.inputs import ForwardInputs, check_uploaded, end_to_end
 from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
@@ -620,16 +621,10 @@ class FutureMap(OfThisProcess):
         self._check_call(read, operation)
         if len(set(read)) < len(read):
             raise DeclarationError(f"{self.name}: inputs from fields {read}", read, "name each field once")
-        least, widths = self.id_widths(names, plan.id_dtype)
-        width = sum(widths)
-        if not names and plan.relay_rows.size:
-            width = int(plan.query_lens[plan.relay_rows[0]])
-        if lengths is not None:
-            self.check_lengths_field(lengths)
-        if req_to_token is not None and req_to_token.space is not self.slots:
-            problem = f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}"
-            raise ArgumentError(problem, req_to_token, "pass the token table over the relay's pool")
+        width = self._check_inputs(plan, names, lengths, req_to_token)
         self._live(plan.slots, operation)
+        check_uploaded(plan, uploaded, self.name)
+        relayed = plan.relayed
         gathered: list[str] = []  # and taken when all has succeeded
 
         def gather(slots: Slots, *fields: str) -> torch.Tensor:
@@ -638,14 +633,12 @@ class FutureMap(OfThisProcess):
             gathered.extend(fields)
             return self._gathered(numbers, fields, slots)
 
-        sources = Sources(self.runtime, gather, names, width, lengths, req_to_token, least)
-        sources.check(plan, uploaded, self.name)
-        relayed = plan.relayed
         if len(relayed):
             self._check_call(read, operation, DEVICE)
             self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, operation)
-        plan.check_unused()
-        inputs = ForwardInputs.resolve(plan, uploaded, sources)
+            inputs = ForwardInputs.resolve(plan, uploaded, gather, names, width, lengths, req_to_token)
+        else:
+            inputs = ForwardInputs.resolve(plan, uploaded)
         if lengths is not None and not plan.bounded:
             self.check_known_lengths(plan, lengths)
             gathered.append(lengths)  # without a read, since the host knows them: so entries end alike in every mode
@@ -654,6 +647,46 @@ class FutureMap(OfThisProcess):
         plan.use()
         self._transaction.operation = None
         return inputs
+
+    def _check_inputs(
+        self, plan: ForwardPlan, ids: Sequence[str], lengths: str | None, req_to_token: Table | None
+    ) -> int:
+        """Refuses what does not serve a plan; the most tokens of each request that the relay feeds."""
+        least, widths = self.id_widths(ids, plan.id_dtype)
+        if lengths is not None:
+            self.check_lengths_field(lengths)
+        if plan.has_ids and plan.relay_rows.size and not ids:
+            remedy = "name the fields that hold them (ids=...); or pass the ids of all requests to the plan"
+            raise DeclarationError(f"{self.name}: {plan!r}, and no field for their ids", plan, remedy)
+        if ids and not plan.has_ids:
+            problem = f"{self.name}: ids from {', '.join(ids)} for {plan!r}, which has none"
+            raise DeclarationError(problem, ids, "leave `ids` out, or make the plan with has_ids=True")
+        queries, most = plan.query_lens[plan.relay_rows], sum(widths)
+        if not ids and queries.size:  # true lengths alone, each of as many tokens more
+            least = most = int(queries[0])
+        wrong = np.flatnonzero((queries > most) | (queries < least))
+        if wrong.size:
+            row, query = plan.relay_rows[wrong[0]], int(queries[wrong[0]])
+            problem = f"{self.name}: the request in row {row} puts in {query} tokens, and the relay has"
+            has = f"{least} to {most}" if least < most else f"{most}"
+            remedy = "pass its ids to the plan, or name the fields that hold them all"
+            raise ShapeError(f"{problem} {has} for it in {', '.join(ids) or lengths}", query, remedy)
+        if plan.bounded and lengths is None:
+            remedy = "name the field that was published with the true ones: lengths=..."
+            raise ContractError(f"{self.name}: {plan!r} has bounds of the lengths", "upper_bound", remedy)
+        table, columns = req_to_token, int(plan.kv_ends.max(initial=0))
+        fits = table is None or (
+            table.space is self.slots
+            and not table.dtype.is_floating_point
+            and len(table.shape) == 2
+            and table.shape[1] >= columns
+            and table.holds in (None, "location")
+        )
+        if not fits or (table is None and plan.bounded and "slot_mapping" in plan.extras):
+            problem = f"{self.name}: bounds and a slot mapping need the token table, by slot of {self.slots.name!r}"
+            remedy = "pass req_to_token=, as wide as a request may be long"
+            raise ArgumentError(f"{problem} and position of up to {columns} tokens, got {table!r}", table, remedy)
+        return most
 
     # For `StepPlanner`, besides `publish_rows`, `put`, `gathering`, `gathered` and `flat_ids`
 
