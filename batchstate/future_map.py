@@ -594,9 +594,8 @@ class FutureMap(OfThisProcess):
     ) -> ForwardInputs:
         """The inputs of a forward, at its entry, on its stream: one path for prompts, decodes and both at once.
 
-        Ids of prompts are uploaded from staging memory here, on the current stream; ids of all other requests come
-        from the relay. Where the host knows only bounds of the lengths, the true ones come from the relay too, and
-        positions, KV lengths and slot mapping are set right in the forward's own view.
+        Ids of prompts are uploaded here, on the current stream; all others come from the relay, and so do the true
+        lengths where the host has bounds: positions, KV lengths and slot mapping are set right in the forward's view.
 
         Args:
             plan: the host's part. It is used once.
@@ -624,26 +623,17 @@ class FutureMap(OfThisProcess):
         width = self._check_inputs(plan, names, lengths, req_to_token)
         self._live(plan.slots, operation)
         check_uploaded(plan, uploaded, self.name)
-        relayed = plan.relayed
-        gathered: list[str] = []  # and taken when all has succeeded
-
-        def gather(slots: Slots, *fields: str) -> torch.Tensor:
-            live, again = _unpadded(slots), fields[0] in gathered
-            numbers = self._entries.check_read(live.np, live.generations, fields, DEVICE, "gather", again=again)
-            gathered.extend(fields)
-            return self._gathered(numbers, fields, slots)
-
+        relayed, gather = plan.relayed, None
         if len(relayed):
             self._check_call(read, operation, DEVICE)
-            self._entries.check_read(relayed.np, relayed.generations, read, DEVICE, operation)
-            inputs = ForwardInputs.resolve(plan, uploaded, gather, names, width, lengths, req_to_token)
-        else:
-            inputs = ForwardInputs.resolve(plan, uploaded)
+            handles, fields = (relayed.np, relayed.generations), read if plan.bounded else names
+            gather = partial(self._gathered, self._entries.check_read(*handles, fields, DEVICE, operation))
+            self._entries.check_read(*handles, read[len(fields) :], DEVICE, operation)
+        inputs = ForwardInputs.resolve(plan, uploaded, gather, names, width, lengths, req_to_token)
         if lengths is not None and not plan.bounded:
             self.check_known_lengths(plan, lengths)
-            gathered.append(lengths)  # without a read, since the host knows them: so entries end alike in every mode
         self._transaction.operation = operation
-        self._entries.take(relayed.np, gathered, DEVICE)
+        self._entries.take(relayed.np, read, DEVICE)  # lengths too where the host knows them: so entries end alike
         plan.use()
         self._transaction.operation = None
         return inputs

@@ -23,7 +23,7 @@ from batchstate.tables import Table
 from batchstate.violations import Where
 
 Gather = Callable[..., torch.Tensor]
-"""Takes entries of relay fields, by handles and names; of several, end to end for each request, [n, width]."""
+"""Gathers entries of relay fields, by names and handles; of several, end to end for each request, [n, width]."""
 
 PutIn = tuple[torch.Tensor, torch.Tensor]
 """Indices of the numbers that requests put in, of as many for each, int64[tokens], and counts, int64[requests]."""
@@ -230,7 +230,7 @@ class ForwardInputs:
         if gather is not None and not plan.direct:
             relayed = _with_device(plan.relayed, uploaded.side("relay_slots"))
         if gather is not None and plan.has_ids:
-            taken = gather(relayed, *ids).reshape(-1)
+            taken = gather(ids, relayed).reshape(-1)
             if put_in is not None:
                 taken = _some(runtime.launch, taken, put_in)
             if known is None:
@@ -239,7 +239,7 @@ class ForwardInputs:
                 _put(runtime.launch, known, tensors["relay_tokens"], taken, "ids from the relay")
         inputs = cls(Uploaded(plan, slots.device, sampled, tensors), known if plan.has_ids else None, arrays)
         if gather is not None and plan.bounded and lengths is not None:
-            true = gather(relayed, lengths)
+            true = gather((lengths,), relayed)
             inputs.correct_lengths(uploaded, true, relayed.device, width, req_to_token, put_in)
         if levels.full:
             inputs.check(runtime)
@@ -431,7 +431,7 @@ def _looked_up(
     window: torch.Tensor | None,
     fewer: bool,
 ) -> torch.Tensor:
-    """dtype[n * width]: the table's element for each position, `width` per request, as by `ForwardPlan.kv_index`.
+    """dtype[n * width]: the table's element for each position, `width` per request, as by `ForwardPlan.locations_at`.
 
     With `fewer` a request may put in fewer, and the others lie anywhere in its row.
     """

@@ -121,9 +121,7 @@ def layout_arrays(
 ) -> Arrays:
     """The arrays of some layouts. `table` are the pages of each request, which begin `offset` tokens before position 0.
 
-    Raises:
-        ContractError: `flashinfer` with `bounded` lengths.
-        ArgumentError: an offset that does not fill whole pages.
+    Raises `ContractError` for `flashinfer` with `bounded` lengths, `ArgumentError` if an offset fills no whole pages.
     """
     if bounded and "flashinfer" in layouts:
         problem = f"{_PLAN}: expected exact lengths for layout 'flashinfer', got bounds"
@@ -145,11 +143,7 @@ def layout_arrays(
 
 
 def checked_layouts(layouts: str | Iterable[str], int32: Collection[str], subject: str) -> tuple[str, ...]:
-    """The names of layouts.
-
-    Raises:
-        DeclarationError: an unknown layout, or array of indices.
-    """
+    """The names of layouts. Raises `DeclarationError` for an unknown one, or an unknown array of indices."""
     names = (layouts,) if isinstance(layouts, str) else tuple(layouts)
     for argument, asked, allowed in (("layouts", names, LAYOUTS), ("int32", int32, _INDICES)):
         for name in asked:
@@ -324,10 +318,10 @@ class ForwardPlan:
         if slots.unit != Slots.unit:
             invariants.unit_mismatch(str(Slots.unit), str(slots.unit), **where)
         invariants.slot_zero_allocated(slots.np[:num_reqs], **where)
-        bounds = None
         for numbers in (seq_lens, query_lens):
             if isinstance(numbers, MirroredTensor) and numbers.row_set is not None:
                 slots.row_set.check_same(numbers.row_set, numbers, **where)
+        bounds = None
         if isinstance(seq_lens, MirroredTensor) and seq_lens.unit is None and seq_lens.contract is Contract.UPPER_BOUND:
             bounds, seq_lens = seq_lens, seq_lens.np
         lens = _per_request(seq_lens, num_reqs, num_rows, "seq_lens")
@@ -442,12 +436,6 @@ class ForwardPlan:
         uploaded.slots = slots, DeviceSide(ReadyTensor.uploaded(upload.view(0), upload))
         return uploaded
 
-    def kv_index(self, rows: Ints | slice, positions: Ints) -> Ints:
-        """Where in its request's pages a position lies, in tokens, int64[t]; `rows` of the requests, int64[t]."""
-        if self.kv_offset is not None:
-            positions = positions + self.kv_offset[rows]
-        return positions if self.kv_window is None else positions % self.kv_window[rows]
-
     def _held(self, lens: Ints) -> Ints:
         """Tokens that the pages hold of requests with so many; with its first token a request has an encoder's."""
         if self.kv_offset is not None:
@@ -554,12 +542,15 @@ class ForwardPlan:
 
     def locations_at(self, positions: Ints) -> Ints:
         """Where the pages have the KV of the requests' tokens at positions int64[num_tokens], int64[num_tokens]."""
-        pages, rows = self.pages, np.arange(self.num_reqs, dtype=np.int64).repeat(self.query_lens)
+        pages, queries = self.pages, self.query_lens
         if pages is None:
             return np.zeros_like(positions)
-        index = self.kv_index(rows, positions)
+        index = positions if self.kv_offset is None else positions + self.kv_offset.repeat(queries)
+        if self.kv_window is not None:
+            index = index % self.kv_window.repeat(queries)
+        rows = self.slots.np[: self.num_reqs].repeat(queries)
         columns = index // pages.page_size  # a remainder would cost as much as all that follows
-        locations: Ints = (pages.page_table[self.slots.np[rows], columns] - columns) * pages.page_size + index
+        locations: Ints = (pages.page_table[rows, columns] - columns) * pages.page_size + index
         return locations
 
     def relay_tokens(self) -> Ints:
