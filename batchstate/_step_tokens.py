@@ -66,7 +66,7 @@ class StepTokens:
         id_dtype: torch.dtype,
         subject: str,
     ) -> Self:
-        """The same from int64[n] tokens of each. Ids have to fit into `id_dtype`; placeholders among them may stay."""
+        """The same from int64[n] tokens of each. Negative ids are refused by callers, who know the tokens by row."""
         n, told, ids, mask = each.size, None, None, None
         if prompt_ids is not None:
             rows = TokenArray(prompt_ids, id_dtype).values(np.maximum(each, 0), num_rows, f"{subject}: prompt_ids")

@@ -235,7 +235,7 @@ class StepPlanner(OfThisProcess):
         alone = not (extras or writes or token_arrays or first or self._layouts or declared.int32)
         further = NO_FURTHER if alone and not self._layout.on_device else Further()
         if extras or writes or token_arrays:
-            self._add_arguments(further, batch, tokens.each(n), extras, writes, token_arrays)
+            self._add_arguments(further, batch, tokens.each(n), pad_tokens, extras, writes, token_arrays)
         if first is not None:
             further.arrays |= {f"published {name}": array for name, array in first.items()}
 
@@ -336,6 +336,7 @@ class StepPlanner(OfThisProcess):
         further: Further,
         batch: Batch,
         queries: Ints,
+        pad_tokens: SupportsIndex | None,
         extras: Mapping[str, object] | None,
         writes: Sequence[TableWrite],
         token_arrays: Mapping[str, TokenArray] | None,
@@ -347,12 +348,15 @@ class StepPlanner(OfThisProcess):
             further.writes.append(write)
             further.arrays |= {f"index {i}": write.index, f"values {i}": write.values}
         queries = np.maximum(queries, 0)
+        size = int(queries.sum())
+        if pad_tokens is not None:
+            size = counted(pad_tokens, "StepPlanner: pad_tokens", least=size)
         for name, array in (token_arrays or {}).items():
             if name == "input_ids":
                 problem = f"StepPlanner: token_arrays are {token_arrays!r}"
                 raise DeclarationError(problem, name, "pass ids as `prompt_ids`")
             where: Where = {"object": "StepPlanner", "operation": OPERATION, "column": name}
-            laid = array.laid(queries, queries.size, int(queries.sum()), where)
+            laid = array.laid(queries, queries.size, size, where)
             further.token_arrays[name] = further.arrays[name] = laid
         _check_names(_NAMES.intersection(further.arrays) | (further.named.keys() & further.token_arrays))
 

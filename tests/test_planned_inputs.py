@@ -49,16 +49,16 @@ def test_a_planned_prompt_with_an_encoder(rt: Runtime, world: Relayed, batch: Ru
     planner = StepPlanner(
         Running, pages=world.pools.pages, relay=world.relay, ids="narrow", kv_offset="encoder_lens", int32=["input_ids"]
     )
-    arrays = {"types": TokenArray([[7, 8], None, [9, 9, 9]], torch.int32)}
-    step = planner.plan(batch, [2, 1, 3], prompt_ids=PROMPTS, token_arrays=arrays)
+    arrays = {"types": TokenArray([[7, 8], None, [9, 9, 9]], torch.int32, fill=5)}
+    step = planner.plan(batch, [2, 1, 3], prompt_ids=PROMPTS, token_arrays=arrays, pad_tokens=8)
     inputs = step.inputs()
     assert world.pools.pages.committed(batch.slots).tolist() == [7, 1, 5]
     assert inputs.slot_mapping is not None
     a, b, c = batch.slots.np.tolist()
     at = world.pools.locations
     expected = at(a, [5, 6]) + at(b, [0]) + at(c, [2, 3, 4])
-    assert rt.inspect(inputs.slot_mapping).tolist() == expected
-    assert rt.inspect(inputs.arrays["types"]).tolist() == [7, 8, 0, 9, 9, 9]
+    assert rt.inspect(inputs.slot_mapping).tolist() == [*expected, 0, 0]
+    assert rt.inspect(inputs.arrays["types"]).tolist() == [7, 8, 5, 9, 9, 9, 5, 5]
     assert inputs.input_ids.dtype == torch.int32
     step.publish(narrow=inputs.input_ids[inputs.last_token_indices])
     step = planner.plan(step.batch)

@@ -160,8 +160,7 @@ class ForwardPlan:
 
     Attributes:
         slots: the rows, padding included.
-        num_reqs: requests.
-        num_tokens: tokens of the requests.
+        num_reqs, num_tokens: requests, and their tokens.
         num_padded_tokens: tokens and padding.
         query_lens: int64[num_reqs], tokens that each request puts in.
         seq_lens: int64[num_reqs], tokens that it has with them, or a bound.
@@ -219,7 +218,7 @@ class ForwardPlan:
         queries = self.query_lens
         self.direct = (
             self.relay_rows.size == self.num_reqs > 0
-            and self.num_rows * queries[0] == self.num_padded_tokens
+            and self.num_rows * int(queries[0]) == self.num_padded_tokens
             and bool((queries == queries[0]).all())
             and not (self.bounded and self.num_rows > self.num_reqs)
         )

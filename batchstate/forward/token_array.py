@@ -56,11 +56,8 @@ class TokenArray:
     def values(self, query_lens: Ints, num_rows: int, subject: str) -> list[Array | None]:
         """The values of each request, dtype `[query_len, *shape]`; None where it has none.
 
-        `query_lens` are the tokens of each request; entries of padded rows among the `num_rows` are dropped.
-
-        Raises:
-            ShapeError: not an entry per request, or not a value per token.
-            DtypeError, ValueOverflowError: other values, or entries without an order.
+        Entries of padded rows among the `num_rows` are dropped. Raises `ShapeError` unless there is an entry per
+        request and a value per token, `DtypeError` and `ValueOverflowError` for other values.
         """
         num_reqs, rows, dtype = len(query_lens), self.rows, numpy_dtype(self.dtype)
         if rows is None:
@@ -103,6 +100,6 @@ class TokenArray:
             there = np.repeat([values is not None for values in arrays], query_lens)
             laid[: there.size][there] = np.concatenate(parts)
         if self.non_negative and levels.cheap:
-            least = laid.reshape(size, -1).min(axis=1, initial=0) if self.shape else laid
+            least = laid.min(axis=tuple(range(1, laid.ndim)), initial=0) if self.shape else laid
             invariants.sentinel_escaped(least, **where)
         return laid
