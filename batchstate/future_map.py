@@ -600,8 +600,8 @@ class FutureMap(OfThisProcess):
         Args:
             plan: the host's part. It is used once.
             uploaded: returned by `batch.upload(extras=plan.extras)`.
-            ids: the field, or fields, whose entries end to end are the tokens that a request puts in: the last token,
-                or the last token and drafts. None where the plan has no ids, or the host knows all of them.
+            ids: the field, or fields, whose entries end to end are the tokens that a request puts in, such as the last
+                token and drafts. None where the plan has no ids, or the host knows all of them.
             lengths: the field with the tokens in KV memory before this step; needed where the plan has bounds. Name it
                 in every step of an engine that publishes it: where the host knows them, its entries are taken unread.
             req_to_token: [slot, position] -> token; needed where the plan has bounds and a slot mapping.

@@ -174,17 +174,13 @@ class ForwardInputs:
 
     @classmethod
     def of(cls, plan: ForwardPlan, uploaded: Extras) -> "ForwardInputs":
-        """The inputs of a forward of which the host knows everything: no relay takes part.
-
-        Call it at forward entry, on its stream.
+        """The inputs of a forward of which the host knows everything, at its entry, on its stream.
 
         Args:
             plan: one in which no request waits for ids or lengths of the step before. It is used once.
             uploaded: returned by `batch.upload(extras=plan.extras)`, or by `plan.upload()`.
 
-        Raises:
-            ArgumentError: another plan's upload; a request whose ids or lengths the relay has.
-            Violation: as `FutureMap.resolve_forward_inputs`.
+        Raises as `FutureMap.resolve_forward_inputs`; ArgumentError: the relay has ids or lengths of a request.
         """
         plan.slots.runtime.check_owner("ForwardInputs.of")
         if len(plan.relay_rows):
@@ -334,8 +330,7 @@ class ForwardInputs:
 
         So every `extension.entry()` was uploaded.
         """
-        plan = self.plan
-        pages = plan.pages
+        plan, pages = self.plan, self.plan.pages
         if pages is None or pages.req_to_token is None or not plan.num_reqs:
             return
         table, size = pages.req_to_token, pages.page_size
@@ -360,10 +355,8 @@ class ForwardInputs:
         plan, runtime = self.plan, self.plan.slots.runtime
         if runtime.checks_suspended():
             return
-        before = runtime.inspect(lengths)[: len(plan.relay_rows)]
-        rows = plan.relay_rows
-        where = self._where("kv_lens")
-        true = before.astype(plan.seq_lens.dtype) + plan.query_lens[rows]
+        rows, where = plan.relay_rows, self._where("kv_lens")
+        true = runtime.inspect(lengths)[: rows.size].astype(np.int64) + plan.query_lens[rows]
         invariants.mirror_bound(plan.seq_lens[rows], true, **where)
         if plan.bounds is not None and not plan.bounds.open_windows:
             column = runtime.inspect(plan.bounds.device)
@@ -403,7 +396,6 @@ def _with_device(handles: Slots, side: DeviceSide) -> Slots:
 
 
 def _some(launch: Gather, numbers: torch.Tensor, put_in: PutIn) -> torch.Tensor:
-    """The numbers that requests put in."""
     return launch(select_rows, numbers, put_in[0], reads=(numbers, put_in[0]), name="ids put in")
 
 
