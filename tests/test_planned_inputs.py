@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from batchstate import (
     Batch,
     Code,
+    MirroredTensor,
+    PagePool,
     Runtime,
     StepPlanner,
     TokenArray,
@@ -86,6 +89,28 @@ def test_a_planner_without_a_relay(rt: Runtime, world: Relayed, batch: Running, 
     with pytest.raises(ArgumentError, match="no field of a relay has their ids"):
         planner.plan(step.batch)
     assert "no relay" in repr(planner)
+
+
+class Bounded(Batch):
+    """Requests whose true lengths the relay has."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64, contract="upper_bound")
+
+
+@pytest.mark.parametrize("pad_tokens", [1, 2])
+def test_bounds_need_a_token_table(rt: Runtime, world: Relayed, pad_tokens: int) -> None:
+    """Without one the device cannot look up where KV goes: inputs are refused, and nothing is taken from the relay."""
+    slots = world.pools.slots.take(1)
+    pages = PagePool(rt, world.pools.slots, 8, 4, max_tokens_per_request=8)
+    pages.extend(slots, 6)
+    world.relay.publish(slots, last=[1], narrow=[4])
+    planner = StepPlanner(Bounded, pages=pages, relay=world.relay, ids="last", lengths="narrow")
+    lens = MirroredTensor.from_pair(rt, [6], rt.upload([np.array([4])]).view(0), contract="upper_bound")
+    step = planner.plan(Bounded.build(rt, slots=slots, seq_lens=lens), pad_tokens=pad_tokens)
+    with pytest.raises(ArgumentError, match="no token table"):
+        step.inputs()
+    assert [str(state) for state in world.relay.states(slots, "last")] == ["published"]
 
 
 def test_a_planner_of_a_later_rank(rt: Runtime, world: Relayed, batch: Running, full: None) -> None:

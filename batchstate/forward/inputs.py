@@ -294,33 +294,35 @@ class ForwardInputs:
 
         `lengths` are those before this step. Changes tensors that were uploaded for this forward alone.
         """
-        plan, launch = self.plan, self.plan.slots.runtime.launch
+        plan, launch, mapping = self.plan, self.plan.slots.runtime.launch, self.slot_mapping
+        if mapping is not None and req_to_token is None:
+            remedy = "give the PagePool its token table: req_to_token=..."
+            raise ArgumentError(f"{plan!r} has bounds of the lengths, and no token table", plan, remedy)
         if levels.full:
             self._check_bounds(lengths)
         positions, dtype = lengths, self.positions.dtype
         if width > 1 or lengths.dtype != dtype:
             positions = launch(_positions, lengths, width, dtype, reads=(lengths,), name="true positions", operations=2)
-        mapping = None
-        if self.slot_mapping is not None and req_to_token is not None:
+        true = {"positions": positions}
+        if mapping is not None and req_to_token is not None:
             table = req_to_token.device_for(plan.relayed)
             names = "relay_kv_offset", "relay_kv_window"
             moved = [uploaded[name] if name in plan.extras else None for name in names]
             reads = (table, positions, slots, *(tensor for tensor in moved if tensor is not None))
-            arguments = (table, slots, positions, width, self.slot_mapping.dtype, *moved, put_in is not None)
-            mapping = launch(_looked_up, *arguments, reads=reads, name="true slot mapping", operations=2)
+            arguments = (table, slots, positions, width, mapping.dtype, *moved, put_in is not None)
+            true["slot_mapping"] = launch(_looked_up, *arguments, reads=reads, name="true slot mapping", operations=2)
         added: torch.Tensor | int = width
         if put_in is not None:
-            added, positions = put_in[1], _some(launch, positions, put_in)
-            mapping = None if mapping is None else _some(launch, mapping, put_in)
+            added, true = put_in[1], {name: _some(launch, numbers, put_in) for name, numbers in true.items()}
         lens = self.kv_lens if plan.direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
         launch(torch.add, lengths, added, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
         if plan.direct:  # all rows and nothing else: the true ones replace what was planned
-            self._made |= {"positions": positions, "slot_mapping": mapping}
+            self._made |= true
         else:
+            tokens = uploaded["relay_tokens"]
             _put(launch, self.kv_lens, uploaded["relay_rows"], lens, "correct bounds")
-            _put(launch, self.positions, uploaded["relay_tokens"], positions, "correct bounds")
-            if self.slot_mapping is not None and mapping is not None:
-                _put(launch, self.slot_mapping, uploaded["relay_tokens"], mapping, "correct bounds")
+            for name, numbers in true.items():
+                _put(launch, self._tensor(name), tokens, numbers, "correct bounds")
         if self.kv_start_loc is not None:
             starts, lens = self.kv_start_loc, self.kv_lens
             launch(_ends, starts, lens, reads=(lens,), writes=(starts,), name="true KV starts")
