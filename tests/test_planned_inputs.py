@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from batchstate import (
     Batch,
     Code,
+    MirroredTensor,
+    PagePool,
     Runtime,
     StepPlanner,
     TokenArray,
@@ -49,16 +52,16 @@ def test_a_planned_prompt_with_an_encoder(rt: Runtime, world: Relayed, batch: Ru
     planner = StepPlanner(
         Running, pages=world.pools.pages, relay=world.relay, ids="narrow", kv_offset="encoder_lens", int32=["input_ids"]
     )
-    arrays = {"types": TokenArray([[7, 8], None, [9, 9, 9]], torch.int32)}
-    step = planner.plan(batch, [2, 1, 3], prompt_ids=PROMPTS, token_arrays=arrays)
+    arrays = {"types": TokenArray([[7, 8], None, [9, 9, 9]], torch.int32, fill=5)}
+    step = planner.plan(batch, [2, 1, 3], prompt_ids=PROMPTS, token_arrays=arrays, pad_tokens=8)
     inputs = step.inputs()
     assert world.pools.pages.committed(batch.slots).tolist() == [7, 1, 5]
     assert inputs.slot_mapping is not None
     a, b, c = batch.slots.np.tolist()
     at = world.pools.locations
     expected = at(a, [5, 6]) + at(b, [0]) + at(c, [2, 3, 4])
-    assert rt.inspect(inputs.slot_mapping).tolist() == expected
-    assert rt.inspect(inputs.arrays["types"]).tolist() == [7, 8, 0, 9, 9, 9]
+    assert rt.inspect(inputs.slot_mapping).tolist() == [*expected, 0, 0]
+    assert rt.inspect(inputs.arrays["types"]).tolist() == [7, 8, 5, 9, 9, 9, 5, 5]
     assert inputs.input_ids.dtype == torch.int32
     step.publish(narrow=inputs.input_ids[inputs.last_token_indices])
     step = planner.plan(step.batch)
@@ -86,6 +89,28 @@ def test_a_planner_without_a_relay(rt: Runtime, world: Relayed, batch: Running, 
     with pytest.raises(ArgumentError, match="no field of a relay has their ids"):
         planner.plan(step.batch)
     assert "no relay" in repr(planner)
+
+
+class Bounded(Batch):
+    """Requests whose true lengths the relay has."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64, contract="upper_bound")
+
+
+@pytest.mark.parametrize("pad_tokens", [1, 2])
+def test_bounds_need_a_token_table(rt: Runtime, world: Relayed, pad_tokens: int) -> None:
+    """Without one the device cannot look up where KV goes: inputs are refused, and nothing is taken from the relay."""
+    slots = world.pools.slots.take(1)
+    pages = PagePool(rt, world.pools.slots, 8, 4, max_tokens_per_request=8)
+    pages.extend(slots, 6)
+    world.relay.publish(slots, last=[1], narrow=[4])
+    planner = StepPlanner(Bounded, pages=pages, relay=world.relay, ids="last", lengths="narrow")
+    lens = MirroredTensor.from_pair(rt, [6], rt.upload([np.array([4])]).view(0), contract="upper_bound")
+    step = planner.plan(Bounded.build(rt, slots=slots, seq_lens=lens), pad_tokens=pad_tokens)
+    with pytest.raises(ArgumentError, match="no token table"):
+        step.inputs()
+    assert [str(state) for state in world.relay.states(slots, "last")] == ["published"]
 
 
 def test_a_planner_of_a_later_rank(rt: Runtime, world: Relayed, batch: Running, full: None) -> None:
