@@ -11,12 +11,13 @@ from batchstate._arrays import Array, read_only
 from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import RowState
-from batchstate._step_arguments import Declared, Further, StepTokens
+from batchstate._step_arguments import Declared, Further
 from batchstate._step_memory import StepMemory
+from batchstate._step_tokens import StepTokens
 from batchstate._upload import NO_EXTRAS, Extras
 from batchstate.batch import Batch, Windows
 from batchstate.errors import ArgumentError, ContractError, unexplained
-from batchstate.forward.inputs import ForwardInputs, Sources
+from batchstate.forward.inputs import ForwardInputs, put_in_of
 from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
 from batchstate.mirror import DeviceSide, Slots
@@ -269,7 +270,6 @@ class PlannedStep:
             query_lens=read_only(queries),
             seq_lens=read_only(lens),
             bounds=bounds,
-            bounded=bounds is not None,
             exact=declared.seq_lens not in state.device,
             relay_rows=read_only(fed),
             sample_rows=read_only(sampling),
@@ -397,13 +397,13 @@ class PlannedStep:
 
     def _correct_lengths(self, inputs: ForwardInputs) -> None:
         """The true lengths from the relay, where the host has bounds."""
-        declared, plan, runtime, n = self._declared, self.plan, self._declared.runtime, self.num_reqs
+        declared, plan, n = self._declared, self.plan, self.num_reqs
         relay: Any = declared.relay
         most = declared.places.size if declared.has_ids else int(plan.query_lens[plan.relay_rows[0]])
-        sources = Sources(runtime, relay.gather, declared.ids, most, declared.lengths, declared.pages.req_to_token)
         slots = self._slots_of(0, n) if plan.direct else self._crossed("relay_slots")
         lengths = relay.selected(declared.lengths, slots)
-        inputs.correct_lengths(self._extras_of_bounds(), lengths, slots, sources, sources.put_in(plan))
+        extras, table = self._extras_of_bounds(), declared.pages.req_to_token
+        inputs.correct_lengths(extras, lengths, slots, most, table, put_in_of(plan, most))
 
     def _extras_of_bounds(self) -> Extras:
         names = [name for name in self._places if name.startswith("relay_")]

@@ -1,7 +1,7 @@
-"""The declaration of a planner, and the arguments of a plan: checked, and as arrays."""
+"""The declaration of a planner, and arrays that cross with a step besides its own."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Self, final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, final
 
 import attrs
 import numpy as np
@@ -9,11 +9,9 @@ import numpy.typing as npt
 import torch
 
 from batchstate._allocator import Transaction
-from batchstate._arrays import Array, amounts
+from batchstate._arrays import Array
 from batchstate._core import Indices, StepRules
 from batchstate.errors import DeclarationError
-from batchstate.forward.plan import STAND_IN, rows_that_sample
-from batchstate.forward.token_array import TokenArray
 from batchstate.kv.pages import PagePool
 from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import ALIGNMENT
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from batchstate.future_map import FutureMap
 
 Ints = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.uint8]
 
 NO_IDS: Ints = np.zeros(0, dtype=np.int64)
 
@@ -101,77 +98,6 @@ class Declared:
     @property
     def id_dtype(self) -> torch.dtype:
         return torch.int32 if "input_ids" in self.int32 else torch.int64
-
-
-@final
-@attrs.frozen(eq=False)
-class StepTokens:
-    """The tokens of a step.
-
-    Attributes:
-        numbers: that each request puts in: one int, or int64[n].
-        told: uint8[n], whether the host has the ids of a request; None where it has none.
-        ids: those, request by request, int64[...]; None without.
-        samples: uint8[n]; None where all do.
-    """
-
-    numbers: int | Ints
-    told: Mask | None = None
-    ids: Ints | None = None
-    samples: Mask | None = None
-
-    @classmethod
-    def of(
-        cls,
-        n: int,
-        num_rows: int,
-        query_lens: object,
-        prompt_ids: Sequence[object] | None,
-        samples: object,
-        id_dtype: torch.dtype = torch.int64,
-    ) -> Self:
-        """From the arguments of a plan of n requests; raises as `ForwardPlan.of`. Ids have to fit into `id_dtype`."""
-        if type(query_lens) is int and query_lens == 1 and prompt_ids is None and samples is None:
-            return ONE_EACH
-        subject, numbers = "StepPlanner: plan", query_lens
-        if type(numbers) is not int:
-            array = amounts(query_lens, n, f"{subject}: query_lens")
-            numbers = array if array.ndim else int(array)
-        if type(numbers) is int and numbers > 0 and prompt_ids is None and samples is None:
-            return cls(numbers)
-        each = np.full(n, numbers, dtype=np.int64)
-        told = ids = mask = None
-        if prompt_ids is not None:
-            prompts = TokenArray(prompt_ids, id_dtype, fill=STAND_IN, non_negative=True)
-            rows = prompts.values(np.maximum(each, 0), num_rows, f"{subject}: prompt_ids")
-            there = [values for values in rows if values is not None]
-            if there:
-                told = np.array([values is not None for values in rows], dtype=np.uint8)
-                ids = np.concatenate(there).astype(np.int64, copy=False)
-                prompts.check(ids, {"object": "StepPlanner", "operation": "plan", "column": "input_ids"})
-        sampling = rows_that_sample(samples, each, num_rows)
-        if sampling.size < n:
-            mask = np.zeros(n, dtype=np.uint8)
-            mask[sampling] = 1
-        return cls(each if told is not None or mask is not None else numbers, told, ids, mask)
-
-    def each(self, n: int) -> Ints:
-        """Tokens of each request, int64[n], a new array."""
-        return np.full(n, self.numbers, dtype=np.int64)
-
-    def fed(self, n: int) -> Ints:
-        """The requests whose ids the relay has, int64[r]."""
-        fed = self.each(n) > 0
-        if self.told is not None:
-            fed &= self.told == 0
-        return np.flatnonzero(fed)
-
-    def sampling(self, n: int) -> Ints:
-        """The requests that sample, int64[s]."""
-        return np.arange(n) if self.samples is None else np.flatnonzero(self.samples)
-
-
-ONE_EACH = StepTokens(1)
 
 
 @final

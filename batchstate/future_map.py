@@ -34,6 +34,7 @@ from batchstate._upload import Extras
 from batchstate.errors import (
     ArgumentError,
     CaptureError,
+    ContractError,
     DeclarationError,
     DeviceError,
     DtypeError,
@@ -42,7 +43,7 @@ from batchstate.errors import (
     expected,
     one_of,
 )
-from batchstate.forward.inputs import ForwardInputs, Sources, end_to_end
+from batchstate.forward.inputs import ForwardInputs, check_uploaded, end_to_end
 from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
 from batchstate.mirror import DeviceSide, MirroredTensor, Slots
@@ -634,15 +635,14 @@ class FutureMap(OfThisProcess):
     ) -> ForwardInputs:
         """The inputs of a forward, at its entry, on its stream: one path for prompts, decodes and both at once.
 
-        Ids of prompts are uploaded from staging memory here, on the current stream; ids of all other requests come
-        from the relay. Where the host knows only bounds of the lengths, the true ones come from the relay too, and
-        positions, KV lengths and slot mapping are set right in the forward's own view.
+        Ids of prompts are uploaded here, on the current stream; all others come from the relay, and so do the true
+        lengths where the host has bounds: positions, KV lengths and slot mapping are set right in the forward's view.
 
         Args:
             plan: the host's part. It is used once.
             uploaded: returned by `batch.upload(extras=plan.extras)`.
-            ids: the field, or fields, whose entries end to end are the tokens that a request puts in: the last token,
-                or the last token and drafts. None where the plan has no ids, or the host knows all of them.
+            ids: the field, or fields, whose entries end to end are the tokens that a request puts in, such as the last
+                token and drafts. None where the plan has no ids, or the host knows all of them.
             lengths: the field with the tokens in KV memory before this step; needed where the plan has bounds. Name it
                 in every step of an engine that publishes it: where the host knows them, its entries are taken unread.
             req_to_token: [slot, position] -> token; needed where the plan has bounds and a slot mapping.
@@ -661,41 +661,64 @@ class FutureMap(OfThisProcess):
         self._check_call(read, operation)
         if len(set(read)) < len(read):
             raise DeclarationError(f"{self.name}: inputs from fields {read}", read, "name each field once")
-        least, widths = self.id_widths(names, plan.id_dtype)
-        width = sum(widths)
-        if not names and plan.relay_rows.size:
-            width = int(plan.query_lens[plan.relay_rows[0]])
-        if lengths is not None:
-            self.check_lengths_field(lengths)
-        if req_to_token is not None and req_to_token.space is not self.slots:
-            problem = f"{self.name}: expected a table of slots of {self.slots.name!r}, got {req_to_token!r}"
-            raise ArgumentError(problem, req_to_token, "pass the token table over the relay's pool")
+        width = self._check_inputs(plan, names, lengths, req_to_token)
         self._live(plan.slots, operation)
-        gathered: list[str] = []  # and taken when all has succeeded
-
-        def gather(slots: Slots, *fields: str) -> torch.Tensor:
-            live, again, stream = _unpadded(slots), fields[0] in gathered, self.runtime.current_stream
-            requests = Requests(live.np, live.generations)
-            numbers = self._entries.check_read(requests, fields, DEVICE, stream, "gather", again=again)
-            gathered.extend(fields)
-            return self._gathered(numbers, fields, slots, stream)
-
-        sources = Sources(self.runtime, gather, names, width, lengths, req_to_token, least)
-        sources.check(plan, uploaded, self.name)
-        relayed = Requests(plan.relayed.np, plan.relayed.generations)
+        check_uploaded(plan, uploaded, self.name)
+        relayed, gather = Requests(plan.relayed.np, plan.relayed.generations), None
         if relayed.n:
             self._check_call(read, operation, DEVICE)
-            self._entries.check_read(relayed, read, DEVICE, self.runtime.current_stream, operation)
-        plan.check_unused()
-        inputs = ForwardInputs.resolve(plan, uploaded, sources)
+            stream, fields = self.runtime.current_stream, read if plan.bounded else names
+            numbers = self._entries.check_read(relayed, fields, DEVICE, stream, operation)
+            self._entries.check_read(relayed, read[len(fields) :], DEVICE, stream, operation)
+            gather = partial(self._gathered, numbers, stream=stream)
+        inputs = ForwardInputs.resolve(plan, uploaded, gather, names, width, lengths, req_to_token)
         if lengths is not None and not plan.bounded:
             self.check_known_lengths(plan, lengths)
-            gathered.append(lengths)  # without a read, since the host knows them: so entries end alike in every mode
         self._transaction.operation = operation
-        self._entries.take(relayed, gathered, DEVICE)
+        self._entries.take(relayed, read, DEVICE)  # lengths too where the host knows them: so entries end alike
         plan.use()
         self._transaction.operation = None
         return inputs
+
+    def _check_inputs(
+        self, plan: ForwardPlan, ids: Sequence[str], lengths: str | None, req_to_token: Table | None
+    ) -> int:
+        """Refuses what does not serve a plan; the most tokens of each request that the relay feeds."""
+        least, widths = self.id_widths(ids, plan.id_dtype)
+        if lengths is not None:
+            self.check_lengths_field(lengths)
+        if plan.has_ids and plan.relay_rows.size and not ids:
+            remedy = "name the fields that hold them (ids=...); or pass the ids of all requests to the plan"
+            raise DeclarationError(f"{self.name}: {plan!r}, and no field for their ids", plan, remedy)
+        if ids and not plan.has_ids:
+            problem = f"{self.name}: ids from {', '.join(ids)} for {plan!r}, which has none"
+            raise DeclarationError(problem, ids, "leave `ids` out, or make the plan with has_ids=True")
+        queries, most = plan.query_lens[plan.relay_rows], sum(widths)
+        if not ids and queries.size:  # true lengths alone, each of as many tokens more
+            least = most = int(queries[0])
+        wrong = np.flatnonzero((queries > most) | (queries < least))
+        if wrong.size:
+            row, query = plan.relay_rows[wrong[0]], int(queries[wrong[0]])
+            problem = f"{self.name}: the request in row {row} puts in {query} tokens, and the relay has"
+            has = f"{least} to {most}" if least < most else f"{most}"
+            remedy = "pass its ids to the plan, or name the fields that hold them all"
+            raise ShapeError(f"{problem} {has} for it in {', '.join(ids) or lengths}", query, remedy)
+        if plan.bounded and lengths is None:
+            remedy = "name the field that was published with the true ones: lengths=..."
+            raise ContractError(f"{self.name}: {plan!r} has bounds of the lengths", "upper_bound", remedy)
+        table, columns = req_to_token, int(plan.kv_ends.max(initial=0))
+        fits = table is None or (
+            table.space is self.slots
+            and not table.dtype.is_floating_point
+            and len(table.shape) == 2
+            and table.shape[1] >= columns
+            and table.holds in (None, "location")
+        )
+        if not fits or (table is None and plan.bounded and "slot_mapping" in plan.extras):
+            problem = f"{self.name}: bounds and a slot mapping need the token table, by slot of {self.slots.name!r}"
+            remedy = "pass req_to_token=, as wide as a request may be long"
+            raise ArgumentError(f"{problem} and position of up to {columns} tokens, got {table!r}", table, remedy)
+        return most
 
     # For `StepPlanner`, besides `publish_for`, `put`, `gathering`, `check_gathered` and `flat_ids`
 

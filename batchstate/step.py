@@ -33,8 +33,9 @@ from batchstate._core import tally
 from batchstate._origin import RowSet
 from batchstate._planned_step import OPERATION, PlannedStep
 from batchstate._rows import RowState, not_counted
-from batchstate._step_arguments import NO_FURTHER, Declared, Further, StepTokens
+from batchstate._step_arguments import NO_FURTHER, Declared, Further
 from batchstate._step_memory import StepMemories, StepMemory
+from batchstate._step_tokens import StepTokens
 from batchstate._upload import append_needs, extra_array, joined_writes
 from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
@@ -57,7 +58,7 @@ from batchstate.mirror import MirroredTensor
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import Fence, OfThisProcess, Stream, check_fence
 from batchstate.tables import TableWrite
-from batchstate.violations import Code
+from batchstate.violations import Code, Where
 
 __all__ = ["PlannedStep", "StepPlanner"]
 
@@ -242,7 +243,7 @@ class StepPlanner(OfThisProcess):
         further = NO_FURTHER if self._plain else Further()
         if extras or writes or token_arrays or first:
             further = Further()
-            self._add_arguments(further, batch, tokens.each(n), extras, writes, token_arrays, first)
+            self._add_arguments(further, batch, tokens.each(n), pad_tokens, extras, writes, token_arrays, first)
 
         # Fences, which may too. Behind them nothing of the engine runs.
         self._pages.query_fences()
@@ -347,6 +348,7 @@ class StepPlanner(OfThisProcess):
         further: Further,
         batch: Batch,
         queries: Ints,
+        pad_tokens: SupportsIndex | None,
         extras: Mapping[str, object] | None,
         writes: Sequence[TableWrite],
         token_arrays: Mapping[str, TokenArray] | None,
@@ -358,14 +360,16 @@ class StepPlanner(OfThisProcess):
         for i, write in enumerate(joined_writes(self._runtime, writes) if writes else ()):
             further.writes.append(write)
             further.arrays |= {f"index {i}": write.index, f"values {i}": write.values}
-        starts = np.append(0, np.maximum(queries, 0).cumsum())
+        queries = np.maximum(queries, 0)
+        size = int(queries.sum())
+        if pad_tokens is not None:
+            size = counted(pad_tokens, "StepPlanner: pad_tokens", least=size)
         for name, array in (token_arrays or {}).items():
             if name == "input_ids":
                 problem = f"StepPlanner: token_arrays are {token_arrays!r}"
                 raise DeclarationError(problem, name, "pass ids as `prompt_ids`")
-            label = f"StepPlanner: {name}"
-            laid = array.laid_out(array.values(np.maximum(queries, 0), queries.size, label), starts, int(starts[-1]))
-            array.check(laid, {"object": "StepPlanner", "operation": OPERATION, "column": name})
+            where: Where = {"object": "StepPlanner", "operation": OPERATION, "column": name}
+            laid = array.laid(queries, queries.size, size, where)
             further.token_arrays[name] = further.arrays[name] = laid
         _check_names(_NAMES.intersection(further.arrays) | (further.named.keys() & further.token_arrays))
         if first is not None:

@@ -390,7 +390,7 @@ WRONG: dict[str, tuple[Expected, str, dict[str, Any], dict[str, Any]]] = {
     "more tokens than entries": (ShapeError, "puts in 3 tokens, and the relay has 1", {"query_lens": 3}, {}),
     "fewer tokens than entries": (ShapeError, "puts in 1 tokens, and the relay has 2", {}, {"ids": "drafts"}),
     "bounds without lengths": (ContractError, "has bounds of the lengths", {"bounded": True}, {}),
-    "bounds without a table": (ArgumentError, "needs a token table", {"bounded": True}, {"lengths": "lens"}),
+    "bounds without a table": (ArgumentError, "need the token table", {"bounded": True}, {"lengths": "lens"}),
     "a table of numbers": (ArgumentError, "up to 8 tokens", {"bounded": True}, {"req_to_token": ((), torch.int32)}),
     "a narrow table": (ArgumentError, "up to 8 tokens", {"bounded": True}, {"req_to_token": ((3,), torch.int32)}),
     "a table of pairs": (ArgumentError, "up to 8 tokens", {"bounded": True}, {"req_to_token": ((32, 2), torch.int32)}),
@@ -440,7 +440,11 @@ def test_wrong_objects_change_nothing(rt: Runtime, device: str, world: ForwardWo
         (ArgumentError, not_uploaded, lambda: world.resolve(plan, bare)),
         (ArgumentError, "were not uploaded with this batch", lambda: world.resolve(plan, theirs)),
         (ArgumentError, "row 0 waits for a relay", lambda: ForwardInputs.of(plan, uploaded)),
-        (ArgumentError, "a table of slots of", lambda: world.resolve(plan, uploaded, req_to_token=others.table)),
+        (
+            ArgumentError,
+            "the token table, by slot of",
+            lambda: world.resolve(plan, uploaded, req_to_token=others.table),
+        ),
         (ArgumentError, "expected slots of pool", lambda: others.resolve(plan, uploaded)),
         (DeviceError, "another runtime", lambda: far.resolve(plan, uploaded)),
     ]

@@ -327,6 +327,8 @@ def test_placeholders_are_reported_with_their_token(rt: Runtime) -> None:
     ):
         violation = refused(Code.SENTINEL_ESCAPED, functools.partial(ForwardPlan.of, slots, [5, 6], **options))
         assert (violation.row, violation.column) == (1, column)
+    nothing = {"pairs": TokenArray(None, shape=(2,), non_negative=True)}
+    assert ForwardPlan.of(slots.take([]), [], token_arrays=nothing).token_arrays["pairs"].shape == (0, 2)
 
 
 @pytest.mark.parametrize("kind", [Pages, Locations, HostLocations])

@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "pools": ("tables", "_allocator", "pools", "hybrid"),
     "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),
-    "forward inputs": ("forward",),
+    "forward inputs": ("_step_tokens", "forward"),
     "relay": ("_relay", "future_map"),
     "steps": ("_step_arguments", "_step_memory", "_planned_step", "step"),
     "transport": ("transport",),

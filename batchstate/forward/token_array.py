@@ -1,7 +1,7 @@
 """`TokenArray`: one value for each token that a forward puts in, as the host knows it; ids of prompts are one."""
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import attrs
 import numpy as np
@@ -56,13 +56,10 @@ class TokenArray:
     def values(self, query_lens: Ints, num_rows: int, subject: str) -> list[Array | None]:
         """The values of each request, dtype `[query_len, *shape]`; None where it has none.
 
-        `query_lens` are the tokens of each request; entries of padded rows among the `num_rows` are dropped.
-
-        Raises:
-            ShapeError: not an entry per request, or not a value per token.
-            DtypeError, ValueOverflowError: other values, or entries without an order.
+        Entries of padded rows among the `num_rows` are dropped. Raises `ShapeError` unless there is an entry per
+        request and a value per token, `DtypeError` and `ValueOverflowError` for other values.
         """
-        num_reqs, rows = len(query_lens), self.rows
+        num_reqs, rows, dtype = len(query_lens), self.rows, numpy_dtype(self.dtype)
         if rows is None:
             return [None] * num_reqs
         remedy = "pass a list with the values of each request, and None for those that have none here"
@@ -70,7 +67,6 @@ class TokenArray:
             raise expected(subject, "a list", rows, remedy, DtypeError)
         if len(rows) not in (num_reqs, num_rows):
             raise ShapeError(f"{subject} of {len(rows)} for {num_reqs} requests", len(rows), remedy)
-        dtype = numpy_dtype(self.dtype)
         arrays: list[Array | None] = [None] * num_reqs
         for row, (values, query) in enumerate(zip(rows, query_lens.tolist(), strict=False)):
             if values is None:
@@ -81,7 +77,7 @@ class TokenArray:
             array: Array = converted(values, dtype, f"{subject} of row {row}")
             if array.shape == (0,) and self.shape:
                 array = np.empty((0, *self.shape), dtype)  # an empty list knows no shape of a token
-            if array.ndim != 1 + len(self.shape) or array.shape[1:] != self.shape:
+            if array.ndim == 0 or array.shape[1:] != self.shape:
                 wanted = f"{query} values {list(self.shape)}" if self.shape else f"{query}"
                 got = f"the number {values}" if array.ndim == 0 else f"shape {list(array.shape)}"
                 problem = f"{subject} of row {row}: expected a list of {wanted}, got {got}"
@@ -93,22 +89,17 @@ class TokenArray:
             arrays[row] = array
         return arrays
 
-    def laid_out(self, arrays: Sequence[Array | None], starts: Ints, size: int) -> Array:
-        """The values of all tokens, one request after the other, `fill` elsewhere: dtype `[size, *shape]`.
+    def laid(self, query_lens: Ints, num_rows: int, size: int, where: Where) -> Array:
+        """The values of all tokens, request by request, and `fill` elsewhere: dtype `[size, *shape]`.
 
-        `starts` int64[n + 1] says where the tokens of each request begin.
+        Raises as `values`, and SENTINEL_ESCAPED, at `cheap`, for placeholders among values that are never negative.
         """
-        parts = [values for values in arrays if values is not None]
-        if len(parts) == len(arrays) > 0 and size == starts[-1]:
-            return np.concatenate(parts)
+        arrays = self.values(query_lens, num_rows, f"{where['object']}: {where['column']}")
         laid: Array = np.full((size, *self.shape), self.fill or 0, dtype=numpy_dtype(self.dtype))
-        for row, values in enumerate(arrays):
-            if values is not None:
-                laid[starts[row] : starts[row + 1]] = values
-        return laid
-
-    def check(self, laid: npt.NDArray[Any], where: Where) -> None:
-        """Refuses placeholders among values that are never negative: SENTINEL_ESCAPED, at `cheap`."""
+        if parts := [values for values in arrays if values is not None]:
+            there = np.repeat([values is not None for values in arrays], query_lens)
+            laid[: there.size][there] = np.concatenate(parts)
         if self.non_negative and levels.cheap:
-            least = laid.reshape(len(laid), -1).min(axis=1, initial=0) if self.shape else laid
+            least = laid.min(axis=tuple(range(1, laid.ndim)), initial=0) if self.shape else laid
             invariants.sentinel_escaped(least, **where)
+        return laid
