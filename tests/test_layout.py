@@ -60,22 +60,25 @@ OUTSIDE = {
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "ground": (LAYERS["ground"], 1_760),
-    "runtime": (("runtime",), 1_800),
-    "core": (LAYERS["core"], 2_320),
+    "runtime": (("runtime",), 1_640),
+    "core": (LAYERS["core"], 2_530),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        13_050,
+        11_970,
     ),
-    "host tier": (_KV_TIER, 1_700),
+    "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_000),
     "watch": (("watch",), 2_400),
     "races": (("races",), 8_500),
     "fuzz tools": (("testing",), 2_700),
     "command line": (("cli", "__main__"), 500),
 }
-"""Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys."""
+"""Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
-MOST_LINES, MOST_FILES = 39_500, 132
+The core had 2,320 lines: 140 for a draft in one call, and for requests that the relay asks in the block of their step.
+"""
+
+MOST_LINES, MOST_FILES = 38_420, 131
 BESIDE = {"tests/selfcheck": 12_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package."""
 OTHER_TESTS = 36_650

@@ -410,36 +410,6 @@ def test_a_mask_that_keeps_all_changes_nothing_of_the_batch_given(rt: Runtime) -
     assert step.batch["seq_lens"].np.tolist() == [4, 6]
 
 
-@both_ways
-@pytest.mark.parametrize("level", ["off", "cheap", "full"])
-def test_requests_join_as_columns(rt: Runtime, by_parts: bool, level: str) -> None:
-    """The step takes slots and pages, and is the one in which a batch of the same requests joins."""
-    seen, first = [], {"last": [70, 80]}
-    with checks(level):
-        for as_columns in (True, False):
-            world = World.planned(rt, by_parts=by_parts)
-            world.join([3, 5, 2])
-            world.step()
-            keep, lens = np.array([True, False, True]), [6, 4]
-            joining: Any = columns(np.arange(2), lens)
-            if not as_columns:
-                joining = Running.build(rt, slots=world.pages.take_requests(lens), **joining)
-            step = world.planner.plan(world.batch, keep=keep, joining=joining, after=rt.record(), published=first)
-            inputs = world.run(step)
-            arrays = inputs.input_ids, inputs.positions, inputs.kv_lens  # pages are taken in another order
-            world.check_table()
-            seen.append(
-                (
-                    {name: column.tolist() for name, column in world.batch.to_dict().items()},
-                    [rt.inspect(array).tolist() for array in arrays],
-                    (world.slots.stats.live, world.pages.stats.live),
-                    step.results["last"].np.tolist(),
-                )
-            )
-            world.slots.verify()
-    assert seen[0] == seen[1]
-
-
 @given(
     seed=st.integers(0, 2**32),
     level=st.sampled_from(["off", "cheap", "full"]),
