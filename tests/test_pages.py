@@ -641,7 +641,7 @@ def test_refusals_say_what_was_asked_for(slots: SlotPool, pages: PagePool) -> No
         assert words in str(refused(Code.LENGTH_ORDER, action))
     report = refused(Code.SLOT_CONSERVATION, lambda: slots.free(one))
     assert report.slot == one.np[0]
-    assert "1 slots still own 2 pages: [1]" in str(report)
+    assert "1 of these slots still own 2 pages: [1]" in str(report)
     assert "pages.release_requests(slots, after=...)" in str(report)
     pages.truncate(one, 3)
     for write in (pages.advance, lambda one: pages.extend(one, 5), lambda one: pages.commit(one, 4)):

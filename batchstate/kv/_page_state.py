@@ -303,7 +303,7 @@ class PageHolders(SlotListener):
         owned = self.rows.owners(rows)
         if np.count_nonzero(owned):
             owners, pages = rows[owned > 0], int(owned.sum())
-            problem = f"{owners.size} slots still own {pages} pages: {owners[:8].tolist()}"
+            problem = f"{owners.size} of these slots still own {pages} pages: {owners[:8].tolist()}"
             remedy = "use `pages.release_requests(slots, after=...)`, which frees a request with all it has"
             self._check_live(self.rows.live - pages, operation, leaked=owners, problem=problem, remedy=remedy)
 
