@@ -177,7 +177,7 @@ def test_command_line_shows_the_program(
 ) -> None:
     """A pool that hands out a slot twice: the shrunk program, the command that replays it, one violation, and 1."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(SlotPool, "_release", lambda self, rows, after, operation: None)
+    monkeypatch.setattr(SlotPool, "release_rows", lambda self, rows, after, operation: None)
     command = ["fuzz", "--machine", "slot_pool", "--examples", "50", "--seed", "7", "--device", device]
     assert main([*command, "--json", "fuzz.json"]) == 1
     assert json.loads(Path("fuzz.json").read_text())["violations"] == 1
