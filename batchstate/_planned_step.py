@@ -28,7 +28,7 @@ from batchstate.runtime.memory import ALIGNMENT, PackedUpload, Place, ReadyTenso
 from batchstate.violations import Code
 
 if TYPE_CHECKING:
-    from batchstate.future_map import Prefetched
+    from batchstate._prefetched import Prefetched
 
 Ints = npt.NDArray[np.int64]
 

@@ -11,6 +11,7 @@ import torch
 from batchstate._allocator import Transaction
 from batchstate._arrays import Array
 from batchstate._core import Indices, StepRules
+from batchstate._rows import RowState
 from batchstate.errors import DeclarationError
 from batchstate.kv.pages import PagePool
 from batchstate.runtime.base import Runtime
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 
 NO_IDS: Ints = np.zeros(0, dtype=np.int64)
+NO_PAGES: Ints = np.zeros(0, dtype=np.int64)
 
 
 @final
@@ -98,6 +100,22 @@ class Declared:
     @property
     def id_dtype(self) -> torch.dtype:
         return torch.int32 if "input_ids" in self.int32 else torch.int64
+
+
+@final
+@attrs.frozen(eq=False)
+class Joined:
+    """Requests that join.
+
+    Attributes:
+        state: their rows.
+        num_reqs: how many.
+        pool_id: of their slots; None if the step takes slots for them.
+    """
+
+    state: RowState
+    num_reqs: int
+    pool_id: int | None
 
 
 @final

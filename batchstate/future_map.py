@@ -15,12 +15,10 @@ overwriting one unread, is reported at level `cheap`, on the host, before anythi
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from threading import get_ident
-from typing import Any, Protocol, final
+from typing import Any, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,8 +26,9 @@ import torch
 from batchstate import invariants, levels
 from batchstate._arrays import carried, check_dense, put_rows, select_rows, shape_of
 from batchstate._core import Entries, Requests
-from batchstate._origin import RowSet
-from batchstate._relay import DEVICE, FUTURE_ORDER, HOST, READERS, EntryState, Numbers, RelayEntries, Use
+from batchstate._prefetched import LiveSlots, Prefetched, Publishing, Source, unpadded
+from batchstate._relay import DEVICE, HOST, READERS, EntryState, Numbers, RelayEntries, Use
+from batchstate._relay_field import RelayField, relay_field
 from batchstate._upload import Extras
 from batchstate.errors import (
     ArgumentError,
@@ -45,252 +44,20 @@ from batchstate.errors import (
 )
 from batchstate.forward.inputs import ForwardInputs, check_uploaded, end_to_end
 from batchstate.forward.plan import ForwardPlan
-from batchstate.invariants import times_checked
-from batchstate.mirror import DeviceSide, MirroredTensor, Slots
+from batchstate.mirror import MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
-from batchstate.runtime.base import Download, Fence, OfThisProcess, Stream
-from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, host_dtype, numpy_dtype
+from batchstate.runtime.base import Download, OfThisProcess, Stream
+from batchstate.runtime.memory import NUMPY_DTYPES, host_dtype
 from batchstate.tables import Table
-from batchstate.violations import Where
 
 __all__ = ["EntryState", "FutureMap", "Prefetched", "RelayField", "relay_field"]
 
 Array = npt.NDArray[Any]
 
-_MOVABLE = {*NUMPY_DTYPES, torch.bfloat16, torch.complex64, torch.complex128}
-"""Dtypes that torch moves by index on every device."""
-
 _MOST_IN_RECORD = 256
 """Bytes of the largest entry that lies in a record with others. Larger ones, such as hidden states, lie by themselves:
 there a copy of the values into one piece costs more than a launch."""
-
-_READ_BY = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
-
-
-@final
-@attrs.frozen
-class RelayField:
-    """One declared field of a `FutureMap`; `relay_field` makes it, and says what each attribute means."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    readers: int  # bits: DEVICE, HOST
-    non_negative: bool
-    must_read: bool
-    ragged: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Size of one entry."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def relay_field(
-    dtype: torch.dtype,
-    shape: Sequence[int] = (),
-    *,
-    read_by: str = "device",
-    non_negative: bool = False,
-    must_read: bool = True,
-    ragged: bool = False,
-) -> RelayField:
-    """Declares a field of a `FutureMap`.
-
-    Args:
-        dtype: any that torch moves by index (no float8, nothing quantised); one that numpy shares if the host reads it,
-            or if `non_negative`.
-        shape: of one entry.
-        read_by: the reader that takes each published entry, once: `device` (the next forward, by `gather`), `host` (by
-            `prefetch` or `resolve`) or `both`. An entry that one of them has not taken must not be overwritten.
-        non_negative: the values are ids, lengths or indices. A negative one is then SENTINEL_ESCAPED wherever the host
-            sees it, and at `full` on the device too.
-        must_read: whether overwriting what was not read is a violation. Not for what is wanted now and then, such as
-            log-probabilities.
-        ragged: requests have different numbers of values, such as the drafts of an n-gram or a tree, and `shape` is the
-            most, `(k,)`. A forward puts in the first ones of each request, as many as its plan says; what follows them
-            may hold anything. Lists of unequal lengths are published with -1 behind them.
-    """
-    if read_by not in _READ_BY:
-        raise DeclarationError(f"relay_field: read_by is {read_by!r}", read_by, one_of(_READ_BY, read_by))
-    if dtype not in _MOVABLE:
-        raise DtypeError(f"a relay field of {dtype}", dtype, "view such values as torch.uint8, and declare that")
-    readers = _READ_BY[read_by]
-    if readers & HOST or non_negative:
-        numpy_dtype(dtype)
-    sizes = shape_of(shape, "a relay field")
-    if ragged and (len(sizes) != 1 or dtype not in (torch.int32, torch.int64)):
-        remedy = "declare the most values of a request, as relay_field(torch.int64, (k,), ragged=True)"
-        raise DeclarationError(f"a ragged relay field of {dtype}{list(sizes)}", sizes, remedy)
-    return RelayField(dtype, sizes, readers, non_negative, must_read, ragged)
-
-
-class Publishing(Protocol):
-    """Requests that publish.
-
-    Attributes:
-        requests: live ones, each named once.
-        num_rows: how many there are with padded rows, which publish nothing.
-    """
-
-    requests: Requests
-    num_rows: int
-
-    def index(self, stream: Stream) -> torch.Tensor:
-        """Their slots on the device, int64[n], safe on `stream`, the current one."""
-
-    def handles(self) -> Slots:
-        """Their handles."""
-
-
-@final
-@attrs.define
-class LiveSlots:
-    """Handles that publish; see `Publishing`."""
-
-    slots: Slots
-    requests: Requests
-    num_rows: int
-
-    def index(self, stream: Stream) -> torch.Tensor:
-        return self.slots.device if self.requests.n == self.num_rows else self.slots.device[: self.requests.n]
-
-    def handles(self) -> Slots:
-        return _unpadded(self.slots)
-
-
-@final
-class Prefetched(Mapping[str, MirroredTensor]):
-    """Fields of some requests, asked for with `FutureMap.prefetch`; row i is that of `slots[i]`.
-
-    Reading a field waits for the copy, if it has not run yet: `prefetched["tokens"]`, or `resolve()` for all. The slots
-    may be freed meanwhile: the rows were taken out when they were asked for, and stay those of the requests that had
-    the slots then. `prefetched["tokens"].aligned(batch.slots)` has the rows of a batch.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_download",
-        "_fields",
-        "_names",
-        "_parts",
-        "_pool_id",
-        "_publishes",
-        "_read",
-        "_relay",
-        "_rows",
-        "_slots",
-        "_values",
-        "num_reqs",
-        "runtime",
-    )
-
-    def __init__(
-        self,
-        relay: "FutureMap",
-        names: Sequence[str],
-        num_reqs: int,
-        slots: Callable[[], Slots],
-        download: Download,
-        publishes: Sequence[Use],
-        read: tuple[Stream, Fence] | None = None,
-        rows: Sequence[torch.Tensor] | None = None,
-        parts: Sequence[slice] | None = None,
-    ) -> None:
-        """For the library.
-
-        With `rows`, the device side was selected on a stream, behind which there is a fence: `read`; else it is made of
-        the host's when it is asked for. `parts` are those of each field in the bytes of a request, where all came in
-        one piece. The relay itself is not kept: its memory goes with it.
-        """
-        self.runtime, self.num_reqs, self._slots = relay.runtime, num_reqs, slots
-        self._fields, self._names, self._relay, self._pool_id = relay._fields, names, relay._label, relay.slots.pool_id
-        self._download, self._publishes, self._read, self._rows, self._parts = download, publishes, read, rows, parts
-        self._values: dict[str, MirroredTensor] | None = None
-
-    def __repr__(self) -> str:
-        return f"Prefetched({', '.join(self._names)} of {self.num_reqs} requests)"
-
-    @property
-    def slots(self) -> Slots:
-        """The requests."""
-        return self._slots()
-
-    @property
-    def _where(self) -> Where:
-        return {"object": self._relay, "operation": "resolve", "step": self._download.step}
-
-    # Two prefetches are never equal; a mapping would compare values, and wait for them.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-    def ready(self) -> bool:
-        """Whether `resolve` would return at once. Never waits."""
-        return self._values is not None or (not self.runtime.capturing and self._download.ready())
-
-    def resolve(self) -> Mapping[str, MirroredTensor]:
-        """Each field as an exact value, both sides from one read of the relay. Waits for that copy alone.
-
-        Raises:
-            Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
-        """
-        if self._values is None:
-            runtime = self.runtime
-            if get_ident() != runtime.owner.ident:
-                runtime.check_owner(f"{self._download.name}: resolve")
-            arrays = self._download.resolve()
-            if self._parts is not None:
-                pairs = zip(self._parts, (self._fields[name] for name in self._names), strict=True)
-                pieces = [(arrays[0][:, part].copy().view(numpy_dtype(field.dtype)), field) for part, field in pairs]
-                arrays = [piece.reshape(len(piece), *field.shape) for piece, field in pieces]
-            if levels.cheap:
-                self._check_order()
-            values, device = {}, None
-            for i, name in enumerate(self._names):
-                field, array = self._fields[name], arrays[i]
-                if levels.cheap and field.non_negative and not field.ragged:
-                    where: Where = {**self._where, "column": name}
-                    invariants.sentinel_escaped(array.reshape(-1), **where)
-                if self._rows is not None and self._read is not None:
-                    device = DeviceSide(ReadyTensor(self._rows[i], *self._read, {}))
-                values[name] = MirroredTensor(
-                    runtime,
-                    array,
-                    device,
-                    dtype=field.dtype,
-                    shape=array.shape,
-                    name=name,
-                    # Not by a method: a value that refers to this object, which has it, would be a cycle.
-                    row_set=RowSet(0, partial(_numbers_of, self._slots), self._pool_id),
-                )
-                if device is not None:
-                    values[name].check("resolve")
-            self._values = values
-        return self._values
-
-    def _check_order(self) -> None:
-        """The values had been published when they were read, as the publish's fence says, and have landed."""
-        done = self._download.done
-        times_checked[FUTURE_ORDER] += 1 + len(self._publishes)
-        for publish in self._publishes:
-            if publish.fence is not done and not (publish.fence and publish.fence.query()):
-                invariants.future_order(False, publish.by, "the host", f"a wait for {publish.by}", **self._where)
-        if not done.query():
-            invariants.future_order(False, "the copy from the device", "the host", "a wait for the copy", **self._where)
-
-    def __getitem__(self, field: str) -> MirroredTensor:
-        if field not in self._names:
-            raise KeyError(f"{field!r} was not prefetched, only {', '.join(self._names)}")
-        return self.resolve()[field]
-
-    def __contains__(self, field: object) -> bool:
-        return field in self._names  # and waits for nothing, which `__getitem__` would
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 @ranges("publish", "gather", "prefetch", "resolve", "resolve_forward_inputs")
@@ -319,8 +86,8 @@ class FutureMap(OfThisProcess):
         self._record: torch.Tensor  # uint8[capacity, nbytes], the entries of all small fields, if there are several
         self._places: dict[str, slice] = {}  # of these in it
         self._memory = self._allocated(capacity)
-        self._label = repr(self)
-        self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=self._label)
+        self._source = Source(self.runtime, self._fields, repr(self), slots.pool_id)
+        self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=self._source.label)
         self._transaction = slots.transaction
         self._labels: dict[Sequence[str], str] = {}
         self._private = self.runtime.stream(f"{name}: to the host")
@@ -443,7 +210,7 @@ class FutureMap(OfThisProcess):
             self.check("publish")
         if download is None:
             return self.prefetch(publishing.handles(), *results) if results else None
-        return Prefetched(self, results, n, publishing.handles, download, (publish,))
+        return Prefetched(self._source, results, n, publishing.handles, download, (publish,))
 
     def host_values(self, name: str, value: object, num_rows: tuple[int, int]) -> Array:
         """Checked values of a field for its live rows, as they cross. An array may be the caller's own.
@@ -618,7 +385,9 @@ class FutureMap(OfThisProcess):
         entries.take(requests, fields, HOST)
         self._transaction.operation = None
         rows, publishes = None if parts is not None else tensors, entries.published(numbers)
-        return Prefetched(self, fields, requests.n, lambda: live, download, publishes, (stream, read), rows, parts)
+        return Prefetched(
+            self._source, fields, requests.n, lambda: live, download, publishes, (stream, read), rows, parts
+        )
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy."""
@@ -829,7 +598,7 @@ class FutureMap(OfThisProcess):
 
     def _live(self, slots: Slots, operation: str) -> tuple[Slots, Requests]:
         """The rows before the padding at the end, each a live handle and named once."""
-        live = _unpadded(slots)
+        live = unpadded(slots)
         rows = self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)  # refuses a zero elsewhere
         return live, Requests(rows, live.generations)
 
@@ -882,24 +651,9 @@ class FutureMap(OfThisProcess):
         return self.runtime.launch(end_to_end, tensors, reads=tensors, name="ids of requests")
 
 
-def _numbers_of(slots: Callable[[], Slots]) -> tuple[Array, Array]:
-    handles = slots()
-    return handles.np, handles.generations
-
-
 def _as_record(parts: list[torch.Tensor]) -> torch.Tensor:
     """The bytes of values [n, *shape], those of one request behind each other, uint8[n, nbytes]. One kernel."""
     return end_to_end([part.contiguous().view(part.shape[0], -1).view(torch.uint8) for part in parts])
-
-
-def _unpadded(slots: Slots) -> Slots:
-    """The rows before the padding at their end."""
-    rows = slots.np
-    if not rows.size or rows[-1]:
-        return slots
-    zeros = int(np.count_nonzero(rows == 0))
-    padded = not rows[len(slots) - zeros :].any()
-    return slots.split([len(slots) - zeros, zeros])[0] if padded else slots
 
 
 def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], subject: str) -> None:

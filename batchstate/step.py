@@ -20,7 +20,6 @@ padded steps, drafts, requests that leave and join: all go this way.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -33,7 +32,7 @@ from batchstate._core import tally
 from batchstate._origin import RowSet
 from batchstate._planned_step import OPERATION, PlannedStep
 from batchstate._rows import RowState, not_counted
-from batchstate._step_arguments import NO_FURTHER, Declared, Further
+from batchstate._step_arguments import NO_FURTHER, NO_PAGES, Declared, Further, Joined
 from batchstate._step_memory import StepMemories, StepMemory
 from batchstate._step_tokens import StepTokens
 from batchstate._upload import append_needs, extra_array, joined_writes
@@ -67,31 +66,14 @@ Ints = npt.NDArray[np.int64]
 Joining = Batch | Mapping[str, object]
 """A batch, or columns by name."""
 
-NO_PAGES: Ints = np.zeros(0, dtype=np.int64)
 
 _ALWAYS = Code.SLOT_STALE_HANDLE, Code.LENGTH_ORDER
 _AT_CHEAP = (*_ALWAYS, Code.SLOT_IN_FLIGHT)
-LOOKED_AT = _ALWAYS, _AT_CHEAP, (*_AT_CHEAP, Code.DERIVED_STALE)
+_LOOKED_AT = _ALWAYS, _AT_CHEAP, (*_AT_CHEAP, Code.DERIVED_STALE)
 """The invariants that a draft asks, by its level."""
 
 _NAMES = {"positions", "query_start_loc", "kv_lens", "slot_mapping", "last_token_indices", "input_ids", "sample_slots"}
 """Names of the arrays of a step: extras of an engine have others."""
-
-
-@final
-@attrs.frozen(eq=False)
-class Joined:
-    """Requests that join.
-
-    Attributes:
-        state: their rows.
-        num_reqs: how many.
-        pool_id: of their slots; None if the step takes slots for them.
-    """
-
-    state: RowState
-    num_reqs: int
-    pool_id: int | None
 
 
 @ranges("plan")
@@ -427,7 +409,7 @@ class StepPlanner(OfThisProcess):
             if nbytes <= memory.size:
                 break
         self._usual_rows = num_rows
-        tally(times_checked, LOOKED_AT[checks])
+        tally(times_checked, _LOOKED_AT[checks])
         block.fill(rules, new, tokens.ids)
         if declared.int32:
             starts = {"positions": block.positions, "slot_mapping": block.mapping, "last_token_indices": block.last}

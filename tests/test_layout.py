@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),
     "forward inputs": ("_step_tokens", "forward"),
-    "relay": ("_relay", "future_map"),
+    "relay": ("_relay", "_relay_field", "_prefetched", "future_map"),
     "steps": ("_step_arguments", "_step_memory", "_planned_step", "step"),
     "transport": ("transport",),
     "watch": ("watch",),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_530),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        11_970,
+        12_010,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_000),
@@ -78,7 +78,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 The core had 2,320 lines: 140 for a draft in one call, and for requests that the relay asks in the block of their step.
 """
 
-MOST_LINES, MOST_FILES = 38_420, 131
+MOST_LINES, MOST_FILES = 38_460, 133
 BESIDE = {"tests/selfcheck": 12_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package."""
 OTHER_TESTS = 36_650

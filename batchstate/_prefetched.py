@@ -1,0 +1,216 @@
+"""Requests that publish, and `Prefetched`: entries of a relay on their way to the host."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from threading import get_ident
+from typing import Any, NamedTuple, Protocol, final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchstate import invariants, levels
+from batchstate._core import Requests
+from batchstate._origin import RowSet
+from batchstate._relay import FUTURE_ORDER, Use
+from batchstate._relay_field import RelayField
+from batchstate.invariants import times_checked
+from batchstate.mirror import DeviceSide, MirroredTensor, Slots
+from batchstate.runtime.base import Download, Fence, Runtime, Stream
+from batchstate.runtime.memory import ReadyTensor, numpy_dtype
+from batchstate.violations import Where
+
+Array = npt.NDArray[Any]
+
+
+class Publishing(Protocol):
+    """Requests that publish.
+
+    Attributes:
+        requests: live ones, each named once.
+        num_rows: how many there are with padded rows, which publish nothing.
+    """
+
+    requests: Requests
+    num_rows: int
+
+    def index(self, stream: Stream) -> torch.Tensor:
+        """Their slots on the device, int64[n], safe on `stream`, the current one."""
+
+    def handles(self) -> Slots:
+        """Their handles."""
+
+
+@final
+@attrs.define
+class LiveSlots:
+    """Handles that publish; see `Publishing`."""
+
+    slots: Slots
+    requests: Requests
+    num_rows: int
+
+    def index(self, stream: Stream) -> torch.Tensor:
+        return self.slots.device if self.requests.n == self.num_rows else self.slots.device[: self.requests.n]
+
+    def handles(self) -> Slots:
+        return unpadded(self.slots)
+
+
+def unpadded(slots: Slots) -> Slots:
+    """The rows before the padding at their end."""
+    rows = slots.np
+    if not rows.size or rows[-1]:
+        return slots
+    zeros = int(np.count_nonzero(rows == 0))
+    padded = not rows[len(slots) - zeros :].any()
+    return slots.split([len(slots) - zeros, zeros])[0] if padded else slots
+
+
+class Source(NamedTuple):
+    """The relay that entries come from: its runtime, its fields, its name in reports, and the pool of its slots."""
+
+    runtime: Runtime
+    fields: Mapping[str, RelayField]
+    label: str
+    pool_id: int
+
+
+@final
+class Prefetched(Mapping[str, MirroredTensor]):
+    """Fields of some requests, asked for with `FutureMap.prefetch`; row i is that of `slots[i]`.
+
+    Reading a field waits for the copy, if it has not run yet: `prefetched["tokens"]`, or `resolve()` for all. The slots
+    may be freed meanwhile: the rows were taken out when they were asked for, and stay those of the requests that had
+    the slots then. `prefetched["tokens"].aligned(batch.slots)` has the rows of a batch.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_download",
+        "_fields",
+        "_names",
+        "_parts",
+        "_pool_id",
+        "_publishes",
+        "_read",
+        "_relay",
+        "_rows",
+        "_slots",
+        "_values",
+        "num_reqs",
+        "runtime",
+    )
+
+    def __init__(
+        self,
+        source: Source,
+        names: Sequence[str],
+        num_reqs: int,
+        slots: Callable[[], Slots],
+        download: Download,
+        publishes: Sequence[Use],
+        read: tuple[Stream, Fence] | None = None,
+        rows: Sequence[torch.Tensor] | None = None,
+        parts: Sequence[slice] | None = None,
+    ) -> None:
+        """For the library.
+
+        With `rows`, the device side was selected on a stream, behind which there is a fence: `read`; else it is made of
+        the host's when it is asked for. `parts` are those of each field in the bytes of a request, where all came in
+        one piece. The relay itself is not kept: its memory goes with it.
+        """
+        self.runtime, self._fields, self._relay, self._pool_id = source
+        self.num_reqs, self._slots, self._names = num_reqs, slots, names
+        self._download, self._publishes, self._read, self._rows, self._parts = download, publishes, read, rows, parts
+        self._values: dict[str, MirroredTensor] | None = None
+
+    def __repr__(self) -> str:
+        return f"Prefetched({', '.join(self._names)} of {self.num_reqs} requests)"
+
+    @property
+    def slots(self) -> Slots:
+        """The requests."""
+        return self._slots()
+
+    @property
+    def _where(self) -> Where:
+        return {"object": self._relay, "operation": "resolve", "step": self._download.step}
+
+    # Two prefetches are never equal; a mapping would compare values, and wait for them.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def ready(self) -> bool:
+        """Whether `resolve` would return at once. Never waits."""
+        return self._values is not None or (not self.runtime.capturing and self._download.ready())
+
+    def resolve(self) -> Mapping[str, MirroredTensor]:
+        """Each field as an exact value, both sides from one read of the relay. Waits for that copy alone.
+
+        Raises:
+            Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
+        """
+        if self._values is None:
+            runtime = self.runtime
+            if get_ident() != runtime.owner.ident:
+                runtime.check_owner(f"{self._download.name}: resolve")
+            arrays = self._download.resolve()
+            if self._parts is not None:
+                pairs = zip(self._parts, (self._fields[name] for name in self._names), strict=True)
+                pieces = [(arrays[0][:, part].copy().view(numpy_dtype(field.dtype)), field) for part, field in pairs]
+                arrays = [piece.reshape(len(piece), *field.shape) for piece, field in pieces]
+            if levels.cheap:
+                self._check_order()
+            values, device = {}, None
+            for i, name in enumerate(self._names):
+                field, array = self._fields[name], arrays[i]
+                if levels.cheap and field.non_negative and not field.ragged:
+                    where: Where = {**self._where, "column": name}
+                    invariants.sentinel_escaped(array.reshape(-1), **where)
+                if self._rows is not None and self._read is not None:
+                    device = DeviceSide(ReadyTensor(self._rows[i], *self._read, {}))
+                values[name] = MirroredTensor(
+                    runtime,
+                    array,
+                    device,
+                    dtype=field.dtype,
+                    shape=array.shape,
+                    name=name,
+                    # Not by a method: a value that refers to this object, which has it, would be a cycle.
+                    row_set=RowSet(0, partial(_numbers_of, self._slots), self._pool_id),
+                )
+                if device is not None:
+                    values[name].check("resolve")
+            self._values = values
+        return self._values
+
+    def _check_order(self) -> None:
+        """The values had been published when they were read, as the publish's fence says, and have landed."""
+        done = self._download.done
+        times_checked[FUTURE_ORDER] += 1 + len(self._publishes)
+        for publish in self._publishes:
+            if publish.fence is not done and not (publish.fence and publish.fence.query()):
+                invariants.future_order(False, publish.by, "the host", f"a wait for {publish.by}", **self._where)
+        if not done.query():
+            invariants.future_order(False, "the copy from the device", "the host", "a wait for the copy", **self._where)
+
+    def __getitem__(self, field: str) -> MirroredTensor:
+        if field not in self._names:
+            raise KeyError(f"{field!r} was not prefetched, only {', '.join(self._names)}")
+        return self.resolve()[field]
+
+    def __contains__(self, field: object) -> bool:
+        return field in self._names  # and waits for nothing, which `__getitem__` would
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _numbers_of(slots: Callable[[], Slots]) -> tuple[Array, Array]:
+    handles = slots()
+    return handles.np, handles.generations
