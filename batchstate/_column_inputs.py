@@ -96,12 +96,12 @@ class ColumnInputs:
                 raise DeclarationError(f"{label} is not declared", name, remedy)
         return inputs
 
-    def into(self, state: RowState, first: int) -> None:
-        """Host rows into the block of rows that nobody has yet, from row `first` on."""
+    def into(self, state: RowState) -> None:
+        """Host rows into the block of rows that nobody has yet."""
         for name, rows in self.host.items():
-            state.column(name)[first:] = rows
+            state.column(name)[...] = rows
         if self.generations is not None:
-            state.generations[first:] = self.generations
+            state.generations[...] = self.generations
 
     def _read_mirrored(
         self, column: MirroredColumn, value: object, num_rows: int, runtime: Runtime, label: str
@@ -137,12 +137,10 @@ def rows_from(
     values: Mapping[str, object],
     runtime: Runtime,
     subject: str,
-    after: tuple[RowState, Rows] | None = None,
 ) -> tuple[RowState, int, int | None]:
-    """Rows from values of all columns, behind those of `after` at checked indices int64[k], if given.
+    """Rows from values of all columns, their number, and the pool of their slots.
 
-    The other results are the number of new rows, and the pool of their slots: None if the values have no slots, which
-    the caller then fills in.
+    None if the values have no slots, which the caller then fills in.
 
     Raises:
         ArgumentError: no column. Else as `ColumnInputs.read`.
@@ -151,11 +149,12 @@ def rows_from(
         raise ArgumentError(f"{subject}: no columns", (), "use `empty` for a batch of no requests")
     num_rows = len(next(iter(values.values())))  # type: ignore[arg-type]
     block = Block(layout.core, num_rows)
-    inputs = ColumnInputs.read(layout, block.put(layout.plain, values), num_rows, runtime, subject)
+    others = block.put(layout.plain, values)
+    if not others:
+        return RowState(layout, block, {}, {}), num_rows, None
+    inputs = ColumnInputs.read(layout, others, num_rows, runtime, subject)
     state = RowState(layout, block, inputs.device, inputs.objects)
-    inputs.into(state, 0)
-    if after is not None:
-        state = after[0].merged(state, after[1])
+    inputs.into(state)
     return state, num_rows, inputs.pool_id
 
 

@@ -373,7 +373,10 @@ class PlannedStep:
             return
         wide, narrow = memory.wide, memory.narrow
         index, places = wide[block.elements : block.elements + block.k], narrow[block.places : block.places + block.k]
-        at, values = memory.numbers(block.elements, block.k), memory.small_numbers(block.places, block.k)
+        at: Ints = NO_ROWS
+        values: Array = NO_ROWS
+        if table.host_memory is not None:
+            at, values = memory.numbers(block.elements, block.k), memory.small_numbers(block.places, block.k)
         there = self._state.column(self._declared.seq_lens)[: self.num_reqs] > 0
         owners = [(self.rows[there], self.generations[there])]
         table.scatter(index, places, at, values, owners)

@@ -222,10 +222,13 @@ class StepPlanner(OfThisProcess):
         num_rows = n if pad_rows is None else counted(pad_rows, "StepPlanner: pad_rows", least=n)
         tokens = StepTokens.of(n, num_rows, query_lens, prompt_ids, samples, declared.id_dtype)
         first = None if published is None else self._first(published, joined)
-        further = NO_FURTHER if self._plain else Further()
-        if extras or writes or token_arrays or first:
+        further = NO_FURTHER if self._plain and not first else Further()
+        if extras or writes or token_arrays:
             further = Further()
-            self._add_arguments(further, batch, tokens.each(n), pad_tokens, extras, writes, token_arrays, first)
+            self._add_arguments(further, batch, tokens.each(n), pad_tokens, extras, writes, token_arrays)
+        if first is not None:
+            for name, array in first.items():
+                further.arrays[f"published {name}"] = array
 
         # Fences, which may too. Behind them nothing of the engine runs.
         self._pages.query_fences()
@@ -334,9 +337,8 @@ class StepPlanner(OfThisProcess):
         extras: Mapping[str, object] | None,
         writes: Sequence[TableWrite],
         token_arrays: Mapping[str, TokenArray] | None,
-        first: Mapping[str, Array] | None,
     ) -> None:
-        """Arrays of the engine that cross with the step."""
+        """Arrays of the engine that cross with the step, whose requests put in `queries` tokens int64[n]."""
         for name, values in batch._checked_extras(extras, OPERATION).items() if extras else ():
             further.arrays[name], further.named[name] = extra_array(name, values), values
         for i, write in enumerate(joined_writes(self._runtime, writes) if writes else ()):
@@ -354,8 +356,6 @@ class StepPlanner(OfThisProcess):
             laid = array.laid(queries, queries.size, size, where)
             further.token_arrays[name] = further.arrays[name] = laid
         _check_names(_NAMES.intersection(further.arrays) | (further.named.keys() & further.token_arrays))
-        if first is not None:
-            further.arrays |= {f"published {name}": array for name, array in first.items()}
 
     def _drafted(
         self,
