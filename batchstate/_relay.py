@@ -126,20 +126,17 @@ class RelayEntries(SlotListener):
         reader: int,
         stream: Stream,
         operation: str,
-        *,
-        again: bool = False,
     ) -> Numbers | None:
         """The publishes that entries of live requests come from, which `reader` has not taken.
 
-        To be passed to `come_behind`; None while `stream`, the current one, is the only one. `again` says that it has
-        read them before, and that this was not noted yet. FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED, at
-        `cheap`.
+        To be passed to `come_behind`; None while `stream`, the current one, is the only one. FUTURE_UNWRITTEN,
+        FUTURE_GENERATION, FUTURE_CONSUMED, at `cheap`.
         """
         numbers: Numbers | None = None if stream is self._only else set()
         for name in names:
             entries = self.fields[name]
             row = entries.refused_read(requests, reader, levels.cheap, numbers)
-            if row < 0 and not (levels.cheap and again and requests.n):
+            if row < 0:
                 if levels.cheap:
                     tally(times_checked, READ_CODES)
                 continue
@@ -148,7 +145,7 @@ class RelayEntries(SlotListener):
             writer, taken = self._writer(number), (entries.arrays["taken"][rows] & reader) != 0
             invariants.future_unwritten(rows, number != 0, by, **where)
             invariants.future_generation(rows, entries.arrays["generation"][rows], generations, writer, by, **where)
-            invariants.future_consumed(rows, taken | again, writer, by, **where)
+            invariants.future_consumed(rows, taken, writer, by, **where)
             raise unexplained("FutureMap", operation, READ_CODES[0])
         return numbers
 

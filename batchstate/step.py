@@ -266,7 +266,7 @@ class StepPlanner(OfThisProcess):
         # The changes, which cannot fail.
         self._transaction.operation = OPERATION
         if new is not None:
-            self._pages.note_grown(new)
+            self._pages._holders.note(new)
         memory.block.commit(declared.rules, self._pages.epochs.last, self._pages.shares.last)
         if takes:
             slots.note_taken(step.rows[kept:])
@@ -511,7 +511,7 @@ class StepPlanner(OfThisProcess):
         elif rule == "fed":
             raise self._unfed(row, block.value)
         else:
-            pages.check_free(block.new_pages, OPERATION)
+            pages._holders.explain_free(block.new_pages, OPERATION)
         raise unexplained("StepPlanner", OPERATION, f"row {row}, by the rule {rule!r}")
 
     def _unfed(self, row: int, query: int) -> Exception:

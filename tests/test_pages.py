@@ -675,7 +675,7 @@ def test_locations_of_ranges_are_those_of_each_position(rt: Runtime, page_size: 
         start = generator.integers(0, 20, 6)
         counts = generator.integers(0, 20, 6) * generator.integers(0, 2, 6)
         positions = np.concatenate([np.arange(one, one + n) for one, n in zip(start, counts, strict=True)])
-        locations = pool.locations_of(held.np, start, counts, positions)
+        locations = pool.lay(held.np, start, counts, "lay")[1]
         pages = pool.page_table[held.np.repeat(counts), positions // page_size]
         assert locations.tolist() == (pages * page_size + positions % page_size).tolist()
 

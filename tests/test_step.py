@@ -43,6 +43,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.invariants import times_checked
+from batchstate.kv._page_state import PageHolders
 from batchstate.mirror import Slots
 from batchstate.runtime import Stream
 from batchstate.testing.fences import LateRuntime
@@ -632,10 +633,10 @@ def test_an_interrupt_behind_first_values_leaves_the_mark(rt: Runtime, monkeypat
     world = World.planned(rt)
     world.join([3])
 
-    def interrupted(pages: PagePool, new: object) -> None:
+    def interrupted(holders: PageHolders, new: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(PagePool, "note_grown", interrupted)
+    monkeypatch.setattr(PageHolders, "note", interrupted)
     joining = columns(np.array([2]), [2])
     with pytest.raises(KeyboardInterrupt):
         world.planner.plan(world.batch, joining=joining, published={"last": [7]})

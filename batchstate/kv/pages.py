@@ -699,14 +699,6 @@ class PagePool(OfThisProcess):
         self._holders.query_fences()
         self.slots.query_fences()
 
-    def note_grown(self, new: Ints) -> None:
-        """A step takes these pages next."""
-        self._holders.note(new)
-
-    def check_free(self, n: int, operation: str) -> None:
-        """Refuses a step that needs `n` further pages: there are fewer, or one is not free."""
-        self._holders.explain_free(n, operation)
-
     def check_unshared(self, pages: Ints, operation: str) -> None:
         """Refuses (PAGE_OWNER) a write into pages int64[n] if one is shared or cached; 0 stands for none yet."""
         if self._rows.look_writable(pages) >= 0:
@@ -743,10 +735,6 @@ class PagePool(OfThisProcess):
         columns = np.arange(tables.shape[1])
         tables[(columns >= has[:, None]) & (columns < ends[:, None])] = new
         return tables
-
-    def locations_of(self, rows: Ints, start: Ints, counts: Ints, positions: Ints) -> Ints:
-        """The locations of `lay`."""
-        return self.lay(rows, start, counts, "locations_of")[1]
 
     def lay(self, rows: Ints, starts: Ints, counts: Ints, operation: str) -> tuple[Ints, Ints]:
         """Positions and locations of `counts` tokens of each row from `starts` on, int64[t] each."""
