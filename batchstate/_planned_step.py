@@ -153,6 +153,8 @@ class PlannedStep:
         if further.named:
             at = {name: self._places[name] for name in further.named}
             self.extras = Extras(runtime, self._upload, at, further.named, row_set=self.sent.row_set)
+        if further.needs:
+            self.sent.device_side.gather_many()
         for i, write in enumerate(further.writes):
             write.table.launch_checked(write, self._crossed(f"index {i}"), self._crossed(f"values {i}"))
 
@@ -198,7 +200,7 @@ class PlannedStep:
         """The requests: their lengths count the tokens that each puts in."""
         if self._batch is None:
             padded = self._memory.block.n > self.num_reqs
-            self._batch = self._made(self._state.first(self.num_reqs)) if padded else self.sent
+            self._batch = self._made(self.sent._state.first(self.num_reqs)) if padded else self.sent
         return self._batch
 
     @property

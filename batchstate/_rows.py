@@ -133,6 +133,8 @@ class DeviceRows:
 
     def merged(self, other: "DeviceRows") -> "DeviceRows":
         """These rows, then those of `other`."""
+        if not len(self) or not len(other):
+            return self if len(self) else other
         offset = sum(length for _, length in self.sources)
         added = None
         if self.added is not None or other.added is not None:

@@ -249,11 +249,15 @@ class BatchDevice:
             self._unsent, self.uploaded = (), True  # last: an interrupt before leaves the batch as it was
         if scatter is not None:
             scatter()
-        if state.device:  # last: it may have to wait for the stream that made the sources
-            for name, rows in state.device.items():
-                if len(rows.sources) > MOST_SOURCES or rows.wasteful():
-                    self._gathered(name, rows)
+        if state.device:
+            self.gather_many()  # last: it may have to wait for the stream that made the sources
         return uploaded
+
+    def gather_many(self) -> None:
+        """Gathers columns of many sources, or of few rows of large ones: each source is memory kept alive."""
+        for name, rows in self.state.device.items():
+            if len(rows.sources) > MOST_SOURCES or rows.wasteful():
+                self._gathered(name, rows)
 
     def side(self, name: str) -> DeviceSide:
         """The device side of a column as a value has it."""
@@ -268,6 +272,7 @@ class BatchDevice:
         rows = self.state.device.get(name)
         if not self.uploaded and not (self.has(name) and (rows is None or rows.as_it_is() is not None)):
             self.upload((), {})
+            rows = self.state.device.get(name)  # by now perhaps gathered
         if rows is not None:
             return self._gathered(name, rows)
         sent = self._sent_with(name)

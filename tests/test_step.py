@@ -1,7 +1,7 @@
 """`StepPlanner`: a planned step is what the parts, called one after the other, make of it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -946,10 +946,23 @@ def test_bounds_need_a_token_table(rt: Runtime, pad_tokens: int) -> None:
     assert [str(state) for state in relay.states(slots, "last")] == ["published"]
 
 
-def test_padded_tokens_have_values_too(rt: Runtime) -> None:
-    """Values of tokens are as many as tokens with padded ones."""
-    world = World.planned(rt)
-    world.join([3, 4])
-    kinds = TokenArray([None, None], torch.int32, fill=5)
-    step = world.planner.plan(world.batch, token_arrays={"kinds": kinds}, pad_tokens=4)
-    assert rt.inspect(step.inputs().arrays["kinds"]).tolist() == [5, 5, 5, 5]
+class Tagged(Batch):
+    """Requests with a column that the device has alone."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    tag = device_only(torch.int64)
+
+
+def test_device_columns_of_many_joins_are_gathered(rt: Runtime) -> None:
+    """Each request that joins brings a tensor, which is not kept for ever; what is made of the batch has its rows."""
+    pages = PagePool(rt, SlotPool(rt, 40), 80, 4, max_tokens_per_request=32)
+    planner, batch = StepPlanner(Tagged, pages=pages), Tagged.empty(rt)
+    for i in range(20):
+        n, tag = len(batch) + 1, rt.upload([np.array([i])]).view(0)
+        step = planner.plan(batch, prompt_ids=[[7]] * n, joining={"seq_lens": [0], "tag": tag}, pad_rows=n + i % 2)
+        batch = cast(Tagged, step.batch)
+        assert len(batch._state.device["tag"].sources) <= 9
+        if i % 7 == 6:
+            assert rt.inspect(batch.replace(seq_lens=batch.seq_lens.np).tag.device).tolist() == list(range(n))
+    assert rt.inspect(batch.tag.device).tolist() == list(range(20))
