@@ -256,7 +256,8 @@ class Allocator:
     Attributes:
         core: the numbers; those of them that have a property here are described in `SlotStats`.
         groups: those behind a fence, oldest first.
-        label, name: name the pool in reports and in messages.
+        label: of the pool, in reports.
+        name: of the pool, in messages.
         pool_id: which the handles carry.
         states: the state of each index, uint8[capacity].
     """

@@ -75,7 +75,8 @@ class PendingSlots:
     """Slots that wait for one fence.
 
     Attributes:
-        slots, fence: their numbers, int64[n], and the fence as it was passed to `free`.
+        slots: their numbers, int64[n].
+        fence: as it was passed to `free`.
         step: of the runtime, when the first of them were freed.
     """
 

@@ -202,7 +202,8 @@ class HostBuffer:
     Attributes:
         name: of the layer.
         address: of its first byte; host location i begins at i * item_bytes.
-        nbytes, item_bytes: bytes of all, and of one token.
+        nbytes: bytes of all.
+        item_bytes: bytes of one token.
         memory: the tensor, which keeps it alive.
     """
 

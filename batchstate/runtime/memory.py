@@ -221,7 +221,8 @@ class PackedUpload:
 
     Attributes:
         buffer: uint8[nbytes] on the device.
-        stream, ready: the stream that ran the copy, and the fence behind it.
+        stream: that ran the copy.
+        ready: the fence behind the copy.
         synchronised: other streams that use the buffer, by their keys; see `Runtime.use_on_current_stream`.
         write_count: torch's count of writes in place into the buffer when it was uploaded; None for inference tensors.
     """
@@ -262,7 +263,8 @@ class ReadyTensor(NamedTuple):
     """A device tensor that exists, and the work that another stream has to wait for before it uses it.
 
     Attributes:
-        tensor, stream: on the device, and the stream that made it.
+        tensor: on the device.
+        stream: that made it.
         ready: a fence recorded after the work that made it; None stands for all work of `stream`.
         synchronised: other streams that are synchronised with it, by their keys; see `Runtime.use_on_current_stream`.
     """
