@@ -4,8 +4,8 @@ A step, its batch and its inputs read their values from the memory that the step
 while one of them, an array or a tensor of theirs is alive. Nothing is recorded for that. Python counts who holds the
 memory, its block, its array and the tensors that were handed out; torch counts the tensors that share the storage,
 views of views and DLPack's among them. Free memory has the counts that it had when it was made. A kept `data_ptr()` is
-not seen. The memory of the device stays at its address, so its views are made once for each size of a step: new memory
-and views in each step took 7 us of 25, where a decode step takes 25.
+not seen. The memory of the device stays at its address, so its views are made once for each size of a step: with new
+memory and views in each, a decode step of one request took 63 us and not 53.
 
 Work of the stream that plans comes behind what it was given before. For other streams that were given values of the
 step a fence is recorded once nobody holds these, and the memory is not used before it is complete.
@@ -161,8 +161,13 @@ class StepMemory:
             with torch.inference_mode(False):
                 head = self._heads[end] = self._buffer[:end]
             self._shared += _sharing(self._storage._cdata) - shared
-        _, ready = self._runtime.copied(self.staging, end, stream, into=head)
-        self._handed, self.sent = (), (ready, stream)
+        self._handed = ()
+        try:
+            _, ready = self._runtime.copied(self.staging, end, stream, into=head)
+        except BaseException:
+            self.sent = self._runtime.record(stream), stream  # it may be under way
+            raise
+        self.sent = ready, stream
         upload = PackedUpload(self._buffer, stream, ready, places)
         self.others = upload.synchronised
         return upload
