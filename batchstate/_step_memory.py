@@ -20,7 +20,7 @@ import torch
 import torch.utils.dlpack
 
 from batchstate._core import Columns, StepBlock
-from batchstate.runtime.base import Fence, Runtime, Stream
+from batchstate.runtime.base import MOST_SYNCHRONISED, Fence, Runtime, Stream
 from batchstate.runtime.memory import PackedUpload, Place, StagingBlock
 
 Ints = npt.NDArray[np.int64]
@@ -87,7 +87,7 @@ class StepMemory:
             forward may write into its inputs.
         sent: the fence behind the last copy of it, and the stream that ran it; None before it was sent.
         others: further streams that use it since then, by their keys.
-        counts: how many hold it when it is free; None before it was asked.
+        counts: how many hold it when it is free.
     """
 
     __slots__ = (
@@ -121,7 +121,7 @@ class StepMemory:
         self._fences: tuple[Stream, list[Fence]] | None = None
         self.sent: tuple[Fence, Stream] | None = None
         self.others: dict[object, Stream] = {}
-        self.counts: tuple[int, ...] | None = None
+        self.counts: tuple[int, ...] = ()
         self._renew()
 
     def _renew(self) -> None:
@@ -141,9 +141,9 @@ class StepMemory:
         self._handed: tuple[torch.Tensor, ...] = ()
         self._shared = 0  # how many of those that share the storage are views here
 
-    def calibrate(self) -> None:
-        """Takes the counts for those of memory that is free. To be called as `free` is, on an item of one list."""
-        self.counts = _counted(self)
+    def counted(self) -> tuple[int, ...]:
+        """How many hold it, but for views that it keeps. To be called as `free` is, on an item of one list."""
+        return _counted(self)
 
     def numbers(self, at: int, n: int) -> Ints:
         """N elements int64 from element `at` on, a view."""
@@ -157,10 +157,9 @@ class StepMemory:
         """Copies the first bytes to the device, on `stream`, the current one."""
         head = self._heads.get(end)
         if head is None:
-            shared = _sharing(self._storage._cdata)
             with torch.inference_mode(False):
                 head = self._heads[end] = self._buffer[:end]
-            self._shared += _sharing(self._storage._cdata) - shared
+            self._shared += 1
         self._handed = ()
         try:
             _, ready = self._runtime.copied(self.staging, end, stream, into=head)
@@ -179,7 +178,6 @@ class StepMemory:
         size = block.n, block.padded, sampling
         views = self._views.get(size)
         if views is None:
-            shared = _sharing(self._storage._cdata)
             wide, narrow, n, padded = self.wide, self.narrow, block.n, block.padded
             with torch.inference_mode(False):
                 views = self._views[size] = Views(
@@ -191,7 +189,7 @@ class StepMemory:
                     wide[block.mapping : block.mapping + padded],
                     wide[block.sampled : block.sampled + sampling],
                 )
-            self._shared += _sharing(self._storage._cdata) - shared
+            self._shared += len(views)
         self._handed = views
         return views
 
@@ -205,6 +203,8 @@ class StepMemory:
         if not ready.query():
             return False
         if self.others or (own is not stream and own != stream):
+            if len(self.others) >= MOST_SYNCHRONISED:  # the first of them are forgotten
+                return None
             if self._fences is None or self._fences[0] != stream:
                 used = [own, *self.others.values()]
                 self._fences = stream, [self._runtime.record(other) for other in used if other != stream]
@@ -216,7 +216,6 @@ class StepMemory:
             self._renew()
         elif len(self._views) + len(self._heads) > MOST_SIZES:
             self._forget()
-            self.counts = _counted(self)
         return True
 
 
@@ -246,6 +245,7 @@ class StepMemories:
     def __init__(self, runtime: Runtime, columns: Columns) -> None:
         self._runtime, self._columns = runtime, columns
         self._all: list[StepMemory] = []
+        self._counts: tuple[int, ...] = ()
         self.made_for_holders = 0
 
     def take(self, nbytes: int, stream: Stream) -> StepMemory:
@@ -273,7 +273,12 @@ class StepMemories:
             if held >= MOST_MEMORIES:
                 del self._all[0]
         self._all.append(StepMemory(self._runtime, self._columns, max(SMALLEST, 1 << (nbytes - 1).bit_length())))
+        counts: tuple[int, ...] = ()
         for memory in self._all:  # as `take` asks
-            if memory.counts is None:
-                memory.calibrate()
+            if memory is self._all[-1]:
+                counts = memory.counted()
+        # All are held alike while they are free. The least counts: somebody may look at all objects just now.
+        self._counts = tuple(map(min, counts, self._counts or counts))
+        for memory in self._all:
+            memory.counts = self._counts
         return self._all[-1]

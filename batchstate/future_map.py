@@ -194,17 +194,16 @@ class FutureMap(OfThisProcess):
             return self.prefetch(publishing.handles(), *results) if results else None
         if others:
             tensors |= {name: _live_rows(value, n) for name, value in others.items()}
-        sent = [tensors[name] for name in results if name in tensors]
-        if len(sent) < len(results):
-            sent = []
-        to_host: Collection[str] = results if sent else ()
         if host:
             packed = self.runtime.upload([requests.handles()[0], *host.values()])
             at = packed.view(0)
             tensors |= {name: packed.view(i) for i, name in enumerate(host, 1)}
-            to_host = (*host, *to_host)
         else:
             at = publishing.index(stream)
+        sent = [tensors[name] for name in results if name in tensors]
+        if len(sent) < len(results):
+            sent = []
+        to_host = (*host, *results) if sent else host
         publish, download = self.put(requests, stream, at, tensors, numbers, to_host, sent)
         if levels.full:
             self.check("publish")

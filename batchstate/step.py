@@ -90,7 +90,8 @@ class StepPlanner(OfThisProcess):
         lengths: relay field with the true lengths, where the host knows bounds.
         results: relay fields that go to the host as soon as they are published.
         has_ids, int32: as for `ForwardPlan.of`.
-        kv_offset: the column with the tokens of an encoder that a request has in its pages before its prompt.
+        kv_offset: the column with the tokens of an encoder that a request has in its pages before its prompt. The step
+            that puts in its first tokens takes the pages of both.
         window: as for `ForwardPlan.of`, as are the layouts.
         layouts: arrays of attention kernels.
 

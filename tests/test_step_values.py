@@ -40,7 +40,8 @@ def turn(world: World, at: int) -> Any:
     step = world.planner.plan(world.batch, **options)
     inputs = step.inputs()
     assert all(len(values) == 6 for values in inputs.arrays.values())  # as many as tokens with padded ones
-    step.publish(last=inputs.input_ids[inputs.last_token_indices[:3]] + 1)
+    last = inputs.input_ids[inputs.last_token_indices[:3]] + 1
+    step.publish(last=last if at % 5 else rt.inspect(last).tolist())
     world.batch = step.batch
     return step, inputs
 
