@@ -247,6 +247,7 @@ class StepMemories:
         self._all: list[StepMemory] = []
         self._counts: tuple[int, ...] = ()
         self.made_for_holders = 0
+        self._made(None, 0, SMALLEST)  # now: its counts are compared with those of memory that is made later
 
     def take(self, nbytes: int, stream: Stream) -> StepMemory:
         """Memory of at least `nbytes` for a step that is planned on `stream`, the current one. Never waits."""

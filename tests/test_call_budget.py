@@ -392,7 +392,7 @@ BUDGETS: dict[str, Budget] = {
     "whole step, looked at again": Budget(whole_step, {"Table.entry_of": 1}, COLUMNS[:1], ("full",)),
     "step without table writes": Budget(without_table, device(1, 0), COLUMNS[1:2]),
     "upload": Budget(upload, {**device(1, 0), "host_to_device_bytes": bytes_of_upload()}, COLUMNS[1:2]),
-    "planned step, the first": Budget(planned_step(0), device(1, 3, 1, device_allocations=1), levels=OFF_TOO),
+    "planned step, the first": Budget(planned_step(0), device(1, 3, 1, device_allocations=0), levels=OFF_TOO),
     "planned step": Budget(planned_step(2), device(1, 2, 1, **STEP), levels=OFF_TOO),
     "planned step in which pages begin": Budget(planned_step(5), device(1, 3, 1, **STEP), levels=OFF_TOO),
     "requests leave and join": Budget(turn_over, device(1, 3), (1, 2)),
