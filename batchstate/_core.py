@@ -111,8 +111,8 @@ class Indices:
     `link`, which its first index stands for. The generation of an index rises each time that it is taken. One that
     comes back with the last generation is retired: no list has it, and it is never taken again.
 
-    Where `listed` is False somebody else keeps the free ones: `rows` says which are taken, and the caller of `release`
-    and `reap` puts back those whose state is FREE.
+    Where `listed` is False somebody else keeps the free ones: `rows` says which are taken, and `take_returned` which
+    have come back.
     """
 
     size = cython.declare(cython.longlong, visibility="readonly")
@@ -121,6 +121,7 @@ class Indices:
     free = cython.declare(cython.longlong, visibility="readonly")  # of `size`
     free_reserved = cython.declare(cython.longlong, visibility="readonly")
     pending = cython.declare(cython.longlong, visibility="readonly")
+    deferred = cython.declare(cython.longlong, visibility="readonly")  # the pending ones, as their groups count them
     live = cython.declare(cython.longlong, visibility="readonly")
     retired = cython.declare(cython.longlong, visibility="readonly")
     taken_total = cython.declare(cython.longlong, visibility="readonly")  # but for takes that were undone, as the next
@@ -132,7 +133,8 @@ class Indices:
     state: cython.uchar[::1]
     generation: cython.longlong[::1]
     link: cython.int[::1]
-    stack: cython.int[::1]  # the first `free` of them, the next one to be taken last
+    stack: cython.int[::1]  # the first `free` of them, the next one to be taken last; those returned if not `listed`
+    returned: cython.longlong
     reserved: cython.int[::1]  # likewise
     seen: cython.longlong[::1]  # the call that has named each index last
     stamp: cython.longlong
@@ -145,11 +147,11 @@ class Indices:
         self.size, self.reserve, self.capacity = size, reserve, total + 1
         self.free, self.free_reserved, self.pending, self.live, self.retired = size, reserve, 0, 0, 0
         self.taken_total, self.freed_total, self.takes, self.peak_live, self.peak_before = 0, 0, 0, 0, 0
-        self.listed, self.stamp = listed, 0
+        self.listed, self.stamp, self.deferred, self.returned = listed, 0, 0, 0
         state: Any = np.full(total + 1, FREE, dtype=np.uint8)
         state[0] = PADDING
         # Both lists have room for all, so that putting an index back cannot fail.
-        stack: Any = np.zeros(total if listed else 0, dtype=np.int32)
+        stack: Any = np.zeros(total, dtype=np.int32)
         reserved: Any = np.zeros(total if listed and reserve else 0, dtype=np.int32)
         if listed:
             stack[:size] = np.arange(size, 0, -1)
@@ -221,7 +223,7 @@ class Indices:
     @cython.cfunc
     @cython.inline
     @cython.exceptval(-1)
-    def leave(self, slot: cython.longlong, head: cython.longlong) -> cython.longlong:
+    def wait(self, slot: cython.longlong, head: cython.longlong) -> cython.longlong:
         """Takes the owner of an index away, behind a fence: it comes before `head`, and is the head now."""
         self.state[slot] = PENDING
         self.link[slot] = cython.cast(cython.int, head)
@@ -246,6 +248,9 @@ class Indices:
         else:
             if self.listed:
                 self.stack[self.free] = cython.cast(cython.int, slot)
+            else:
+                self.stack[self.returned] = cython.cast(cython.int, slot)
+                self.returned += 1
             self.free += 1
         return 0
 
@@ -339,12 +344,6 @@ class Indices:
                 return i
         return -1
 
-    def first_not_to_free(
-        self, rows: cython.const[cython.longlong][::1], gens: cython.const[cython.longlong][::1]
-    ) -> cython.Py_ssize_t:
-        """The first handle that is not that of its index's owner, or names the index of an earlier one; or -1."""
-        return self.first_not_held(rows, gens, False, True)
-
     @cython.ccall
     def first_not_in(self, rows: cython.const[cython.longlong][::1], state: cython.int) -> cython.Py_ssize_t:
         """The first row whose index is out of range, in another state, or that of an earlier row; or -1."""
@@ -359,8 +358,12 @@ class Indices:
 
     # Giving back
 
-    def release(self, rows: cython.const[cython.longlong][::1]) -> cython.Py_ssize_t:
-        """Makes live indices free, so that they are taken next and in this order. If a row is wrong: which, else -1."""
+    def release(self, rows: cython.const[cython.longlong][::1], checked: cython.bint) -> cython.Py_ssize_t:
+        """Makes live indices free, so that they are taken next and in this order.
+
+        Answers with the first row that is not live, and nothing has changed; where `checked` with -2 if the counts are
+        not whole then; else with -1.
+        """
         if not cython.compiled:
             rows = memoryview(rows)
         i: cython.Py_ssize_t
@@ -372,51 +375,13 @@ class Indices:
             self.put_back(rows[i])
         self.live -= n  # apart from the others, so that the sum shows where one is left out
         self.freed_total += n
-        return -1
+        return -1 if not checked or self.whole() else -2
 
-    def defer(self, rows: cython.const[cython.longlong][::1], head: cython.longlong) -> cython.longlong:
-        """Puts live indices behind the fence of the chain `head`, 0 for none; its new head. Wrong row i: -1 - i."""
-        if not cython.compiled:
-            rows = memoryview(rows)
-        i: cython.Py_ssize_t
-        wrong: cython.Py_ssize_t = self.first_not_in(rows, LIVE)
-        if wrong >= 0:
-            return -1 - wrong
-        for i in range(rows.shape[0]):
-            head = self.leave(rows[i], head)
-        self.freed_total += rows.shape[0]
-        return head
-
-    def reap(self, head: cython.longlong, n: cython.Py_ssize_t) -> cython.Py_ssize_t:
-        """Makes the `n` indices of a chain free. If it has others or another number: where that shows, else -1."""
-        i: cython.Py_ssize_t
-        slot: cython.longlong = head
-        after: cython.longlong
-        self.stamp += 1
-        for i in range(n):
-            if not (0 < slot < self.capacity and self.state[slot] == PENDING and self.once(slot)):
-                return i
-            slot = self.link[slot]
-        if slot != 0:
-            return n
-        slot = head
-        while slot != 0:
-            after = self.link[slot]
-            self.put_back(slot)
-            slot = after
-        self.pending -= n
-        return -1
-
-    def chain(self, head: cython.longlong, rows: cython.longlong[::1]) -> cython.Py_ssize_t:
-        """Fills in the indices of a chain, those deferred first in front; how many rows in front are too many."""
-        if not cython.compiled:
-            rows = memoryview(rows)
-        i: cython.Py_ssize_t = rows.shape[0]
-        while i > 0 and head != 0:
-            i -= 1
-            rows[i] = head
-            head = self.link[head] if 0 < head < self.capacity else 0
-        return i
+    def take_returned(self) -> Any:
+        """Those that have come back since this was last called, int64[n], where somebody else keeps the free ones."""
+        rows = self.arrays["stack"][: self.returned].astype(np.int64)
+        self.returned = 0
+        return rows
 
     def sort(self) -> None:
         """Makes the free ones come in ascending order again."""
@@ -424,10 +389,11 @@ class Indices:
             entries: Any = self.arrays[name][:n]
             entries[:] = np.sort(entries)[::-1]
 
-    def whole(self, deferred: cython.longlong) -> cython.bint:
-        """Whether the counts give the size, and as many are pending as its caller has deferred."""
+    @cython.ccall
+    def whole(self) -> cython.bint:
+        """Whether the counts give the size, and as many are pending as wait for fences."""
         counted: cython.longlong = self.free + self.free_reserved + self.pending + self.live + self.retired
-        return counted == self.capacity - 1 and self.live >= 0 and self.free >= 0 and self.pending == deferred
+        return counted == self.capacity - 1 and self.live >= 0 and self.free >= 0 and self.pending == self.deferred
 
 
 @cython.final
@@ -766,9 +732,8 @@ class PageRows:
         return -1
 
     @cython.cfunc
-    def _look_counted(self, counts: cython.int[::1], named: cython.const[cython.longlong][::1]) -> cython.Py_ssize_t:
-        """The first of the pages that is named more often than it counts; or as many as there are."""
-        i: cython.Py_ssize_t
+    def _count_down(self, counts: cython.int[::1], named: cython.const[cython.longlong][::1]) -> cython.Py_ssize_t:
+        """Takes 1 from each of the pages, up to the first that is named more often than it counts: how many."""
         n: cython.Py_ssize_t = 0
         page: cython.longlong
         while n < named.shape[0]:
@@ -777,9 +742,17 @@ class PageRows:
                 break
             counts[page] -= 1
             n += 1
+        return n
+
+    @cython.cfunc
+    def _count_up(
+        self, counts: cython.int[::1], named: cython.const[cython.longlong][::1], n: cython.Py_ssize_t
+    ) -> cython.int:
+        """Gives it back to the first `n`: they were only looked at."""
+        i: cython.Py_ssize_t
         for i in range(n):
             counts[named[i]] += 1
-        return n
+        return 0
 
     @cython.cfunc
     def _let_go(self, named: cython.const[cython.longlong][::1], leaves: cython.bint) -> cython.int:
@@ -805,33 +778,33 @@ class PageRows:
                     self._free_page(page)
         return 0
 
-    def drop(self, pages: Any, leaves: cython.bint) -> int:
+    def drop(self, pages: Any, leaves: cython.bint, checked: cython.bint) -> int:
         """Takes a holder from each of pages int64[n], which may be named several times; behind a fence it leaves.
 
-        Answers with the first that is named more often than it has holders.
+        Answers with the first that is named more often than it has holders, and nothing has changed; where `checked`
+        with -2 if the counts are not whole then; else with -1.
         """
         named: cython.const[cython.longlong][::1] = _view(pages)
-        row: cython.Py_ssize_t = self._look_counted(self.holders, named)
-        if row < named.shape[0]:
-            return row
+        n: cython.Py_ssize_t = self._count_down(self.holders, named)
+        self._count_up(self.holders, named, n)
+        if n < named.shape[0]:
+            return n
         self._let_go(named, leaves)
-        return -1
+        return -1 if not checked or self.whole() else -2
 
-    def reap(self, pages: Any) -> int:
-        """The fence that holders of pages int64[n] left behind is complete. Answers as `drop`."""
+    @cython.cfunc
+    def arrive(self, named: cython.const[cython.longlong][::1]) -> cython.longlong:
+        """The fence that holders of pages left behind is complete; how many of them are free now."""
         i: cython.Py_ssize_t
         page: cython.longlong
-        named: cython.const[cython.longlong][::1] = _view(pages)
-        row: cython.Py_ssize_t = self._look_counted(self.leaving, named)
-        if row < named.shape[0]:
-            return row
+        before: cython.longlong = self.free
         for i in range(named.shape[0] - 1, -1, -1):
             page = named[i]
             self.leaving[page] -= 1
             if self.leaving[page] == 0 and self.holders[page] == 0:
                 self.pending -= 1
                 self._free_page(page)
-        return -1
+        return self.free - before
 
     # Keys
 
@@ -858,7 +831,8 @@ class PageRows:
                 self._free_page(page)
             self.cached[page] = 0
 
-    def whole(self) -> bool:
+    @cython.ccall
+    def whole(self) -> cython.bint:
         """Whether free + pending + live are all pages, by counts that are kept apart."""
         counted: cython.longlong = self.free + self.pending + self.live
         return counted == self.num_pages and self.free >= self.idle >= 0 and self.pending >= 0 and self.live >= 0
@@ -1081,26 +1055,36 @@ class PageRows:
         return 0
 
     @cython.cfunc
+    def _loses(
+        self, row: cython.longlong, keep: cython.longlong, front: cython.longlong, total: cython.longlong
+    ) -> cython.bint:
+        """Whether a row that keeps `total` tokens, and the pages from `front` to `keep`, has more of either."""
+        return keep < self.count[row] or front > self.first[row] or total < self.committed[row]
+
+    @cython.cfunc
     def cut_lengths(self, row: cython.longlong, total: cython.longlong) -> cython.int:
         self.committed[row] = total
         self.launched[row] = min(self.launched[row], total)
         self.accepted[row] = min(self.accepted[row], total)
         return 0
 
-    def cut(self, rows: Any, totals: Any, firsts: Any, leaves: cython.bint, loses: Any) -> tuple[int, Any]:
+    def cut(
+        self, rows: Any, totals: Any, firsts: Any, leaves: cython.bint, checked: cython.bint
+    ) -> tuple[int, Any, Any]:
         """Leaves rows `totals` tokens, or none, and the pages of the positions from `firsts` on; drops the others.
 
-        Returns the first row whose lengths are out of order, and None; or the first page that has no such holder, or
-        -1, and all of the pages, int64[k]. Rows that lose anything are 1 in `loses` uint8[n].
+        Returns the first row whose lengths are out of order, and None; or the answer of `drop`, the pages int64[k], and
+        the rows that lose anything, int64[m], None for no row.
         """
         i: cython.Py_ssize_t
+        k: cython.Py_ssize_t = 0
         row: cython.longlong
         keep: cython.longlong = 0
         front: cython.longlong
         number: cython.const[cython.longlong][::1] = _view(rows)
-        lost: cython.uchar[::1] = _view(loses)
         total: cython.const[cython.longlong][::1]
         first: cython.const[cython.longlong][::1]
+        lost: cython.longlong[::1]
         has_totals: cython.bint = totals is not None
         has_firsts: cython.bint = firsts is not None
         at: cython.Py_ssize_t = 0
@@ -1114,32 +1098,39 @@ class PageRows:
             if has_totals:
                 keep = self._pages_for(total[i])
                 if total[i] < front * self.page_size or total[i] > self.committed[row] or keep > self.count[row]:
-                    return i, None
+                    return i, None, None
                 if has_firsts:
                     if first[i] < 0 or first[i] > total[i]:
-                        return i, None
+                        return i, None, None
                     front = max(front, self.column(first[i]))
-            lost[i] = (
-                keep < self.count[row] or front > self.first[row] or (has_totals and total[i] < self.committed[row])
-            )
+            k += self._loses(row, keep, front, total[i] if has_totals else self.committed[row])
             at += self.count[row] - max(keep, self.first[row]) + front - self.first[row]
-        pages = np.empty(at, dtype=np.int64)
+        losing = np.empty(k, INT64) if k else None
+        pages = np.empty(at, INT64)
         named: cython.longlong[::1] = _view(pages)
         at = 0
         for i in range(number.shape[0]):
             row = number[i]
             keep = self._pages_for(total[i]) if has_totals else 0
             at = self.list_pages(row, keep, self.column(first[i]) if has_firsts else 0, named, at)
-        at = self._look_counted(self.holders, named)
+        at = self._count_down(self.holders, named)
+        self._count_up(self.holders, named, at)
         if at < named.shape[0]:
-            return at, pages
+            return at, pages, None
+        if k:
+            lost = _view(losing)
+        k = 0
         for i in range(number.shape[0]):
             row = number[i]
             keep = self._pages_for(total[i]) if has_totals else 0
-            self.clear_pages(row, keep, self.column(first[i]) if has_firsts else 0)
+            front = self.column(first[i]) if has_firsts else 0
+            if self._loses(row, keep, front, total[i] if has_totals else self.committed[row]):
+                lost[k] = row
+                k += 1
+            self.clear_pages(row, keep, front)
             self.cut_lengths(row, total[i] if has_totals else 0)
         self._let_go(named, leaves)
-        return -1, pages
+        return -1 if not checked or self.whole() else -2, pages, losing
 
     def owners(self, rows: Any) -> Any:
         """How many pages each row has, int64[n], those given back in front left out."""
@@ -1282,6 +1273,145 @@ class PageRows:
                     value[at] = position + shift
                     at += 1
         return index, values
+
+
+@cython.final
+@cython.cclass
+class Left:
+    """All that was let go behind one fence: indices, a chain through `link` for each of their pools, and pages.
+
+    A page stands there for each holder that it lost.
+    """
+
+    pools: list[Any]  # of the parts: `Indices` or `PageRows`
+    numbers: list[Any]  # of each: its chain is `head, n` for indices; pages int64[n] are an array
+    counts: list[int]  # of each: how many `reap` has made free
+
+    def __init__(self) -> None:
+        self.pools, self.numbers, self.counts = [], [], []
+
+    def defer(self, pool: Indices, rows: cython.const[cython.longlong][::1], checked: cython.bint) -> cython.Py_ssize_t:
+        """Makes live indices pending. Answers as `Indices.release`; where `checked` -3 - i for a row that is not."""
+        if not cython.compiled:
+            rows = memoryview(rows)
+        i: cython.Py_ssize_t
+        k: cython.Py_ssize_t = 0
+        n: cython.Py_ssize_t = rows.shape[0]
+        head: cython.longlong = 0
+        wrong: cython.Py_ssize_t = pool.first_not_in(rows, LIVE)
+        if wrong >= 0:
+            return wrong
+        while k < len(self.pools) and self.pools[k] is not pool:
+            k += 1
+        if k == len(self.pools):
+            self.pools.append(pool)
+            self.numbers.append((0, 0))
+        head, before = self.numbers[k]
+        for i in range(n):
+            head = pool.wait(rows[i], head)
+        self.numbers[k] = head, before + n
+        pool.freed_total += n
+        pool.deferred += n
+        for i in range(n if checked else 0):
+            if pool.state[rows[i]] != PENDING:
+                return -3 - i
+        return -1 if not checked or pool.whole() else -2
+
+    def add(self, pool: PageRows, pages: Any) -> None:
+        """Holders of pages int64[n] have left."""
+        self.pools.append(pool)
+        self.numbers.append(pages)
+
+    @cython.cfunc
+    def _look_chain(self, pool: Indices, head: cython.longlong, n: cython.Py_ssize_t) -> cython.bint:
+        """Whether a chain has `n` pending indices, each once."""
+        i: cython.Py_ssize_t
+        pool.stamp += 1
+        for i in range(n):  # noqa: B007
+            if not (0 < head < pool.capacity and pool.state[head] == PENDING and pool.once(head)):
+                return False
+            head = pool.link[head]
+        return head == 0
+
+    @cython.cfunc
+    def _free_chain(self, pool: Indices, head: cython.longlong, n: cython.Py_ssize_t) -> cython.int:
+        after: cython.longlong
+        while head != 0:
+            after = pool.link[head]
+            pool.put_back(head)
+            head = after
+        pool.pending -= n
+        pool.deferred -= n
+        return 0
+
+    def reap(self, checked: cython.bint) -> cython.Py_ssize_t:
+        """The fence is complete: makes all free. The first part whose numbers are broken, with no change; or -1.
+
+        A part is a pool, and what it has let go. Where `checked`, -2 if the counts of a pool are not whole then.
+        """
+        k: cython.Py_ssize_t
+        j: cython.Py_ssize_t
+        n: cython.Py_ssize_t
+        wrong: cython.Py_ssize_t = -1
+        indices: Indices
+        pages: PageRows
+        for k in range(len(self.pools)):
+            if isinstance(self.pools[k], PageRows):
+                pages = self.pools[k]
+                n = pages._count_down(pages.leaving, _view(self.numbers[k]))
+                if n < len(self.numbers[k]):
+                    pages._count_up(pages.leaving, _view(self.numbers[k]), n)
+                    wrong = k
+            else:
+                indices = self.pools[k]
+                head, length = self.numbers[k]
+                if not self._look_chain(indices, head, length):
+                    wrong = k
+            if wrong >= 0:
+                break
+        for j in range(len(self.pools) if wrong < 0 else wrong):
+            if isinstance(self.pools[j], PageRows):
+                pages = self.pools[j]
+                pages._count_up(pages.leaving, _view(self.numbers[j]), len(self.numbers[j]))
+        if wrong >= 0:
+            return wrong
+        for k in range(len(self.pools)):
+            if isinstance(self.pools[k], PageRows):
+                pages = self.pools[k]
+                self.counts.append(pages.arrive(_view(self.numbers[k])))
+            else:
+                indices = self.pools[k]
+                head, length = self.numbers[k]
+                self._free_chain(indices, head, length)
+                self.counts.append(length)
+        for k in range(len(self.pools) if checked else 0):
+            if not self.pools[k].whole():
+                return -2
+        return -1
+
+    def freed(self, pool: Any) -> int:
+        """How many of a pool `reap` has made free."""
+        return sum([n for other, n in zip(self.pools, self.counts) if other is pool])  # noqa: B905
+
+    def of(self, pool: Any) -> Any:
+        """The indices of a pool, those deferred first in front, or its pages; int64[n], without what a chain lost."""
+        i: cython.Py_ssize_t
+        head: cython.longlong
+        parts = [np.empty(0, INT64)]
+        for other, numbers in zip(self.pools, self.numbers):  # noqa: B905
+            if other is pool:
+                if isinstance(pool, Indices):
+                    head, n = numbers
+                    numbers = np.zeros(n, INT64)
+                    link = pool.arrays["link"]
+                    i = n
+                    while i > 0 and 0 < head < pool.capacity:
+                        i -= 1
+                        numbers[i] = head
+                        head = link[head]
+                    numbers = numbers[i:]
+                parts.append(numbers)
+        return np.concatenate(parts)
 
 
 @cython.final

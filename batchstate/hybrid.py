@@ -53,9 +53,6 @@ class StateOwner(SlotListener):
         slots.runtime.declare_indices(kind, self.allocator.capacity)
         self.table = slots.table(f"{slots.name} {self.title}", (per_slot,), torch.int32, holds=kind, host=True)
 
-    def before_take(self) -> None:
-        self.allocator.reap()
-
     def check_take(self, n: int) -> None:
         """PoolExhaustedError where there are too few states for `n` slots."""
         self.allocator.check_available(self._needed(n))
@@ -190,9 +187,8 @@ class HybridSlotPool(SlotPool):
     def state_stats(self, kind: str | None = None) -> SlotStats:
         """The states in numbers; `stats` has the slots."""
         self.transaction.enter(f"{self.name}: state_stats")
-        allocator = self._owner(kind).allocator
-        allocator.reap()
-        return SlotStats.of(allocator)
+        self.transaction.reap()
+        return SlotStats.of(self._owner(kind).allocator)
 
     def take(
         self,
@@ -256,13 +252,6 @@ class HybridSlotPool(SlotPool):
                 raise ArgumentError(problem, wrong, f"pass 0 to {most} for each slot (states_per_slot)")
             wanted[kind] = each
         return wanted
-
-    def reap(self) -> int:
-        """Makes free the pending slots and states whose fences are complete; says how many slots."""
-        self.transaction.enter(f"{self.name}: reap")
-        for owner in self._owners.values():
-            owner.allocator.reap()
-        return super().reap()
 
     def states_of(self, slots: Slots, kind: str | None = None) -> Ints:
         """The states of live slots, int64[n, states_per_slot], 0 where a slot has fewer."""

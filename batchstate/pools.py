@@ -158,13 +158,13 @@ class SlotPool(OfThisProcess):
         """
         self.transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        if self._allocator.groups or self._before_take:
+        if self.transaction.groups or self._before_take:
             self.query_fences()
         return self._taken(wanted, reserved, None)
 
     def query_fences(self) -> None:
         """Queries fences, before a take is checked: it may run code of the engine. For the library."""
-        self._allocator.reap()
+        self.transaction.reap()
         for query in self._before_take:
             query()
 
@@ -275,7 +275,7 @@ class SlotPool(OfThisProcess):
         for query in self._before_free:
             query(rows)
         times_checked[DOUBLE_FREE] += 1
-        wrong = self._core.first_not_to_free(rows, generations)
+        wrong = self._core.first_not_held(rows, generations, False, True)
         if wrong >= 0:
             self._allocator.refuse(rows, operation, wrong, generations, freed_from=LIVE)
         for check in self._releasing_whole if checks is None else checks:

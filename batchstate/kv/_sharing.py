@@ -54,7 +54,7 @@ class PageLease:
         sharing.transaction.enter(sharing.releasing)
         if after is not None:
             check_fence(after, sharing.releasing)
-        sharing.holders.query_fences()
+        sharing.transaction.reap()
         if sharing.leases.get(id(self)) is not self:
             named = self.pages if self.pages.size else np.zeros(1, dtype=np.int64)
             invariants.slot_double_free(named, np.zeros(named.size, np.bool_), **sharing.holders.where(operation))
@@ -104,7 +104,7 @@ class PageSharing:
     def take(self, n: SupportsIndex) -> PageLease:
         self.transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        self.holders.query_fences()
+        self.transaction.reap()
         if not self._rows.look_free(wanted):
             self.holders.explain_free(wanted, "take")
         pages: Ints = np.empty(wanted, dtype=np.int64)

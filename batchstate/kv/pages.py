@@ -367,7 +367,7 @@ class PagePool(OfThisProcess):
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
         self.transaction.enter(f"{self.name}: reap")
-        return self._holders.query_fences()
+        return sum(left.freed(self._rows) for left in self.transaction.reap())
 
     def pending(self) -> list[PendingPages]:
         """The pending pages, of requests and leases, by the fence that they wait for; see `SlotPool.pending`."""
@@ -696,7 +696,6 @@ class PagePool(OfThisProcess):
 
     def query_fences(self) -> None:
         """Queries fences, before slots and pages are taken: it may run code of the engine."""
-        self._holders.query_fences()
         self.slots.query_fences()
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
@@ -752,7 +751,7 @@ class PagePool(OfThisProcess):
         From here on no code of the engine runs.
         """
         self.transaction.enter(f"{self.name}: {operation}")
-        self._holders.query_fences()
+        self.transaction.reap()
         if levels.full:
             self._verify_tables(operation)
         return self.slots.rows_of(slots, operation, unique=True)
