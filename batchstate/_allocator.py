@@ -1,4 +1,4 @@
-r"""The part that slots, pages and states have in common: `Allocator` over `_core.Indices`, `Transaction`, and its groups.
+r"""The part that slots, pages and states have in common: `Allocator` over `_core.Indices`, and `Transaction`.
 
     FREE --take--> LIVE --release--> FREE
                      \--release(after=fence)--> PENDING --fence complete--> FREE
@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._arrays import count
-from batchstate._core import STATES, Indices, Left, tally
+from batchstate._arrays import count, read_only
+from batchstate._core import STATES, Indices, Left, Requests, tally
 from batchstate._source_lines import Line, users_line
 from batchstate.errors import (
     ArgumentError,
@@ -275,8 +275,8 @@ def new_pool_id(pool: HandlePool) -> int:
     return pool_id
 
 
-def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool) -> Ints:
-    """The numbers of handles that are of this pool, or with `padded` all padding, int64[n]."""
+def check_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool = False) -> None:
+    """Refuses handles that are not of this pool, nor with `padded` all padding."""
     if not isinstance(handles, kind):
         if isinstance(handles, MirroredTensor) and handles.unit is not None:
             invariants.unit_mismatch(str(kind.unit), str(handles.unit), **pool.where(operation))
@@ -286,16 +286,17 @@ def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], oper
         handles.check(operation)
     if handles._windows:
         handles._check_fresh("host")
-    rows: Ints = handles._host_side()
+    if handles._pool_id == pool.pool_id and handles.runtime is pool.runtime:
+        return
+    rows = handles._host_side()
     if handles.runtime is not pool.runtime:
         raise another_runtime(pool.name, handles)
-    if handles._pool_id != pool.pool_id and (np.count_nonzero(rows) if padded else rows.size):
+    if np.count_nonzero(rows) if padded else rows.size:
         other = _pools.get(handles._pool_id)
         whose = "no pool" if other is None else f"pool {other.name!r}"
         problem = f"{operation}: expected {kind.unit}s of pool {pool.name!r}, got {kind.unit}s of {whose}"
         remedy = f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it"
         raise ArgumentError(problem, handles, remedy)
-    return rows
 
 
 @final
@@ -335,11 +336,10 @@ class Allocator:
         self.states: npt.NDArray[np.uint8] = self.core.arrays["state"]
         self._rows: Ints = self.core.arrays["rows"]
         self._gens: Ints = self.core.arrays["gens"]
-        self._front: tuple[int, Ints, Ints] = 0, self._rows[:0], self._gens[:0]
         self._outside = outside
         self._taken_at = TakenAt()
         self._generations_seen: Ints = np.zeros(self.capacity, dtype=np.int64)  # at the last `verify`
-        self.pool_id = new_pool_id(self)
+        self.pool_id = self.core.pool = new_pool_id(self)
 
     @staticmethod
     def of_pool(pool_id: int) -> "Allocator | None":
@@ -403,29 +403,26 @@ class Allocator:
             self._refuse_taken(wrong, self.size + 1, operation)
         return self._rows[:n].copy(), self._gens[:n].copy()
 
-    def take(self, n: int, operation: str, *, reserved: bool = False) -> tuple[Ints, Ints]:
-        """Takes `n`, of the reserve first if `reserved`. Their indices and generations int64[n]; queries no fence."""
+    def take(self, n: int, operation: str, *, reserved: bool = False) -> Requests:
+        """Takes `n`, of the reserve first if `reserved`; their handles. Queries no fence."""
         transaction, outside = self.transaction, self._outside
         if n >= self.capacity or outside is not None:  # the number may be too large for the core
             self.check_available(n, reserved=reserved)
         if outside is not None:
             self._rows[:n] = outside.top(n)
         times_checked[_IN_FLIGHT] += 1
-        before, transaction.operation = transaction.operation, operation
-        wrong = self.core.take(n, reserved, levels.cheap)
-        if wrong != -1:
-            transaction.operation = before
+        transaction.operation = operation
+        taken = self.core.take(n, reserved, levels.cheap)
+        if type(taken) is int:
+            transaction.operation = None
             self.check_available(n, reserved=reserved)
-            self._refuse_taken(wrong, self.capacity if reserved else self.size + 1, operation)
-        if n != self._front[0]:  # most takes are of one size, and a view takes as long as its copy
-            self._front = n, self._rows[:n], self._gens[:n]
-        _, rows, generations = self._front
-        rows, generations = rows.copy(), generations.copy()
+            self._refuse_taken(taken, self.capacity if reserved else self.size + 1, operation)
         if outside is not None:
             outside.drop(n)
         if levels.full or self._taken_at.lines or self.runtime.agreement is not None:
-            self.note_taken(rows)
-        return rows, generations
+            self.note_taken(taken.handles()[0])
+        handles: Requests = taken
+        return handles
 
     def note_taken(self, indices: Ints) -> None:
         """Notes for later reports that the core has taken `indices` int64[n]."""
@@ -444,21 +441,21 @@ class Allocator:
 
     # Releasing
 
-    def release(self, indices: Ints, after: Fence | None, operation: str) -> None:
+    def release(self, handles: Requests, after: Fence | None, operation: str) -> None:
         """Frees live indices, each once, at once or when `after` is complete."""
-        core, n = self.core, indices.size
-        if not n:
+        core = self.core
+        if not handles.n:
             return
         if self.runtime.agreement is not None:
-            self.runtime.agreement.note(indices)
+            self.runtime.agreement.note(handles.handles()[0])
         if after is None:
-            wrong = core.release(indices, levels.cheap)
+            wrong = core.release(handles, levels.cheap)
         else:
-            wrong = self.transaction.behind(after).defer(core, indices, levels.cheap)
+            wrong = self.transaction.behind(after).defer(core, handles, levels.cheap)
         if wrong != -1:
-            self._refuse_released(indices, wrong, operation)
+            self._refuse_released(handles.handles()[0], wrong, operation)
         if self.transaction.undoing:
-            core.undone(n)
+            core.undone(handles.n)
         if levels.cheap:
             tally(times_checked, _RELEASED if after is None else _DEFERRED)
         if self._outside is not None:
@@ -509,21 +506,25 @@ class Allocator:
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """See `SlotPool.rows_of`."""
-        numbers = numbers_of_pool(self, slots, Slots, operation, padded)
-        held: Ints = slots._generations  # type: ignore[assignment]
+        self.check(slots, operation, unique, padded)
+        return read_only(slots._host_side())
+
+    def check(self, slots: Slots, operation: str, unique: bool = False, padded: bool = False) -> Requests:
+        """The handles, which are live and of this pool; see `SlotPool.rows_of`."""
+        check_of_pool(self, slots, Slots, operation, padded)
+        handles = slots.requests
         times_checked[STALE_HANDLE] += 1
-        wrong = self.core.first_not_held(numbers, held, padded, unique)
+        wrong = self.core.first_not_held(handles, padded, unique)
         if wrong >= 0:
-            owned = np.count_nonzero(numbers) if padded else numbers.size
-            self.refuse(numbers[:owned], operation, wrong, held[:owned])
-        rows = numbers.view()
-        rows.setflags(write=False)
-        return rows
+            rows, held = handles.handles()
+            owned = np.count_nonzero(rows) if padded else rows.size
+            self.refuse(rows[:owned], operation, wrong, held[:owned])
+        return handles
 
     def check_held(self, rows: Ints, held: Ints, operation: str) -> None:
         """Refuses rows int64[n] that are not live, or not of the generations `held`."""
         times_checked[STALE_HANDLE] += 1
-        wrong = self.core.first_not_held(rows, held)
+        wrong = self.core.first_not_held(Requests(rows, held))
         if wrong >= 0:
             self.refuse(rows, operation, wrong, held)
 

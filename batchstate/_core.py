@@ -72,21 +72,22 @@ class Requests:
     first_slot: cython.Py_ssize_t  # where those of the first row lie
     first_gen: cython.Py_ssize_t
     first: cython.Py_ssize_t  # where the row of the first request lies in `order`, unless that is -1: all are in order
+    pool = cython.declare(cython.longlong, visibility="readonly")  # whose handles they are, or 0
 
-    def __init__(self, slots: Any, generations: Any) -> None:
-        """From slots and generations, int64[n] each."""
-        self.slots, self.gens, self.n = _view(slots), _view(generations), len(slots)
+    def __init__(self, slots: Any, generations: Any, pool: int = 0) -> None:
+        """From slots and generations, int64[n] each, which nobody writes any more."""
+        self.slots, self.gens, self.n, self.pool = _view(slots), _view(generations), len(slots), pool
         self.first_slot, self.first_gen, self.first = 0, 0, -1
 
     @cython.cfunc
     @cython.inline
-    @cython.exceptval(-1, check=False)
+    @cython.exceptval(-1)
     def slot(self, i: cython.Py_ssize_t) -> cython.longlong:
         return self.slots[self.first_slot + (i if self.first < 0 else self.order[self.first + i])]
 
     @cython.cfunc
     @cython.inline
-    @cython.exceptval(-1, check=False)
+    @cython.exceptval(-1)
     def gen(self, i: cython.Py_ssize_t) -> cython.longlong:
         return self.gens[self.first_gen + (i if self.first < 0 else self.order[self.first + i])]
 
@@ -100,6 +101,32 @@ class Requests:
         for i in range(self.n):
             rows[i], gens[i] = self.slot(i), self.gen(i)
         return slots, generations
+
+    @staticmethod
+    def joined(parts: list[Any]) -> Any:
+        """The handles of all parts in order, or None: where a part is None, or of another pool than the first."""
+        first: Requests = parts[0]
+        part: Requests
+        i: cython.Py_ssize_t
+        at: cython.Py_ssize_t = 0
+        for other in parts:
+            if other is None:
+                return None
+            part = other
+            if part.pool != first.pool:
+                return None
+            at += part.n
+        slots: Any = np.empty(at, INT64)
+        generations: Any = np.empty(at, INT64)
+        rows: cython.longlong[::1] = _view(slots)
+        gens: cython.longlong[::1] = _view(generations)
+        at = 0
+        for other in parts:
+            part = other
+            for i in range(part.n):
+                rows[at], gens[at] = part.slot(i), part.gen(i)
+                at += 1
+        return Requests(slots, generations, first.pool)
 
 
 @cython.final
@@ -140,6 +167,10 @@ class Indices:
     stamp: cython.longlong
     rows: cython.longlong[::1]  # the handles of the last `look`
     gens: cython.longlong[::1]
+    made: cython.longlong[::1]  # memory for handles of the next takes, which is written once
+    made_gens: cython.longlong[::1]
+    used: cython.Py_ssize_t  # of it
+    pool = cython.declare(cython.longlong, visibility="public")  # the number that the handles carry
     arrays = cython.declare(dict, visibility="readonly")  # by name: for Python
 
     def __init__(self, size: int, reserve: int = 0, listed: bool = True) -> None:
@@ -147,7 +178,7 @@ class Indices:
         self.size, self.reserve, self.capacity = size, reserve, total + 1
         self.free, self.free_reserved, self.pending, self.live, self.retired = size, reserve, 0, 0, 0
         self.taken_total, self.freed_total, self.takes, self.peak_live, self.peak_before = 0, 0, 0, 0, 0
-        self.listed, self.stamp, self.deferred, self.returned = listed, 0, 0, 0
+        self.listed, self.stamp, self.deferred, self.returned, self.used, self.pool = listed, 0, 0, 0, 0, 0
         state: Any = np.full(total + 1, FREE, dtype=np.uint8)
         state[0] = PADDING
         # Both lists have room for all, so that putting an index back cannot fail.
@@ -170,6 +201,7 @@ class Indices:
         self.link, self.seen = _view(self.arrays["link"]), _view(self.arrays["seen"])
         self.rows, self.gens = _view(self.arrays["rows"]), _view(self.arrays["gens"])
         self.stack, self.reserved = _view(stack), _view(reserved)
+        self.made = self.made_gens = _view(np.empty(0, INT64))
 
     # Questions of one index, for loops
 
@@ -284,16 +316,25 @@ class Indices:
                 return i  # it would make the handles of the former owner valid again
         return -1
 
-    def take(self, n: cython.Py_ssize_t, reserve: cython.bint, checked: cython.bint) -> cython.Py_ssize_t:
-        """Takes `n`, whose handles are then in `rows` and `gens`. A take that `look` refuses changes nothing."""
+    def take(self, n: cython.Py_ssize_t, reserve: cython.bint, checked: cython.bint) -> Any:
+        """Takes `n`, and returns their handles. A take that `look` refuses changes nothing, and returns its answer."""
         i: cython.Py_ssize_t
         wrong: cython.Py_ssize_t = self.look(n, reserve, checked)
         if wrong != -1:
             return wrong
+        if self.used + n > self.made.shape[0]:
+            self.made, self.made_gens = _view(np.empty(max(n, 64), INT64)), _view(np.empty(max(n, 64), INT64))
+            self.used = 0
+        handles: Requests = Requests.__new__(Requests)
+        handles.n, handles.pool, handles.first = n, self.pool, -1
+        handles.slots, handles.gens = self.made, self.made_gens
+        handles.first_slot = handles.first_gen = self.used
+        self.used += n
         for i in range(n):
+            self.made[handles.first_slot + i], self.made_gens[handles.first_gen + i] = self.rows[i], self.gens[i]
             self.own(self.rows[i])
         self.count_taken(n)
-        return -1
+        return handles
 
     @cython.ccall
     def count_taken(self, n: cython.Py_ssize_t) -> cython.void:
@@ -312,67 +353,50 @@ class Indices:
 
     # Handles
 
-    @cython.ccall
     def first_not_held(
-        self,
-        rows: cython.const[cython.longlong][::1],
-        gens: cython.const[cython.longlong][::1],
-        padded: cython.bint = False,
-        unique: cython.bint = False,
+        self, handles: Requests, padded: cython.bint = False, unique: cython.bint = False
     ) -> cython.Py_ssize_t:
         """The first handle that is not that of its index's owner, or -1; where `padded` the last ones may be padding.
 
         Where `unique` the first that names the index of an earlier one counts too.
         """
-        if not cython.compiled:
-            rows, gens = memoryview(rows), memoryview(gens)
-        n: cython.Py_ssize_t = rows.shape[0]
+        n: cython.Py_ssize_t = handles.n
         i: cython.Py_ssize_t
-        while padded and n > 0 and rows[n - 1] == 0:
+        while padded and n > 0 and handles.slot(n - 1) == 0:
             n -= 1
         self.stamp += 1
         for i in range(n):
-            if not self.held(rows[i], gens[i]) or (unique and not self.once(rows[i])):
+            if not self.held(handles.slot(i), handles.gen(i)) or (unique and not self.once(handles.slot(i))):
                 return i
         return -1
 
-    def first_gone(self, requests: Requests) -> cython.Py_ssize_t:
-        """The first request that does not own its index any more, or -1."""
+    @cython.cfunc
+    def first_not_live(self, handles: Requests) -> cython.Py_ssize_t:
+        """The first row whose index is out of range, not live, or that of an earlier row; or -1."""
         i: cython.Py_ssize_t
-        for i in range(requests.n):
-            if not self.held(requests.slot(i), requests.gen(i)):
-                return i
-        return -1
-
-    @cython.ccall
-    def first_not_in(self, rows: cython.const[cython.longlong][::1], state: cython.int) -> cython.Py_ssize_t:
-        """The first row whose index is out of range, in another state, or that of an earlier row; or -1."""
-        if not cython.compiled:
-            rows = memoryview(rows)
-        i: cython.Py_ssize_t
+        slot: cython.longlong
         self.stamp += 1
-        for i in range(rows.shape[0]):
-            if not (0 < rows[i] < self.capacity and self.state[rows[i]] == state and self.once(rows[i])):
+        for i in range(handles.n):
+            slot = handles.slot(i)
+            if not (0 < slot < self.capacity and self.state[slot] == LIVE and self.once(slot)):
                 return i
         return -1
 
     # Giving back
 
-    def release(self, rows: cython.const[cython.longlong][::1], checked: cython.bint) -> cython.Py_ssize_t:
+    def release(self, handles: Requests, checked: cython.bint) -> cython.Py_ssize_t:
         """Makes live indices free, so that they are taken next and in this order.
 
         Answers with the first row that is not live, and nothing has changed; where `checked` with -2 if the counts are
         not whole then; else with -1.
         """
-        if not cython.compiled:
-            rows = memoryview(rows)
         i: cython.Py_ssize_t
-        n: cython.Py_ssize_t = rows.shape[0]
-        wrong: cython.Py_ssize_t = self.first_not_in(rows, LIVE)
+        n: cython.Py_ssize_t = handles.n
+        wrong: cython.Py_ssize_t = self.first_not_live(handles)
         if wrong >= 0:
             return wrong
         for i in range(n - 1, -1, -1):
-            self.put_back(rows[i])
+            self.put_back(handles.slot(i))
         self.live -= n  # apart from the others, so that the sum shows where one is left out
         self.freed_total += n
         return -1 if not checked or self.whole() else -2
@@ -443,8 +467,8 @@ class SlotStates:
             self.newest[slot] = self.table[slot * self.width]
         self.owned += at
 
-    def leave(self, rows: cython.const[cython.longlong][::1]) -> cython.Py_ssize_t:
-        """Takes their states from slots, and writes them into `left`: how many."""
+    def leave(self, rows: cython.const[cython.longlong][::1]) -> Any:
+        """Takes their states from slots; they are good up to the next call."""
         if not cython.compiled:
             rows = memoryview(rows)
         i: cython.Py_ssize_t
@@ -460,7 +484,10 @@ class SlotStates:
                 self.table[slot * self.width + k] = 0  # left behind it would name states of another slot by then
             self.owned -= self.count[slot]
             self.count[slot] = 0
-        return n
+        handles: Requests = Requests.__new__(Requests)
+        handles.slots = handles.gens = self.left
+        handles.n, handles.first_slot, handles.first_gen, handles.first, handles.pool = n, 0, 0, -1, 0
+        return handles
 
 
 @cython.final
@@ -921,11 +948,11 @@ class PageRows:
                 return i
         return -1 if self.look_free(self.needed) else total.shape[0]
 
-    def extend(self, rows: Any, numbers: Any, adds: cython.bint) -> Any:
-        """Gives rows pages for `numbers` tokens in all, or so many that it `adds`: int, or int64[n]; and commits them.
+    def extend(self, rows: Requests, numbers: Any, adds: cython.bint, checked: cython.bint) -> Any:
+        """Gives slots pages for `numbers` tokens in all, or so many that it `adds`: int, or int64[n]; and commits them.
 
-        Returns positions and locations int64[t] of the new tokens, and how many each row got, int64[n]. If a row may
-        not get them, the answer of `look`, and nothing has changed.
+        Returns how many tokens each row got, and the positions and locations of all, int64[n + t + t]. If a row may not
+        get them, the answer of `look`, and nothing has changed; where `checked`, -2 if the counts are not whole then.
         """
         i: cython.Py_ssize_t
         at: cython.Py_ssize_t = 0
@@ -935,14 +962,14 @@ class PageRows:
         each: cython.longlong = 0
         several: cython.bint = not isinstance(numbers, int)
         amount: cython.const[cython.longlong][::1]
-        number: cython.const[cython.longlong][::1] = _view(rows)
+        n: cython.Py_ssize_t = rows.n
         if several:
             amount = _view(numbers)
         else:
             each = numbers
         self.needed = self.tokens = self.unplaced = 0
-        for i in range(number.shape[0]):
-            row = number[i]
+        for i in range(n):
+            row = rows.slot(i)
             start = self.committed[row]
             total = amount[i] if several else each
             if adds and total <= self.most:  # else the sum may wrap around
@@ -950,14 +977,13 @@ class PageRows:
             if not self._fits(row, start, total, True):
                 return i
         if not self.look_free(self.needed):
-            return number.shape[0]
-        new = np.empty(number.shape[0], dtype=np.int64)
-        positions, locations = np.empty(self.tokens, dtype=np.int64), np.empty(self.tokens, dtype=np.int64)
-        position: cython.longlong[::1] = _view(positions)
-        location: cython.longlong[::1] = _view(locations)
-        count: cython.longlong[::1] = _view(new)
-        for i in range(number.shape[0]):
-            row = number[i]
+            return n
+        laid = np.empty(n + 2 * self.tokens, INT64)
+        count: cython.longlong[::1] = _view(laid)
+        position: cython.longlong[::1] = count[n : n + self.tokens]
+        location: cython.longlong[::1] = count[n + self.tokens :]
+        for i in range(n):
+            row = rows.slot(i)
             start = self.committed[row]
             total = (amount[i] if several else each) + (start if adds else 0)
             while self.count[row] * self.page_size < total:
@@ -966,7 +992,7 @@ class PageRows:
             self.committed[row] = total
             count[i] = total - start
             at = self._lay_row(row, start, total, position, location, at)
-        return positions, locations, new
+        return laid if not checked or self.whole() else -2
 
     def grow(self, rows: Any, totals: Any) -> None:
         """Gives rows the pages that they lack."""
@@ -1290,15 +1316,13 @@ class Left:
     def __init__(self) -> None:
         self.pools, self.numbers, self.counts = [], [], []
 
-    def defer(self, pool: Indices, rows: cython.const[cython.longlong][::1], checked: cython.bint) -> cython.Py_ssize_t:
+    def defer(self, pool: Indices, handles: Requests, checked: cython.bint) -> cython.Py_ssize_t:
         """Makes live indices pending. Answers as `Indices.release`; where `checked` -3 - i for a row that is not."""
-        if not cython.compiled:
-            rows = memoryview(rows)
         i: cython.Py_ssize_t
         k: cython.Py_ssize_t = 0
-        n: cython.Py_ssize_t = rows.shape[0]
+        n: cython.Py_ssize_t = handles.n
         head: cython.longlong = 0
-        wrong: cython.Py_ssize_t = pool.first_not_in(rows, LIVE)
+        wrong: cython.Py_ssize_t = pool.first_not_live(handles)
         if wrong >= 0:
             return wrong
         while k < len(self.pools) and self.pools[k] is not pool:
@@ -1308,12 +1332,12 @@ class Left:
             self.numbers.append((0, 0))
         head, before = self.numbers[k]
         for i in range(n):
-            head = pool.wait(rows[i], head)
+            head = pool.wait(handles.slot(i), head)
         self.numbers[k] = head, before + n
         pool.freed_total += n
         pool.deferred += n
         for i in range(n if checked else 0):
-            if pool.state[rows[i]] != PENDING:
+            if pool.state[handles.slot(i)] != PENDING:
                 return -3 - i
         return -1 if not checked or pool.whole() else -2
 

@@ -47,7 +47,7 @@ class StateOwner(SlotListener):
         self.states = SlotStates(slots.capacity, per_slot)
         arrays: dict[str, Ints] = self.states.arrays
         self.counts, self.mapping, self.turns = arrays["count"], arrays["table"], arrays["turns"]
-        self.newest, self._left = arrays["newest"], arrays["left"]
+        self.newest = arrays["newest"]
         invariants.table_capacity(len(self.mapping), slots.capacity, **self.allocator.where("mapping"))
         slots.add_listener(self)
         slots.runtime.declare_indices(kind, self.allocator.capacity)
@@ -66,8 +66,7 @@ class StateOwner(SlotListener):
         return n * self.per_slot if self.wanted is None else int(self.wanted.sum())
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
-        states = self._left[: self.states.leave(rows)]
-        self.allocator.release(states, after, "free")
+        self.allocator.release(self.states.leave(rows), after, "free")
 
     def check_clear(self, operation: str) -> None:
         self.allocator.check_none_pending(operation)
@@ -237,7 +236,7 @@ class HybridSlotPool(SlotPool):
             for kind, owner in self._owners.items() if write else ():
                 owner.table.write(slots, None, self.states_of(slots, kind))
         except BaseException:
-            self.give_back(slots.np, slots.generations, "take")
+            self.give_back(slots, "take")
             raise
         return slots
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchstate._core import STATES, Indices, Left, PageRows
+from batchstate._core import STATES, Indices, Left, PageRows, Requests
 
 _, FREE, PENDING, LIVE, RETIRED = STATES
 NOTED = {"seen", "rows", "gens"}
@@ -25,11 +25,11 @@ COUNTS = (
 )
 
 
-def rows(*numbers: int) -> np.ndarray:
-    """Indices or generations, int64[n], read-only as arrays of handles are."""
-    array = np.array(numbers, dtype=np.int64)
-    array.setflags(write=False)
-    return array
+def rows(*numbers: int, gens: tuple[int, ...] = ()) -> Requests:
+    """Handles, of generation 1 by default, whose arrays are read-only as those of handles are."""
+    arrays = np.array([numbers, gens or [1] * len(numbers)], dtype=np.int64)
+    arrays.setflags(write=False)
+    return Requests(*arrays)
 
 
 def everything(core: Indices) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def everything(core: Indices) -> dict[str, Any]:
 def small() -> tuple[Indices, Left]:
     """Indices 1 to 6 and a reserve of 2: 1 and 2 are live, 3, 4 and 5 wait for a fence, the others are free."""
     core, left = Indices(6, 2), Left()
-    assert core.take(5, False, True) == -1
+    assert core.take(5, False, True).n == 5
     assert left.defer(core, rows(3, 4, 5), True) == -1
     return core, left
 
@@ -79,10 +79,10 @@ def write(name: str, index: int, value: int) -> Callable[[Indices], None]:
         (write("link", 3, 2), lambda core, left: left.reap(True), 0),
         (write("link", 4, 9), lambda core, left: left.reap(True), 0),
         (write("state", 4, FREE), lambda core, left: left.reap(True), 0),
-        (None, lambda core, _: core.first_not_held(rows(1, 2), rows(1, 2)), 1),
-        (None, lambda core, _: core.first_not_held(rows(1, 0), rows(1, 0)), 1),
-        (None, lambda core, _: core.first_not_held(rows(1, 0, 2, 0), rows(1, 0, 1, 0), True), 1),
-        (None, lambda core, _: core.first_not_held(rows(1, 2, 1), rows(1, 1, 1), False, True), 2),
+        (None, lambda core, _: core.first_not_held(rows(1, 2, gens=(1, 2))), 1),
+        (None, lambda core, _: core.first_not_held(rows(1, 0, gens=(1, 0))), 1),
+        (None, lambda core, _: core.first_not_held(rows(1, 0, 2, 0, gens=(1, 0, 1, 0)), True), 1),
+        (None, lambda core, _: core.first_not_held(rows(1, 2, 1), False, True), 2),
     ],
 )
 def test_what_is_refused_changes_nothing(
@@ -103,10 +103,9 @@ def test_a_chain_comes_back_in_the_order_in_which_it_was_freed() -> None:
     assert left.defer(core, rows(2, 1), True) == -1
     assert left.of(core).tolist() == [3, 4, 5, 2, 1]
     assert (left.reap(True), core.pending, core.free, core.whole(), left.freed(core)) == (-1, 0, 6, True, 5)
-    assert core.take(5, False, True) == -1
-    assert core.arrays["rows"][:5].tolist() == [3, 4, 5, 2, 1]
-    assert core.arrays["gens"][:5].tolist() == [2] * 5
-    assert core.first_not_held(rows(3, 1, 0, 0), rows(2, 2, 0, 0), True) == -1
+    taken = core.take(5, False, True)
+    assert [part.tolist() for part in taken.handles()] == [[3, 4, 5, 2, 1], [2] * 5]
+    assert core.first_not_held(rows(3, 1, 0, 0, gens=(2, 2, 0, 0)), True) == -1
 
 
 def test_a_fence_gives_back_all_pools_or_none() -> None:

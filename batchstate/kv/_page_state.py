@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._allocator import SlotListener, TakenAt, joined, new_pool_id, numbers_of_pool
+from batchstate._allocator import SlotListener, TakenAt, check_of_pool, joined, new_pool_id
 from batchstate._arrays import read_only
 from batchstate._core import PageRows
 from batchstate._origin import Changes
@@ -431,7 +431,8 @@ class PageSpace:
 
     def rows_of(self, handles: Handles, operation: str, *, padded: bool = False) -> Ints:
         self.transaction.enter(f"{self.name}: {operation}")
-        rows = numbers_of_pool(self._holders, handles, self.kind, operation, padded)
+        check_of_pool(self._holders, handles, self.kind, operation, padded)
+        rows = handles._host_side()
         owned = np.count_nonzero(rows) if padded else rows.size
         numbers, held = rows[:owned], handles.generations[:owned]
         times_checked[STALE_HANDLE] += 1

@@ -181,7 +181,7 @@ class PageSharing:
         self._rows.commit(rows, lengths, True)
         self.note(source, operation)
         self._writes.begin(rows, tokens, writer)
-        return pool._extension(target, *pool.lay(rows, 0 * lengths, lengths, operation), lengths, operation)
+        return pool._extension_from_start(target, rows, lengths, operation)
 
     def rebase(self, slots: Slots, source: Source, num_tokens: SupportsIndex, after: Fence | None) -> "Extension":
         operation, pool = "rebase", self.pool
@@ -207,7 +207,7 @@ class PageSharing:
             written = max(tokens, int(self._writes.tokens[row]))
             self._writes.begin(rows, written, self._writes.behind(np.array([writer, self._writes.writers[row]])))
             self.holders.drop(own[changed], after, operation)
-        return pool._extension(slots, *pool.lay(rows, 0 * length, length, operation), length, operation)
+        return pool._extension_from_start(slots, rows, length, operation)
 
     def note(self, source: Source, operation: str) -> None:
         """Pages of the source have further holders from now on, and must not be written by it."""
