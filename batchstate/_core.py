@@ -116,17 +116,27 @@ class Requests:
             if part.pool != first.pool:
                 return None
             at += part.n
-        slots: Any = np.empty(at, INT64)
-        generations: Any = np.empty(at, INT64)
-        rows: cython.longlong[::1] = _view(slots)
-        gens: cython.longlong[::1] = _view(generations)
+        memory: cython.longlong[::1] = _view(np.empty(2 * at, INT64))
+        every: Requests = _handles_in(memory, 0, at, at, first.pool)
         at = 0
         for other in parts:
             part = other
             for i in range(part.n):
-                rows[at], gens[at] = part.slot(i), part.gen(i)
+                memory[at], memory[every.n + at] = part.slot(i), part.gen(i)
                 at += 1
-        return Requests(slots, generations, first.pool)
+        return every
+
+
+@cython.cfunc
+def _handles_in(
+    memory: cython.longlong[::1], slots: cython.Py_ssize_t, gens: cython.Py_ssize_t, n: cython.Py_ssize_t,
+    pool: cython.longlong,
+) -> Requests:  # fmt: skip
+    """The `n` handles whose slots and generations lie there in some memory."""
+    handles: Requests = Requests.__new__(Requests)
+    handles.slots = handles.gens = memory
+    handles.first_slot, handles.first_gen, handles.n, handles.pool, handles.first = slots, gens, n, pool, -1
+    return handles
 
 
 @cython.final
@@ -168,7 +178,6 @@ class Indices:
     rows: cython.longlong[::1]  # the handles of the last `look`
     gens: cython.longlong[::1]
     made: cython.longlong[::1]  # memory for handles of the next takes, which is written once
-    made_gens: cython.longlong[::1]
     used: cython.Py_ssize_t  # of it
     pool = cython.declare(cython.longlong, visibility="public")  # the number that the handles carry
     arrays = cython.declare(dict, visibility="readonly")  # by name: for Python
@@ -201,7 +210,7 @@ class Indices:
         self.link, self.seen = _view(self.arrays["link"]), _view(self.arrays["seen"])
         self.rows, self.gens = _view(self.arrays["rows"]), _view(self.arrays["gens"])
         self.stack, self.reserved = _view(stack), _view(reserved)
-        self.made = self.made_gens = _view(np.empty(0, INT64))
+        self.made = _view(np.empty(0, INT64))
 
     # Questions of one index, for loops
 
@@ -322,16 +331,14 @@ class Indices:
         wrong: cython.Py_ssize_t = self.look(n, reserve, checked)
         if wrong != -1:
             return wrong
-        if self.used + n > self.made.shape[0]:
-            self.made, self.made_gens = _view(np.empty(max(n, 64), INT64)), _view(np.empty(max(n, 64), INT64))
-            self.used = 0
-        handles: Requests = Requests.__new__(Requests)
-        handles.n, handles.pool, handles.first = n, self.pool, -1
-        handles.slots, handles.gens = self.made, self.made_gens
-        handles.first_slot = handles.first_gen = self.used
-        self.used += n
+        at: cython.Py_ssize_t = self.used
+        if at + 2 * n > self.made.shape[0]:
+            self.made = _view(np.empty(max(2 * n, 128), INT64))
+            at = 0
+        handles: Requests = _handles_in(self.made, at, at + n, n, self.pool)
+        self.used = at + 2 * n
         for i in range(n):
-            self.made[handles.first_slot + i], self.made_gens[handles.first_gen + i] = self.rows[i], self.gens[i]
+            self.made[at + i], self.made[at + n + i] = self.rows[i], self.gens[i]
             self.own(self.rows[i])
         self.count_taken(n)
         return handles
@@ -484,10 +491,7 @@ class SlotStates:
                 self.table[slot * self.width + k] = 0  # left behind it would name states of another slot by then
             self.owned -= self.count[slot]
             self.count[slot] = 0
-        handles: Requests = Requests.__new__(Requests)
-        handles.slots = handles.gens = self.left
-        handles.n, handles.first_slot, handles.first_gen, handles.first, handles.pool = n, 0, 0, -1, 0
-        return handles
+        return _handles_in(self.left, 0, 0, n, 0)
 
 
 @cython.final
