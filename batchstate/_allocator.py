@@ -115,12 +115,14 @@ class Transaction:
 
     def behind(self, fence: Fence) -> Left:
         """What is let go behind a fence: one group for all that a step lets go."""
-        groups = self.groups
-        if not groups or groups[-1].fence.fence is not fence or groups[-1].fence.complete:
-            groups.append(Group(self.watch(fence), Left()))
-        return groups[-1].left
+        for group in self.groups[-1:]:
+            if group.fence.fence is fence and not group.fence.complete:
+                return group.left
+        group = Group(self.watch(fence), Left())
+        self.groups.append(group)
+        return group.left
 
-    def reap(self) -> Sequence[Left]:
+    def reap(self) -> "Sequence[Group]":
         """Makes free what is behind complete fences, of all pools, and returns it. Never waits.
 
         Fences are code of the engine, and may call the pool: to be called before anything is checked. If one raises,
@@ -129,22 +131,20 @@ class Transaction:
         if not self.groups or self._runtime.capturing:
             return ()
         groups = tuple(self.groups)
-        answers = self.query([group.fence for group in groups])
-        done = list(itertools.compress(groups, answers))
-        if levels.cheap:
-            for group in done:
-                if not group.fence.complete:
-                    group.refuse_in_flight("reap")
+        done = [*itertools.compress(groups, self.query([group.fence for group in groups]))]
+        cheap = levels.cheap
         for group in done:
+            if cheap and not group.fence.complete:
+                group.refuse_in_flight("reap")
             tally(times_checked, _REAPED)
             self.operation = "reap"
-            wrong = group.left.reap(levels.cheap)
+            wrong = group.left.reap(cheap)
             if wrong < 0:
                 self.groups.remove(group)
             self.operation = None
             if wrong != -1:
                 group.refuse_reaped()
-        return [group.left for group in done]
+        return done
 
     def query(self, fences: Sequence[Fence | QueriedFence]) -> list[bool]:
         """Whether each fence is complete, or, in a group of ranks, agreed to be. Never waits.
@@ -197,7 +197,7 @@ def joined(*fences: Fence | None) -> Fence | None:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Group:
     """All that was let go behind one fence."""
 
@@ -482,7 +482,7 @@ class Allocator:
 
     def reap(self) -> int:
         """`Transaction.reap`; how many of these indices it has made free."""
-        reaped = sum(left.freed(self.core) for left in self.transaction.reap())
+        reaped = sum(group.left.freed(self.core) for group in self.transaction.reap())
         if reaped and self._outside is not None:
             self._put_outside(self._outside, "reap")
         return reaped

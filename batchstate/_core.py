@@ -1868,17 +1868,23 @@ class Block:
         `plain` has the dtype of a column, the shape of a row, and its number.
         """
         start: cython.Py_ssize_t
-        nbytes: cython.Py_ssize_t
         c: cython.int
         rest: Any = {}
         memory: Any = memoryview(self.memory).cast("B")
+        rows: Any = (self.n,)
+        kind: Any = np.ndarray
         for name, value in values.items():
-            if type(value) is np.ndarray and name in plain:
-                dtype, shape, c = plain[name]
-                if value.dtype == dtype and value.shape == (self.n, *shape) and value.flags.c_contiguous:
-                    start, nbytes = self.at[c], value.nbytes
-                    if nbytes:
-                        memory[start : start + nbytes] = value.data.cast("B")
+            column = plain.get(name) if type(value) is kind else None
+            if column is not None:
+                dtype, shape, c = column
+                if value.dtype == dtype and value.shape == (rows + shape if shape else rows):
+                    try:
+                        numbers = memoryview(value).cast("B")
+                    except TypeError:  # one with strides, or of no rows
+                        rest[name] = value
+                        continue
+                    start = self.at[c]
+                    memory[start : start + len(numbers)] = numbers
                     continue
             rest[name] = value
         return rest

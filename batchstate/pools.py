@@ -294,8 +294,8 @@ class SlotPool(OfThisProcess):
     def release_rows(self, rows: Ints, handles: Requests, after: Fence | None, operation: str) -> None:
         """Frees what `check_leaving` has seen. For the library."""
         self.transaction.operation = operation
-        for listener in self._listeners:
-            listener.on_free(rows, after)
+        for free in self._freeing:
+            free(rows, after)
         self._allocator.release(handles, after, operation)
         self.transaction.operation = None
         if self._counting or levels.full:
@@ -327,8 +327,8 @@ class SlotPool(OfThisProcess):
         if levels.full:
             self._verify_tables(operation)
         self.transaction.operation = operation
-        for listener in self._listeners:
-            listener.on_free(rows, None)
+        for free in self._freeing:
+            free(rows, None)
         self._allocator.release(Requests(rows, rows), None, operation)
         self._core.sort()
         for listener in self._listeners:
@@ -364,6 +364,7 @@ class SlotPool(OfThisProcess):
         self._taking = those("check_take", "on_take")
         self._releasing_alone = [listener.check_free for listener in those("check_free")]
         self._releasing_whole = [listener.check_release for listener in those("check_free", "check_release")]
+        self._freeing = [listener.on_free for listener in those("on_free")]
         self._counting = those("check_conservation")
 
     # Tables

@@ -228,10 +228,11 @@ class PageHolders(SlotListener):
     def _dropped(self, wrong: int, pages: Ints, after: Fence | None, operation: str) -> None:
         if wrong >= 0:
             self._explain_counted(pages, "holders", operation)
-        if self.runtime.agreement is not None and pages.size:
-            self.runtime.agreement.note(pages)
-        if after is not None and pages.size:
-            self.transaction.behind(after).add(self.rows, pages)
+        if pages.size:
+            if self.runtime.agreement is not None:
+                self.runtime.agreement.note(pages)
+            if after is not None:
+                self.transaction.behind(after).add(self.rows, pages)
         if levels.cheap:
             times_checked[CONSERVATION] += 1
             if wrong < -1:

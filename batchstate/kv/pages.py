@@ -380,7 +380,7 @@ class PagePool(OfThisProcess):
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
         self.transaction.enter(f"{self.name}: reap")
-        return sum(left.freed(self._rows) for left in self.transaction.reap())
+        return sum(group.left.freed(self._rows) for group in self.transaction.reap())
 
     def pending(self) -> list[PendingPages]:
         """The pending pages, of requests and leases, by the fence that they wait for; see `SlotPool.pending`."""
