@@ -25,6 +25,8 @@ PENDING = cython.declare(cython.int, 2)
 LIVE = cython.declare(cython.int, 3)
 RETIRED = cython.declare(cython.int, 4)
 
+DEVICE = cython.declare(cython.int, 1)  # the reader of an entry that is a forward, as a bit
+
 STATES: Any = (PADDING, FREE, PENDING, LIVE, RETIRED)  # for Python: those above are names of C
 
 MOST_GENERATIONS = cython.declare(cython.longlong, 2**31 - 1)
@@ -1335,12 +1337,12 @@ class Entries:
         self.taken[slot] = readers
         return 0
 
-    def refused_read(self, requests: Requests, reader: cython.int, checked: cython.bint, numbers: Any) -> int:
-        """The first request whose entry `reader` may not take, if that is `checked`, or -1.
-
-        The set `numbers` gets those of the publishes that the entries come from: mostly one, so requests are compared
-        with the one before. None where one stream has done all.
-        """
+    @cython.cfunc
+    @cython.exceptval(-2)
+    def refused_read(
+        self, requests: Requests, reader: cython.int, checked: cython.bint, numbers: Any
+    ) -> cython.Py_ssize_t:
+        """The first request whose entry `reader` may not take, if that is `checked`, or -1; see the function."""
         i: cython.Py_ssize_t
         slot: cython.longlong
         number: cython.longlong
@@ -1355,11 +1357,10 @@ class Entries:
                 last = number
         return -1
 
-    def refused_write(self, requests: Requests, checked: cython.bint, numbers: Any) -> int:
-        """The first request whose entry must be read before it is overwritten, if that is `checked`, or -1.
-
-        The set `numbers` gets those of the last publishes into the memory of the entries; None as for `refused_read`.
-        """
+    @cython.cfunc
+    @cython.exceptval(-2)
+    def refused_write(self, requests: Requests, checked: cython.bint, numbers: Any) -> cython.Py_ssize_t:
+        """The first request whose entry must be read before it is overwritten, if that is `checked`, or -1."""
         i: cython.Py_ssize_t
         slot: cython.longlong
         number: cython.longlong
@@ -1381,11 +1382,14 @@ class Entries:
         for i in range(requests.n):
             self.note(requests.slot(i), requests.gen(i), number, readers)
 
-    def take(self, requests: Requests, reader: cython.int) -> None:
+    @cython.cfunc
+    @cython.exceptval(-1)
+    def take(self, requests: Requests, reader: cython.int) -> cython.int:
         """Notes that `reader` has taken the entries."""
         i: cython.Py_ssize_t
         for i in range(requests.n):
             self.taken[requests.slot(i)] |= reader
+        return 0
 
     def clear(self, rows: cython.const[cython.longlong][::1], number: cython.longlong = 0) -> None:
         """Makes the entries unwritten. Publish `number` has written their memory and failed, unless that is 0."""
@@ -1400,6 +1404,51 @@ class Entries:
             self.taken[slot] = 0
             if number:
                 self.last_writer[slot] = number
+
+
+@cython.ccall
+@cython.exceptval(-2)
+def refused_read(
+    fields: list[Entries], requests: Requests, reader: cython.int, checked: cython.bint, numbers: Any
+) -> cython.int:
+    """The first of `fields` with an entry that `reader` may not take, if that is `checked`, or -1.
+
+    The set `numbers` gets those of the publishes that the entries come from: mostly one, so requests are compared with
+    the one before. None where one stream has done all.
+    """
+    i: cython.int
+    entries: Entries
+    for i in range(len(fields)):
+        entries = fields[i]
+        if entries.refused_read(requests, reader, checked, numbers) >= 0:
+            return i
+    return -1
+
+
+@cython.ccall
+@cython.exceptval(-2)
+def refused_write(fields: list[Entries], requests: Requests, checked: cython.bint, numbers: Any) -> cython.int:
+    """The first of `fields` with an entry that must be read before it is overwritten, if that is `checked`, or -1.
+
+    The set `numbers` gets those of the last publishes into the memory of the entries; None as for `refused_read`.
+    """
+    i: cython.int
+    entries: Entries
+    for i in range(len(fields)):
+        entries = fields[i]
+        if entries.refused_write(requests, checked, numbers) >= 0:
+            return i
+    return -1
+
+
+@cython.ccall
+@cython.exceptval(-1)
+def take_entries(fields: list[Entries], requests: Requests, reader: cython.int) -> cython.int:
+    """Notes that `reader` has taken the entries of some fields."""
+    entries: Entries
+    for entries in fields:
+        entries.take(requests, reader)
+    return 0
 
 
 @cython.cfunc
@@ -1855,7 +1904,8 @@ class StepRules:
 
     A request that the relay feeds puts in `least` to `widest` tokens, whose ids lie at `slot * stride + places[i]`;
     element 0 of the relay is 0. `window` positions are read by each token, all for 0. `table` is the width of a row of
-    the token table, 0 without one. `epochs` and `shares` number the changes of the pages of each slot.
+    the token table, 0 without one. `epochs` and `shares` number the changes of the pages of each slot. `read` are the
+    fields of the relay that a forward takes, of the requests that it feeds.
     """
 
     slots: Indices
@@ -1871,6 +1921,7 @@ class StepRules:
     places: cython.const[cython.longlong][::1]
     epochs: cython.const[cython.longlong][::1]
     shares: cython.const[cython.longlong][::1]
+    read: list[Entries]
 
     def __init__(
         self,
@@ -1887,10 +1938,11 @@ class StepRules:
         places: Any,
         epochs: Any,
         shares: Any,
+        read: list[Entries],
     ) -> None:
         self.slots, self.pages, self.lens, self.offset, self.ids = slots, pages, lens, offset, ids
         self.least, self.widest, self.stride, self.window, self.table = least, len(places), stride, window, table
-        self.places, self.epochs, self.shares = _view(places), _view(epochs), _view(shares)
+        self.places, self.epochs, self.shares, self.read = _view(places), _view(epochs), _view(shares), read
 
 
 @cython.cclass
@@ -2322,6 +2374,7 @@ class StepBlock(Block):
         requests.first_slot, requests.first_gen = self.at[self.columns.slots] // 8, self.gens
         return requests
 
+    @cython.ccall
     def those_fed(self) -> Requests:
         """The requests whose ids, or true lengths, the relay has."""
         return self._some(self.fed, self.fed_rows)
@@ -2386,10 +2439,13 @@ class StepBlock(Block):
         if self.takes:
             slots.count_taken(self.takes)
 
-    def running(self, rules: StepRules, epoch: cython.longlong, share: cython.longlong, asked: cython.bint) -> object:
+    def running(
+        self, rules: StepRules, epoch: cython.longlong, share: cython.longlong, asked: cython.bint, numbers: Any
+    ) -> object:
         """`inputs` asks first: each request is there, with the tokens of the step. None, or the rule broken.
 
-        If changes of pages came after those of the step, `changed` says whether any was of a request.
+        If changes of pages came after those of the step, `changed` says whether any was of a request. `numbers` is as
+        for `refused_read`.
         """
         slots: Indices = rules.slots
         pages: PageRows = rules.pages
@@ -2419,12 +2475,16 @@ class StepBlock(Block):
                 self.changed = True
             if asked and committed[slot] < after:
                 return self.met("derived", row, after)
+        if self.fed:
+            row = refused_read(rules.read, self.those_fed(), DEVICE, asked, numbers)
+            if row >= 0:
+                return self.met("read", -1, row)
         return None
 
     def launched(self, rules: StepRules) -> None:
         """The forward was given to its stream: it writes the tokens of each request that has all before them written.
 
-        The places of its pages have been written into the token table.
+        The places of its pages have been written into the token table, and it has taken the entries of the relay.
         """
         pages: PageRows = rules.pages
         row: cython.longlong
@@ -2456,3 +2516,5 @@ class StepBlock(Block):
                 while end * size < after:
                     end += 1
                 sent[slot] = cython.cast(cython.int, end)
+        if self.fed:
+            take_entries(rules.read, self.those_fed(), DEVICE)

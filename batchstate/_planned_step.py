@@ -10,6 +10,7 @@ from batchstate import levels
 from batchstate._arrays import Array, read_only
 from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
+from batchstate._relay import DEVICE
 from batchstate._rows import RowState
 from batchstate._step_arguments import Declared, Further
 from batchstate._step_memory import StepMemory
@@ -315,15 +316,15 @@ class PlannedStep:
             raise ContractError(problem, "upper_bound", "name the field: StepPlanner(..., lengths=...)")
         if levels.full:
             self.sent._check_unwritten(INPUTS)
-        rule = block.running(declared.rules, pages.epochs.last, pages.shares.last, levels.cheap)
+        stream, fed = runtime.current_stream, block.fed > 0 and relay is not None
+        numbers = relay._entries.numbers(stream) if relay is not None else None
+        rule = block.running(declared.rules, pages.epochs.last, pages.shares.last, levels.cheap, numbers)
         if rule is not None or block.changed or self._used:
             self._check_running(rule)
         if levels.cheap:
-            tally(times_checked, TAKEN)
-        stream, fed = runtime.current_stream, None
-        if block.fed and relay is not None:
-            fed = block.those_fed()
-            relay.gathering(fed, declared.read, stream)
+            tally(times_checked, declared.asked if fed else TAKEN)
+        if fed and relay is not None:
+            relay.gathering(declared.read, numbers, stream)
         if stream is not upload.stream:
             runtime.use_on_current_stream(
                 upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised, current=stream
@@ -336,7 +337,7 @@ class PlannedStep:
         if self._places:
             own = {name: at for name, at in self._places.items() if name not in self._further.named}
             inputs.put({name: upload.view(at) for name, at in own.items()}, self._further.token_arrays)
-        if fed is not None and relay is not None:
+        if fed and relay is not None:
             if levels.full and len(declared.ids) == 1 and ids is not None:  # several lie mixed: see `inputs.check`
                 relay.check_gathered(declared.ids, ids)
             if bounded:
@@ -345,11 +346,11 @@ class PlannedStep:
                 relay.check_known_lengths(self.plan, declared.lengths)
         if levels.full:
             inputs.check(runtime)
-        if fed is not None and relay is not None:
-            relay.take_entries(fed, declared.read)
         if not pages.writes.only(stream):
             pages.writes.note(self.rows, stream)
+        declared.transaction.operation = INPUTS
         block.launched(declared.rules)
+        declared.transaction.operation = None
         self._used = True
         if self._plan is not None:
             self._plan.use()
@@ -357,16 +358,18 @@ class PlannedStep:
 
     def _check_running(self, rule: object) -> None:
         """Asks in words what `StepBlock.running` found, or whether the inputs were taken before."""
-        block, pages = self._memory.block, self._declared.pages
+        block, declared, pages = self._memory.block, self._declared, self._declared.pages
         if rule == "held":
             pages.slots.check_rows(self.rows, self.generations, INPUTS)
             raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")
         self.plan.check(None, INPUTS)
+        if self._used and levels.cheap:
+            self.plan.check_unused()
+        if rule == "read" and declared.relay is not None:
+            declared.relay._entries.refuse_read(block.those_fed(), declared.read[block.value], DEVICE, "gather")
         if rule is not None:
             pages.check_committed(self.rows[block.row :][:1], np.array([block.value]), INPUTS)
             raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")
-        if self._used and levels.cheap:
-            self.plan.check_unused()
 
     def _write_table(self) -> None:
         """The places of pages that begin, and of requests that have none there yet, into the token table."""
