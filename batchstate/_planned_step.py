@@ -85,28 +85,17 @@ class PlannedStep:
         extras: what the engine sent with it, by name.
     """
 
-    __slots__ = (
-        "_batch",
-        "_declared",
-        "_further",
-        "_index",
-        "_kind",
-        "_memory",
-        "_moved",
-        "_places",
-        "_plan",
-        "_results",
-        "_rows",
-        "_sampled",
-        "_sent",
-        "_step",
-        "_tokens",
-        "_upload",
-        "_used",
-        "_windows",
-        "extras",
-        "num_reqs",
-    )
+    # Until they are asked for.
+    _rows: Ints | None = None
+    _batch: Batch | None = None
+    _sent: Batch | None = None
+    _plan: ForwardPlan | None = None
+    _index: torch.Tensor | None = None
+    _sampled: Sampled | None = None
+    _results: "Prefetched | None" = None
+    _used = False
+    _places = NO_PLACES
+    extras = NO_EXTRAS
 
     def __init__(
         self,
@@ -123,16 +112,6 @@ class PlannedStep:
         self._declared, self._kind, self._memory, self._moved = declared, kind, memory, moved
         self._tokens, self._further, self._windows, self.num_reqs = tokens, further, windows, num_reqs
         self._step = declared.runtime.step
-        self._rows: Ints | None = None
-        self._batch: Batch | None = None
-        self._sent: Batch | None = None
-        self._plan: ForwardPlan | None = None
-        self._index: torch.Tensor | None = None
-        self._sampled: Sampled | None = None
-        self._results: Prefetched | None = None
-        self._used = False
-        self._places = NO_PLACES
-        self.extras = NO_EXTRAS
 
     def __repr__(self) -> str:
         return f"PlannedStep({self.plan!r})"

@@ -256,12 +256,14 @@ class StepMemories:
         for memory in self._all:
             if free is None or memory.others:  # of those that other streams use each gets its fence soon
                 answer = memory.free(stream)
-                held += answer is None
-                if answer and free is None:
+                if answer is None:
+                    held += 1
+                elif answer and free is None:
                     free = memory
         if free is None or free.size < nbytes:
             free = self._made(free, held, nbytes)
-        self._all.append(self._all.pop(self._all.index(free)))  # so that the one lent longest ago is asked first
+        self._all.remove(free)
+        self._all.append(free)  # so that the one lent longest ago is asked first
         self._runtime.host_accesses(free.staging.tensor, 0, free.size, "plan: fill", writes=True)
         return free
 

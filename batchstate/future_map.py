@@ -393,10 +393,8 @@ class FutureMap(OfThisProcess):
         self._transaction.operation = "prefetch"
         entries.take(requests, fields, HOST)
         self._transaction.operation = None
-        rows, publishes = None if parts is not None else tensors, entries.published(numbers)
-        return Prefetched(
-            self._source, fields, requests.n, lambda: live, download, publishes, (stream, read), rows, parts
-        )
+        arrived = Prefetched(self._source, fields, requests.n, lambda: live, download, entries.published(numbers))
+        return arrived.selected((stream, read), None if parts is not None else tensors, parts)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy."""

@@ -191,11 +191,10 @@ class Download(OfThisProcess):
                     invariants.staging_reused(self._lending, lent, object=self, operation="resolve", step=self.step)
             arrays, start, block = [], 0, self._block
             for dtype, shape, nbytes in self._kinds:
-                end = start + nbytes
-                self._runtime.host_accesses(block.tensor, start, end, "download: take out", writes=False)
-                array = block.bytes[start:end].copy().view(dtype)  # as bytes: a number may not be aligned in the block
+                array = block.bytes[start : start + nbytes].copy().view(dtype)  # as bytes: it may not be aligned there
                 arrays.append(array if len(shape) == 1 else array.reshape(shape))
-                start = end
+                start += nbytes
+            self._runtime.host_accesses(block.tensor, 0, start, "download: take out", writes=False)
             self._arrays = arrays
             self._landing.give_up(block)
         return self._arrays
