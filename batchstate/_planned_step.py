@@ -12,7 +12,7 @@ from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._relay import DEVICE
 from batchstate._rows import RowState
-from batchstate._step_arguments import Declared, Further
+from batchstate._step_arguments import NO_FURTHER, Declared, Further
 from batchstate._step_memory import StepMemory
 from batchstate._step_tokens import StepTokens
 from batchstate._upload import NO_EXTRAS, Extras
@@ -38,6 +38,7 @@ STALE_HANDLE = Code.SLOT_STALE_HANDLE
 TAKEN = STALE_HANDLE, Code.DERIVED_STALE, Code.FUTURE_CONSUMED
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 NO_PLACES: dict[str, int] = {}
+NOTHING: list[Place] = []
 
 
 @final
@@ -120,7 +121,10 @@ class PlannedStep:
 
     def _send(self, stream: Stream) -> None:
         """Copies the step to the device on `stream`, the current one, with what goes along; then writes tables."""
-        memory, further, runtime = self._memory, self._further, self._declared.runtime
+        memory, further = self._memory, self._further
+        if further is NO_FURTHER:
+            self._upload = memory.send(memory.block.end, NOTHING, stream)
+            return
         end, places = memory.block.end, list[Place]()
         if further.arrays:
             self._places = {}
@@ -132,6 +136,7 @@ class PlannedStep:
         self._upload = memory.send(end, places, stream)
         if further.named:
             at = {name: self._places[name] for name in further.named}
+            runtime = self._declared.runtime
             self.extras = Extras(runtime, self._upload, at, further.named, row_set=self.sent.row_set)
         if further.needs:
             self.sent.device_side.gather_many()
@@ -178,26 +183,29 @@ class PlannedStep:
     @property
     def batch(self) -> Batch:
         """The requests: their lengths count the tokens that each puts in."""
-        if self._batch is None:
-            padded = self._memory.block.n > self.num_reqs
-            self._batch = self._made(self.sent._state.first(self.num_reqs)) if padded else self.sent
-        return self._batch
+        batch = self._batch
+        if batch is None:
+            batch, num_reqs = self.sent, self.num_reqs
+            if batch.num_rows > num_reqs:
+                batch = self._made(batch._state.first(num_reqs))
+            self._batch = batch
+        return batch
 
     @property
     def sent(self) -> Batch:
         """The same as it went to the device, with padded rows if there are any."""
-        if self._sent is None:
-            self._sent = batch = self._made(self._state)
-            batch.lease = self._memory
+        batch = self._sent
+        if batch is None:
+            self._sent = batch = self._made(self._state, self._memory)
             batch._crossed = self._upload
-            if self._further.needs:
-                for name, places in self._further.needs.items():
-                    batch.device_side.note_needs(name, self._upload, places)
-        return self._sent
+            for name, places in self._further.needs.items():
+                batch.device_side.note_needs(name, self._upload, places)
+        return batch
 
-    def _made(self, state: RowState) -> Batch:
-        pool, runtime = self._declared.pages.slots, self._declared.runtime
-        return self._kind(runtime, state, self.num_reqs, state.block.n, pool.pool_id, self._windows)
+    def _made(self, state: RowState, lease: StepMemory | None = None) -> Batch:
+        declared = self._declared
+        rows, pool_id = state.block.n, declared.pages.slots.pool_id
+        return self._kind(declared.runtime, state, self.num_reqs, rows, pool_id, self._windows, None, lease)
 
     # The host's part
 
@@ -407,11 +415,13 @@ class PlannedStep:
 
     @property
     def _sampling(self) -> Sampled:
-        if self._sampled is None:
-            memory, slots = self._memory, self._declared.pages.slots
-            index = memory.views().sampled if self._index is None else self._index
-            self._sampled = Sampled(slots, memory, index, self._upload)
-        return self._sampled
+        sampled = self._sampled
+        if sampled is None:
+            memory, index = self._memory, self._index
+            if index is None:
+                index = memory.views().sampled
+            self._sampled = sampled = Sampled(self._declared.pages.slots, memory, index, self._upload)
+        return sampled
 
     @property
     def sampled_slots(self) -> Slots:

@@ -237,10 +237,11 @@ class RelayEntries(SlotListener):
 
         The last one of these on each stream is behind the others, so nothing is asked of the device.
         """
-        kept = [*self.publishes.items()]
-        self.publishes = dict(kept[KEPT:])
-        for _, publish in kept[:KEPT]:
-            for use in (publish, *publish.reads.values()) if publish.reads else (publish,):
+        publishes = [*self.publishes.items()]
+        self.publishes = dict(publishes[KEPT:])
+        # While there is one stream, no read was noted, and the last publish is behind all.
+        for _, publish in publishes[KEPT - 1 if self._only is not None else 0 : KEPT]:
+            for use in (publish, *publish.reads.values()):
                 before = self._older.get(use.stream.key)
                 if before is None or before.number < use.number:
                     self._older[use.stream.key] = use

@@ -520,11 +520,9 @@ class Runtime(OfThisProcess, abc.ABC):
             stream = self.current_stream
         kinds, parts = [], []
         for tensor in tensors:
-            nbytes = tensor.nbytes
-            kinds.append((numpy_dtype(tensor.dtype), tensor.shape, nbytes))
-            if nbytes:
-                flat = tensor.ndim == 1 and tensor.is_contiguous()
-                parts.append(tensor if flat else tensor.contiguous().view(-1))
+            kinds.append((numpy_dtype(tensor.dtype), tensor.shape, tensor.nbytes))
+            if tensor.numel():
+                parts.append(tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1))
         packed = parts[0] if parts else None
         if len(parts) > 1:
             parts = [part.view(torch.uint8) for part in parts]
