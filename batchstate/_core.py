@@ -662,6 +662,7 @@ class PageRows:
                 return False
         return True
 
+    @cython.ccall
     def next_pages(self, n: cython.longlong) -> Any:
         """The numbers of the next n pages, int64[n], as they stand in the lists: for reports, and for ranks."""
         i: cython.longlong
@@ -1952,8 +1953,8 @@ class StepBlock(Block):
         columns | starts, KV lengths | sources, positions, mapping, last, sampled | writes | ids of the host | extras
 
     cross in one copy. Behind them, and not sent, lie the rows that sample, and the generations. `draft` moves the rows
-    here, asks each of them, and changes nothing but this block; `fill` writes what follows, and `commit` takes slots
-    and pages, which cannot fail.
+    here, asks each of them, and writes what follows; it changes nothing but this block. `commit` takes slots and pages,
+    which cannot fail.
     """
 
     reqs = cython.declare(cython.int, visibility="readonly")  # requests; rows behind them are padding
@@ -1966,6 +1967,8 @@ class StepBlock(Block):
     h = cython.declare(cython.longlong, visibility="readonly")  # ids of the host
     fed = cython.declare(cython.int, visibility="readonly")  # requests whose ids the relay has
     new_pages = cython.declare(cython.longlong, visibility="readonly")
+    new = cython.declare(object, visibility="readonly")  # these, int64[...], or None
+    need = cython.declare(cython.longlong, visibility="readonly")  # bytes of memory that the step takes
     changed = cython.declare(cython.bint, visibility="readonly")  # pages of a request, since the plan: see `running`
     row = cython.declare(cython.longlong, visibility="readonly")  # where `look` or `forward` has met a broken rule
     value = cython.declare(cython.longlong, visibility="readonly")  # the number that it met there
@@ -2004,7 +2007,8 @@ class StepBlock(Block):
         self.offset = -1
         self.epoch = self.share = self.last_rows = 0
         self.changed = False
-        self.t = self.padded = self.k = self.h = self.new_pages = self.end = 0
+        self.t = self.padded = self.k = self.h = self.new_pages = self.end = self.need = 0
+        self.new = None
 
     @cython.cfunc
     @cython.inline
@@ -2042,10 +2046,14 @@ class StepBlock(Block):
         samples: Any,
         checks: cython.int,
         bounds: cython.longlong,
+        tokens: cython.longlong,
+        host: Any,
     ) -> object:
         """Moves the rows of a step here, n with padded ones, asks each, and counts; None, or the rule that one breaks.
 
-        Then `row` and `value` say where. They are those of `source` at checked indices `kept` int64[k], all for None,
+        Then `row` and `value` say where. If none does, all arrays are written, unless the memory is smaller than `need`,
+        for `tokens` with padded ones, -1 for no padding; `host` int64[h] are the ids that the host has, end to end, or
+        None. Rows are those of `source` at checked indices `kept` int64[k], all for None,
         then those of `joining` or None, the last `takes` of which have no slot before the step; then `pads`. `numbers`
         are an int, or int64[reqs], of tokens that each puts in; `told` and `samples` uint8[reqs] or None for all that
         have no ids of the host, and all that sample. Lengths are compared with those of the pages at `checks`, where
@@ -2079,7 +2087,13 @@ class StepBlock(Block):
         self.has_samples = samples is not None
         if self.has_samples:
             self.samples = _view(samples)
-        return self.look(rules, checks, bounds)
+        rule = self.look(rules, checks, bounds)
+        if rule is None:
+            self.need = self.lay_arrays(max(tokens, self.t), rules.ids)
+            self.new = rules.pages.next_pages(self.new_pages) if self.new_pages else None
+            if self.need <= 8 * self.w8.shape[0]:
+                self.fill(rules, host)
+        return rule
 
     @cython.cfunc
     def look(self, rules: StepRules, asked: cython.int, bounds: cython.longlong) -> object:
@@ -2202,7 +2216,9 @@ class StepBlock(Block):
             return self.met("free page", -1, more)
         return None
 
-    def lay_arrays(self, tokens: cython.longlong, has_ids: cython.bint) -> int:
+    @cython.cfunc
+    @cython.exceptval(-1)
+    def lay_arrays(self, tokens: cython.longlong, has_ids: cython.bint) -> cython.longlong:
         """Where the arrays begin, for so many tokens with padded ones; the bytes that all needs, tail included."""
         n: cython.longlong = self.n
         end: cython.longlong = self.at[self.columns.num]
@@ -2225,11 +2241,10 @@ class StepBlock(Block):
         self.fed_rows = self.rows - _aligned(8 * self.fed) // 8
         return self.end + _aligned(8 * self.fed) + _aligned(8 * self.s) + _aligned(8 * n)
 
-    def fill(self, rules: StepRules, new: Any, host: Any) -> None:
-        """Writes the arrays. Nothing here fails: `draft` has asked. `new` int64[...] are the pages that will be taken.
-
-        The ids that the host has are `host` int64[h], end to end, or None.
-        """
+    @cython.cfunc
+    @cython.exceptval(-1)
+    def fill(self, rules: StepRules, host: Any) -> cython.int:
+        """Writes the arrays. Nothing here fails: `draft` has asked."""
         pages: PageRows = rules.pages
         row: cython.longlong
         i: cython.longlong
@@ -2242,7 +2257,7 @@ class StepBlock(Block):
         shift: cython.longlong
         has: cython.longlong
         fresh: cython.longlong = 0
-        taken: cython.const[cython.longlong][::1] = None if new is None else _view(new)
+        taken: cython.const[cython.longlong][::1] = None if self.new is None else _view(self.new)
         nth: cython.longlong
         inside: cython.longlong
         page: cython.longlong
@@ -2365,6 +2380,7 @@ class StepBlock(Block):
                 w8[inputs + i] = 0
             w8[positions + i] = 0
             w8[mapping + i] = 0
+        return 0
 
     @cython.cfunc
     def _some(self, n: cython.Py_ssize_t, order: cython.longlong) -> Requests:
