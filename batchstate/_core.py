@@ -1905,8 +1905,9 @@ class StepRules:
 
     A request that the relay feeds puts in `least` to `widest` tokens, whose ids lie at `slot * stride + places[i]`;
     element 0 of the relay is 0. `window` positions are read by each token, all for 0. `table` is the width of a row of
-    the token table, 0 without one. `epochs` and `shares` number the changes of the pages of each slot. `read` are the
-    fields of the relay that a forward takes, of the requests that it feeds.
+    the token table, 0 without one, and `written` has the generation that each row was written for. `epochs` and
+    `shares` number the changes of the pages of each slot. `read` are the fields of the relay that a forward takes, of
+    the requests that it feeds.
     """
 
     slots: Indices
@@ -1922,6 +1923,7 @@ class StepRules:
     places: cython.const[cython.longlong][::1]
     epochs: cython.const[cython.longlong][::1]
     shares: cython.const[cython.longlong][::1]
+    written: cython.longlong[::1]
     read: list[Entries]
 
     def __init__(
@@ -1939,11 +1941,13 @@ class StepRules:
         places: Any,
         epochs: Any,
         shares: Any,
+        written: Any,
         read: list[Entries],
     ) -> None:
         self.slots, self.pages, self.lens, self.offset, self.ids = slots, pages, lens, offset, ids
         self.least, self.widest, self.stride, self.window, self.table = least, len(places), stride, window, table
-        self.places, self.epochs, self.shares, self.read = _view(places), _view(epochs), _view(shares), read
+        self.places, self.epochs, self.shares = _view(places), _view(epochs), _view(shares)
+        self.written, self.read = _view(written), read
 
 
 @cython.cclass
@@ -2496,6 +2500,14 @@ class StepBlock(Block):
             if row >= 0:
                 return self.met("read", -1, row)
         return None
+
+    def table_written(self, rules: StepRules) -> None:
+        """The rows of the token table are written for these requests, but for those without a token."""
+        row: cython.longlong
+        at: cython.longlong = self.at[self.columns.slots] // 8
+        for row in range(self.reqs):
+            if (self.w8[self.lens + row] if self.long_lens else self.w4[self.lens + row]) > 0:
+                rules.written[self.w8[at + row]] = self.w8[self.gens + row]
 
     def launched(self, rules: StepRules) -> None:
         """The forward was given to its stream: it writes the tokens of each request that has all before them written.

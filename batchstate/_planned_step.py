@@ -363,15 +363,15 @@ class PlannedStep:
         block, memory, table = self._memory.block, self._memory, self._declared.pages.req_to_token
         if table is None:
             return
-        wide, narrow = memory.wide, memory.narrow
-        index, places = wide[block.elements : block.elements + block.k], narrow[block.places : block.places + block.k]
+        index, places = memory.table_views()
         at: Ints = NO_ROWS
         values: Array = NO_ROWS
         if table.host_memory is not None:
             at, values = memory.numbers(block.elements, block.k), memory.small_numbers(block.places, block.k)
-        there = self._state.column(self._declared.seq_lens)[: self.num_reqs] > 0
-        owners = [(self.rows[there], self.generations[there])]
-        table.scatter(index, places, at, values, owners)
+        table.scatter(index, places, at, values, ())
+        block.table_written(self._declared.rules)
+        if table._changes is not None:
+            table._changes.note(self.rows, "a write", self._declared.runtime.step)
 
     def _gathered_ids(self, source: torch.Tensor) -> torch.Tensor:
         """The ids of all tokens: those of the relay, and those of the host where it has any.

@@ -97,6 +97,7 @@ class Declared:
             places=self.places,
             epochs=pages.epochs.rows,
             shares=pages.shares.rows,
+            written=NO_IDS.copy() if table is None else table._written,
             read=[] if relay is None else [relay._entries.fields[name] for name in self.read],
         )
         codes = (Code.FUTURE_UNWRITTEN, Code.FUTURE_GENERATION, Code.FUTURE_CONSUMED)

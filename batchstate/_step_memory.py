@@ -100,6 +100,7 @@ class StepMemory:
         "_runtime",
         "_shared",
         "_storage",
+        "_table_views",
         "_views",
         "array",
         "block",
@@ -139,6 +140,7 @@ class StepMemory:
         """Makes no view yet."""
         self._heads: dict[int, torch.Tensor] = {}
         self._views: dict[tuple[int, int, int], Views] = {}
+        self._table_views: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._handed: tuple[torch.Tensor, ...] = ()
         self._objects = self.block, self.array, self.array.base, self._storage  # numpy takes the base for that of views
         self._shared = 0  # how many of those that share the storage are views here
@@ -203,6 +205,18 @@ class StepMemory:
         self._handed = views
         return views
 
+    def table_views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The elements of the token table that the step writes, int64[k], and their places, int32[k]: for no holder."""
+        block = self.block
+        at = block.elements, block.places, block.k
+        views = self._table_views.get(at)
+        if views is None:
+            with torch.inference_mode(False):
+                elements = self.wide[block.elements : block.elements + block.k]
+                views = self._table_views[at] = elements, self.narrow[block.places : block.places + block.k]
+            self._shared += 2
+        return views
+
     def free(self, stream: Stream) -> bool:
         """Whether the next step may be planned here, where nobody holds it, on `stream`, the current one."""
         if self.sent is None:
@@ -220,7 +234,7 @@ class StepMemory:
         self.sent = None
         if not STAYS:
             self._renew()
-        elif len(self._views) + len(self._heads) > MOST_SIZES:
+        elif len(self._views) + len(self._heads) + len(self._table_views) > MOST_SIZES:
             self._forget()
         return True
 
