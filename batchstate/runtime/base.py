@@ -109,6 +109,7 @@ class Counters:
 
 
 _STAGING_REUSED = Code.STAGING_REUSED
+FLAT = (1,)  # the strides of a vector
 MOST_STEPS = 64  # in flight: there are as many staging blocks of each size
 MOST_SYNCHRONISED = 64  # streams that are remembered as synchronised with one tensor
 
@@ -521,8 +522,10 @@ class Runtime(OfThisProcess, abc.ABC):
         kinds, parts = [], []
         for tensor in tensors:
             kinds.append((numpy_dtype(tensor.dtype), tensor.shape, tensor.nbytes))
+            if tensor.stride() != FLAT:  # not by a view: torch keeps the stride of a single element, whatever it is
+                tensor = tensor.contiguous().as_strided((tensor.numel(),), FLAT)
             if tensor.numel():
-                parts.append(tensor if tensor.ndim == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1))
+                parts.append(tensor)
         packed = parts[0] if parts else None
         if len(parts) > 1:
             parts = [part.view(torch.uint8) for part in parts]
