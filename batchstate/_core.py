@@ -2055,14 +2055,14 @@ class StepBlock(Block):
     ) -> object:
         """Moves the rows of a step here, n with padded ones, asks each, and counts; None, or the rule that one breaks.
 
-        Then `row` and `value` say where. If none does, all arrays are written, unless the memory is smaller than `need`,
-        for `tokens` with padded ones, -1 for no padding; `host` int64[h] are the ids that the host has, end to end, or
-        None. Rows are those of `source` at checked indices `kept` int64[k], all for None,
-        then those of `joining` or None, the last `takes` of which have no slot before the step; then `pads`. `numbers`
-        are an int, or int64[reqs], of tokens that each puts in; `told` and `samples` uint8[reqs] or None for all that
-        have no ids of the host, and all that sample. Lengths are compared with those of the pages at `checks`, where
-        they are exact: 2; the numbers of pools at 1. A planner without ids takes true lengths from the relay, of
-        requests that put in `bounds` tokens each, unless these are -1.
+        Then `row` and `value` say where. Else all arrays are written, unless the memory is smaller than `need`: for
+        `tokens` with padded ones, -1 for no padding; `host` int64[h] are the ids that the host has, end to end, or
+        None. Rows are those of `source` at checked indices `kept` int64[k], all for None, then those of `joining` or
+        None, the last `takes` of which have no slot before the step; then `pads`. `numbers` are an int, or int64[reqs],
+        of tokens that each puts in; `told` and `samples` uint8[reqs] or None for all that have no ids of the host, and
+        all that sample. Lengths are compared with those of the pages at `checks`, where they are exact: 2; the numbers
+        of pools at 1. A planner without ids takes true lengths from the relay, of requests that put in `bounds` tokens
+        each, unless these are -1.
         """
         reqs: cython.int = source.n if kept is None else len(kept)
         self.lay(n)

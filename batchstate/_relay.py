@@ -67,7 +67,8 @@ class Use:
 
     def __init__(self, number: int, operation: str, step: int, stream: Stream, fence: Fence | None) -> None:
         self.number, self.operation, self.step, self.stream, self.fence = number, operation, step, stream, fence
-        self.ordered, self.reads = (stream.key,), NO_READS
+        self.ordered: tuple[object, ...] = (stream.key,)
+        self.reads = NO_READS
 
     @property
     def by(self) -> str:
@@ -102,7 +103,7 @@ class RelayEntries(SlotListener):
     # Checks
 
     def numbers(self, stream: Stream) -> Numbers | None:
-        """Where a check puts the publishes that entries come from; None while `stream`, the current one, is the only."""
+        """Where a check puts the publishes that entries come from; None while all was on `stream`, the current one."""
         return None if stream is self._only else set()
 
     def check_overwrite(self, requests: Requests, names: Sequence[str], stream: Stream) -> Numbers | None:

@@ -152,7 +152,8 @@ class StepMemory:
         that share the storage.
         """
         handed = self._handed
-        held = getrefcount(self) + sum(map(getrefcount, self._objects)) + _sharing(self._storage._cdata) - self._shared
+        held: int = _sharing(self._storage._cdata) - self._shared
+        held += getrefcount(self) + sum(map(getrefcount, self._objects))
         if _users is not None:
             held += sum(map(_users, handed)) - len(handed)
         return held + sum(map(getrefcount, handed)) - len(handed) * HELD

@@ -617,7 +617,7 @@ def strided_results(rt: Runtime) -> None:
     world = World.planned(rt)
     world.join([3])
     step = world.planner.plan(world.batch)
-    ids = step.inputs().input_ids  # type: ignore[union-attr]
+    ids = step.inputs().input_ids
     step.publish(last=torch.stack([ids, ids + 1], 1)[:, 1])
     assert step.results["last"].np.tolist() == [11]
 
@@ -642,7 +642,7 @@ def test_a_write_into_inputs_spoils_no_other_step(rt: Runtime, write: str, infer
             inputs: Any = step.inputs()
             if turn == 0:
                 slots = inputs.slots
-                slots = {"data": slots.data, "dlpack": torch.from_dlpack(slots)}.get(write, slots)
+                slots = {"data": slots.data, "dlpack": torch.utils.dlpack.from_dlpack(slots)}.get(write, slots)
                 if write == "numpy" and rt.device.type == "cpu":
                     slots.numpy()[0] = 2
                 else:

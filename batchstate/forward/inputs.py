@@ -332,7 +332,6 @@ class ForwardInputs:
             invariants.mirror_equal(column[rows].astype(true.dtype), true, **where)
 
 
-
 _ALWAYS = "positions", "query_start_loc", "kv_lens", "last_token_indices"
 _ARRAYS = frozenset(
     {
