@@ -623,6 +623,7 @@ def strided_results(rt: Runtime) -> None:
 
 
 def test_strided_results(rt: Runtime) -> None:
+    """On each device that records what is done."""
     strided_results(rt)
     with RaceRuntime() as traced:
         strided_results(traced)
