@@ -30,6 +30,7 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate._arrays import count, read_only
 from batchstate._core import STATES, Indices, Left, Requests, tally
+from batchstate._launches import Launches
 from batchstate._source_lines import Line, users_line
 from batchstate.errors import (
     ArgumentError,
@@ -73,9 +74,10 @@ class Transaction:
         operation: name of the operation that changes the pool, or was interrupted in it; None while the pool is whole.
         undoing: whether indices released now count as never taken.
         groups: what was let go behind fences that are not complete, oldest first.
+        launches: the forwards that use the slots.
     """
 
-    __slots__ = ("_asking", "_owner", "_runtime", "groups", "label", "operation", "undoing")
+    __slots__ = ("_asking", "_owner", "_runtime", "groups", "label", "launches", "operation", "undoing")
 
     def __init__(self, runtime: Runtime, label: str) -> None:
         self._runtime = runtime
@@ -84,6 +86,7 @@ class Transaction:
         self.operation: str | None = None
         self.undoing = False
         self.groups: list[Group] = []
+        self.launches = Launches(runtime, np.zeros(1, dtype=np.int64))
         self._asking: Any = (False for _ in ())  # the generator that asks fences
 
     def enter(self, operation: str) -> None:

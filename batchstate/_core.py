@@ -172,6 +172,7 @@ class Indices:
     state: cython.uchar[::1]
     generation: cython.longlong[::1]
     link: cython.int[::1]
+    forward: cython.longlong[::1]  # the last forward of a step that uses each index, by number; 0 for none
     stack: cython.int[::1]  # the first `free` of them, the next one to be taken last; those returned if not `listed`
     returned: cython.longlong
     reserved: cython.int[::1]  # likewise
@@ -202,6 +203,7 @@ class Indices:
             "state": state,
             "generation": np.zeros(total + 1, dtype=np.int64),
             "link": np.zeros(total + 1, dtype=np.int32),
+            "forward": np.zeros(total + 1, dtype=np.int64),
             "seen": np.zeros(total + 1, dtype=np.int64),
             "rows": np.zeros(total, dtype=np.int64),
             "gens": np.zeros(total, dtype=np.int64),
@@ -210,6 +212,7 @@ class Indices:
         }
         self.state, self.generation = _view(state), _view(self.arrays["generation"])
         self.link, self.seen = _view(self.arrays["link"]), _view(self.arrays["seen"])
+        self.forward = _view(self.arrays["forward"])
         self.rows, self.gens = _view(self.arrays["rows"]), _view(self.arrays["gens"])
         self.stack, self.reserved = _view(stack), _view(reserved)
         self.made = _view(np.empty(0, INT64))
@@ -2673,8 +2676,8 @@ class StepBlock(Block):
             if (self.w8[self.lens + row] if self.long_lens else self.w4[self.lens + row]) > 0:
                 rules.written[self.w8[at + row]] = self.w8[self.gens + row]
 
-    def launched(self, rules: StepRules) -> None:
-        """The forward was given to its stream: it writes the tokens of each request that has all before them written.
+    def launched(self, rules: StepRules, number: cython.longlong) -> None:
+        """Forward `number` was given to its stream: it writes tokens of each request that has all before them written.
 
         The places of its pages have been written into the token table, and it has taken the entries of the relay.
         """
@@ -2696,8 +2699,10 @@ class StepBlock(Block):
         sent: cython.int[::1] = pages.sent
         size: cython.longlong = pages.page_size
         written: cython.bint = rules.table > 0
+        forward: cython.longlong[::1] = rules.slots.forward
         for row in range(self.reqs):
             slot, after = w8[at + row], (w8[lens + row] if is_long else w4[lens + row])
+            forward[slot] = number
             before = after - (self.numbers[row] if has_numbers else each)
             if shifted:
                 before, after = self.in_pages(row, before), self.in_pages(row, after)
