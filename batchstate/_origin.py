@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 Handles = tuple[Ints, Ints]
 
 _DERIVED_STALE = Code.DERIVED_STALE
-KEPT = 1024
+KEPT = 64
 """Changes whose operations reports can still name."""
 
 

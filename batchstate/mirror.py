@@ -369,7 +369,7 @@ class MirroredTensor(OfThisProcess):
         return self._gens
 
     def _host_side(self) -> Array:
-        host = self._host
+        host = self._array if self._array is not None else self._host
         if host is None:
             remedy = "call `resolve()`, which waits for the device, or plan with a bound"
             raise SideMissingError(f"{self!r} has no host side", self.contract.value, remedy)
@@ -990,7 +990,7 @@ class Slots(Handles):
     @property
     def requests(self) -> Requests:
         """The same for the core. For the library."""
-        return self._plain or self._alone() or Requests(self._host_side(), self._generations, self._pool_id)
+        return self._plain or self._alone() or Requests(self._host_side(), self._gens, self._pool_id)
 
     @property
     def row_set(self) -> RowSet:

@@ -61,10 +61,10 @@ _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "ground": (LAYERS["ground"], 1_760),
     "runtime": (("runtime",), 1_640),
-    "core": (LAYERS["core"], 2_530),
+    "core": (LAYERS["core"], 2_790),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_010,
+        12_080,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_000),
@@ -75,12 +75,14 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
-The core had 2,320 lines: 140 for a draft in one call, and for requests that the relay asks in the block of their step.
+The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
+step, 185 for handles that the core makes and joins, and for one group behind a fence.
 """
 
-MOST_LINES, MOST_FILES = 38_460, 133
-BESIDE = {"tests/selfcheck": 12_000, "examples/traffic": 1_200}
-"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package."""
+MOST_LINES, MOST_FILES = 38_800, 133
+BESIDE = {"tests/selfcheck": 12_500, "examples/traffic": 1_200}
+"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
+of owning."""
 OTHER_TESTS = 36_650
 
 MOST_FLOORS = 12
