@@ -21,7 +21,7 @@ MOST_OPEN = 32
 @final
 @attrs.define(eq=False)
 class Launch:
-    """A forward that was given to a stream; its fence is the first that is known behind it."""
+    """A forward that was given to a stream. Its fence is the first that is known behind it, None before there is one."""
 
     number: int
     stream: Stream
@@ -34,7 +34,7 @@ class Launches:
     """The forwards whose inputs were taken, of the slots of one pool.
 
     No event is recorded for a forward that publishes: the fence of its publish says that it has ended. Another gets one
-    when the next forward is given to its stream, or when it is asked for.
+    when the next forward is given to its stream; before, its stream is asked.
 
     Attributes:
         used: int64[capacity], the last forward that uses each slot, counted from 1; 0 for none. The core writes it.
@@ -81,16 +81,14 @@ class Launches:
         behind = None
         if at.size:
             launch = running[int(numbers[at[0]])]
-            behind = f"{launch.fence!r} of the forward of step {launch.step} on stream {launch.stream.name!r}"
+            behind = f"{launch.fence or 'no fence yet'} of the forward of step {launch.step} on stream {launch.stream.name!r}"
         invariants.slot_in_flight(rows, in_flight, behind=behind, **where)
 
     def _forget(self, launches: list[Launch]) -> list[Launch]:
         """Those of one stream that have not ended; the others are forgotten."""
         for i in range(len(launches) - 1, -1, -1):
             launch = launches[i]
-            if launch.fence is None:
-                launch.fence = self._runtime.record(launch.stream)
-            if launch.fence.query():
+            if self._runtime.has_run(launch.stream) if launch.fence is None else launch.fence.query():
                 del launches[: i + 1]
                 break
         return launches

@@ -262,6 +262,8 @@ class SlotPool(OfThisProcess):
     def release_requests(self, slots: Slots, *, after: Fence | None) -> None:
         """Frees slots with all they own, pages of every pool too: a request leaves as a whole, or nothing has changed.
 
+        `after` is as for `free`.
+
         Raises:
             As `free`; and refusals of the owners of the slots' memory, such as TIER_STATE.
         """
@@ -272,7 +274,8 @@ class SlotPool(OfThisProcess):
         if after is not None:
             check_fence(after, label)
         check_of_pool(self._allocator, slots, Slots, operation)
-        rows, handles = slots._host_side() if self._listeners or self.transaction.launches.last else _NO_ROWS, slots.requests
+        known = self._listeners or self.transaction.launches.last
+        rows, handles = slots._host_side() if known else _NO_ROWS, slots.requests
         self.check_leaving(rows, handles, after, operation, checks)
         self.release_rows(rows, handles, after, operation)
 

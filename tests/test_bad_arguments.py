@@ -51,7 +51,7 @@ class World:
         self.batch = Found.build(rt, slots=self.ordinary, lens=[20], hidden=hidden)
         self.other = SlotPool(rt, 8).take(1)
         self.gone = self.slots.take(1)
-        self.slots.free(self.gone)
+        self.slots.free(self.gone, after=None)
 
     def state(self) -> list[object]:
         """All that a call could have changed, as far as it shows."""

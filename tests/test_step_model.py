@@ -498,7 +498,7 @@ class Model:
         if keys and self.cache.insert(slots, keys):
             hit = self.cache.match(keys)
             moved = self.pages.rebase(slots, hit, hit.tokens, after=self.done)
-            hit.release()
+            hit.release(after=None)
             pages = self.pages.page_table[int(slots.np[0])][: hit.tokens // SIZE]
             assert moved.locations.np.tolist()[::SIZE] == (pages * SIZE).tolist()
             self.moved.add(req.tag)

@@ -750,9 +750,9 @@ class FutureMapMachine(Machine):
         if change == "grow":
             self.pages.grow(handles, _MOST_TOKENS)
         elif change == "truncate":
-            self.pages.truncate(handles, held)
+            self.pages.truncate(handles, held, after=None)
         elif change == "release":
-            self.pages.release(handles)
+            self.pages.release(handles, after=None)
             batch.upload(writes=[self.pages.extend(handles, held).entry()])
             self.pages.extend(handles, lens + 1 + encoders)  # as many tokens as were planned, elsewhere perhaps
         elif change == "other rows":

@@ -366,7 +366,7 @@ class PagePoolMachine(PagesMachine):
         self._forward([slot])
         if holder.first:
             self.reached("truncated into what was given back refused")
-            self.refused(Code.LENGTH_ORDER, lambda: self.pages.truncate(holder.owner, holder.first - 1))
+            self.refused(Code.LENGTH_ORDER, lambda: self.pages.truncate(holder.owner, holder.first - 1, after=None))
             self.refused(Code.PAGE_RELEASED, lambda: self.pages.hold(holder.owner, size))
             self.refused(Code.PAGE_RELEASED, lambda: self.pages.locations(holder.owner, holder.first - 1, total))
             agree(
@@ -389,7 +389,7 @@ class PagePoolMachine(PagesMachine):
         if holder.first or any(held[page] > 1 for page in self.pages_of(holder)) or not length:
             return
         self._commit(slot, length)
-        self.swa.release(handle)
+        self.swa.release(handle, after=None)
         places = self.swa.extend(handle, length).locations
         here = self.pages.locations(handle, 0, length)
         self.full_to_swa.entry(here, None, places).launch()
@@ -400,7 +400,7 @@ class PagePoolMachine(PagesMachine):
         self.refused(Code.SLOT_OUT_OF_RANGE, lambda: self.full_to_swa.entry(here, None, beyond))
         self._check_chain(slot, 0)
         first = max(0, length - window)
-        self.swa.truncate(handle, first=first)
+        self.swa.truncate(handle, first=first, after=None)
         gone = int(self.swa.first_positions(handle)[0])
         self._clear_map(here.filter(np.arange(gone)))
         self.reached("a map cleared where a window moved on", gone > 0)
@@ -524,7 +524,7 @@ class PagePoolMachine(PagesMachine):
         slots = self.some(data)
         self._finish(slots, self.fence(data))
         if late:
-            self.refused(STALE, lambda: self.pages.release_requests(self.gone[-1]))
+            self.refused(STALE, lambda: self.pages.release_requests(self.gone[-1], after=None))
 
     def _finish(self, slots: list[int], fence: ManualFence | None) -> None:
         self.settle()
@@ -557,7 +557,7 @@ class PagePoolMachine(PagesMachine):
         self.reached("cleared with a lease and a request", bool(self.leases and self.requests))
         self._left(list(self.requests))
         while self.leases:
-            self.refused(Code.SLOT_DOUBLE_FREE, lambda: self.leases.pop().owner.release())
+            self.refused(Code.SLOT_DOUBLE_FREE, lambda: self.leases.pop().owner.release(after=None))
         slots = self.take(2)
         self.extend_to(slots, [self.pages.page_size] * 2)
         pages = [self.pages_of(self.requests[slot]) for slot in slots]
@@ -626,5 +626,5 @@ class PagePoolMachine(PagesMachine):
     def use_gone(self, back: int) -> None:
         """Handles of requests that left are refused everywhere."""
         pages, late = self.pages, self.gone[-min(back, len(self.gone))]
-        calls = (lambda: pages.extend(late, 1), lambda: pages.release(late), lambda: pages.committed(late))
+        calls = (lambda: pages.extend(late, 1), lambda: pages.release(late, after=None), lambda: pages.committed(late))
         self.refused(Code.SLOT_STALE_HANDLE, *calls)
