@@ -1,32 +1,20 @@
 """`Launches`: the forwards that use the slots of a pool, and whether they have ended. Nothing here waits."""
 
-from typing import Unpack, final
+from typing import Any, Unpack, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants
-from batchstate.runtime.base import Fence, Runtime, Stream
+from batchstate.runtime.base import DoneFence, Fence, Runtime, Stream
 from batchstate.violations import Code, Where
 
 Ints = npt.NDArray[np.int64]
 
 _IN_FLIGHT = Code.SLOT_IN_FLIGHT
 
-MOST_OPEN = 32
-"""Forwards of a stream, before it is asked which have ended: a question may tell a race detector of an order."""
-
-
-@final
-@attrs.define(eq=False)
-class Launch:
-    """A forward that was given to a stream. Its fence is the first that is known behind it, None before there is one."""
-
-    number: int
-    stream: Stream
-    step: int
-    fence: Fence | None = None
+KEPT = 64
+"""Forwards that are told apart: more are not under way, since each has memory of its own."""
 
 
 @final
@@ -34,61 +22,59 @@ class Launches:
     """The forwards whose inputs were taken, of the slots of one pool.
 
     No event is recorded for a forward that publishes: the fence of its publish says that it has ended. Another gets one
-    when the next forward is given to its stream; before, its stream is asked.
+    when the next forward is launched; before, its stream is asked.
 
     Attributes:
         used: int64[capacity], the last forward that uses each slot, counted from 1; 0 for none. The core writes it.
         last: the number of the last.
     """
 
-    __slots__ = ("_open", "_runtime", "last", "used")
+    __slots__ = ("_forwards", "_runtime", "last", "used")
 
     def __init__(self, runtime: Runtime, used: Ints) -> None:
         self._runtime = runtime
         self.used = used
         self.last = 0
-        self._open: dict[object, list[Launch]] = {}
+        # Of each forward its stream, its step, and the first fence that is known behind it; by number modulo `KEPT`.
+        self._forwards: list[list[Any]] = [[None, 0, DoneFence()]] * KEPT
 
     def begin(self, stream: Stream) -> int:
-        """The number of a forward that is given to `stream`, the current one; what it was given before ends here."""
-        launches = self._open.get(stream.key)
-        if launches is None:
-            launches = self._open[stream.key] = []
-        elif launches:
-            if launches[-1].fence is None:
-                launches[-1].fence = self._runtime.record(stream)
-            if len(launches) > MOST_OPEN:
-                self._forget(launches)
-        self.last = number = self.last + 1
-        launches.append(Launch(number, stream, self._runtime.step))
+        """The number of a forward that is given to `stream`, the current one."""
+        number, forwards = self.last, self._forwards
+        latest = forwards[number % KEPT]
+        if latest[2] is None:
+            latest[2] = self._runtime.record(latest[0])
+        self.last = number = number + 1
+        forwards[number % KEPT] = [stream, self._runtime.step, None]
         return number
 
     def ended(self, stream: Stream, fence: Fence) -> None:
         """A fence was recorded on `stream`, behind what it was given."""
-        launches = self._open.get(stream.key)
-        if launches and launches[-1].fence is None:
-            launches[-1].fence = fence
+        latest = self._forwards[self.last % KEPT]
+        if latest[2] is None and latest[0] is stream:
+            latest[2] = fence
 
     def check_ended(self, rows: Ints, **where: Unpack[Where]) -> None:
         """Refuses (SLOT_IN_FLIGHT) slots int64[n] that a forward uses which is not known to have ended."""
         numbers = self.used[rows]
-        if not self._open or self._runtime.capturing or not np.count_nonzero(numbers):
+        if self._runtime.capturing or not np.count_nonzero(numbers):
             invariants.times_checked[_IN_FLIGHT] += 1
             return
-        running = {launch.number: launch for launches in self._open.values() for launch in self._forget(launches)}
-        in_flight = np.isin(numbers, [*running])
-        at = np.flatnonzero(in_flight)
-        behind = None
+        in_flight = np.isin(numbers, self._running())
+        at, behind = np.flatnonzero(in_flight), None
         if at.size:
-            launch = running[int(numbers[at[0]])]
-            behind = f"{launch.fence or 'no fence yet'} of the forward of step {launch.step} on stream {launch.stream.name!r}"
+            stream, step, fence = self._forwards[int(numbers[at[0]]) % KEPT]
+            behind = f"{fence or 'no fence yet'} of the forward of step {step} on stream {stream.name!r}"
         invariants.slot_in_flight(rows, in_flight, behind=behind, **where)
 
-    def _forget(self, launches: list[Launch]) -> list[Launch]:
-        """Those of one stream that have not ended; the others are forgotten."""
-        for i in range(len(launches) - 1, -1, -1):
-            launch = launches[i]
-            if self._runtime.has_run(launch.stream) if launch.fence is None else launch.fence.query():
-                del launches[: i + 1]
-                break
-        return launches
+    def _running(self) -> list[int]:
+        """The forwards that are not known to have ended: neither they nor later ones of their streams."""
+        running, ended = [], set()
+        for number in range(self.last, max(self.last - KEPT, 0), -1):
+            stream, _, fence = self._forwards[number % KEPT]
+            if stream.key not in ended:
+                if self._runtime.has_run(stream) if fence is None else fence.query():
+                    ended.add(stream.key)
+                else:
+                    running.append(number)
+        return running

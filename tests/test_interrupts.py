@@ -331,7 +331,7 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
     "publish of a mixed step": ("steps mixed", lambda w: w.step.publish(token=w.on_device(7))),
     "plan padded": (
         "steps steady",
-        lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, pad_rows=4, **NINE),
+        lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, after=None, pad_rows=4, **NINE),
     ),
     "inputs": ("steps steady", lambda w: w.step.inputs()),
     "publish of a step": ("steps steady", lambda w: w.step.publish(token=w.on_device(7, 8, 9))),

@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "runtime": ("runtime",),
     "core": ("_core", "_cython"),
     "mirrored values": ("_arrays", "_origin", "mirror"),
-    "pools": ("tables", "_allocator", "pools", "hybrid"),
+    "pools": ("tables", "_launches", "_allocator", "pools", "hybrid"),
     "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),
     "forward inputs": ("_step_tokens", "forward"),

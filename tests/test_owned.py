@@ -77,8 +77,9 @@ def test_a_request_of_an_ended_forward_leaves_while_another_runs() -> None:
     results = step.results
     rest = world.planner.plan(world.batch, keep=[1, 2], after=rt.record())  # request 0 waits for a fence
     rest.inputs()
+    slots: Any = rest.batch["slots"]
     assert results["last"].np.size == 3  # the forward of step 0 has ended
-    refused(Code.SLOT_IN_FLIGHT, lambda: world.pages.release_requests(rest.batch.slots, after=None))
+    refused(Code.SLOT_IN_FLIGHT, lambda: world.pages.release_requests(slots, after=None))
     last = world.planner.plan(rest.batch, keep=[1], after=rt.record())
     del last
     rt.synchronize()
@@ -113,7 +114,7 @@ def test_requests_that_leave_with_a_step_name_a_fence(rt: Runtime) -> None:
 # Accepted is not launched
 
 
-def drafting(rt: Runtime) -> tuple[World, StepPlanner]:
+def drafting(rt: Runtime) -> tuple[World, Any]:
     """Two requests that put in a token and two guesses each step."""
     world = World.planned(rt)
     fields = {"token": relay_field(torch.int64), "guesses": relay_field(torch.int64, shape=(2,))}

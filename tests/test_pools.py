@@ -182,7 +182,7 @@ def test_refuses_what_is_out_of_range(rt: Runtime, operation: str) -> None:
     """A handle whose number lies outside is refused, however far, and whatever generation it says."""
     pool = SlotPool(rt, 3)
     pool.take(3)
-    given = {"operation": "x"} if operation == "rows_of" else {}
+    given: dict[str, object] = {"operation": "x"} if operation == "rows_of" else {"after": None}
     far = 4 * pool.capacity
     for row in (*range(-far, 0), *range(pool.capacity, far), 2**62, -(2**62)):
         forged = Slots.from_host(rt, [row], generations=[1], pool_id=pool.pool_id)

@@ -211,7 +211,7 @@ def test_what_is_broken_is_reported_as_by_the_parts(rt: Runtime, by_parts: bool)
     gone = world.batch
     world.leave([0])
     refused(Code.SLOT_STALE_HANDLE, lambda: world.planner.plan(gone))
-    refused(Code.SLOT_DOUBLE_FREE, lambda: world.planner.plan(gone, keep=[1]))
+    refused(Code.SLOT_DOUBLE_FREE, lambda: world.planner.plan(gone, keep=[1], after=None))
     world.step()
 
     step = world.planner.plan(world.batch)
@@ -535,12 +535,12 @@ PLANNED: dict[str, tuple[Expected, str, Options]] = {
     "one leaves and joins": (
         ArgumentError,
         r"leave and join, in slots \[1\]",
-        lambda w: {"keep": [1], "joining": w.batch.filter([0])},
+        lambda w: {"keep": [1], "joining": w.batch.filter([0]), "after": None},
     ),
     "columns of one who leaves": (
         ArgumentError,
         r"leave and join, in slots \[2\]",
-        lambda w: with_slots(w, w.batch.filter([1]).slots),
+        lambda w: with_slots(w, w.batch.filter([1]).slots) | {"after": None},
     ),
     "a slot of another pool": (ArgumentError, "slots of pool", lambda w: with_slots(w, SlotPool(w.rt, 3).take(1))),
     "columns without lengths": (DeclarationError, "seq_lens", joining(seq_lens=None)),

@@ -205,9 +205,9 @@ MISUSES = misuses(
     ("admit what has not been reserved", _TIER, lambda it: it[0].admit_direct(it[1]), _not_direct),
     ("stage what is in the tier", _TIER, lambda it: it[0].admit_staged(it[1], 99), _inside),
     ("decode what is not ready", _TIER, lambda it: it[0].map_last_location(it[1], 9), _not_ready),
-    ("finish what is not ready", _TIER, lambda it: it[0].finish(it[1]), _not_ready),
-    ("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
-    ("abort one twice", Code.SLOT_SHARED, lambda it: it[0].abort(it[1].take([0, 0])), _inside),
+    ("finish what is not ready", _TIER, lambda it: it[0].finish(it[1], after=None), _not_ready),
+    ("abort what is outside", _TIER, lambda it: it[0].abort(it[1], after=None), _outside),
+    ("abort one twice", Code.SLOT_SHARED, lambda it: it[0].abort(it[1].take([0, 0]), after=None), _inside),
     ("decode two tokens", _LENGTHS, _decode(lambda it: _next(it) + 1), _ready),
     ("confirm what is not there", _LENGTHS, _decode(_next, confirmed=_next), _ready),
     ("decode one twice", Code.SLOT_SHARED, lambda it: it[0].map_last_location(it[1].take([0, 0]), _next(it)), _ready),
@@ -784,8 +784,8 @@ class HostTierMachine(Machine):
         plan = plans[0]
         early = (
             plan_it,
-            lambda: self.tier.abort(slots, after=None),
-            lambda: self.pages.release_requests(slots, after=None),
+            lambda: self.tier.abort(slots, after=self.rt.record()),
+            lambda: self.pages.release_requests(slots, after=self.rt.record()),
         )
         self.refused(ArgumentError, *early)
         owed = int((before - [req.backed for req in requests]).sum())

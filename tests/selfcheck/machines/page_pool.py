@@ -50,6 +50,7 @@ class PagePoolMachine(PagesMachine):
         "written on one stream and read on another",
         "cleared with a lease and a request",
         "clearing behind a step in flight refused",
+        "a guess held refused",
     )
     MISUSES = refusals.PAGES
 
@@ -206,12 +207,13 @@ class PagePoolMachine(PagesMachine):
 
     def _use_rows(self, model: TableModel, handles: Handles, *, writes: bool) -> None:
         """Rows by page and by location belong to the holder of the page; the next owner finds them unwritten."""
-        held, pages = self.held_pages(), handles.np // (self.pages.page_size if model is self.by_location else 1)
+        numbers = handles._host_side()  # whoever has them by now
+        held, pages = self.held_pages(), numbers // (self.pages.page_size if model is self.by_location else 1)
         ours = zip(pages.tolist(), handles.generations.tolist(), strict=True)
         good = all(page in held and self.generations[page] == generation for page, generation in ours)
         if not good:
             self.reached("handles of pages that were given back refused")
-            self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.clear(handles))
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.clear(handles), lambda: handles.np)
         if good and writes:
             self.stamp += 1
             values = self.stamp * 100 + np.arange(len(handles))
@@ -336,8 +338,14 @@ class PagePoolMachine(PagesMachine):
         slots = self.some(data)
         before = self._lengths(slots, 0)
         if self.extend_to(slots, [length + drafts for length in before]):
+            self.pages.guess(self.handles(slots).np, np.array(before) + 1)  # as at the entry of a forward
             fence = self.steps.record()
             self.settle()
+            owner, size = self.requests[slots[0]].owner, self.pages.page_size
+            guessed = (before[0] + drafts) // size * size
+            if guessed > before[0] + 1 and not self.requests[slots[0]].first:
+                self.reached("a guess held refused")
+                self.refused(Code.LENGTH_ORDER, lambda: self.pages.hold(owner, guessed))
             self._cut(slots, [length + min(accepted, drafts) for length in before], fence)
             self.extend_to(slots, self._lengths(slots, 1))
 
@@ -360,7 +368,8 @@ class PagePoolMachine(PagesMachine):
             self.pages.truncate(holder.owner, **ends, first=first, after=fence)
             del holder.tokens[total:]
             holder.written = min(holder.written, total)
-            self.rooms[slot], holder.first = -(-total // size), max(holder.first, first // size * size)
+            self.rooms[slot] = -(-total // size) if back else self.rooms[slot]
+            holder.first = max(holder.first, first // size * size)
         agree(holder.first, int(self.pages.first_positions(holder.owner)[0]), f"first position of slot {slot}")
         self.reached("pages before a window given back", holder.first > 0)
         self._forward([slot])

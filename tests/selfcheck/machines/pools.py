@@ -211,7 +211,7 @@ class PagesMachine(PoolMachine):
         with self.giving_back([holder], fence):
             self.leases.remove(holder)
             holder.owner.release(after=fence)
-        self.refused(Code.SLOT_DOUBLE_FREE, holder.owner.release)
+        self.refused(Code.SLOT_DOUBLE_FREE, lambda: holder.owner.release(after=None))
 
     def settle(self) -> None:
         """Orders both streams, as fences of forwards do for pages that are given back."""

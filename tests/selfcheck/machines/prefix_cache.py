@@ -320,7 +320,7 @@ class PrefixCacheMachine(PagesMachine):
             KVOwner(parts[0], holder.tokens[:cut], holder.first, cut, text=holder.text),
             KVOwner(parts[1], holder.tokens, cut, holder.written, text=holder.text),
         ]
-        self.refused(Code.SLOT_DOUBLE_FREE, holder.owner.release)
+        self.refused(Code.SLOT_DOUBLE_FREE, lambda: holder.owner.release(after=None))
         if begin and self.requests and not self.slots.stats.free:
             self._leave(next(iter(self.requests.values())), None)
         if begin and not holder.first and self.slots.stats.free and holder.tokens:
