@@ -226,6 +226,7 @@ BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
         "locations": lambda it: it.pages.locations(it.two, 0, 1),
         "entry": lambda it: it.pages.entry(it.two, it.table),
         "first_positions": lambda it: it.pages.first_positions(it.two),
+        "writing": lambda it: it.pages.writing(it.two, 0, 1),
         "grow": lambda it: it.pages.grow(it.two, [2, 2]),
         "wait_written": lambda it: it.pages.wait_written(it.two),
         "extend": lambda it: it.pages.extend(it.two, [2, 2]),
