@@ -644,6 +644,9 @@ class SlotListener:
     def on_clear(self) -> None:
         """Begins anew. No slot is live, and nothing is pending."""
 
+    def zero_memory(self) -> None:
+        """Sets the device memory that slots or pages index to zero, after `on_clear`: its contents are lost."""
+
     def on_free(self, rows: Ints, after: Fence | None) -> None:
         """Releases what the slots own, behind the same fence."""
 

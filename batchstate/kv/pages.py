@@ -29,7 +29,7 @@ from batchstate.mirror import Locations, MirroredTensor, Pages, Slots, lined_up
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.tables import Table, TableWrite
+from batchstate.tables import RowZero, Table, TableWrite
 from batchstate.violations import Code
 
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
@@ -197,9 +197,9 @@ class PagePool(OfThisProcess):
             "location": PageSpace(self._holders, Locations, self.page_size),
             "page": PageSpace(self._holders, Pages, 1),
         }
-        self._tables: list[Table] = []
+        self._tables = self._holders.tables
         self._maps: list[tuple[Table, PagePool]] = []
-        self._kv: tuple[torch.Tensor, ...] = ()
+        self._kv = self._holders.kv
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, self._rows)  # for the library
@@ -311,12 +311,13 @@ class PagePool(OfThisProcess):
         holds: str | None = None,
         of: "PagePool | None" = None,
         host: bool = False,
+        row_zero: RowZero = "zero",
     ) -> Table:
         """A new zeroed table with one row of `shape` per location or per page, those of page 0 included.
 
         Its rows are named by `Locations` or `Pages` of this pool. A page that is allocated anew has unwritten rows. The
         dtype is one that numpy has too; `holds` is the index space of the values, if they are indices; with `host` they
-        are kept on the host too.
+        are kept on the host too; `row_zero` is as for `SlotPool.table`.
 
         `of` is another page pool over the same slots, where the table maps each location to that of the same token
         there, as from all of KV memory to that of a sliding window. Locations of other pools are then refused, and at
@@ -327,7 +328,7 @@ class PagePool(OfThisProcess):
                 table is not by location, of one location each.
         """
         space, unit = self._space("table", by, holds, shape_of(shape, name), of)
-        return self._added(Table.new(space, name, shape, dtype, holds=unit, host=host), of)
+        return self._added(Table.new(space, name, shape, dtype, holds=unit, host=host, row_zero=row_zero), of)
 
     def adopt(
         self,
@@ -338,10 +339,11 @@ class PagePool(OfThisProcess):
         holds: str | None = None,
         of: "PagePool | None" = None,
         host: bool = False,
+        row_zero: RowZero = "zero",
     ) -> Table:
         """A table over an engine's own tensor; the rest as for `SlotPool.adopt` and `table`."""
         space, unit = self._space("adopt", by, holds, tuple(tensor.shape)[1:], of)
-        return self._added(Table.adopted(space, tensor, name, holds=unit, host=host), of)
+        return self._added(Table.adopted(space, tensor, name, holds=unit, host=host, row_zero=row_zero), of)
 
     def _space(
         self, operation: str, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None"
@@ -370,7 +372,7 @@ class PagePool(OfThisProcess):
         """
         self.runtime.check_owner(f"{self.name}: register_kv")
         check_buffers(self, buffers)
-        self._kv += buffers
+        self._kv.extend(buffers)
 
     def check_kv(self, operation: str = "check_kv") -> None:
         """Checks, at `full`, that page 0 of the registered KV memory is finite (PAGE_ZERO_FINITE), on this stream."""

@@ -263,7 +263,8 @@ class FutureMapMachine(Machine):
         pages = 2 * size * _MOST_TOKENS // _PAGE_SIZE
         self.pools = Pools.of(self.rt, size, pages=pages, page_size=_PAGE_SIZE, longest=_MOST_TOKENS)
         self.pool, self.table, self.pages = self.pools.slots, self.pools.table, self.pools.pages
-        self.pages.register_kv(self.rt.device_zeros((self.pages.location_capacity, 2), torch.float32, name="kv"))
+        self.kv = self.rt.device_zeros((self.pages.location_capacity, 2), torch.float32, name="kv")
+        self.pages.register_kv(self.kv)
         fields = declared(hidden, ragged=hidden is torch.bfloat16)
         self.relay = FutureMap(self.pool, fields)
         self.model = RelayModel(fields)
@@ -366,7 +367,8 @@ class FutureMapMachine(Machine):
         if among:
             return
         self.rt.synchronize()
-        self.pool.clear()
+        self.kv.fill_(float("nan"))  # as a memory saver leaves it
+        self.pool.clear(zero_memory=True)
         self.reached("cleared with an entry unread", any(self.model.unread(req, "token") for req in self.requests))
         for req in list(self.requests):
             self._left(req)
