@@ -390,12 +390,12 @@ class SlotPool(OfThisProcess):
         host: bool = False,
         row_zero: RowZero = "zero",
     ) -> Table:
-        """A new zeroed table with one row of `shape` per slot, padding included, of a dtype that numpy has too.
+        """A new zeroed table with one row of `shape` per slot, padding included.
 
         Args:
             name: for reports.
             shape: of one row.
-            dtype: of the elements.
+            dtype: of the elements. Host values of bfloat16 and float8, which numpy lacks, are bits: integers of a size.
             holds: index space of the values, if they are indices.
             host: keep the same values on the host too, for checks and for planning.
             row_zero: `zero`, or `scratch` where kernels write the rows of padding too, as counts and rings of states

@@ -22,7 +22,7 @@ from batchstate.batch import Batch
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, expected, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.runtime.memory import ALIGNMENT, FixedMemory, ReadyTensor, packed_places, view_at
+from batchstate.runtime.memory import ALIGNMENT, FixedMemory, ReadyTensor, dtype_of_bits, packed_places, view_at
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
@@ -92,7 +92,8 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         self._views = {name: column_view(self._fixed.memory, layout, block, name, {}) for name in layout.index}
         for name, place_of in at.items():
             view = view_at(self._fixed.memory, place_of)
-            self._views[name] = of_dtype(view, self._columns[name].dtype) if name in self._columns else view
+            dtype = self._columns[name].dtype if name in self._columns else dtype_of_bits(place_of[1])
+            self._views[name] = view if dtype is None else of_dtype(view, dtype)
         self._fixed_part = self._fixed.memory[:used]
         self._packed_part = self._fixed.memory[:packed]
         self.receive(batch.empty(runtime), (), self._extras)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, as_array, converted, read_only, select_rows, shape_of, signed_twin
+from batchstate._arrays import Array, as_array, carried, read_only, select_rows, shape_of, signed_twin
 from batchstate._origin import Changes, Origin, RowSet
 from batchstate.errors import (
     ArgumentError,
@@ -31,9 +31,9 @@ from batchstate.errors import (
     one_of,
     wrong_shape,
 )
-from batchstate.mirror import Handles, MirroredTensor
+from batchstate.mirror import Handles, MirroredTensor, rows_of
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.runtime.memory import FixedMemory, ReadyTensor, numpy_dtype
+from batchstate.runtime.memory import FixedMemory, ReadyTensor, as_on_host, host_dtype
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class Table(OfThisProcess):
         self._memory = device
         self.shape, self.capacity, self.dtype = tuple(device.shape), len(device), device.dtype
         invariants.table_capacity(self.capacity, space.capacity, **self._where("table"))
-        self._dtype = numpy_dtype(device.dtype)
+        self._dtype, self._bits_of = host_dtype(device.dtype)
         self._row_width = int(np.prod(device.shape[1:], dtype=np.int64))
         with torch.inference_mode(False):  # a view made in inference mode can be written there alone
             self._flat = device.view(signed_twin(device.dtype)).view(-1)
@@ -185,7 +185,7 @@ class Table(OfThisProcess):
         row_zero: RowZero,
     ) -> Self:
         """For pools, which document it: a table of zeros."""
-        sizes, shared = (space.capacity, *shape_of(shape, name, rows=space.capacity)), numpy_dtype(dtype)
+        sizes, shared = (space.capacity, *shape_of(shape, name, rows=space.capacity)), host_dtype(dtype)[0]
         memory = space.runtime.device_zeros(sizes, dtype, name=name)
         table = cls(space, memory, name=name, holds=holds, row_zero=row_zero)
         if host:
@@ -204,11 +204,10 @@ class Table(OfThisProcess):
             problem = f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}"
             raise ShapeError(problem, tuple(tensor.shape), "adopt a contiguous tensor with one row per index")
         table = cls(space, tensor, name=name, holds=holds, row_zero=row_zero)
-        if host or row_zero == "zero":
-            contents = space.runtime.read_back(tensor if host else tensor[:1])
-            if row_zero == "zero":
-                invariants.slot_zero_dirty(contents[0], **table._where("adopt"))
-            table._host = contents.copy() if host else None
+        if row_zero == "zero":
+            invariants.slot_zero_dirty(rows_of(space.runtime, tensor[0]), **table._where("adopt"))
+        if host:
+            table._host = space.runtime.read_back(as_on_host(tensor)).copy()
         return table
 
     def __repr__(self) -> str:
@@ -299,6 +298,7 @@ class Table(OfThisProcess):
             handles: of the rows, n live ones; repeats allowed.
             positions: int[n], elements of the row (flat, where a row has several dimensions). None writes whole rows.
             values: [n] with positions, `[n, *row_shape]` without. A mirrored value must have the unit of the table.
+                Those of a dtype that numpy lacks are bits, integers of its size, as in `host_for`.
 
         Raises:
             ShapeError, DtypeError, ValueOverflowError: arrays that do not go together or into the table; bare numbers.
@@ -474,10 +474,9 @@ class Table(OfThisProcess):
                 raise another_runtime(label, values)
             if self.holds is not None and values.unit is not None and values.unit != self.holds:
                 invariants.unit_mismatch(self.holds, values.unit, **self._where("write"))
-            array = converted(values.exact_host(label), self._dtype, label)
-        else:
-            array = converted(values, self._dtype, label)
-        if self.holds is not None and self._dtype.kind in "iu":
+            values = values.exact_host(label)
+        array = carried(values, self._dtype, self._bits_of, label)
+        if self.holds is not None and self._dtype.kind in "iu" and self._bits_of is None:
             self.runtime.check_indices(array, self.holds, declared=False, **self._where("write"))
         if self.of is not None:
             if isinstance(values, Handles):
@@ -501,9 +500,9 @@ class Table(OfThisProcess):
         device = self._fixed.ordered()
         first = int(self.row_zero == "scratch")
         if not first:
-            invariants.slot_zero_dirty(self.runtime.inspect(device[0]), **where)
+            invariants.slot_zero_dirty(rows_of(self.runtime, device[0]), **where)
         if self._host is not None:
-            invariants.mirror_equal(self._host[first:], self.runtime.inspect(device)[first:], **where)
+            invariants.mirror_equal(self._host[first:], rows_of(self.runtime, device)[first:], **where)
 
     def _where(self, operation: str) -> Where:
         return {"object": repr(self), "operation": operation, "step": self.runtime.step}

@@ -315,9 +315,9 @@ class PagePool(OfThisProcess):
     ) -> Table:
         """A new zeroed table with one row of `shape` per location or per page, those of page 0 included.
 
-        Its rows are named by `Locations` or `Pages` of this pool. A page that is allocated anew has unwritten rows. The
-        dtype is one that numpy has too; `holds` is the index space of the values, if they are indices; with `host` they
-        are kept on the host too; `row_zero` is as for `SlotPool.table`.
+        Its rows are named by `Locations` or `Pages` of this pool. A page that is allocated anew has unwritten rows.
+        `holds` is the index space of the values, if they are indices; with `host` they are kept on the host too.
+        `dtype` and `row_zero` are as for `SlotPool.table`.
 
         `of` is another page pool over the same slots, where the table maps each location to that of the same token
         there, as from all of KV memory to that of a sliding window. Locations of other pools are then refused, and at

@@ -14,9 +14,9 @@ from hypothesis.stateful import Bundle, initialize, precondition, rule
 
 from batchstate import Batch, Code, HybridSlotPool, PagePool, Violation, slot_column
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
-from batchstate.mirror import Handles, Slots
+from batchstate.mirror import Handles, Slots, rows_of
 from batchstate.pools import SlotPool, SlotStats
-from batchstate.runtime import numpy_dtype
+from batchstate.runtime import host_dtype
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from tests import refusals
@@ -39,7 +39,7 @@ class TableModel:
 
     def __attrs_post_init__(self) -> None:
         memory = self.table.memory
-        self.rows = np.zeros(memory.shape, numpy_dtype(memory.dtype))
+        self.rows = np.zeros(memory.shape, host_dtype(memory.dtype)[0])
         self.written, self.writes = np.zeros((2, len(self.rows)), np.int64)
 
     def write(self, handles: Handles, positions: Ints | None, values: Any) -> None:
@@ -79,7 +79,7 @@ class PoolMachine(Machine):
             self.refused(Code.ROW_UNWRITTEN, lambda: model.table.device_for(padded))
         else:
             self.reached("rows read", len(handles) > 0)
-            values = self.rt.inspect(model.table.device_for(padded).index_select(0, padded.device))
+            values = rows_of(self.rt, model.table.device_for(padded).index_select(0, padded.device))
             agree_on(model.rows[padded.np], values, "rows that were read")
             if model.table.host_memory is not None:
                 agree_on(model.rows[handles.np], model.table.host_for(handles), "rows on the host")
@@ -449,7 +449,7 @@ class Gathered:
     model: TableModel
     slots: Slots
     rows: TableRows
-    values: npt.NDArray[np.int32]
+    values: npt.NDArray[np.int16]
     writes: Ints
 
     def rewritten(self) -> bool:
@@ -457,7 +457,7 @@ class Gathered:
 
 
 class SlotPoolMachine(SlotMachine):
-    """A pool of slots, a table of its own, and one over a tensor of the engine. Not every request writes its rows."""
+    """A pool of slots, a table of its own, by bits, and one over a tensor of the engine; not all write their rows."""
 
     NAME = "slot_pool"
     TARGETS = (
@@ -479,7 +479,7 @@ class SlotPoolMachine(SlotMachine):
         self.open()
         self.pool = SlotPool(self.rt, size, reserve=reserve)
         self.start()
-        tensor = self.rt.device_zeros((self.pool.capacity, _WIDTH), torch.int32)
+        tensor = self.rt.device_zeros((self.pool.capacity, _WIDTH), torch.int16)
         dirty = reserve > 0
         tensor[:1].fill_(7 * dirty)
         try:
@@ -489,7 +489,7 @@ class SlotPoolMachine(SlotMachine):
             self.reached("a tensor with a dirty row 0 refused")
             adopted = self.pool.adopt(tensor.zero_(), "adopted", host=False)
         self.tables = [
-            TableModel(self.pool.table("table", (_WIDTH,), torch.int32, host=True)),
+            TableModel(self.pool.table("table", (_WIDTH,), torch.bfloat16, host=True)),
             TableModel(adopted),
         ]
         self.counts = TableModel(self.pool.table("counts", (), torch.int32, row_zero="scratch"))
@@ -502,7 +502,7 @@ class SlotPoolMachine(SlotMachine):
         self.joins += 1
         for model in self.tables[: self.joins % 4]:
             if self.joins % 2:
-                new = np.arange(slots.np.size * _WIDTH, dtype=np.int32).reshape(-1, _WIDTH)
+                new = np.arange(slots.np.size * _WIDTH, dtype=np.int16).reshape(-1, _WIDTH)
                 model.table.write(slots, None, new)
                 model.write(slots, None, new)
 
@@ -510,7 +510,7 @@ class SlotPoolMachine(SlotMachine):
         super().check()
         live = self.live(len(self.model.live))
         for model in (*self.tables, self.counts):
-            agree_on(model.rows, self.rt.inspect(model.table.memory), "a table")
+            agree_on(model.rows, rows_of(self.rt, model.table.memory), "a table")
             agree_on(model.written[live.np] == live.generations, model.table.written(live), "rows that are written")
 
     def snapshot(self) -> object:
@@ -531,12 +531,16 @@ class SlotPoolMachine(SlotMachine):
         drawn = data.draw(st.lists(st.integers(0, _WIDTH - 1), min_size=n, max_size=n), label="positions")
         places: Ints | None = None if whole else np.array(drawn, dtype=np.int64)
         size = (n, _WIDTH) if whole else (n,)
-        new = np.arange(1, int(np.prod(size)) + 1, dtype=np.int32).reshape(size)
+        new = np.arange(1, int(np.prod(size)) + 1, dtype=np.int16).reshape(size)
         if n:
-            beyond, zeros = np.full(n, _WIDTH), np.zeros(n, np.int32)
+            beyond, zeros = np.full(n, _WIDTH), np.zeros(n, np.int16)
             self.refused((RowIndexError, Code.SLOT_STALE_HANDLE), lambda: model.table.write(slots, beyond, zeros))
         foreign = self.foreign
-        self.refused(ArgumentError, lambda: model.table.write(foreign, [0], [1]), lambda: model.table.clear(foreign))
+        self.refused(
+            ArgumentError,
+            lambda: model.table.write(foreign, [0], np.ones(1, np.int16)),
+            lambda: model.table.clear(foreign),
+        )
         if not self.good(slots):
             self.reached("write through a stale handle refused")
             self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.write(slots, places, new))
@@ -602,7 +606,7 @@ class SlotPoolMachine(SlotMachine):
             self.refused(Code.DERIVED_STALE, lambda: gathered.rows.device)
         else:
             self.reached("gathered rows used late")
-            agree_on(gathered.values, self.rt.inspect(gathered.rows.device), "gathered rows")
+            agree_on(gathered.values, rows_of(self.rt, gathered.rows.device), "gathered rows")
 
     @rule(slots=SlotMachine.handles, along=st.booleans())
     def upload(self, slots: Slots, along: bool) -> None:
