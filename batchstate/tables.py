@@ -474,8 +474,9 @@ class Table(OfThisProcess):
                 raise another_runtime(label, values)
             if self.holds is not None and values.unit is not None and values.unit != self.holds:
                 invariants.unit_mismatch(self.holds, values.unit, **self._where("write"))
-            values = values.exact_host(label)
-        array = carried(values, self._dtype, self._bits_of, label)
+            array = carried(values.exact_host(label), self._dtype, self._bits_of, label)
+        else:
+            array = carried(values, self._dtype, self._bits_of, label)
         if self.holds is not None and self._dtype.kind in "iu" and self._bits_of is None:
             self.runtime.check_indices(array, self.holds, declared=False, **self._where("write"))
         if self.of is not None:
