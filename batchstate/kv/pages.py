@@ -38,6 +38,7 @@ Ints = npt.NDArray[np.int64]
 
 LENGTH_ORDER = Code.LENGTH_ORDER
 _EXTENDED = LENGTH_ORDER, Code.SLOT_CONSERVATION
+_NO_TOKENS: Ints = np.empty(0, dtype=np.int64)
 
 
 @final
@@ -524,8 +525,13 @@ class PagePool(OfThisProcess):
             rows = slots._host_side()
             self._look(rows, *self._lengths(rows, numbers, adds), operation)
             self._holders.note(self._rows.next_pages(self._rows.needed))
+        extension = self._of_now(slots)
         self.transaction.operation = operation
-        laid = self._rows.extend(handles, numbers, adds, levels.cheap)
+        try:
+            laid = self._rows.extend(handles, numbers, adds, levels.cheap)
+        except MemoryError:  # for its array, which it makes before anything changes
+            self.transaction.operation = None
+            raise
         if levels.cheap:
             tally(times_checked, _EXTENDED)
         if type(laid) is int:
@@ -535,7 +541,7 @@ class PagePool(OfThisProcess):
             rows = slots._host_side()
             self._look(rows, *self._lengths(rows, numbers, adds), operation)
             raise unexplained(self._holders.label, operation, f"row {laid}")
-        return self._extension(slots, laid, operation)
+        return self._extended(extension, laid, operation)
 
     def _lengths(self, rows: Ints, numbers: int | Ints, adds: bool) -> tuple[Ints, Ints]:
         """Tokens of each row before and after, int64[n]."""
@@ -569,18 +575,23 @@ class PagePool(OfThisProcess):
             raise unexplained(holders.label, operation, f"row {row}")
         holders.explain_free(core.needed, operation)
 
-    def _extension(self, owners: Slots, laid: Ints, operation: str) -> Extension:
+    def _of_now(self, owners: Slots) -> Extension:
+        """An extension of no tokens yet. Where memory is short, making it fails before anything changes."""
+        epochs = self.epochs
+        return Extension(_NO_TOKENS, owners, self, Origin("extension", self.runtime.step, owners, epochs, epochs.last))
+
+    def _extended(self, extension: Extension, laid: Ints, operation: str) -> Extension:
         """Ends a change by which slots have more tokens, which are the extension: `laid` is int64[n + t + t]."""
         if self._rows.unplaced:
-            self._check_placed(laid[(laid.size + len(owners)) // 2 :], operation)
+            self._check_placed(laid[(laid.size + len(extension.owners)) // 2 :], operation)
+        extension._laid = laid
         self._done()
-        epochs = self.epochs
-        return Extension(laid, owners, self, Origin("extension", self.runtime.step, owners, epochs, epochs.last))
+        return extension
 
     def _extension_from_start(self, owners: Slots, rows: Ints, lengths: Ints, operation: str) -> Extension:
         """The same, of the first `lengths` int64[n] tokens of each."""
         positions, locations = self.lay(rows, 0 * lengths, lengths, operation)
-        return self._extension(owners, np.concatenate([lengths, positions, locations]), operation)
+        return self._extended(self._of_now(owners), np.concatenate([lengths, positions, locations]), operation)
 
     # Sharing
 
