@@ -166,7 +166,7 @@ class DeviceSide:
 
 def rows_of(runtime: Runtime, tensor: torch.Tensor) -> Array:
     """The rows of a device tensor, for a check; a dtype that numpy lacks comes as integers of its size."""
-    return runtime.inspect(as_on_host(tensor))
+    return runtime.inspect(tensor if tensor.dtype in NUMPY_DTYPES else as_on_host(tensor))
 
 
 def write_count(tensor: torch.Tensor) -> int | None:

@@ -60,11 +60,11 @@ OUTSIDE = {
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "ground": (LAYERS["ground"], 1_760),
-    "runtime": (("runtime",), 1_640),
+    "runtime": (("runtime",), 1_665),
     "core": (LAYERS["core"], 2_530),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_010,
+        12_150,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_000),
@@ -75,13 +75,15 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
+The state had 12,010 lines: 140 for values by bits, a row 0 that is scratch or lost, and arrays asked for their rows.
+The runtime had 1,640: 25 for float8, and for arrays that say of which dtype they are the bits.
 The core had 2,320 lines: 140 for a draft in one call, and for requests that the relay asks in the block of their step.
 """
 
-MOST_LINES, MOST_FILES = 38_460, 133
-BESIDE = {"tests/selfcheck": 12_000, "examples/traffic": 1_200}
+MOST_LINES, MOST_FILES = 38_625, 133
+BESIDE = {"tests/selfcheck": 12_130, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package."""
-OTHER_TESTS = 36_650
+OTHER_TESTS = 37_095
 
 MOST_FLOORS = 12
 
