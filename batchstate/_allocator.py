@@ -116,7 +116,7 @@ class Transaction:
         return QueriedFence(fence, step) if group is None else group.watch(fence, step)
 
     def behind(self, fence: Fence) -> Left:
-        """What is let go behind a fence: one group for all that a step lets go."""
+        """The group of all that is let go behind a fence."""
         for group in self.groups[-1:]:
             if group.fence.fence is fence and not group.fence.complete:
                 return group.left
@@ -660,6 +660,9 @@ class SlotListener:
 
     def on_clear(self) -> None:
         """Begins anew. No slot is live, and nothing is pending."""
+
+    def zero_memory(self) -> None:
+        """Sets the device memory that slots or pages index to zero, after `on_clear`: its contents are lost."""
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
         """Releases what the slots own, behind the same fence."""

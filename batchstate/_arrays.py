@@ -3,7 +3,7 @@
 Values of a caller become a checked numpy array on the host, or a typed error; nothing here reads a device. Arrays are
 fastest; lists work. `subject` is the operation or the argument, for messages. A kernel is one function for
 `Runtime.launch`. torch has few kernels for unsigned dtypes wider than a byte: moving and adding integers is the same on
-signed bits, so those are viewed as signed.
+signed bits, so those are viewed as signed. Floats of a byte, which are moved and never added, are viewed as bytes.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from batchstate.errors import (
     expected,
 )
 from batchstate.invariants import first_duplicate
+from batchstate.runtime.memory import FLOAT8
 
 if TYPE_CHECKING:
     from batchstate.mirror import MirroredTensor
@@ -66,7 +67,11 @@ _LIMITS = {
     for width in (1, 2, 4, 8)
 }
 _LARGEST = {np.dtype(f"f{width}"): float(np.finfo(f"f{width}").max) for width in (2, 4, 8)}
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_SIGNED = dict.fromkeys(FLOAT8, torch.uint8) | {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
 
 
 def as_array(values: object, subject: str) -> Array:
@@ -155,8 +160,11 @@ def padding_row(value: object, dtype: np.dtype[Any], bits_of: torch.dtype | None
         return np.zeros((), dtype)
     if bits_of is None:
         return converted(value, dtype, subject)
-    numbers = torch.from_numpy(converted(value, np.dtype(np.float32), subject)).to(bits_of)
-    return numbers.view(getattr(torch, dtype.name)).numpy()
+    numbers = torch.from_numpy(converted(value, np.dtype(np.float32), subject))
+    moved = numbers.to(bits_of)
+    if bool(((numbers.abs() > torch.finfo(bits_of).max) & (moved.float() != numbers)).any()):
+        raise ValueOverflowError(f"{subject}: {value!r} does not go into {bits_of}", value, "use a wider dtype")
+    return moved.view(getattr(torch, dtype.name)).numpy()
 
 
 def _integers(values: list[Any] | tuple[Any, ...], dtype: np.dtype[Any], subject: str) -> object:
@@ -374,7 +382,7 @@ def check_dense(tensor: torch.Tensor, subject: str) -> None:
 
 
 def signed_twin(dtype: torch.dtype) -> torch.dtype:
-    """The dtype whose kernels serve `dtype`: of the same width, and signed where `dtype` has none of its own."""
+    """The dtype whose kernels move `dtype`: another of the same width where `dtype` has none of its own."""
     return _SIGNED.get(dtype, dtype)
 
 

@@ -13,7 +13,7 @@ Ints = npt.NDArray[np.int64]
 
 _IN_FLIGHT = Code.SLOT_IN_FLIGHT
 
-KEPT = 64
+KEPT = 16
 """Forwards that are told apart: more are not under way, since each has memory of its own."""
 
 
@@ -35,7 +35,7 @@ class Launches:
         self._runtime = runtime
         self.used = used
         self.last = 0
-        # Of each forward its stream, its step, and the first fence that is known behind it; by number modulo `KEPT`.
+        # Stream, step and the first fence known behind each forward, by its number modulo `KEPT`.
         self._forwards: list[list[Any]] = [[None, 0, DoneFence()]] * KEPT
 
     def begin(self, stream: Stream) -> int:

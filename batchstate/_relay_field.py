@@ -10,9 +10,9 @@ import torch
 from batchstate._arrays import shape_of
 from batchstate._relay import DEVICE, HOST
 from batchstate.errors import DeclarationError, DtypeError, one_of
-from batchstate.runtime.memory import NUMPY_DTYPES, numpy_dtype
+from batchstate.runtime.memory import BITS, NUMPY_DTYPES, numpy_dtype
 
-_MOVABLE = {*NUMPY_DTYPES, torch.bfloat16, torch.complex64, torch.complex128}
+_MOVABLE = {*NUMPY_DTYPES, *BITS, torch.complex64, torch.complex128}
 """Dtypes that torch moves by index on every device."""
 
 _READ_BY = {"device": DEVICE, "host": HOST, "both": DEVICE | HOST}
@@ -48,8 +48,8 @@ def relay_field(
     """Declares a field of a `FutureMap`.
 
     Args:
-        dtype: any that torch moves by index (no float8, nothing quantised); one that numpy shares if the host reads it,
-            or if `non_negative`.
+        dtype: any that torch moves by index (nothing quantised; of float8 those with a zero); one that numpy shares if
+            the host reads it, or if `non_negative`.
         shape: of one entry.
         read_by: the reader that takes each published entry, once: `device` (the next forward, by `gather`), `host` (by
             `prefetch` or `resolve`) or `both`. An entry that one of them has not taken must not be overwritten.

@@ -437,7 +437,8 @@ def not_counted(layout: Layout, name: str, label: str) -> Exception:
     if column is not None:
         some = "" if column.takes_any or column.unit else f", of which a {type(column).__name__} takes some"
         remedy = "`advance` adds to columns of integers that are not indices; set others with `update` or `replace`"
-        return DtypeError(f"{label} holds {column.unit or column.np_dtype}{some}", column.dtype, remedy)
+        holds = column.unit or column.bits_of or column.np_dtype
+        return DtypeError(f"{label} holds {holds}{some}", column.dtype, remedy)
     problem = f"{label} {'holds Python objects' if name in layout.columns else 'is not declared'}"
     return DeclarationError(
         problem, name, one_of([key for key, other in layout.tensors.items() if other.counted], name)

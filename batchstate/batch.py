@@ -605,7 +605,11 @@ class Batch(OfThisProcess, metaclass=BatchType):
     def _check_step(self, extras: Mapping[str, object] | None, operation: str) -> None:
         """Checks, before a step is sent, the origin of its extras, the columns, and the requests."""
         if extras is not None:
-            self._checked_extras(extras, operation)
+            for name, values in self._checked_extras(extras, operation).items():
+                if not isinstance(values, MirroredTensor) or values.unit is not None or len(values) < self.num_reqs:
+                    continue  # fewer are of some requests
+                if (rows := values.row_set) is not None:
+                    self.row_set.check_same(rows, values, **self._where(operation, name))
         if levels.full or self._exposed or self._device is not None:
             self._check_unwritten(operation)
         if levels.cheap and self._pool_id:

@@ -119,7 +119,11 @@ class StateTurns:
 
     @property
     def extras(self) -> dict[str, Ints]:
-        """`state_reads` and `state_writes`, for `batch.upload(extras=...)`; another kind has its name in front."""
+        """`state_reads` and `state_writes`, for `batch.upload(extras=...)`; another kind has its name in front.
+
+        Raises as `launched`.
+        """
+        self._pool.check_turns(self, "extras")
         return {f"{self.kind}_reads": self.reads, f"{self.kind}_writes": self.writes}
 
     def launched(self) -> None:
@@ -298,14 +302,18 @@ class HybridSlotPool(SlotPool):
     def pass_turns(self, turns: StateTurns) -> None:
         """See `StateTurns.launched`."""
         operation = "launched"
-        self.transaction.enter(f"{self.name}: {operation}")
-        rows, states = self.rows_of(turns.slots, operation, padded=True), self._owner(turns.kind)
-        self._check_turns(states, rows, turns.reads, operation)
+        rows, states = self.check_turns(turns, operation)
         rows = rows[: np.count_nonzero(rows)]
         self.transaction.operation = operation
         states.turns[rows] += 1
         states.newest[rows] = turns.writes[: rows.size]
         self.transaction.operation = None
+
+    def check_turns(self, turns: StateTurns, operation: str) -> tuple[Ints, StateOwner]:
+        """The rows of turns that are still the next of their requests, and the states. For the library."""
+        rows, states = self.rows_of(turns.slots, operation, padded=True), self._owner(turns.kind)
+        self._check_turns(states, rows, turns.reads, operation)
+        return rows, states
 
     def _check_turns(self, states: StateOwner, rows: Ints, reads: Ints, operation: str) -> None:
         if levels.cheap:

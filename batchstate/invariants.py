@@ -386,12 +386,13 @@ def slot_zero_allocated(slots: Ints, **where: Unpack[Where]) -> Breach | None:
     return Breach("index 0, which is padding, is used for a request", expected="1 or more", actual=0, row=row, slot=0)
 
 
-@full("find the kernel whose padded rows store into the table; padded rows may read row 0, not change it")
+@full("find the kernel whose padded rows store into the table, or make the table with row_zero='scratch'")
 @origins("sglang #23635", "vllm #57156")
 def slot_zero_dirty(row_zero: Array, **where: Unpack[Where]) -> Breach | None:
-    """Row 0 of a slot-indexed table is all zeros, so that a padded row reads something harmless.
+    """Row 0 of a table is all zeros, so that a padded row reads something harmless; not where it is scratch.
 
-    Cost: reads one row back. Broken by a write to slot 0 of a table whose values are indices.
+    Cost: reads one row back. Broken by a write to slot 0 of a table whose values are indices. `adopt` asks at every
+    level.
     """
     flat = row_zero.reshape(-1)
     if not np.count_nonzero(flat):

@@ -68,7 +68,7 @@ from batchstate.errors import (
     wrong_shape,
 )
 from batchstate.runtime.base import OfThisProcess, Runtime
-from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, host_dtype, numpy_dtype, torch_dtype
+from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, as_on_host, host_dtype, numpy_dtype, torch_dtype
 from batchstate.violations import Where
 
 __all__ = ["Contract", "MirroredTensor"]
@@ -167,9 +167,7 @@ class DeviceSide:
 
 def rows_of(runtime: Runtime, tensor: torch.Tensor) -> Array:
     """The rows of a device tensor, for a check; a dtype that numpy lacks comes as integers of its size."""
-    if tensor.dtype not in NUMPY_DTYPES:
-        tensor = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
-    return runtime.inspect(tensor)
+    return runtime.inspect(tensor if tensor.dtype in NUMPY_DTYPES else as_on_host(tensor))
 
 
 def write_count(tensor: torch.Tensor) -> int | None:

@@ -24,7 +24,7 @@ from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.tables import Table
+from batchstate.tables import RowZero, Table
 
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
@@ -321,7 +321,7 @@ class SlotPool(OfThisProcess):
         if self._counting or levels.full:
             self._check_after(operation)
 
-    def clear(self) -> None:
+    def clear(self, *, zero_memory: bool = False) -> None:
         """Frees every slot with all that hangs on the pool, and begins anew: slots and pages come in order, from 1.
 
         Pages of all requests and leases, states, relay entries and host locations are given back, all or nothing. No
@@ -329,13 +329,20 @@ class SlotPool(OfThisProcess):
         To be called when the last forward is complete, as `free` without a fence. Host locations that a writer or a
         copy may still write stay pending until it has ended.
 
+        With `zero_memory` all tables of the pool and of its pages, and page 0 of the KV memory that is registered, are
+        set to zero too, on the current stream, and tables are not checked before: for memory whose contents are lost,
+        as after a memory saver has released it. The host does not wait.
+
         Raises:
             Violation: SLOT_IN_FLIGHT: slots, states or pages wait for a fence, which is named; TIER_STATE: KV is being
                 copied to the host. Nothing was freed.
             ArgumentError: a step of the host tier is planned, and its backup not launched.
+            CaptureError: memory is to be zeroed while the current stream is captured.
         """
         operation = "clear"
         self.transaction.enter(f"{self.name}: {operation}")
+        if zero_memory:
+            self.runtime.refuse_capture(f"{self.name}: clear with zero_memory")
         self.query_fences()
         for query_free in self._before_free:
             query_free(self.live_slots())
@@ -345,7 +352,7 @@ class SlotPool(OfThisProcess):
         for listener in self._listeners:
             listener.check_release(rows, operation)
             listener.check_clear(operation)
-        if levels.full:
+        if levels.full and not zero_memory:
             self._verify_tables(operation)
         self.transaction.operation = operation
         for free in self._freeing:
@@ -354,6 +361,10 @@ class SlotPool(OfThisProcess):
         self._core.sort()
         for listener in self._listeners:
             listener.on_clear()
+            if zero_memory:
+                listener.zero_memory()
+        for table in self._tables if zero_memory else ():
+            table.zero()
         self.transaction.operation = None
         self._check_after(operation)
 
@@ -398,33 +409,47 @@ class SlotPool(OfThisProcess):
         *,
         holds: str | None = None,
         host: bool = False,
+        row_zero: RowZero = "zero",
     ) -> Table:
-        """A new zeroed table with one row of `shape` per slot, padding included, of a dtype that numpy has too.
+        """A new zeroed table with one row of `shape` per slot, padding included.
 
         Args:
             name: for reports.
             shape: of one row.
-            dtype: of the elements.
+            dtype: of the elements. Host values of bfloat16 and float8, which numpy lacks, are bits: integers of a size.
             holds: index space of the values, if they are indices.
             host: keep the same values on the host too, for checks and for planning.
+            row_zero: `zero`, or `scratch` where kernels write the rows of padding too, as counts and rings of states
+                are: row 0 then holds anything, is not checked, and padded rows that read it are promised nothing.
+
+        Raises:
+            ArgumentError: another `row_zero`, or scratch in a table of indices.
         """
         self.transaction.enter(f"{self.name}: table")
-        table = Table.new(self, name, shape, dtype, holds=holds, host=host)
+        table = Table.new(self, name, shape, dtype, holds=holds, host=host, row_zero=row_zero)
         self._tables.append(table)
         return table
 
-    def adopt(self, tensor: torch.Tensor, name: str, *, holds: str | None = None, host: bool = False) -> Table:
+    def adopt(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        *,
+        holds: str | None = None,
+        host: bool = False,
+        row_zero: RowZero = "zero",
+    ) -> Table:
         """A table over an engine's own tensor, on the device and contiguous, with one row per slot, padding included.
 
-        Its row 0 must be zero; other rows count as unwritten. With `host` the tensor is read back once, which waits for
-        the device. Else as `table`.
+        Its row 0 is read back, which waits for the device, and has to be zero unless it is scratch; with `host` all
+        rows are. Other rows count as unwritten. Else as `table`.
 
         Raises:
-            Violation: TABLE_CAPACITY: fewer rows than the pool has slots, padding included.
+            Violation: SLOT_ZERO_DIRTY; TABLE_CAPACITY: fewer rows than the pool has slots, padding included.
             DeviceError, ShapeError: on another device; not contiguous, or without rows.
         """
         self.transaction.enter(f"{self.name}: adopt")
-        table = Table.adopted(self, tensor, name, holds=holds, host=host)
+        table = Table.adopted(self, tensor, name, holds=holds, host=host, row_zero=row_zero)
         self._tables.append(table)
         return table
 

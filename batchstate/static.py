@@ -22,13 +22,16 @@ from batchstate.batch import Batch
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError, another_runtime, expected, wrong_shape
 from batchstate.mirror import Contract, DeviceSide, rows_of, write_count
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.runtime.memory import ALIGNMENT, FixedMemory, ReadyTensor, packed_places, view_at
+from batchstate.runtime.memory import ALIGNMENT, FixedMemory, ReadyTensor, dtype_of_bits, packed_places, view_at
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
 
 __all__ = ["StaticBuffers"]
 
 T = TypeVar("T")
+
+_BY_ROW = {"query_start_loc": 1, "kv_start_loc": 1, "kv_page_indptr": 1, "kv_lens": 0, "kv_last_page_len": 0}
+"""Arrays of a plan with an element for each row of the graph, and so many more."""
 
 _BYTES_PER_WRITE = 16
 """Bytes of one element of a table write: its index, and a value of the widest dtype."""
@@ -42,12 +45,15 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
     that batch. The tensors are for reading; each has the same address for as long as the buffers live.
 
     `rows` are those of the graph. `extras` are arrays by name, of the dtype and shape that each has in every step, such
-    as `plan.extras`. The copy has room for `num_writes` elements of table writes, by default 32 per row: a new page of
-    16 tokens in each. More of them, or more rows of device-only columns on the host than the buffers have, take a
-    second copy.
+    as `plan.extras` of a plan that is padded to these rows. The copy has room for `num_writes` elements of table
+    writes, by default 32 per row: a new page of 16 tokens in each. More of them, or more rows of device-only columns on
+    the host than the buffers have, take a second copy.
 
     Attributes:
         num_reqs: requests of the batch that is in it; padded rows follow them.
+
+    Raises:
+        ShapeError: an array of a plan whose shape follows from the rows is of other rows. ArgumentError, DtypeError.
     """
 
     def __init__(
@@ -74,6 +80,12 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         twice = [name for name in self._extras if name in batch.columns()]
         if twice:
             raise ArgumentError(f"extras are named as columns: {twice}", twice, "rename the extras")
+        for name, more in _BY_ROW.items():
+            shape = self._extras[name].shape if name in self._extras else (self.rows + more,)
+            if shape != (self.rows + more,):
+                problem = f"StaticBuffers of {self.rows} rows: extra {name!r}"
+                remedy = f"plan for the rows of the graph: ForwardPlan.of(batch.pad({self.rows}).slots, ...)"
+                raise wrong_shape(problem, (self.rows + more,), shape, remedy)
         writes = 32 * self.rows if num_writes is None else size_of(num_writes, "StaticBuffers: num_writes")
         # Packed as a step packs them: the mirrored columns, the extras, and room for the rest of a step.
         block = Block(layout.core, self.rows)
@@ -92,7 +104,8 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         self._views = {name: column_view(self._fixed.memory, layout, block, name, {}) for name in layout.index}
         for name, place_of in at.items():
             view = view_at(self._fixed.memory, place_of)
-            self._views[name] = of_dtype(view, self._columns[name].dtype) if name in self._columns else view
+            dtype = self._columns[name].dtype if name in self._columns else dtype_of_bits(place_of[1])
+            self._views[name] = view if dtype is None else of_dtype(view, dtype)
         self._fixed_part = self._fixed.memory[:used]
         self._packed_part = self._fixed.memory[:packed]
         self.receive(batch.empty(runtime), (), self._extras)

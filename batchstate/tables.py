@@ -1,7 +1,8 @@
 """Device tables with one row per slot, page or location, whose rows belong to their owners.
 
 A table is made by the pool whose indices name its rows, and has `capacity` rows, one for every index that can reach it.
-It starts zero, and row 0, which padded rows read, stays zero. Rows are named by handles, never by numbers. A row is
+It starts zero, and row 0, which padded rows read, stays zero, unless the table says that padded rows may write there
+(`row_zero="scratch"`). Rows are named by handles, never by numbers. A row is
 unwritten for each new generation of its index, whatever the last owner left in it, until its owner has written it; a
 forward that asks for the memory names the rows that it reads, and is refused if one is unwritten.
 
@@ -10,7 +11,7 @@ still reads the table (`read_until`) and after earlier writes from other streams
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, final
 
 import attrs
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, as_array, converted, read_only, select_rows, shape_of, signed_twin
+from batchstate._arrays import Array, as_array, carried, read_only, select_rows, shape_of, signed_twin
 from batchstate._origin import Changes, Origin, RowSet
 from batchstate.errors import (
     ArgumentError,
@@ -27,11 +28,12 @@ from batchstate.errors import (
     RowIndexError,
     ShapeError,
     another_runtime,
+    one_of,
     wrong_shape,
 )
-from batchstate.mirror import Handles, MirroredTensor
+from batchstate.mirror import Handles, MirroredTensor, rows_of
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.runtime.memory import FixedMemory, ReadyTensor, numpy_dtype
+from batchstate.runtime.memory import FixedMemory, ReadyTensor, as_on_host, host_dtype
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["IndexSpace", "Table", "TableRows", "TableWrite"]
 
 Ints = npt.NDArray[np.int64]
+
+RowZero = Literal["zero", "scratch"]
+"""Row 0, of padding: it stays zero, or padded rows may write anything into it."""
 
 ROW_UNWRITTEN = Code.ROW_UNWRITTEN
 
@@ -136,11 +141,19 @@ class Table(OfThisProcess):
         capacity, shape, dtype: of the memory: rows first, row 0 included.
         holds: index space of its values (`slot`, `page`, `location`, ...), or None for plain numbers.
         of: the pool that its values are of, where the table was made with it.
+        row_zero: `zero`, or `scratch` where padded rows may write into row 0.
     """
 
     def __init__(
-        self, space: IndexSpace, device: torch.Tensor, *, name: str, holds: str | None = None, host: Array | None = None
+        self, space: IndexSpace, device: torch.Tensor, *, name: str, holds: str | None, row_zero: RowZero
     ) -> None:
+        if row_zero not in ("zero", "scratch"):
+            problem = f"{name}: row_zero is {row_zero!r}"
+            raise ArgumentError(problem, row_zero, one_of(("zero", "scratch"), row_zero))
+        if row_zero == "scratch" and holds is not None:
+            problem = f"{name}: row_zero='scratch' of a table that holds {holds}"
+            raise ArgumentError(problem, holds, "keep row 0 zero: padded rows would go where its indices lead")
+        self.row_zero = row_zero
         self.space = space
         self.name = name
         self._write_name = f"{name}: write"
@@ -150,26 +163,39 @@ class Table(OfThisProcess):
         self._memory = device
         self.shape, self.capacity, self.dtype = tuple(device.shape), len(device), device.dtype
         invariants.table_capacity(self.capacity, space.capacity, **self._where("table"))
-        self._dtype = numpy_dtype(device.dtype)
+        self._dtype, self._bits_of = host_dtype(device.dtype)
         self._row_width = int(np.prod(device.shape[1:], dtype=np.int64))
         with torch.inference_mode(False):  # a view made in inference mode can be written there alone
             self._flat = device.view(signed_twin(device.dtype)).view(-1)
         self._fixed = FixedMemory(self.runtime, device)
-        self._host = host
+        self._host: Array | None = None
         self._changes: Changes | None = None
         self._written = np.zeros(self.capacity, dtype=np.int64)  # the generation that each row was last written for
 
     @classmethod
     def new(
-        cls, space: IndexSpace, name: str, shape: Sequence[int], dtype: torch.dtype, *, holds: str | None, host: bool
+        cls,
+        space: IndexSpace,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        holds: str | None,
+        host: bool,
+        row_zero: RowZero,
     ) -> Self:
         """For pools, which document it: a table of zeros."""
-        sizes, shared = (space.capacity, *shape_of(shape, name, rows=space.capacity)), numpy_dtype(dtype)
+        sizes, shared = (space.capacity, *shape_of(shape, name, rows=space.capacity)), host_dtype(dtype)[0]
         memory = space.runtime.device_zeros(sizes, dtype, name=name)
-        return cls(space, memory, name=name, holds=holds, host=np.zeros(sizes, shared) if host else None)
+        table = cls(space, memory, name=name, holds=holds, row_zero=row_zero)
+        if host:
+            table._host = np.zeros(sizes, shared)
+        return table
 
     @classmethod
-    def adopted(cls, space: IndexSpace, tensor: torch.Tensor, name: str, *, holds: str | None, host: bool) -> Self:
+    def adopted(
+        cls, space: IndexSpace, tensor: torch.Tensor, name: str, *, holds: str | None, host: bool, row_zero: RowZero
+    ) -> Self:
         """For pools, which document it: a table over an engine's own tensor."""
         if tensor.device != space.runtime.device:
             problem = f"{name}: a tensor on {tensor.device}, pool on {space.runtime.device}"
@@ -177,9 +203,11 @@ class Table(OfThisProcess):
         if tensor.ndim == 0 or not tensor.is_contiguous():
             problem = f"{name}: {list(tensor.shape)} with strides {list(tensor.stride())}"
             raise ShapeError(problem, tuple(tensor.shape), "adopt a contiguous tensor with one row per index")
-        table = cls(space, tensor, name=name, holds=holds)
+        table = cls(space, tensor, name=name, holds=holds, row_zero=row_zero)
+        if row_zero == "zero":
+            invariants.slot_zero_dirty(rows_of(space.runtime, tensor[0]), **table._where("adopt"))
         if host:
-            table._host = space.runtime.read_back(tensor).copy()
+            table._host = space.runtime.read_back(as_on_host(tensor)).copy()
         return table
 
     def __repr__(self) -> str:
@@ -270,6 +298,7 @@ class Table(OfThisProcess):
             handles: of the rows, n live ones; repeats allowed.
             positions: int[n], elements of the row (flat, where a row has several dimensions). None writes whole rows.
             values: [n] with positions, `[n, *row_shape]` without. A mirrored value must have the unit of the table.
+                Those of a dtype that numpy lacks are bits, integers of its size, as in `host_for`.
 
         Raises:
             ShapeError, DtypeError, ValueOverflowError: arrays that do not go together or into the table; bare numbers.
@@ -384,6 +413,8 @@ class Table(OfThisProcess):
 
         Streams that read next wait for the work that is on the current stream now, on the device.
 
+        Padded rows at the end may be among them where row 0 is scratch.
+
         Raises:
             ArgumentError: a table with a host side, which would differ from now on.
         """
@@ -391,9 +422,19 @@ class Table(OfThisProcess):
         if self._host is not None:
             problem = f"{self.name}: note_write of a table with a host side"
             raise ArgumentError(problem, self, "write both sides with `write`, or make the table with host=False")
-        self.space.rows_of(handles, f"{self.name}: note_write")
+        scratch = self.row_zero == "scratch"
+        rows = self.space.rows_of(handles, f"{self.name}: note_write", padded=scratch)
+        n = np.count_nonzero(rows) if scratch else rows.size
         self._fixed.note_foreign_write()
-        self._note_rows(handles.np, handles.generations)
+        self._note_rows(rows[:n], handles.generations[:n])
+
+    def zero(self) -> None:
+        """Sets all rows to zero, on the current stream, when no row has an owner any more. For the library."""
+        self._fixed.await_readers()
+        self.runtime.launch(self._flat.zero_, writes=(self._memory,), name=f"{self.name}: zero")
+        self._fixed.note_write()
+        if self._host is not None:
+            self._host[...] = 0
 
     def read_until(self, fence: Fence) -> None:
         """Declares that a launched forward reads the table until `fence` (its read-done); later writes wait for it."""
@@ -433,10 +474,10 @@ class Table(OfThisProcess):
                 raise another_runtime(label, values)
             if self.holds is not None and values.unit is not None and values.unit != self.holds:
                 invariants.unit_mismatch(self.holds, values.unit, **self._where("write"))
-            array = converted(values.exact_host(label), self._dtype, label)
+            array = carried(values.exact_host(label), self._dtype, self._bits_of, label)
         else:
-            array = converted(values, self._dtype, label)
-        if self.holds is not None and self._dtype.kind in "iu":
+            array = carried(values, self._dtype, self._bits_of, label)
+        if self.holds is not None and self._dtype.kind in "iu" and self._bits_of is None:
             self.runtime.check_indices(array, self.holds, declared=False, **self._where("write"))
         if self.of is not None:
             if isinstance(values, Handles):
@@ -449,15 +490,20 @@ class Table(OfThisProcess):
     # Checks
 
     def check(self, operation: str = "check") -> None:
-        """Checks that row 0 is zero and the device equals the host. Reads device memory; suspended under capture."""
+        """Checks that row 0 is zero, unless it is scratch, and that the device equals the host.
+
+        Reads device memory; suspended under capture.
+        """
         if self.runtime.capturing:
             return
         where = self._where(operation)
         invariants.table_capacity(self.capacity, self.space.capacity, **where)
         device = self._fixed.ordered()
-        invariants.slot_zero_dirty(self.runtime.inspect(device[0]), **where)
+        first = int(self.row_zero == "scratch")
+        if not first:
+            invariants.slot_zero_dirty(rows_of(self.runtime, device[0]), **where)
         if self._host is not None:
-            invariants.mirror_equal(self._host, self.runtime.inspect(device), **where)
+            invariants.mirror_equal(self._host[first:], rows_of(self.runtime, device)[first:], **where)
 
     def _where(self, operation: str) -> Where:
         return {"object": repr(self), "operation": operation, "step": self.runtime.step}

@@ -359,6 +359,32 @@ def test_writer_that_has_not_ended_when_its_request_finishes(rt: Runtime) -> Non
     world.expect_idle()
 
 
+@pytest.mark.parametrize("fails", ["batchstate.kv.pages.Extension", "upload", "to_device"])
+def test_an_admission_is_repeated_after_memory_was_short(
+    world: World, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Its pages, its copy or its launch have no memory: the request waits as before, and is admitted next time."""
+    slots = world.deliver(world.reserve([4, 30], 40))
+
+    def short(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        if fails == "upload":
+            patch.setattr(world.rt, "upload", short)
+        elif fails == "to_device":
+            patch.setattr(world.tier._copier, "to_device", short)
+        else:
+            patch.setattr(fails, short)
+        with pytest.raises(MemoryError):
+            world.tier.admit_direct(slots)
+    assert world.tier.states(slots) == [TierState.DIRECT] * 2
+    assert world.pages.allocated(slots).tolist() == [0, 0]
+    world.tier.admit_direct(slots)
+    world.step(slots)
+    world.pages.verify()
+
+
 def test_a_plan_writes_new_rows_of_hot_buffers(world: World) -> None:
     """Only while a buffer grows has its table a new entry: a row that is used again keeps its token."""
     table = world.slots.table("hot", (64,), torch.int32, holds="location")

@@ -60,11 +60,11 @@ OUTSIDE = {
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "ground": (LAYERS["ground"], 1_760),
-    "runtime": (("runtime",), 1_660),
+    "runtime": (("runtime",), 1_685),
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_400,
+        12_560,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_000),
@@ -77,14 +77,16 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 
 The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
 step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080:
-320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are.
+320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are, 140 for values by
+bits, a row 0 that is scratch or lost, and arrays asked for their rows. The runtime had 1,640: 45 are for float8, for
+arrays that say of which dtype they are the bits, and for a stream that is asked whether it has run.
 """
 
-MOST_LINES, MOST_FILES = 39_200, 134
-BESIDE = {"tests/selfcheck": 12_500, "examples/traffic": 1_200}
+MOST_LINES, MOST_FILES = 39_400, 134
+BESIDE = {"tests/selfcheck": 12_640, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
 of owning."""
-OTHER_TESTS = 37_200
+OTHER_TESTS = 37_700
 
 MOST_FLOORS = 12
 

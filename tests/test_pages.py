@@ -56,6 +56,46 @@ class Holder(Batch):
 # state machine `page_pool` compares all of it after every call.
 
 
+@pytest.mark.parametrize("name", ["Extension", "Origin"])
+@pytest.mark.parametrize("grown", [False, True])
+def test_short_memory_commits_nothing(
+    slots: SlotPool, pages: PagePool, monkeypatch: pytest.MonkeyPatch, name: str, grown: bool
+) -> None:
+    """What `extend` and `advance` return is made before they change anything: the call can be made again."""
+    two = slots.take(2)
+    pages.extend(two, 3)
+    if grown:
+        pages.grow(two, 12)
+    before = snapshot_pages(pages), pages.committed(two).tolist()
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: pages.extend(two, [9, 6]),
+        lambda: pages.advance(two, [6, 3]),
+    )
+    for call in calls:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"batchstate.kv.pages.{name}", fails)
+            with pytest.raises(MemoryError):
+                call()
+        assert (snapshot_pages(pages), pages.committed(two).tolist()) == before
+        pages.verify()
+    assert pages.advance(two, [6, 3]).positions.tolist() == [3, 4, 5, 6, 7, 8, 3, 4, 5]
+    slots.verify()
+
+
+def test_an_extension_that_no_memory_holds_leaves_the_pool_good(rt: Runtime, slots: SlotPool) -> None:
+    """The core makes its array of 2^46 numbers before it changes anything, and the pool serves on."""
+    pages = PagePool(rt, slots, 2, 2**45, max_tokens_per_request=2**45)
+    one = slots.take(1)
+    with pytest.raises(MemoryError):
+        pages.extend(one, 2**45)
+    assert pages.committed(one).tolist() == pages.allocated(one).tolist() == [0]
+    assert pages.extend(one, 4).locations.np.tolist() == [2**45 + at for at in range(4)]
+
+
 def test_locations_of_positions(slots: SlotPool, pages: PagePool) -> None:
     """`locations` says where committed tokens of one request lie, as a typed value; others are refused."""
     one, two = slots.take(1), slots.take(1)

@@ -251,6 +251,64 @@ def test_a_forward_takes_its_slots_from_the_buffers(rt: Runtime) -> None:
         assert arrived.np.tolist() == [8 + step, 9 + step, 10 + step]
 
 
+@pytest.mark.parametrize("layouts", [(), "flash_attention", "flashinfer"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_arrays_by_row_are_those_of_the_graph(rt: Runtime, layouts: str, copied: bool) -> None:
+    """A plan of 3 rows declares no buffers of 4: a graph would read a row that no step writes. Nor arrays by hand."""
+    pool = SlotPool(rt, 8)
+    pages = PagePool(rt, pool, 8, 4, max_tokens_per_request=16)
+    slots = pool.take(3)
+    pages.extend(slots, 3)
+    batch = Plain.build(rt, slots=slots, seq_lens=[3] * 3, temperature=[0.5] * 3)
+
+    def extras(rows: int) -> Any:
+        padded = batch.pad(rows)
+        ids = [[1]] * 3
+        plan = ForwardPlan.of(padded.slots, padded.seq_lens, prompt_ids=ids, pages=pages, pad_tokens=4, layouts=layouts)
+        return dict(plan.extras) if copied else plan.extras
+
+    problem = r"StaticBuffers of 4 rows: extra 'query_start_loc': expected shape \[5\], got \[4\]"
+    with pytest.raises(ShapeError, match=problem) as caught:
+        StaticBuffers(rt, Plain, rows=4, extras=extras(3))
+    assert "ForwardPlan.of(batch.pad(4).slots, ...)" in caught.value.remedy
+    with pytest.raises(ShapeError, match="'kv_lens'"):
+        StaticBuffers(rt, Plain, rows=4, extras={"kv_lens": np.zeros(3, np.int32)})
+    buffers = StaticBuffers(rt, Plain, rows=4, extras=extras(4))
+    with pytest.raises(ShapeError, match=r"pad it to the rows of the graph"):
+        batch.to_static(buffers, extras=extras(3))
+    batch.to_static(buffers, extras=extras(4))
+
+
+def test_values_of_another_filter_are_no_extras(rt: Runtime) -> None:
+    """Two batches of as many rows, filtered by different sets: rows are matched by handle; without slots by batch."""
+    pool = SlotPool(rt, 8)
+    slots = pool.take(4)
+    everyone = Plain.build(rt, slots=slots, seq_lens=[3, 4, 5, 6], temperature=[0.5] * 4)
+    batch, other = everyone.filter([0, 1]), everyone.filter([2, 3])
+    buffers = StaticBuffers(rt, Plain, rows=3, extras={"lens": np.zeros(3, np.int64)})
+    sends: tuple[Callable[[Any], Any], ...] = (
+        lambda lens: batch.upload(extras={"lens": lens}),
+        lambda lens: batch.to_static(buffers, extras={"lens": lens}),
+    )
+    again = Plain.build(rt, slots=slots.take([0, 1]), seq_lens=[3, 4], temperature=[0.5] * 2).seq_lens
+    for send in sends:
+        violation = refused(Code.DERIVED_STALE, functools.partial(send, other.seq_lens.pad(3)))
+        assert (violation.column, violation.row) == ("lens", 0)
+        refused(Code.DERIVED_STALE, functools.partial(send, batch.filter([1, 0]).seq_lens.pad(3)))
+        for good in (batch.seq_lens.pad(3), again.pad(3), other.seq_lens.pad(3).np):
+            values = good if isinstance(good, np.ndarray) else good.np
+            assert rt.read_back(send(good)["lens"]).tolist() == values.tolist()
+    assert rt.read_back(batch.upload(extras={"some": other.seq_lens.take([1])})["some"]).tolist() == [6]
+    with checks("off"):
+        batch.upload(extras={"lens": other.seq_lens})
+
+    class Slotless(Batch):
+        seq_lens = mirrored(torch.int64)
+
+    some = Slotless.build(rt, seq_lens=[1, 2, 3, 4])
+    refused(Code.DERIVED_STALE, lambda: some.filter([0, 1]).upload(extras={"lens": some.filter([2, 3]).seq_lens}))
+
+
 def test_a_write_into_the_buffers_is_found_by_the_next_step(rt: Runtime) -> None:
     """Whoever writes in place into what a graph reads is reported at `cheap`; the library's own writes are not."""
     pool = SlotPool(rt, 4)

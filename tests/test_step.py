@@ -1,5 +1,6 @@
 """`StepPlanner`: a planned step is what the parts, called one after the other, make of it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -576,6 +577,44 @@ def test_a_plan_that_is_refused_changes_nothing(rt: Runtime, name: str) -> None:
     world.check_table()
     step = world.planner.plan(world.batch, **joining()(world))
     assert step.inputs().input_ids.tolist() == [21, 7, 8]
+
+
+@pytest.mark.parametrize("padded", [{}, {"pad_rows": 4, "pad_tokens": 4}])
+@pytest.mark.parametrize("wrong", [{"pad_tokens": 1}, {"samples": [True]}, {"query_lens": LONGEST}])
+def test_a_refused_plan_spoils_no_step_and_keeps_grown_pages(
+    rt: Runtime, padded: dict[str, int], wrong: dict[str, Any]
+) -> None:
+    """The step that was planned before takes its inputs, and pages that were grown in advance stay allocated."""
+    world = World.planned(rt, pages=10)
+    world.join([3, 5])
+    world.step()
+    slots = world.batch.slots
+    world.pages.grow(slots.filter([0]), LONGEST)
+    step = world.planner.plan(world.batch, **padded)  # type: ignore[arg-type]
+    committed, allocated = world.pages.committed(slots), world.pages.allocated(slots)
+    with pytest.raises((ArgumentError, ShapeError, Violation)):
+        world.planner.plan(step.batch, **{**padded, **wrong})
+    assert world.pages.committed(slots).tolist() == committed.tolist()
+    assert world.pages.allocated(slots).tolist() == allocated.tolist()
+    assert allocated[0] >= LONGEST
+    assert step.inputs().positions.tolist()[:2] == (committed - 1).tolist()
+    world.pages.verify()
+
+
+PAUSED: dict[str, Any] = {"query_lens": [0, 1], "samples": [False, True]}
+
+
+@pytest.mark.parametrize("options", [{}, {"pad_rows": 4, "pad_tokens": 4}, {"keep": [0], "after": None}, PAUSED])
+def test_no_extra_has_the_name_of_an_array_of_the_step(rt: Runtime, options: dict[str, Any]) -> None:
+    """Whatever the step: decode, padded, one that leaves, one that pauses."""
+    world = World.planned(rt)
+    world.join([3, 4])
+    before = world.state()
+    for name in ("positions", "kv_lens", "slot_mapping", "query_start_loc"):
+        extras = {name: np.arange(2)}
+        refuses(DeclarationError, name, functools.partial(world.planner.plan, world.batch, **options, extras=extras))
+    assert world.state() == before
+    world.planner.plan(world.batch, **options, extras={"own": np.arange(2)})
 
 
 def test_one_write_in_the_place_of_a_list_sends_nothing(rt: Runtime) -> None:

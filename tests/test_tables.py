@@ -12,7 +12,9 @@ from batchstate import levels
 from batchstate.batch import Batch
 from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, DeviceError, DtypeError, RowIndexError, ShapeError, ValueOverflowError
+from batchstate.hybrid import HybridSlotPool
 from batchstate.kv.pages import PagePool
+from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.mirror import HostLocations, Locations, MirroredTensor, Slots
 from batchstate.pools import SlotPool
 from batchstate.races.devices import open_device
@@ -226,6 +228,109 @@ def test_adopts_an_engines_tensor(rt: Runtime, pool: SlotPool) -> None:
     refused(Code.TABLE_CAPACITY, lambda: pool.adopt(rt.device_zeros((pool.size, 4), torch.int32), "short"))
     with pytest.raises(ShapeError):
         pool.adopt(rt.device_zeros((4, 9), torch.int32).t(), "strided")
+
+
+@pytest.mark.parametrize("level", ["off", "cheap", "full"])
+@pytest.mark.parametrize("host", [False, True])
+def test_a_tensor_whose_row_0_holds_something_is_refused(rt: Runtime, pool: SlotPool, host: bool, level: str) -> None:
+    """Padded rows would read it. Nothing is adopted; a view, a page table and float bits are looked at too."""
+    pages = PagePool(rt, pool, 4, 2, max_tokens_per_request=4)
+    tensor = rt.device_zeros((pages.location_capacity, 2), torch.float32)
+    tensor[0, 1] = float("nan")
+    with levels.checks(level):
+        refused(Code.SLOT_ZERO_DIRTY, lambda: pool.adopt(tensor, "theirs", host=host))
+        refused(Code.SLOT_ZERO_DIRTY, lambda: pool.adopt(tensor[:7], "a view", host=host))
+        violation = refused(Code.SLOT_ZERO_DIRTY, lambda: pages.adopt(tensor, "by location", host=host))
+    assert violation.slot == 0
+    pool.take(1)  # at no level a table is left behind
+    pages.verify()
+    tensor[0] = 0
+    pool.adopt(tensor, "theirs", host=host)
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_padded_rows_may_write_scratch(rt: Runtime, pool: SlotPool, host: bool) -> None:
+    """Counts and rings of states, which a captured graph writes for padded rows too; all else is as in other tables."""
+    slots, tensor = pool.take(2), rt.device_zeros((7, 2), torch.int32)
+    tensor[0] = 5
+    with levels.checks("full"):
+        counts = pool.table("counts", (2,), host=host, row_zero="scratch")
+        ring = pool.adopt(tensor, "ring", row_zero="scratch")
+        counts.write(slots, None, [[1, 2], [3, 4]])
+        padded = slots.pad(4)
+        for table in (counts, ring):
+            table.memory[0] = 9
+        ring.note_write(padded)
+        assert ring.device_for(padded)[0].tolist() == [9, 9]
+        gathered = ring.gather(padded)
+        pool.take(1)
+        assert gathered.device.tolist() == [[0, 0], [0, 0], [9, 9], [9, 9]]
+        refused(Code.SLOT_ZERO_ALLOCATED, lambda: counts.write(padded, None, [[0, 0]] * 4))
+        if host:
+            counts.memory[2, 0] = 8
+            refused(Code.MIRROR_EQUAL, lambda: pool.take(1))
+        else:
+            refused(Code.ROW_UNWRITTEN, lambda: ring.device_for(pool.take(1)))
+    refused(Code.SLOT_ZERO_ALLOCATED, lambda: pool.table("zero").note_write(padded))
+
+
+def test_scratch_holds_no_indices(rt: Runtime, pool: SlotPool) -> None:
+    """A padded row would go where they lead."""
+    pages = PagePool(rt, pool, 4, 2, max_tokens_per_request=4)
+    other = PagePool(rt, pool, 4, 2, max_tokens_per_request=4, name="other")
+    tensor = rt.device_zeros((pages.location_capacity,), torch.int32)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: pool.table("rows", holds="location", row_zero="scratch"),
+        lambda: pages.table("map", of=other, row_zero="scratch"),
+        lambda: pages.adopt(tensor, "map", of=other, row_zero="scratch"),
+    )
+    for call in calls:
+        with pytest.raises(ArgumentError, match="row_zero='scratch' of a table that holds location"):
+            call()
+    with pytest.raises(ArgumentError, match="row_zero is 'scratchy'") as caught:
+        pages.table("counts", row_zero="scratchy")  # type: ignore[arg-type]
+    assert "did you mean 'scratch'?" in caught.value.remedy
+
+
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_lost_memory_begins_anew(rt: Runtime, level: str) -> None:
+    """After a memory saver's release, tables of slots, states and pages are zero, and page 0 of KV; no host wait."""
+    pool = HybridSlotPool(rt, 4, states=8, states_per_slot=2)
+    pages, by_page = (PagePool(rt, pool, 8, 4, max_tokens_per_request=16, name=name) for name in ("full", "swa"))
+    keys = rt.device_zeros((pages.location_capacity, 2), torch.bfloat16)
+    values = rt.device_zeros((by_page.num_pages + 1, 4), torch.float32)
+    pages.register_kv(keys)
+    by_page.register_kv(values)
+    tables = pool.table("a", (3,)), pool.table("b", row_zero="scratch"), pages.table("c", host=True), pool.state_table()
+    with levels.checks(level):
+        slots, cache = pool.take(3), PrefixCache(pages)
+        pages.extend(slots, 5)
+        pages.commit(slots, 5)
+        lease = pages.hold(slots.take([0]), 4)
+        cache.insert(slots.take([1]), ["key"])
+        gate = Gate()
+        pool.free(pool.take(1), after=gate)
+        for memory in (keys, values, *(table.memory for table in tables)):
+            memory.fill_(77)
+        refused(Code.SLOT_IN_FLIGHT, lambda: pool.clear(zero_memory=True))
+        assert keys[0, 0] == 77
+        gate.done = True
+        if level == "full":
+            refused(Code.SLOT_ZERO_DIRTY, pool.clear)
+        before = rt.counters.snapshot()
+        pool.clear(zero_memory=True)
+        assert (rt.counters - before).forced_syncs == 0
+        assert lease.released
+        assert not any(table.memory.any() for table in tables)
+        assert not keys[:4].any()
+        assert not values[:1].any()
+        assert (keys[4:] == 77).all()
+        again = pool.take(2)
+        pages.extend(again, 5)
+        pages.check_kv()
+        refused(Code.ROW_UNWRITTEN, lambda: tables[0].device_for(again))
+        pool.verify()
+        assert len(cache) == 0
 
 
 def test_capacity_counts_at_every_level(pool: SlotPool) -> None:

@@ -171,9 +171,9 @@ def test_ids_of_int32_come_from_a_field_of_int32(rt: Runtime) -> None:
 
 
 def test_refuses_declarations() -> None:
-    """A token array has a dtype that numpy has, one fill of it, and a shape."""
+    """A token array has a dtype that crosses, one fill of it, and a shape."""
     for error, arguments in (
-        (DtypeError, {"dtype": torch.bfloat16}),
+        (DtypeError, {"dtype": torch.complex64}),
         (ShapeError, {"shape": 2}),
         (ShapeError, {"fill": [1]}),
         (DtypeError, {"fill": 0.5}),

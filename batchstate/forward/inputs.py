@@ -5,7 +5,7 @@ that only the last forward knew: ids, and true lengths where the host has bounds
 may change it; the two sides of the batch stay what they are.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, final
 
@@ -15,12 +15,13 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import note_launch
-from batchstate._arrays import arange_per_row, put_rows, select_rows
+from batchstate._arrays import Array, arange_per_row, put_rows, select_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError
 from batchstate.forward.plan import NO_END, ForwardPlan, handles_of
-from batchstate.mirror import DeviceSide, Slots
+from batchstate.mirror import DeviceSide, Slots, rows_of
 from batchstate.runtime.base import Runtime
+from batchstate.runtime.memory import dtype_of_bits
 from batchstate.tables import Table
 from batchstate.violations import Where
 
@@ -99,11 +100,12 @@ class ForwardInputs:
         self.positions, self.query_start_loc, self.kv_lens = positions, query_start_loc, kv_lens
         self.last_token_indices, self.slot_mapping = last_token_indices, slot_mapping
 
-    def put(self, tensors: Mapping[str, torch.Tensor], token_arrays: Collection[str]) -> None:
+    def put(self, tensors: Mapping[str, torch.Tensor], token_arrays: Mapping[str, Array]) -> None:
         """For the library: further arrays of the plan, and others in place of those that are there."""
         for name in _ARRAYS.intersection(tensors):
             setattr(self, name, tensors[name])
-        self.arrays = {name: tensors[name] for name in token_arrays}
+        arrays = {name: (tensors[name], dtype_of_bits(array.dtype)) for name, array in token_arrays.items()}
+        self.arrays = {name: tensor if of is None else tensor.view(of) for name, (tensor, of) in arrays.items()}
 
     def __repr__(self) -> str:
         return f"ForwardInputs({self.plan!r})"
@@ -199,7 +201,7 @@ class ForwardInputs:
         positions, starts, kv_lens, last = (tensors[name] for name in _ALWAYS)
         source, mapping = Uploaded(plan, slots.device, sampled), tensors.get("slot_mapping")
         inputs = cls(source, known if plan.has_ids else None, positions, starts, kv_lens, last, mapping)
-        inputs.put({**tensors, **arrays}, arrays)
+        inputs.put({**tensors, **arrays}, {name: plan.token_arrays[name] for name in arrays})
         if gather is not None and plan.bounded and lengths is not None:
             true = gather((lengths,), relayed)
             inputs.correct_lengths(uploaded, true, relayed.device, width, req_to_token, put_in)
@@ -240,7 +242,7 @@ class ForwardInputs:
             mapping = runtime.inspect(self.slot_mapping)[: plan.num_tokens].astype(np.int64)
             invariants.mirror_equal(plan.locations_at(positions), mapping, **self._where("slot_mapping"))
         for name, array in self.arrays.items():
-            invariants.mirror_equal(plan.token_arrays[name], runtime.inspect(array), **self._where(name))
+            invariants.mirror_equal(plan.token_arrays[name], rows_of(runtime, array), **self._where(name))
         if self._ids is not None:
             ids = runtime.inspect(self._ids)
             invariants.sentinel_escaped(ids, **self._where("input_ids"))

@@ -37,7 +37,7 @@ from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Runtime
-from batchstate.runtime.memory import ReadyTensor
+from batchstate.runtime.memory import ReadyTensor, bits_dtype, dtype_of_bits
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
@@ -459,7 +459,9 @@ class ForwardPlan:
         numbers |= {"slots": self.slots.np, "generations": self.slots.generations}
         sent = [(0, numbers), (1, self.token_arrays), (2, self.extras)]
         arrays = [(group, name, array) for group, named in sent for name, array in named.items()]
-        header["arrays"] = [(group, name, str(array.dtype), array.shape) for group, name, array in arrays]
+        header["arrays"] = [
+            (group, name, str(dtype_of_bits(array.dtype) or array.dtype), array.shape) for group, name, array in arrays
+        ]
         data = json.dumps(header).encode() + b"\n" + b"".join(array.tobytes() for _, _, array in arrays)
         return _MAGIC + zlib.crc32(data).to_bytes(4) + data
 
@@ -492,6 +494,8 @@ class ForwardPlan:
         header, at = json.loads(text), 0
         groups: list[dict[str, Any]] = [{}, {}, {}]
         for group, name, dtype, shape in header.pop("arrays"):
+            bits_of = dtype.removeprefix("torch.")
+            dtype = np.dtype(dtype) if bits_of == dtype else bits_dtype(getattr(torch, bits_of))
             array = np.frombuffer(body, dtype, math.prod(shape), at).reshape(shape)
             groups[group][name], at = array.copy(), at + array.nbytes
         numbers, values, extras = groups

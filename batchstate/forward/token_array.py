@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import UNORDERED, Array, converted, shape_of
+from batchstate._arrays import UNORDERED, Array, carried, padding_row, shape_of
 from batchstate.errors import DtypeError, ShapeError, expected
 from batchstate.mirror import MirroredTensor
-from batchstate.runtime.memory import numpy_dtype
+from batchstate.runtime.memory import bits_dtype, host_dtype, numpy_dtype
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
@@ -27,13 +27,13 @@ class TokenArray:
 
     Args:
         rows: for each request its values `[query_len, *shape]`, or None where all of them are `fill`; None for all.
-        dtype: of the values; one that numpy has.
+        dtype: of the values. Those of bfloat16 and float8, which numpy lacks, are bits, integers of their size.
         shape: of the value of one token.
         fill: the value of the tokens of other requests, and of padding; zero of the dtype by default.
         non_negative: -1 among the values is a placeholder that has escaped (`SENTINEL_ESCAPED`, at `cheap`).
 
     Raises:
-        DtypeError: a dtype that numpy lacks.
+        DtypeError: a dtype that does not cross, or one that numpy lacks with `non_negative`.
         ShapeError, DtypeError, ArgumentError: `shape` is not a tuple or list of counts.
         ShapeError, DtypeError, ValueOverflowError: a fill that is not one number of the dtype.
     """
@@ -46,8 +46,9 @@ class TokenArray:
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "shape", shape_of(self.shape, "TokenArray"))
-        dtype = numpy_dtype(self.dtype)
-        if self.fill is not None and converted(self.fill, dtype, "TokenArray: fill").ndim:
+        if self.non_negative:
+            numpy_dtype(self.dtype)
+        if padding_row(self.fill, *host_dtype(self.dtype), "TokenArray: fill").ndim:
             raise ShapeError(f"TokenArray: fill is {self.fill!r}", self.fill, "pass one number")
 
     def __repr__(self) -> str:
@@ -59,7 +60,7 @@ class TokenArray:
         Entries of padded rows among the `num_rows` are dropped. Raises `ShapeError` unless there is an entry per
         request and a value per token, `DtypeError` and `ValueOverflowError` for other values.
         """
-        num_reqs, rows, dtype = len(query_lens), self.rows, numpy_dtype(self.dtype)
+        num_reqs, rows, (dtype, bits_of) = len(query_lens), self.rows, host_dtype(self.dtype)
         if rows is None:
             return [None] * num_reqs
         remedy = "pass a list with the values of each request, and None for those that have none here"
@@ -74,7 +75,7 @@ class TokenArray:
             if type(values) is np.ndarray and values.dtype is dtype and values.shape == (query, *self.shape):
                 arrays[row] = values  # it is copied when it is laid out
                 continue
-            array: Array = converted(values, dtype, f"{subject} of row {row}")
+            array: Array = carried(values, dtype, bits_of, f"{subject} of row {row}")
             if array.shape == (0,) and self.shape:
                 array = np.empty((0, *self.shape), dtype)  # an empty list knows no shape of a token
             if array.ndim == 0 or array.shape[1:] != self.shape:
@@ -95,7 +96,8 @@ class TokenArray:
         Raises as `values`, and SENTINEL_ESCAPED, at `cheap`, for placeholders among values that are never negative.
         """
         arrays = self.values(query_lens, num_rows, f"{where['object']}: {where['column']}")
-        laid: Array = np.full((size, *self.shape), self.fill or 0, dtype=numpy_dtype(self.dtype))
+        fill = padding_row(self.fill, *host_dtype(self.dtype), "TokenArray: fill")
+        laid: Array = np.full((size, *self.shape), fill, dtype=bits_dtype(self.dtype))
         if parts := [values for values in arrays if values is not None]:
             there = np.repeat([values is not None for values in arrays], query_lens)
             laid[: there.size][there] = np.concatenate(parts)

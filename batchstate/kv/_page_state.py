@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import SlotListener, TakenAt, check_of_pool, joined, new_pool_id
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from batchstate.kv._sharing import PageLease
     from batchstate.kv.prefix_cache import PrefixCache
     from batchstate.pools import SlotPool
+    from batchstate.tables import Table
 
 Ints = npt.NDArray[np.int64]
 
@@ -117,6 +119,7 @@ class PageHolders(SlotListener):
     Attributes:
         table: int32[capacity, width], the pages of each slot.
         leases: by id, those that are not released.
+        tables, kv: by page or location, and the KV memory that is registered.
         epochs, shares: see `PagePool`.
     """
 
@@ -125,6 +128,8 @@ class PageHolders(SlotListener):
         self.rows = self.core = rows
         self.table: npt.NDArray[np.int32] = rows.arrays["table"].reshape(-1, rows.width)
         self.leases: dict[int, PageLease] = {}
+        self.tables: list[Table] = []
+        self.kv: list[torch.Tensor] = []
         self.cache: PrefixCache | None = None
         self.epochs = Changes(slots.capacity, "pages")
         self.shares = Changes(slots.capacity, "holders of the pages")
@@ -320,6 +325,13 @@ class PageHolders(SlotListener):
         self.rows.sort_free()
         if self.cache is not None:
             self.cache._page_of.clear()
+
+    def zero_memory(self) -> None:
+        for table in self.tables:
+            table.zero()
+        for memory in self.kv:
+            page = memory[: 1 if len(memory) == self.rows.num_pages + 1 else self.rows.page_size]
+            self.runtime.launch(page.zero_, writes=(page,), name=f"{self.name}: zero page 0")
 
     # Checks
 

@@ -1,5 +1,6 @@
 """Checks of tensors and tables that are to go with a page pool: over its pages, the token table, maps, KV memory."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,7 +58,7 @@ def check_buffers(pool: "PagePool", buffers: tuple[torch.Tensor, ...]) -> None:
             raise ShapeError(f"{label} of shape {list(buffer.shape)}", tuple(buffer.shape), remedy)
 
 
-def check_page_zero(pool: "PagePool", buffers: tuple[torch.Tensor, ...], operation: str) -> None:
+def check_page_zero(pool: "PagePool", buffers: Sequence[torch.Tensor], operation: str) -> None:
     """Checks that page 0 of KV memory is finite."""
     for buffer in buffers:
         page = buffer[: pool.page_size if buffer.shape[0] == pool.location_capacity else 1]

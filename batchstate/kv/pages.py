@@ -29,7 +29,7 @@ from batchstate.mirror import Locations, MirroredTensor, Pages, Slots, lined_up
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
-from batchstate.tables import Table, TableWrite
+from batchstate.tables import RowZero, Table, TableWrite
 from batchstate.violations import Code
 
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
@@ -38,6 +38,7 @@ Ints = npt.NDArray[np.int64]
 
 LENGTH_ORDER = Code.LENGTH_ORDER
 _EXTENDED = LENGTH_ORDER, Code.SLOT_CONSERVATION
+_NO_TOKENS: Ints = np.empty(0, dtype=np.int64)
 
 
 @final
@@ -197,9 +198,9 @@ class PagePool(OfThisProcess):
             "location": PageSpace(self._holders, Locations, self.page_size),
             "page": PageSpace(self._holders, Pages, 1),
         }
-        self._tables: list[Table] = []
+        self._tables = self._holders.tables
         self._maps: list[tuple[Table, PagePool]] = []
-        self._kv: tuple[torch.Tensor, ...] = ()
+        self._kv = self._holders.kv
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
         self.writes = KVWrites(runtime, self._rows)  # for the library
@@ -336,12 +337,13 @@ class PagePool(OfThisProcess):
         holds: str | None = None,
         of: "PagePool | None" = None,
         host: bool = False,
+        row_zero: RowZero = "zero",
     ) -> Table:
         """A new zeroed table with one row of `shape` per location or per page, those of page 0 included.
 
-        Its rows are named by `Locations` or `Pages` of this pool. A page that is allocated anew has unwritten rows. The
-        dtype is one that numpy has too; `holds` is the index space of the values, if they are indices; with `host` they
-        are kept on the host too.
+        Its rows are named by `Locations` or `Pages` of this pool. A page that is allocated anew has unwritten rows.
+        `holds` is the index space of the values, if they are indices; with `host` they are kept on the host too.
+        `dtype` and `row_zero` are as for `SlotPool.table`.
 
         `of` is another page pool over the same slots, where the table maps each location to that of the same token
         there, as from all of KV memory to that of a sliding window. Locations of other pools are then refused, and at
@@ -352,7 +354,7 @@ class PagePool(OfThisProcess):
                 table is not by location, of one location each.
         """
         space, unit = self._space("table", by, holds, shape_of(shape, name), of)
-        return self._added(Table.new(space, name, shape, dtype, holds=unit, host=host), of)
+        return self._added(Table.new(space, name, shape, dtype, holds=unit, host=host, row_zero=row_zero), of)
 
     def adopt(
         self,
@@ -363,10 +365,11 @@ class PagePool(OfThisProcess):
         holds: str | None = None,
         of: "PagePool | None" = None,
         host: bool = False,
+        row_zero: RowZero = "zero",
     ) -> Table:
         """A table over an engine's own tensor; the rest as for `SlotPool.adopt` and `table`."""
         space, unit = self._space("adopt", by, holds, tuple(tensor.shape)[1:], of)
-        return self._added(Table.adopted(space, tensor, name, holds=unit, host=host), of)
+        return self._added(Table.adopted(space, tensor, name, holds=unit, host=host, row_zero=row_zero), of)
 
     def _space(
         self, operation: str, by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool | None"
@@ -395,7 +398,7 @@ class PagePool(OfThisProcess):
         """
         self.runtime.check_owner(f"{self.name}: register_kv")
         check_buffers(self, buffers)
-        self._kv += buffers
+        self._kv.extend(buffers)
 
     def check_kv(self, operation: str = "check_kv") -> None:
         """Checks, at `full`, that page 0 of the registered KV memory is finite (PAGE_ZERO_FINITE), on this stream."""
@@ -547,8 +550,13 @@ class PagePool(OfThisProcess):
             rows = slots._host_side()
             self._look(rows, *self._lengths(rows, numbers, adds), operation)
             self._holders.note(self._rows.next_pages(self._rows.needed))
+        extension = self._of_now(slots)
         self.transaction.operation = operation
-        laid = self._rows.extend(handles, numbers, adds, levels.cheap)
+        try:
+            laid = self._rows.extend(handles, numbers, adds, levels.cheap)
+        except MemoryError:  # for its array, which it makes before anything changes
+            self.transaction.operation = None
+            raise
         if levels.cheap:
             tally(times_checked, _EXTENDED)
         if type(laid) is int:
@@ -558,7 +566,7 @@ class PagePool(OfThisProcess):
             rows = slots._host_side()
             self._look(rows, *self._lengths(rows, numbers, adds), operation)
             raise unexplained(self._holders.label, operation, f"row {laid}")
-        return self._extension(slots, laid, operation)
+        return self._extended(extension, laid, operation)
 
     def _lengths(self, rows: Ints, numbers: int | Ints, adds: bool) -> tuple[Ints, Ints]:
         """Tokens of each row before and after, int64[n]."""
@@ -592,18 +600,23 @@ class PagePool(OfThisProcess):
             raise unexplained(holders.label, operation, f"row {row}")
         holders.explain_free(core.needed, operation)
 
-    def _extension(self, owners: Slots, laid: Ints, operation: str) -> Extension:
+    def _of_now(self, owners: Slots) -> Extension:
+        """An extension of no tokens yet. Where memory is short, making it fails before anything changes."""
+        epochs = self.epochs
+        return Extension(_NO_TOKENS, owners, self, Origin("extension", self.runtime.step, owners, epochs, epochs.last))
+
+    def _extended(self, extension: Extension, laid: Ints, operation: str) -> Extension:
         """Ends a change by which slots have more tokens, which are the extension: `laid` is int64[n + t + t]."""
         if self._rows.unplaced:
-            self._check_placed(laid[(laid.size + len(owners)) // 2 :], operation)
+            self._check_placed(laid[(laid.size + len(extension.owners)) // 2 :], operation)
+        extension._laid = laid
         self._done()
-        epochs = self.epochs
-        return Extension(laid, owners, self, Origin("extension", self.runtime.step, owners, epochs, epochs.last))
+        return extension
 
     def _extension_from_start(self, owners: Slots, rows: Ints, lengths: Ints, operation: str) -> Extension:
         """The same, of the first `lengths` int64[n] tokens of each."""
         positions, locations = self.lay(rows, 0 * lengths, lengths, operation)
-        return self._extension(owners, np.concatenate([lengths, positions, locations]), operation)
+        return self._extended(self._of_now(owners), np.concatenate([lengths, positions, locations]), operation)
 
     # Sharing
 
@@ -760,7 +773,7 @@ class PagePool(OfThisProcess):
         self._check_lengths(lengths, self._rows.arrays["accepted"][rows], operation, lengths_of.GUESSED)
 
     def guess(self, rows: Ints, accepted: Ints) -> None:
-        """Of the committed tokens at most so many, int64[n], are accepted: the others are guesses."""
+        """At most so many of the committed tokens, int64[n], are accepted: the others are guesses."""
         now = self._rows.arrays["accepted"]
         now[rows] = np.minimum(now[rows], accepted)
 

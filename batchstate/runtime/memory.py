@@ -25,8 +25,12 @@ Array = npt.NDArray[Any]
 
 _SHARED = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64"
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _SHARED.split()}
-BITS = {torch.bfloat16: torch.int16}
-"""Dtypes that numpy lacks, and the integers as which their bits lie on the host and cross to the device."""
+FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+BITS = {torch.bfloat16: torch.int16, **dict.fromkeys(FLOAT8, torch.uint8)}
+"""Dtypes that numpy lacks, and the integers as which their bits lie on the host and cross to the device.
+
+Zero has no bit set in any of them; `float8_e8m0fnu` has no zero.
+"""
 
 TORCH_DTYPES = {ours: theirs for theirs, ours in NUMPY_DTYPES.items()}
 
@@ -42,6 +46,24 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 def host_dtype(dtype: torch.dtype) -> tuple[np.dtype[Any], torch.dtype | None]:
     """Numpy's dtype in which values of `dtype` lie on the host, and `dtype` itself if that has their bits alone."""
     return numpy_dtype(BITS.get(dtype, dtype)), dtype if dtype in BITS else None
+
+
+def as_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a dtype that numpy has too: one that it lacks as integers of its size."""
+    if tensor.dtype in NUMPY_DTYPES:
+        return tensor
+    return tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.int16)
+
+
+def bits_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """`host_dtype`, which names `dtype` in its metadata if it has its bits alone: so `dtype_of_bits` finds it."""
+    ours, bits_of = host_dtype(dtype)
+    return ours if bits_of is None else np.dtype(ours, metadata={"bits_of": bits_of})
+
+
+def dtype_of_bits(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """The dtype of the values whose bits an array of `bits_dtype` has; None for numbers."""
+    return None if dtype.metadata is None else dtype.metadata.get("bits_of")
 
 
 def torch_dtype(dtype: npt.DTypeLike) -> torch.dtype:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from batchstate import PagePool, PoolExhaustedError, Runtime, SlotPool, Table, invariants
 from batchstate.kv.pages import PageStats
-from batchstate.mirror import Contract, MirroredTensor, Slots
+from batchstate.mirror import Contract, MirroredTensor, Slots, rows_of
 from batchstate.pools import SlotStats
 from batchstate.testing.fences import ManualFence
 from tests.selfcheck.machine import ShownByRepr, agree, agree_on, ask, disagree
@@ -95,7 +95,7 @@ def snapshot_slots(pool: SlotPool) -> object:
 def snapshot_table(table: Table) -> object:
     """Both sides of a table."""
     host = None if table.host_memory is None else table.host_memory.tobytes()
-    return host, table.runtime.inspect(table.memory).tobytes()
+    return host, rows_of(table.runtime, table.memory).tobytes()
 
 
 def snapshot_pages(pool: PagePool) -> object:

@@ -522,12 +522,13 @@ class BatchMachine(Machine):
         writes = [self.table.entry(rows.take(half), half % 2, new[half]) for half in halves if half.size]
         before = self.rt.counters.snapshot()
         with self.on(side):
-            extras = model.batch.upload(writes=writes, extras={"positions": new})
+            extras = model.batch.upload(writes=writes, extras={"positions": new, "chosen": model.batch.greedy})
         cost = self.rt.counters - before
         agree((1, 0), (cost.host_to_device_copies, cost.forced_syncs), "copies and forced syncs of an upload")
         if first:
             agree(int(bool(writes)), cost.device_operations, "device operations of an upload")
         agree_on(new, self.rt.inspect(extras["positions"]), "an extra array")
+        agree_on(model.batch.greedy.np, self.rt.inspect(extras["chosen"]), "an extra of the batch's rows")
         self.reached("table writes of one table joined", len(writes) > 1)
         self.look(model, side=side)
 

@@ -17,7 +17,7 @@ from batchstate._relay import DEVICE, HOST
 from batchstate._upload import Extras
 from batchstate.columns import mirrored, slot_column
 from batchstate.future_map import EntryState, FutureMap, Prefetched, RelayField, relay_field
-from batchstate.mirror import MirroredTensor, Slots
+from batchstate.mirror import MirroredTensor, Slots, rows_of
 from batchstate.runtime import Fence, Stream
 from batchstate.testing.fences import LateRuntime
 from tests.refusals import RELAY, RelayCase
@@ -264,7 +264,8 @@ class FutureMapMachine(Machine):
         pages = 2 * size * _MOST_TOKENS // _PAGE_SIZE
         self.pools = Pools.of(self.rt, size, pages=pages, page_size=_PAGE_SIZE, longest=_MOST_TOKENS)
         self.pool, self.table, self.pages = self.pools.slots, self.pools.table, self.pools.pages
-        self.pages.register_kv(self.rt.device_zeros((self.pages.location_capacity, 2), torch.float32, name="kv"))
+        self.kv = self.rt.device_zeros((self.pages.location_capacity, 2), torch.float32, name="kv")
+        self.pages.register_kv(self.kv)
         fields = declared(hidden, ragged=hidden is torch.bfloat16)
         self.relay = FutureMap(self.pool, fields)
         self.model = RelayModel(fields)
@@ -374,7 +375,8 @@ class FutureMapMachine(Machine):
         if among:
             return
         self.rt.synchronize()
-        self.pool.clear()
+        self.kv.fill_(float("nan"))  # as a memory saver leaves it
+        self.pool.clear(zero_memory=True)
         self.reached("cleared with an entry unread", any(self.model.unread(req, "token") for req in self.requests))
         for req in list(self.requests):
             self._left(req)
@@ -797,10 +799,10 @@ class FutureMapMachine(Machine):
         """A kind and a place in a grid for each token of a prompt; others have the kind 5, and lie at 0."""
         prompts = [part.prompt for part in parts]
         kinds = [None if ids is None else [token % 3 for token in ids] for ids in prompts]
-        grids = [None if ids is None else [[token, -token] for token in ids] for ids in prompts]
+        grids = [None if ids is None else np.array([[token, -token] for token in ids], np.int16) for ids in prompts]
         return {
             "kinds": TokenArray(kinds, torch.int32, fill=5, non_negative=True),
-            "grids": TokenArray(grids, torch.float32, (2,)),
+            "grids": TokenArray(grids, torch.bfloat16, (2,)),  # its bits
         }
 
     def _make_exact(self, requests: Sequence[RelayRequest]) -> None:
@@ -851,7 +853,7 @@ class FutureMapMachine(Machine):
             ("grids", [[0, 0] if token is None else [token, -token] for token in host_ids + unknown]),
         ):
             if shape.arrays:
-                agree(values, self.rt.inspect(inputs.arrays[name]).tolist(), f"{name} of a forward of {shape}")
+                agree(values, rows_of(self.rt, inputs.arrays[name]).tolist(), f"{name} of a forward of {shape}")
         sampled = [part.request.slot for part in parts if part.samples]
         agree(sampled, [slot for slot in inputs.sampled_slots.np.tolist() if slot], "sampled slots")
 

@@ -51,6 +51,7 @@ class PagePoolMachine(PagesMachine):
         "cleared with a lease and a request",
         "clearing behind a step in flight refused",
         "a guess held refused",
+        "memory that was lost begins anew",
     )
     MISUSES = refusals.PAGES
 
@@ -561,7 +562,15 @@ class PagePoolMachine(PagesMachine):
             self.reached("clearing behind a step in flight refused")
             self.refused(Code.SLOT_IN_FLIGHT, self.slots.clear)
         self.steps.complete(self.steps.depth)
-        self.slots.clear()
+        lost = bool(self.leases)
+        if lost:
+            for model in (self.by_location, self.by_page):
+                model.rows[...] = 0
+            tables = self.table, self.full_to_swa, self.swa_to_state, self.by_location.table, self.by_page.table
+            for table in tables:
+                table.memory.fill_(7)
+            self.reached("memory that was lost begins anew")
+        self.slots.clear(zero_memory=lost)
         self.cleared = True
         self.reached("cleared with a lease and a request", bool(self.leases and self.requests))
         self._left(list(self.requests))

@@ -12,11 +12,11 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, initialize, precondition, rule
 
-from batchstate import Batch, Code, HybridSlotPool, PagePool, slot_column
+from batchstate import Batch, Code, HybridSlotPool, PagePool, Violation, slot_column
 from batchstate.errors import ArgumentError, DtypeError, PoolExhaustedError, RowIndexError, ShapeError
-from batchstate.mirror import Handles, Slots
+from batchstate.mirror import Handles, Slots, rows_of
 from batchstate.pools import SlotPool, SlotStats
-from batchstate.runtime import numpy_dtype
+from batchstate.runtime import host_dtype
 from batchstate.tables import Table, TableRows, TableWrite
 from batchstate.testing.fences import ManualFence, ManualStream
 from tests import refusals
@@ -39,7 +39,7 @@ class TableModel:
 
     def __attrs_post_init__(self) -> None:
         memory = self.table.memory
-        self.rows = np.zeros(memory.shape, numpy_dtype(memory.dtype))
+        self.rows = np.zeros(memory.shape, host_dtype(memory.dtype)[0])
         self.written, self.writes = np.zeros((2, len(self.rows)), np.int64)
 
     def write(self, handles: Handles, positions: Ints | None, values: Any) -> None:
@@ -79,7 +79,7 @@ class PoolMachine(Machine):
             self.refused(Code.ROW_UNWRITTEN, lambda: model.table.device_for(padded))
         else:
             self.reached("rows read", len(handles) > 0)
-            values = self.rt.inspect(model.table.device_for(padded).index_select(0, padded.device))
+            values = rows_of(self.rt, model.table.device_for(padded).index_select(0, padded.device))
             agree_on(model.rows[padded.np], values, "rows that were read")
             if model.table.host_memory is not None:
                 agree_on(model.rows[handles.np], model.table.host_for(handles), "rows on the host")
@@ -400,10 +400,14 @@ class SlotMachine(PoolMachine):
             self._free(late, None)
         return slots
 
+    def lose_memory(self) -> None:
+        """The contents of all tables are lost, which the pool is about to zero."""
+
     @precondition(lambda self: not self.cleared)
     @rule(target=handles, n=st.integers(1, 3), behind=st.integers(0, 2))
     def clear_pool(self, n: int, behind: int) -> Slots:
         """The pool begins anew, once; while a slot waits for a step, that is refused."""
+        lost = n > 1
         self._free(self.live(behind), self.steps.record())
         if any(part.model.pending for part in self.parts):
             self.reached("clearing behind a step in flight refused")
@@ -412,7 +416,9 @@ class SlotMachine(PoolMachine):
         for part in self.parts:
             part.model.reap()
         late = self.live(len(self.model.live))
-        self.pool.clear()
+        if lost:
+            self.lose_memory()
+        self.pool.clear(zero_memory=lost)
         self.cleared = True
         for part in self.parts:
             part.model.release(sorted(part.model.live), None)
@@ -443,7 +449,7 @@ class Gathered:
     model: TableModel
     slots: Slots
     rows: TableRows
-    values: npt.NDArray[np.int32]
+    values: npt.NDArray[np.int16]
     writes: Ints
 
     def rewritten(self) -> bool:
@@ -451,7 +457,7 @@ class Gathered:
 
 
 class SlotPoolMachine(SlotMachine):
-    """A pool of slots, a table of its own, and one over a tensor of the engine. Not every request writes its rows."""
+    """A pool of slots, a table of its own, by bits, and one over a tensor of the engine; not all write their rows."""
 
     NAME = "slot_pool"
     TARGETS = (
@@ -463,6 +469,9 @@ class SlotPoolMachine(SlotMachine):
         "a batch of a request that left refused",
         "gathered rows used late",
         "gathered rows that were rewritten refused",
+        "a tensor with a dirty row 0 refused",
+        "padded rows write row 0",
+        "memory that was lost begins anew",
     )
 
     @initialize(size=st.integers(1, 5), reserve=st.integers(0, 2))
@@ -470,11 +479,20 @@ class SlotPoolMachine(SlotMachine):
         self.open()
         self.pool = SlotPool(self.rt, size, reserve=reserve)
         self.start()
-        tensor = self.rt.device_zeros((self.pool.capacity, _WIDTH), torch.int32)
+        tensor = self.rt.device_zeros((self.pool.capacity, _WIDTH), torch.int16)
+        dirty = reserve > 0
+        tensor[:1].fill_(7 * dirty)
+        try:
+            adopted = self.pool.adopt(tensor, "adopted", host=False)
+        except Violation as error:
+            agree((True, Code.SLOT_ZERO_DIRTY), (dirty, error.code), "a tensor that is refused")
+            self.reached("a tensor with a dirty row 0 refused")
+            adopted = self.pool.adopt(tensor.zero_(), "adopted", host=False)
         self.tables = [
-            TableModel(self.pool.table("table", (_WIDTH,), torch.int32, host=True)),
-            TableModel(self.pool.adopt(tensor, "adopted", host=False)),
+            TableModel(self.pool.table("table", (_WIDTH,), torch.bfloat16, host=True)),
+            TableModel(adopted),
         ]
+        self.counts = TableModel(self.pool.table("counts", (), torch.int32, row_zero="scratch"))
         self.gathered: list[Gathered] = []
         self.entries: list[tuple[TableModel, Slots, TableWrite]] = []  # that no upload has taken along yet
         self.joins = 0
@@ -484,22 +502,28 @@ class SlotPoolMachine(SlotMachine):
         self.joins += 1
         for model in self.tables[: self.joins % 4]:
             if self.joins % 2:
-                new = np.arange(slots.np.size * _WIDTH, dtype=np.int32).reshape(-1, _WIDTH)
+                new = np.arange(slots.np.size * _WIDTH, dtype=np.int16).reshape(-1, _WIDTH)
                 model.table.write(slots, None, new)
                 model.write(slots, None, new)
 
     def check(self) -> None:
         super().check()
         live = self.live(len(self.model.live))
-        for model in self.tables:
-            agree_on(model.rows, self.rt.inspect(model.table.memory), "a table")
+        for model in (*self.tables, self.counts):
+            agree_on(model.rows, rows_of(self.rt, model.table.memory), "a table")
             agree_on(model.written[live.np] == live.generations, model.table.written(live), "rows that are written")
 
     def snapshot(self) -> object:
-        return super().snapshot(), [snapshot_table(model.table) for model in self.tables]
+        return super().snapshot(), [snapshot_table(model.table) for model in (*self.tables, self.counts)]
 
     def _table(self, data: st.DataObject) -> TableModel:
         return self.tables[data.draw(st.integers(0, 1), label="table")]
+
+    def lose_memory(self) -> None:
+        self.reached("memory that was lost begins anew")
+        for model in (*self.tables, self.counts):
+            model.table.memory.fill_(7)
+            model.rows[...] = 0
 
     @rule(slots=SlotMachine.handles, data=st.data(), whole=st.booleans())
     def write(self, slots: Slots, data: st.DataObject, whole: bool) -> None:
@@ -507,12 +531,16 @@ class SlotPoolMachine(SlotMachine):
         drawn = data.draw(st.lists(st.integers(0, _WIDTH - 1), min_size=n, max_size=n), label="positions")
         places: Ints | None = None if whole else np.array(drawn, dtype=np.int64)
         size = (n, _WIDTH) if whole else (n,)
-        new = np.arange(1, int(np.prod(size)) + 1, dtype=np.int32).reshape(size)
+        new = np.arange(1, int(np.prod(size)) + 1, dtype=np.int16).reshape(size)
         if n:
-            beyond, zeros = np.full(n, _WIDTH), np.zeros(n, np.int32)
+            beyond, zeros = np.full(n, _WIDTH), np.zeros(n, np.int16)
             self.refused((RowIndexError, Code.SLOT_STALE_HANDLE), lambda: model.table.write(slots, beyond, zeros))
         foreign = self.foreign
-        self.refused(ArgumentError, lambda: model.table.write(foreign, [0], [1]), lambda: model.table.clear(foreign))
+        self.refused(
+            ArgumentError,
+            lambda: model.table.write(foreign, [0], np.ones(1, np.int16)),
+            lambda: model.table.clear(foreign),
+        )
         if not self.good(slots):
             self.reached("write through a stale handle refused")
             self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.write(slots, places, new))
@@ -526,6 +554,7 @@ class SlotPoolMachine(SlotMachine):
     def clear(self, slots: Slots, data: st.DataObject) -> None:
         """Rows of live slots become zero, or what a kernel of the engine writes."""
         if self.good(slots):
+            self._count(slots)
             model = self._table(data)
             if model.table.host_memory is None and data.draw(st.booleans(), label="by a kernel"):
                 model.table.memory.index_fill_(0, slots.device, 7)
@@ -534,6 +563,14 @@ class SlotPoolMachine(SlotMachine):
             else:
                 model.table.clear(slots)
                 model.write(slots, None, 0)
+
+    def _count(self, slots: Slots) -> None:
+        """A captured graph writes counts of its padded rows too."""
+        padded = slots.pad(len(slots) + 1)
+        self.counts.table.memory.index_fill_(0, padded.device, 7)
+        self.counts.table.note_write(padded)
+        self.counts.write(padded, None, 7)
+        self.reached("padded rows write row 0")
 
     @rule(slots=SlotMachine.handles, data=st.data())
     def read(self, slots: Slots, data: st.DataObject) -> None:
@@ -569,7 +606,7 @@ class SlotPoolMachine(SlotMachine):
             self.refused(Code.DERIVED_STALE, lambda: gathered.rows.device)
         else:
             self.reached("gathered rows used late")
-            agree_on(gathered.values, self.rt.inspect(gathered.rows.device), "gathered rows")
+            agree_on(gathered.values, rows_of(self.rt, gathered.rows.device), "gathered rows")
 
     @rule(slots=SlotMachine.handles, along=st.booleans())
     def upload(self, slots: Slots, along: bool) -> None:
@@ -655,6 +692,11 @@ class HybridMachine(SlotMachine):
             agree_on(states[live.np], self.pool.states_of(live, kind), f"{kind} states of the live slots")
             table = self.rt.inspect(self.pool.state_table(kind).memory)
             agree_on(states.astype(np.int32), table, f"the table of {kind} states")
+
+    def lose_memory(self) -> None:
+        for kind, states in self.states.items():
+            self.pool.state_table(kind).memory.fill_(7)
+            states[...] = 0
 
     def snapshot(self) -> object:
         return super().snapshot(), [snapshot_table(self.pool.state_table(kind)) for kind in self.states]
