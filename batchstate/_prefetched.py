@@ -90,6 +90,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
     _read: tuple[Stream, Fence] | None = None
     _rows: Sequence[torch.Tensor] | None = None
     _parts: Sequence[slice] | None = None
+    _counting: tuple[str, Callable[[], Array]] | None = None
 
     def __init__(
         self,
@@ -117,6 +118,10 @@ class Prefetched(Mapping[str, MirroredTensor]):
         """
         self._read, self._rows, self._parts = read, rows, parts
         return self
+
+    def counting(self, field: str, put_in: Callable[[], Array]) -> None:
+        """For the library: `field` has tokens accepted, of those that each request `put_in`, int64[n]."""
+        self._counting = field, put_in
 
     def __repr__(self) -> str:
         return f"Prefetched({', '.join(self._names)} of {self.num_reqs} requests)"
@@ -147,7 +152,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
         """Each field as an exact value, both sides from one read of the relay. Waits for that copy alone.
 
         Raises:
-            Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
+            Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, LENGTH_ORDER (see `PlannedStep.accept`), at
+                `cheap`.
         """
         if self._arrays is None:
             runtime, fields, _, _ = self._source
@@ -165,6 +171,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
                     if field.non_negative and not field.ragged:
                         where: Where = {**self._where, "column": name}
                         invariants.sentinel_escaped(array.reshape(-1), **where)
+                    if self._counting is not None and name == self._counting[0]:
+                        check_accepted(array, self._counting[1](), name, "resolve", self._download.step)
             self._arrays = arrays
             if self._rows is not None:
                 for name in self._names:
@@ -217,3 +225,15 @@ class Prefetched(Mapping[str, MirroredTensor]):
 def _numbers_of(slots: Callable[[], Slots]) -> tuple[Array, Array]:
     handles = slots()
     return handles.np, handles.generations
+
+
+def check_accepted(accepted: Array, put_in: Array, field: str, operation: str, step: int) -> None:
+    """LENGTH_ORDER: a request keeps between none and all of the tokens that it put in."""
+
+    def explain(accepted: int, put_in: int, most: int) -> tuple[str, str]:
+        problem = f"a request accepted {accepted} tokens of a step in which it put in {put_in}"
+        return problem, "accept 1 + the drafts that were right, counted per row of the requests that sample"
+
+    most = int(put_in.max(initial=0))
+    where: Where = {"object": "PlannedStep", "operation": operation, "column": field, "step": step}
+    invariants.length_order(accepted, put_in, most, explain=explain, **where)

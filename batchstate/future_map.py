@@ -60,6 +60,9 @@ _MOST_IN_RECORD = 256
 there a copy of the values into one piece costs more than a launch."""
 
 
+_ON_DEVICE = torch.Tensor, MirroredTensor
+
+
 class Run(NamedTuple):
     """Fields that lie side by side, their name in reports, and their memory [capacity, ...]."""
 
@@ -84,6 +87,7 @@ class FutureMap(OfThisProcess):
         self.runtime = slots.runtime
         self.name = name
         self._fields = dict(fields)
+        self._published = dict(fields)  # but for those that steps publish by `accept`
         if not fields:
             remedy = "pass a mapping, such as {'last_token': relay_field(torch.int64)}"
             raise DeclarationError(f"{name}: expected fields by name, got none", fields, remedy)
@@ -157,6 +161,7 @@ class FutureMap(OfThisProcess):
                 device side is published; or host values, as a list or an array `[n, *shape]`.
 
         Raises:
+            DeclarationError: device values of a field that follows from what steps accept; see `PlannedStep.accept`.
             Violation: SENTINEL_ESCAPED: a negative host value in a field that has none. FUTURE_UNREAD_OVERWRITTEN,
                 FUTURE_ORDER, DERIVED_STALE (a mirrored value whose rows are of other requests), at `cheap`. Nothing was
                 published.
@@ -178,10 +183,11 @@ class FutureMap(OfThisProcess):
         others: dict[str, torch.Tensor | MirroredTensor] = {}
         host: dict[str, Array] = {}
         for name, value in values.items():
-            field = self._fields.get(name)
+            field = self._published.get(name)
             if field is None:
                 self._check_call((name,), "publish")
-            elif (
+                field = self._derived(name, value, publishing)
+            if (
                 type(value) is torch.Tensor
                 and value.dtype is field.dtype
                 and value.shape == (n, *field.shape)
@@ -190,7 +196,7 @@ class FutureMap(OfThisProcess):
                 and not value.requires_grad
             ):
                 tensors[name] = value
-            elif isinstance(value, (torch.Tensor, MirroredTensor)):
+            elif isinstance(value, _ON_DEVICE):
                 self._check_device_values(name, value, (n, publishing.num_rows), publishing.handles)
                 others[name] = value
             else:
@@ -498,6 +504,33 @@ class FutureMap(OfThisProcess):
 
     # For `StepPlanner`, besides `publish_for`, `put`, `gathering`, `check_gathered` and `flat_ids`
 
+    def derive(self, lengths: str, accepted: str) -> None:
+        """From now on forwards publish these fields by `PlannedStep.accept` alone."""
+        for name in (lengths, accepted):
+            self.check_lengths_field(name)
+            self._published.pop(name, None)
+
+    def _derived(self, name: str, value: object, publishing: Publishing) -> RelayField:
+        """A field that follows from what steps accept: the host may publish that of requests that arrive."""
+        if isinstance(value, _ON_DEVICE) or not isinstance(publishing, LiveSlots):
+            problem = f"{self.name}: publish of {name!r}, which follows from the tokens that a step accepts"
+            raise DeclarationError(problem, name, "pass these to `PlannedStep.accept`; it returns the lengths")
+        return self._fields[name]
+
+    def live_values(self, name: str, value: torch.Tensor, publishing: Publishing) -> torch.Tensor:
+        """Checked device values of a field for the live rows."""
+        self._check_device_values(name, value, (publishing.requests.n, publishing.num_rows), publishing.handles)
+        return _live_rows(value, publishing.requests.n)
+
+    def put_accepted(self, publishing: Publishing, values: Mapping[str, torch.Tensor]) -> None:
+        """Publishes what a step has accepted, and the lengths that follow, on the current stream."""
+        requests, stream = publishing.requests, self.runtime.current_stream
+        numbers = self._entries.check_overwrite(requests, tuple(values), stream)
+        if requests.n:
+            self.put(requests, stream, publishing.index(stream), values, numbers)
+            if levels.full:
+                self.check("publish")
+
     def id_widths(self, names: Sequence[str], dtype: torch.dtype) -> tuple[int, list[int]]:
         """The fewest ids of a request in these fields of ids of `dtype`, and the most in each."""
         for name in names:
@@ -517,11 +550,13 @@ class FutureMap(OfThisProcess):
     def first_values(self, values: Mapping[str, object], n: int) -> dict[str, Array]:
         """Checked host values of n requests that join."""
         self._check_call(values, "publish")
+        first = {}
         for name, value in values.items():
-            if isinstance(value, (torch.Tensor, MirroredTensor)):
+            if isinstance(value, _ON_DEVICE):
                 problem = f"{self.name}: {name!r} from the device, with the copy of a step"
                 raise ArgumentError(problem, name, "publish what a forward has made with `publish`")
-        return {name: self.host_values(name, value, (n, n)) for name, value in values.items()}
+            first[name] = self.host_values(name, value, (n, n))
+        return first
 
     def check_first(self, requests: Requests, names: Iterable[str], stream: Stream) -> Numbers | None:
         """The publishes that those of requests that join come behind, for `put`."""
