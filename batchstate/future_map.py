@@ -24,8 +24,9 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import carried, check_dense, put_rows, select_rows, shape_of
+from batchstate._arrays import carried, check_dense, padding_row, put_rows, select_rows, shape_of
 from batchstate._core import Entries, Requests
+from batchstate._graph_publish import GraphPublish, put_unpadded
 from batchstate._prefetched import LiveSlots, Prefetched, Publishing, Source, unpadded
 from batchstate._relay import DEVICE, HOST, READERS, EntryState, Numbers, RelayEntries, Use
 from batchstate._relay_field import RelayField, relay_field
@@ -51,7 +52,7 @@ from batchstate.runtime.base import Download, OfThisProcess, Stream
 from batchstate.runtime.memory import NUMPY_DTYPES, host_dtype
 from batchstate.tables import Table
 
-__all__ = ["EntryState", "FutureMap", "Prefetched", "RelayField", "relay_field"]
+__all__ = ["EntryState", "FutureMap", "GraphPublish", "Prefetched", "RelayField", "relay_field"]
 
 Array = npt.NDArray[Any]
 
@@ -94,13 +95,17 @@ class FutureMap(OfThisProcess):
         capacity, entries = slots.capacity, {}
         for field, declared in self._fields.items():
             shape_of(declared.shape, f"{name}: {field}", rows=capacity)
-            entries[field] = Entries(declared.readers, declared.must_read, capacity)
-        self._record: torch.Tensor  # uint8[capacity, nbytes], the entries of all small fields, if there are several
+            readers = declared.readers if declared.stale is None else 0  # none takes an entry that may be stale
+            entries[field] = Entries(readers, declared.must_read, capacity)
+        self._record: torch.Tensor  # uint8[rows, nbytes], the entries of all small fields, if there are several
         self._places: dict[str, slice] = {}  # of these in it
-        self._memory = self._allocated(capacity)
+        self._rows = self._allocated(capacity + 1)  # and one for padded rows of graphs, which nobody reads
+        with torch.inference_mode(False):  # a view made in inference mode can be written there alone
+            self._memory = {field: memory[:capacity] for field, memory in self._rows.items()}
         self._source = Source(self.runtime, self._fields, repr(self), slots.pool_id)
         self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=self._source.label)
         self._transaction = slots.transaction
+        self.replaying = False  # for `GraphPublish`
         self._runs_of: dict[tuple[str, ...], list[Run]] = {}
         self._private = self.runtime.stream(f"{name}: to the host")
         slots.add_listener(self._entries)
@@ -112,8 +117,8 @@ class FutureMap(OfThisProcess):
     def __repr__(self) -> str:
         return f"FutureMap({self.name!r}, {', '.join(self._fields)})"
 
-    def _allocated(self, capacity: int) -> dict[str, torch.Tensor]:
-        """The memory of each field [capacity, *shape]. Entries of small ones lie side by side in a record per slot."""
+    def _allocated(self, rows: int) -> dict[str, torch.Tensor]:
+        """The memory of each field [rows, *shape]. Entries of small ones lie side by side in a record per slot."""
         small = {name: field for name, field in self._fields.items() if 0 < field.nbytes <= _MOST_IN_RECORD}
         memory = {}
         if len(small) > 1:
@@ -123,13 +128,13 @@ class FutureMap(OfThisProcess):
                 end += small[name].nbytes
             width = end + -end % max(field.dtype.itemsize for field in small.values())
             named = f"{self.name}: {', '.join(self._places)}"
-            self._record = record = self.runtime.device_zeros((capacity, width), torch.uint8, name=named)
-            with torch.inference_mode(False):  # a view made in inference mode can be written there alone
+            self._record = record = self.runtime.device_zeros((rows, width), torch.uint8, name=named)
+            with torch.inference_mode(False):
                 for name, part in self._places.items():
-                    memory[name] = record[:, part].view(small[name].dtype).view(capacity, *small[name].shape)
+                    memory[name] = record[:, part].view(small[name].dtype).view(rows, *small[name].shape)
         for name, field in self._fields.items():
             if name not in memory:
-                shape = capacity, *field.shape
+                shape = rows, *field.shape
                 memory[name] = self.runtime.device_zeros(shape, field.dtype, name=f"{self.name}: {name}")
         return memory
 
@@ -224,6 +229,44 @@ class FutureMap(OfThisProcess):
         if download is None:
             return self.prefetch(publishing.handles(), *results) if results else None
         return Prefetched(self._source, results, n, publishing.handles, download, (publish,))
+
+    def publish_in_graph(self, slots: torch.Tensor, /, **values: torch.Tensor) -> GraphPublish:
+        """Makes a publish part of a graph, where that is captured: a launch for each field.
+
+        What is noted of a publish is noted by the `replay` of what this returns. Rows of slot 0 are padding. Outside of
+        a capture, in a run that warms up, nothing is written, but for the `replay` of a device without graphs, which is
+        the function that calls this.
+
+        Args:
+            slots: at a fixed address, int64[rows]: such as the column of `StaticBuffers`.
+            **values: field -> device tensor `[rows, *shape]`, made in the graph.
+
+        Raises as `publish` for values that do not go into their fields.
+        """
+        self._check_call(values, "publish_in_graph", launches=False)
+        rows = slots.shape[0]
+        for name, value in values.items():
+            if name not in self._published:
+                self._derived(name, value, None)
+            self._check_device_values(name, value, (rows, rows), None)
+        if self.runtime.capturing or self.replaying:
+            for name, value in values.items():
+                memory, label = self._rows[name], f"{self.name}: {name}"
+                arguments = memory, slots, value.detach()
+                self.runtime.launch(
+                    put_unpadded, *arguments, reads=arguments[1:], writes=(memory,), name=label, operations=3
+                )
+        return GraphPublish(self, tuple(values), slots)
+
+    def check_replay(self, slots: Slots, fields: tuple[str, ...]) -> tuple[Requests, Stream]:
+        """For `GraphPublish`: its requests, which may publish; the current stream comes behind all that was."""
+        self._check_call(fields, "replay")
+        requests, stream = self._live(slots, "replay")[1], self.runtime.current_stream
+        numbers = self._entries.check_overwrite(requests, fields, stream)
+        self._entries.come_behind(numbers, stream, "publish", to_write=True)
+        for name in fields:
+            self._memory_of(name, stream)
+        return requests, stream
 
     def host_values(self, name: str, value: object, num_rows: tuple[int, int]) -> Array:
         """Checked values of a field for its live rows, as they cross. An array may be the caller's own.
@@ -325,12 +368,24 @@ class FutureMap(OfThisProcess):
         """
         fields = (field,)
         self._check_call(fields, "gather", DEVICE)
-        _, requests = self._live(slots, "gather")
+        live, requests = self._live(slots, "gather")
         stream = self.runtime.current_stream
+        self._fill_in(live, fields)
         numbers = self._entries.check_read(requests, fields, DEVICE, stream, "gather")
         values = self._gathered(numbers, fields, slots, stream)
         self._entries.take(requests, fields, DEVICE)
         return values
+
+    def _fill_in(self, slots: Slots, fields: Sequence[str]) -> None:
+        """Publishes the value of a field that may be stale for those requests that have no entry of their own."""
+        for name in fields:
+            field = self._fields[name]
+            if field.stale is not None:
+                there = self._entries.fields[name].arrays["generation"][slots.np] == slots.generations
+                if not there.all():
+                    row = padding_row(field.stale, *host_dtype(field.dtype), self.name)
+                    missing = slots.filter(~there)
+                    self.publish(missing, **{name: np.full((len(missing), *field.shape), row)})
 
     def _gathered(self, numbers: Numbers | None, fields: Sequence[str], slots: Slots, stream: Stream) -> torch.Tensor:
         """Launches and notes a gather of checked entries on `stream`, the current one."""
@@ -387,6 +442,7 @@ class FutureMap(OfThisProcess):
             problem = f"{self.name}: prefetch of {fields}"
             raise DeclarationError(problem, fields, "name each field once, and at least one")
         live, requests = self._live(slots, "prefetch")
+        self._fill_in(live, fields)
         entries, stream = self._entries, self._private
         numbers = entries.check_read(requests, fields, HOST, stream, "prefetch")
         with self.runtime.use(stream):
@@ -510,7 +566,7 @@ class FutureMap(OfThisProcess):
             self.check_lengths_field(name)
             self._published.pop(name, None)
 
-    def _derived(self, name: str, value: object, publishing: Publishing) -> RelayField:
+    def _derived(self, name: str, value: object, publishing: Publishing | None) -> RelayField:
         """A field that follows from what steps accept: the host may publish that of requests that arrive."""
         if isinstance(value, _ON_DEVICE) or not isinstance(publishing, LiveSlots):
             problem = f"{self.name}: publish of {name!r}, which follows from the tokens that a step accepts"
@@ -598,7 +654,7 @@ class FutureMap(OfThisProcess):
         if launches and self.runtime.capturing:
             raise CaptureError(
                 f"{self.name}: {operation} while the stream is captured: replays would bypass the relay's bookkeeping",
-                remedy="gather before the replay, into the graph's inputs, and publish its outputs after it",
+                remedy="gather before the replay, into the graph's inputs; publish after it, or `publish_in_graph`",
             )
         for name in fields:
             field = self._fields.get(name)
@@ -610,12 +666,16 @@ class FutureMap(OfThisProcess):
                 raise DeclarationError(problem, name, "declare the field with read_by='both'")
 
     def _check_device_values(
-        self, name: str, value: torch.Tensor | MirroredTensor, num_rows: tuple[int, int], handles: Callable[[], Slots]
+        self,
+        name: str,
+        value: torch.Tensor | MirroredTensor,
+        num_rows: tuple[int, int],
+        handles: Callable[[], Slots] | None,
     ) -> None:
         """Refuses values that do not go into a field. Does not touch the device: a mirrored value may have none yet."""
         subject, field, device = f"{self.name}: publish of {name!r}", self._fields[name], self.runtime.device
         if isinstance(value, MirroredTensor):
-            if value.row_set is not None:
+            if value.row_set is not None and handles is not None:
                 handles().row_set.check_same(value.row_set, value, **self._entries.where("publish", name))
             if value.runtime is not self.runtime:
                 raise another_runtime(subject, value)
@@ -654,7 +714,7 @@ class FutureMap(OfThisProcess):
         )
 
     def _part_of_record(self, fields: Sequence[str]) -> torch.Tensor:
-        """The bytes [capacity, nbytes] of the record from the first of these fields to the last, as `_memory_of`."""
+        """The bytes [rows, nbytes] of the record from the first of these fields to the last, as `_memory_of`."""
         self._memory_of(fields[0])
         places = [self._places[field] for field in fields]
         return self._record[:, min(place.start for place in places) : max(place.stop for place in places)]
@@ -718,3 +778,7 @@ def _check_numbers(
     if len(field.shape) > ndim:
         remedy = f"the {kind} of a request are {'one number, or one row of them' if ndim else 'one number'}"
         raise DeclarationError(f"{subject} of {list(field.shape)}", field.shape, remedy)
+    if field.stale is not None:
+        raise DeclarationError(
+            f"{subject}, which may be stale", field.stale, f"declare a field of their own for {kind}"
+        )

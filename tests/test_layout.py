@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),
     "forward inputs": ("_step_tokens", "forward"),
-    "relay": ("_relay", "_relay_field", "_prefetched", "future_map"),
+    "relay": ("_relay", "_relay_field", "_prefetched", "_graph_publish", "future_map"),
     "steps": ("_step_arguments", "_step_memory", "_planned_step", "step"),
     "transport": ("transport",),
     "watch": ("watch",),
