@@ -230,7 +230,7 @@ class FutureMap(OfThisProcess):
             return self.prefetch(publishing.handles(), *results) if results else None
         return Prefetched(self._source, results, n, publishing.handles, download, (publish,))
 
-    def publish_in_graph(self, slots: torch.Tensor, /, **values: torch.Tensor) -> GraphPublish:
+    def publish_in_graph(self, index: torch.Tensor, /, **values: torch.Tensor) -> GraphPublish:
         """Makes a publish part of a graph, where that is captured: a launch for each field.
 
         What is noted of a publish is noted by the `replay` of what this returns. Rows of slot 0 are padding. Outside of
@@ -238,13 +238,13 @@ class FutureMap(OfThisProcess):
         the function that calls this.
 
         Args:
-            slots: at a fixed address, int64[rows]: such as the column of `StaticBuffers`.
+            index: slots, int64[rows], at a fixed address: such as the column of `StaticBuffers`.
             **values: field -> device tensor `[rows, *shape]`, made in the graph.
 
         Raises as `publish` for values that do not go into their fields.
         """
         self._check_call(values, "publish_in_graph", launches=False)
-        rows = slots.shape[0]
+        rows = index.shape[0]
         for name, value in values.items():
             if name not in self._published:
                 self._derived(name, value, None)
@@ -252,14 +252,14 @@ class FutureMap(OfThisProcess):
         if self.runtime.capturing or self.replaying:
             for name, value in values.items():
                 memory, label = self._rows[name], f"{self.name}: {name}"
-                arguments = memory, slots, value.detach()
+                arguments = memory, index, value.detach()
                 self.runtime.launch(
                     put_unpadded, *arguments, reads=arguments[1:], writes=(memory,), name=label, operations=3
                 )
-        return GraphPublish(self, tuple(values), slots)
+        return GraphPublish(self, tuple(values), index)
 
     def check_replay(self, slots: Slots, fields: tuple[str, ...]) -> tuple[Requests, Stream]:
-        """For `GraphPublish`: its requests, which may publish; the current stream comes behind all that was."""
+        """The requests of a replay, which may publish; the current stream comes behind uses before. For the library."""
         self._check_call(fields, "replay")
         requests, stream = self._live(slots, "replay")[1], self.runtime.current_stream
         numbers = self._entries.check_overwrite(requests, fields, stream)
