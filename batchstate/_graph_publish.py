@@ -41,22 +41,26 @@ class GraphPublish:
         If `replay` raises, the entries are unwritten: nobody knows what the graph has written.
         """
         relay, fields = self._relay, self._fields
-        requests, stream = relay.check_replay(slots, fields)
+        relay._check_call(fields, "replay")
+        requests, stream, entries = relay._live(slots, "replay")[1], relay.runtime.current_stream, relay._entries
+        entries.come_behind(entries.check_overwrite(requests, fields, stream), stream, "publish", to_write=True)
+        for name in fields:
+            relay._memory_of(name, stream)
         rows = requests.handles()[0]
         if levels.full:
             wanted = np.zeros(self._index.shape[0], dtype=np.int64)
             wanted[: rows.size] = rows
             held = relay.runtime.inspect(self._index).astype(np.int64)
-            invariants.mirror_equal(wanted, held, **relay._entries.where("replay", "slots of the graph"))
+            invariants.mirror_equal(wanted, held, **entries.where("replay", "slots of the graph"))
         try:
             relay.replaying = True
             returned = replay()
         except Exception:
-            relay._entries.mark_failed(requests, fields, relay.runtime.record(stream), stream)
+            entries.mark_failed(requests, fields, relay.runtime.record(stream), stream)
             raise
         finally:
             relay.replaying = False
-        relay._entries.publish(requests, fields, relay.runtime.record(stream), stream)
+        entries.publish(requests, fields, relay.runtime.record(stream), stream)
         if levels.full:
             relay.check("replay")
         return returned

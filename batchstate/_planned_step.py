@@ -10,7 +10,7 @@ from batchstate import levels
 from batchstate._arrays import Array, read_only
 from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
-from batchstate._prefetched import Prefetched, check_accepted
+from batchstate._prefetched import Prefetched
 from batchstate._relay import DEVICE
 from batchstate._rows import RowState
 from batchstate._step_arguments import NO_FURTHER, Declared, Further
@@ -93,6 +93,7 @@ class PlannedStep:
     _sampled: Sampled | None = None
     _results: Prefetched | None = None
     _before: ReadyTensor | None = None
+    _accepted = False
     _used = False
     _places = NO_PLACES
     extras = NO_EXTRAS
@@ -458,9 +459,14 @@ class PlannedStep:
         times_checked[STALE_HANDLE] += 1
         if declared.slots.first_not_held(requests) >= 0:
             declared.pages.slots.check_rows(*requests.handles(), "publish")
-        results = self._results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
-        if declared.accepted is not None and results is not None:
-            results.counting(declared.accepted, self._put_in)
+        if declared.accepted is None:
+            self._results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
+            return
+        if requests.n and not self._accepted:
+            raise ArgumentError(f"{self!r}: publish, and nothing is accepted", self, "call `accept` before")
+        self._results = results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
+        if results is not None:
+            results.counting = declared.accepted, self._put_in
 
     def accept(self, tokens: torch.Tensor) -> torch.Tensor:
         """Says how many tokens of the step each request keeps, and publishes that and its length, which follows.
@@ -479,23 +485,18 @@ class PlannedStep:
             Violation: LENGTH_ORDER: a request keeps fewer than 0 or more than it put in: here at `full`, and at `cheap`
                 when the results land. Else as `FutureMap.publish`. Nothing was published.
         """
-        declared, sampled, runtime, before = self._declared, self._sampling, self._declared.runtime, self._before
-        relay, lengths, field = declared.relay, declared.lengths, declared.accepted
-        if relay is None or lengths is None or field is None or before is None:
+        declared, sampled, runtime = self._declared, self._sampling, self._declared.runtime
+        relay, before, names = declared.relay, self._before, (declared.accepted, declared.lengths)
+        if relay is None or before is None:
             remedy = "declare StepPlanner(lengths=..., accepted=...), and call `inputs` first, at forward entry"
             raise ArgumentError(f"{self!r}: accept without lengths to start from", self, remedy)
         declared.transaction.enter("accept")
         if runtime.capturing:
             runtime.refuse_capture("publishing what a step has found")
         declared.pages.slots.check_rows(*sampled.requests.handles(), "accept")
-        tokens = relay.live_values(field, tokens, sampled)
-        if levels.full:
-            check_accepted(runtime.inspect(tokens), self._put_in(), field, "accept", runtime.step)
-        start, dtype = before.on_current_stream(runtime), relay.fields[lengths].dtype
-        true: torch.Tensor = runtime.launch(
-            _lengths, start, tokens, dtype, reads=(start, tokens), name="true lengths", operations=4
-        )
-        relay.put_accepted(sampled, {field: tokens, lengths: true})
+        start: Any = before.on_current_stream(runtime)
+        true = relay.put_accepted(sampled, names, tokens, start, self._put_in())  # type: ignore[arg-type]
+        self._accepted = True
         return true
 
     def _put_in(self) -> Ints:
@@ -523,7 +524,3 @@ def _put_in(kv_lens: torch.Tensor, starts: torch.Tensor, last: torch.Tensor, eve
         return torch.stack([before[:everyone], queries[:everyone]])
     rows = torch.searchsorted(starts[1:], last.to(starts.dtype), right=True)  # the first that ends behind its token
     return torch.stack([before, queries]).index_select(1, rows)
-
-
-def _lengths(start: torch.Tensor, accepted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (start[0] + torch.minimum(accepted.clamp(min=0), start[1])).to(dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol, Self, final
+from typing import Any, NamedTuple, Protocol, Self, Unpack, final
 
 import attrs
 import numpy as np
@@ -90,7 +90,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
     _read: tuple[Stream, Fence] | None = None
     _rows: Sequence[torch.Tensor] | None = None
     _parts: Sequence[slice] | None = None
-    _counting: tuple[str, Callable[[], Array]] | None = None
+    counting: tuple[str, Callable[[], Array]] | None = None  # of tokens accepted: the field, and those put in, int64[n]
 
     def __init__(
         self,
@@ -118,10 +118,6 @@ class Prefetched(Mapping[str, MirroredTensor]):
         """
         self._read, self._rows, self._parts = read, rows, parts
         return self
-
-    def counting(self, field: str, put_in: Callable[[], Array]) -> None:
-        """For the library: `field` has tokens accepted, of those that each request `put_in`, int64[n]."""
-        self._counting = field, put_in
 
     def __repr__(self) -> str:
         return f"Prefetched({', '.join(self._names)} of {self.num_reqs} requests)"
@@ -171,8 +167,9 @@ class Prefetched(Mapping[str, MirroredTensor]):
                     if field.non_negative and not field.ragged:
                         where: Where = {**self._where, "column": name}
                         invariants.sentinel_escaped(array.reshape(-1), **where)
-                    if self._counting is not None and name == self._counting[0]:
-                        check_accepted(array, self._counting[1](), name, "resolve", self._download.step)
+                    if self.counting is not None and name == self.counting[0]:
+                        of_field: Where = {**self._where, "column": name}
+                        check_accepted(array, self.counting[1](), **of_field)
             self._arrays = arrays
             if self._rows is not None:
                 for name in self._names:
@@ -227,13 +224,11 @@ def _numbers_of(slots: Callable[[], Slots]) -> tuple[Array, Array]:
     return handles.np, handles.generations
 
 
-def check_accepted(accepted: Array, put_in: Array, field: str, operation: str, step: int) -> None:
+def check_accepted(accepted: Array, put_in: Array, **where: Unpack[Where]) -> None:
     """LENGTH_ORDER: a request keeps between none and all of the tokens that it put in."""
 
     def explain(accepted: int, put_in: int, most: int) -> tuple[str, str]:
         problem = f"a request accepted {accepted} tokens of a step in which it put in {put_in}"
         return problem, "accept 1 + the drafts that were right, counted per row of the requests that sample"
 
-    most = int(put_in.max(initial=0))
-    where: Where = {"object": "PlannedStep", "operation": operation, "column": field, "step": step}
-    invariants.length_order(accepted, put_in, most, explain=explain, **where)
+    invariants.length_order(accepted, put_in, int(put_in.max(initial=0)), explain=explain, **where)

@@ -76,7 +76,9 @@ class Declared:
         put(slots=pages.slots._allocator.core, runtime=pages.runtime, transaction=pages.slots.transaction)
         put(read=self.ids if self.lengths is None else (*self.ids, self.lengths))
         if relay is not None and self.lengths is not None:
-            relay.derive(self.lengths, str(self.accepted))
+            for name in (self.lengths, str(self.accepted)):
+                relay.check_lengths_field(name)
+                relay._published.pop(name, None)
         if relay is not None and self.ids:
             least, widths = relay.id_widths(self.ids, self.id_dtype)
             lying = relay.flat_ids(self.ids)

@@ -27,7 +27,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import carried, check_dense, padding_row, put_rows, select_rows, shape_of
 from batchstate._core import Entries, Requests
 from batchstate._graph_publish import GraphPublish, put_unpadded
-from batchstate._prefetched import LiveSlots, Prefetched, Publishing, Source, unpadded
+from batchstate._prefetched import LiveSlots, Prefetched, Publishing, Source, check_accepted, unpadded
 from batchstate._relay import DEVICE, HOST, READERS, EntryState, Numbers, RelayEntries, Use
 from batchstate._relay_field import RelayField, relay_field
 from batchstate._upload import Extras
@@ -257,16 +257,6 @@ class FutureMap(OfThisProcess):
                     put_unpadded, *arguments, reads=arguments[1:], writes=(memory,), name=label, operations=3
                 )
         return GraphPublish(self, tuple(values), index)
-
-    def check_replay(self, slots: Slots, fields: tuple[str, ...]) -> tuple[Requests, Stream]:
-        """The requests of a replay, which may publish; the current stream comes behind uses before. For the library."""
-        self._check_call(fields, "replay")
-        requests, stream = self._live(slots, "replay")[1], self.runtime.current_stream
-        numbers = self._entries.check_overwrite(requests, fields, stream)
-        self._entries.come_behind(numbers, stream, "publish", to_write=True)
-        for name in fields:
-            self._memory_of(name, stream)
-        return requests, stream
 
     def host_values(self, name: str, value: object, num_rows: tuple[int, int]) -> Array:
         """Checked values of a field for its live rows, as they cross. An array may be the caller's own.
@@ -560,12 +550,6 @@ class FutureMap(OfThisProcess):
 
     # For `StepPlanner`, besides `publish_for`, `put`, `gathering`, `check_gathered` and `flat_ids`
 
-    def derive(self, lengths: str, accepted: str) -> None:
-        """From now on forwards publish these fields by `PlannedStep.accept` alone."""
-        for name in (lengths, accepted):
-            self.check_lengths_field(name)
-            self._published.pop(name, None)
-
     def _derived(self, name: str, value: object, publishing: Publishing | None) -> RelayField:
         """A field that follows from what steps accept: the host may publish that of requests that arrive."""
         if isinstance(value, _ON_DEVICE) or not isinstance(publishing, LiveSlots):
@@ -573,19 +557,27 @@ class FutureMap(OfThisProcess):
             raise DeclarationError(problem, name, "pass these to `PlannedStep.accept`; it returns the lengths")
         return self._fields[name]
 
-    def live_values(self, name: str, value: torch.Tensor, publishing: Publishing) -> torch.Tensor:
-        """Checked device values of a field for the live rows."""
-        self._check_device_values(name, value, (publishing.requests.n, publishing.num_rows), publishing.handles)
-        return _live_rows(value, publishing.requests.n)
+    def put_accepted(
+        self, publishing: Publishing, names: tuple[str, str], tokens: torch.Tensor, before: torch.Tensor, put_in: Array
+    ) -> torch.Tensor:
+        """Publishes tokens accepted, and the lengths that follow, which it returns; see `PlannedStep.accept`.
 
-    def put_accepted(self, publishing: Publishing, values: Mapping[str, torch.Tensor]) -> None:
-        """Publishes what a step has accepted, and the lengths that follow, on the current stream."""
-        requests, stream = publishing.requests, self.runtime.current_stream
-        numbers = self._entries.check_overwrite(requests, tuple(values), stream)
+        `before` int32[2, s] has the tokens before the step, and those put in, which are `put_in` int64[s] on the host.
+        """
+        runtime, requests, stream = self.runtime, publishing.requests, self.runtime.current_stream
+        field, lengths = names
+        self._check_device_values(field, tokens, (requests.n, publishing.num_rows), publishing.handles)
+        tokens = _live_rows(tokens, requests.n)
+        if levels.full:
+            check_accepted(runtime.inspect(tokens), put_in, **self._entries.where("accept", field))
+        numbers = self._entries.check_overwrite(requests, names, stream)
+        arguments = before, tokens, self._fields[lengths].dtype
+        true: torch.Tensor = runtime.launch(
+            _lengths, *arguments, reads=arguments[:2], name="true lengths", operations=4
+        )
         if requests.n:
-            self.put(requests, stream, publishing.index(stream), values, numbers)
-            if levels.full:
-                self.check("publish")
+            self.put(requests, stream, publishing.index(stream), {field: tokens, lengths: true}, numbers)
+        return true
 
     def id_widths(self, names: Sequence[str], dtype: torch.dtype) -> tuple[int, list[int]]:
         """The fewest ids of a request in these fields of ids of `dtype`, and the most in each."""
@@ -750,6 +742,10 @@ class FutureMap(OfThisProcess):
 def _as_record(parts: list[torch.Tensor]) -> torch.Tensor:
     """The bytes of values [n, *shape], those of one request behind each other, uint8[n, nbytes]. One kernel."""
     return end_to_end([part.contiguous().view(part.shape[0], -1).view(torch.uint8) for part in parts])
+
+
+def _lengths(before: torch.Tensor, accepted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (before[0] + torch.minimum(accepted.clamp(min=0), before[1])).to(dtype)
 
 
 def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], subject: str) -> None:

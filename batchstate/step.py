@@ -337,20 +337,12 @@ class StepPlanner(OfThisProcess):
                 problem, remedy = "plan with published= and no relay", "declare the planner with one: relay=..."
             raise ArgumentError(f"StepPlanner: {problem}", published, remedy)
         values = relay.first_values(published, joined.num_reqs)
-        if declared.lengths is not None:
-            self._check_first_lengths(joined, values.get(declared.lengths))
-        return values
-
-    def _check_first_lengths(self, joined: Joined, published: Array | None) -> None:
-        """The lengths that those who join start from are those of their column, where that is exact."""
-        declared = self._declared
-        if published is None or declared.seq_lens in joined.state.device:
-            return
-        there = joined.state.column(declared.seq_lens)[: joined.num_reqs]
-        for row, (expects, length) in enumerate(zip(there.tolist(), published.tolist(), strict=True)):
-            if length != expects:
+        if declared.lengths in values and declared.seq_lens not in joined.state.device:
+            there, first = joined.state.column(declared.seq_lens)[: joined.num_reqs], values[declared.lengths]
+            for row in np.flatnonzero(there != first)[:1].tolist():
                 problem = f"StepPlanner: published {declared.lengths!r} of row {row} of those that join"
-                raise expected(problem, f"{expects}, its length", length, "publish the length of the column")
+                raise expected(problem, f"{there[row]}, its length", int(first[row]), "publish what the column has")
+        return values
 
     def _add_arguments(
         self,

@@ -167,21 +167,27 @@ def test_lengths_made_elsewhere_are_refused(rt: Runtime) -> None:
     """Where `accept` is meant, by each way to publish; and nothing is published."""
     engine = Speculating(rt, [10, 8])
     wrong = engine.counts(17, 14)
-    for publish in (
-        lambda: engine.step.publish(lens=wrong),
-        lambda: engine.step.publish(last=wrong, kept=wrong),
-        lambda: engine.step.publish(lens=[17, 14]),
-        lambda: engine.relay.publish(engine.step.batch.slots, lens=wrong),
-        lambda: engine.relay.publish(engine.step.batch.slots, last=wrong, lens=engine.step.batch.seq_lens),
-    ):
+    own: list[dict[str, Any]] = [{"lens": wrong}, {"last": wrong, "kept": wrong}, {"lens": [17, 14]}]
+    for values in own:
+        with pytest.raises(ArgumentError, match="call `accept` before"):
+            engine.step.publish(**values)
+    slots = engine.step.batch.slots
+    calls: list[Callable[[], None]] = [
+        lambda: engine.relay.publish(slots, lens=wrong),
+        lambda: engine.relay.publish(slots, last=wrong, lens=engine.step.batch.seq_lens),
+    ]
+    for publish in calls:
         with pytest.raises(DeclarationError, match="follows from the tokens that a step accepts"):
             publish()
-    for values, kind in ((engine.counts(1), ShapeError), (wrong.to(torch.int32), DtypeError)):
+    for tokens, kind in ((engine.counts(1), ShapeError), (wrong.to(torch.int32), DtypeError)):
         with pytest.raises(kind):
-            accept(engine, values)()
+            accept(engine, tokens)()
     states = [engine.relay.states(engine.step.batch.slots, name)[0] for name in ("last", "lens", "kept")]
     assert [*map(str, states)] == ["consumed", "consumed", "unwritten"]
     assert engine.end(1, 3) == [11, 11]
+    for values in own:
+        with pytest.raises(DeclarationError, match="follows from the tokens"):
+            engine.step.publish(**values)
     refused(Code.FUTURE_UNREAD_OVERWRITTEN, accept(engine, engine.counts(1, 3)))
     with pytest.raises(ArgumentError, match=r"row 1 of those that join: expected 6, its length, got 7"):
         engine.join([5, 6], told=[5, 7])

@@ -64,7 +64,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_790),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_080,
+        12_360,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_000),
@@ -76,14 +76,15 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
 The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
-step, 185 for handles that the core makes and joins, and for one group behind a fence.
+step, 185 for handles that the core makes and joins, and for one group behind a fence. The state has 280 for the relay:
+140 for lengths that follow from what a step accepts, 40 for fields that may be stale, 100 for publishes of a graph.
 """
 
-MOST_LINES, MOST_FILES = 38_800, 133
+MOST_LINES, MOST_FILES = 39_080, 133
 BESIDE = {"tests/selfcheck": 12_500, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
 of owning."""
-OTHER_TESTS = 36_650
+OTHER_TESTS = 37_260
 
 MOST_FLOORS = 12
 

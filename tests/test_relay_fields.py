@@ -254,7 +254,8 @@ def test_what_a_graph_may_publish(graphs: tuple[FutureMap, Graph]) -> None:
 def test_no_graph_publishes_lengths(rt: Runtime) -> None:
     """They follow from what a step accepts, in a graph too."""
     relay = made(rt, lens=relay_field(torch.int64), kept=relay_field(torch.int64, read_by="host"))
-    relay.derive("lens", "kept")
+    pages = PagePool(rt, relay.slots, 8, 4, max_tokens_per_request=8)
+    StepPlanner(Running, pages=pages, relay=relay, lengths="lens", accepted="kept", results=("kept",))
     zeros = rt.upload([np.zeros(2, np.int64)]).view(0)
     with pytest.raises(DeclarationError, match="follows from the tokens"):
         relay.publish_in_graph(zeros, lens=zeros)
