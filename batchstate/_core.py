@@ -1469,7 +1469,7 @@ class Entries:
     writer of its memory still comes behind that publish, and behind the streams that read it.
     """
 
-    readers = cython.declare(cython.int, visibility="readonly")  # bits of those that take each entry once
+    readers = cython.declare(cython.int, visibility="readonly")  # bits of those that take each entry once, 0 for none
     must_read = cython.declare(cython.bint, visibility="readonly")  # before it is overwritten
     generation: cython.longlong[::1]  # of the owner that it was published for; 0 where it is unwritten
     number: cython.longlong[::1]  # of the publish; 0 where it is unwritten
@@ -1490,8 +1490,8 @@ class Entries:
     @cython.cfunc
     @cython.inline
     def readable(self, slot: cython.Py_ssize_t, generation: cython.longlong, reader: cython.int) -> cython.bint:
-        """Whether the entry was published for this generation, and `reader` has not taken it."""
-        return self.generation[slot] == generation and not self.taken[slot] & reader
+        """Whether the entry was published for this generation, and `reader` has not taken it, if any takes it."""
+        return self.generation[slot] == generation and (not self.taken[slot] & reader or self.readers == 0)
 
     @cython.cfunc
     @cython.inline

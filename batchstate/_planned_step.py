@@ -1,6 +1,6 @@
 """`PlannedStep`, what `StepPlanner` makes: its rows, the inputs of its forward, and what that finds."""
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,7 @@ from batchstate import levels
 from batchstate._arrays import Array, read_only
 from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
+from batchstate._prefetched import Prefetched
 from batchstate._relay import DEVICE
 from batchstate._rows import RowState
 from batchstate._step_arguments import NO_FURTHER, Declared, Further
@@ -27,9 +28,6 @@ from batchstate.pools import SlotPool
 from batchstate.runtime.base import Stream
 from batchstate.runtime.memory import ALIGNMENT, PackedUpload, Place, ReadyTensor
 from batchstate.violations import Code
-
-if TYPE_CHECKING:
-    from batchstate._prefetched import Prefetched
 
 Ints = npt.NDArray[np.int64]
 
@@ -93,7 +91,9 @@ class PlannedStep:
     _plan: ForwardPlan | None = None
     _index: torch.Tensor | None = None
     _sampled: Sampled | None = None
-    _results: "Prefetched | None" = None
+    _results: Prefetched | None = None
+    _before: ReadyTensor | None = None
+    _accepted = False
     _used = False
     _places = NO_PLACES
     extras = NO_EXTRAS
@@ -324,13 +324,10 @@ class PlannedStep:
         if self._places:
             own = {name: at for name, at in self._places.items() if name not in self._further.named}
             inputs.put({name: upload.view(at) for name, at in own.items()}, self._further.token_arrays)
-        if fed and relay is not None:
-            if levels.full and len(declared.ids) == 1 and ids is not None:  # several lie mixed: see `inputs.check`
-                relay.check_gathered(declared.ids, ids)
-            if bounded:
-                self._correct_lengths(inputs)
-            elif levels.full and declared.lengths is not None:
-                relay.check_known_lengths(self.plan, declared.lengths)
+        if levels.full and fed and relay is not None and len(declared.ids) == 1 and ids is not None:
+            relay.check_gathered(declared.ids, ids)  # several lie mixed: see `inputs.check`
+        if declared.lengths is not None:
+            self._take_lengths(inputs, stream, bounded)
         if levels.full:
             inputs.check(runtime)
         if not pages.writes.only(stream):
@@ -401,6 +398,20 @@ class PlannedStep:
         extras, table = self._extras_of_bounds(), declared.pages.req_to_token
         inputs.correct_lengths(extras, lengths, slots, most, table, put_in_of(plan, most))
 
+    def _take_lengths(self, inputs: ForwardInputs, stream: Stream, bounded: bool) -> None:
+        """Keeps what `accept` starts from, before the forward may write into its inputs."""
+        declared, block = self._declared, self._memory.block
+        relay: Any = declared.relay
+        if bounded:
+            self._correct_lengths(inputs)
+        elif block.fed and levels.full:
+            relay.check_known_lengths(self.plan, declared.lengths)
+        reads, n = (inputs.kv_lens, inputs.query_start_loc, inputs.last_token_indices), self.num_reqs
+        before = declared.runtime.launch(
+            _put_in, *reads, n if block.s == n else None, reads=reads, name="lengths before the step", operations=4
+        )
+        self._before = ReadyTensor(before, stream, declared.runtime.record(stream), {})
+
     def _extras_of_bounds(self) -> Extras:
         names = [name for name in self._places if name.startswith("relay_")]
         places = {name: self._places[name] for name in names}
@@ -437,10 +448,11 @@ class PlannedStep:
         Args:
             **values: field -> value, one entry for each request that samples; see `FutureMap.publish`, and `prefetch`.
         """
-        relay = self._declared.relay
+        declared = self._declared
+        relay = declared.relay
         if relay is None:
             raise ArgumentError("StepPlanner: publish without a relay", None, "declare the planner with one: relay=...")
-        declared, sampled, runtime = self._declared, self._sampling, self._declared.runtime
+        sampled, runtime = self._sampling, declared.runtime
         declared.transaction.enter("publish")
         if runtime.capturing:
             runtime.refuse_capture("publishing what a step has found")
@@ -448,10 +460,52 @@ class PlannedStep:
         times_checked[STALE_HANDLE] += 1
         if declared.slots.first_not_held(requests) >= 0:
             declared.pages.slots.check_rows(*requests.handles(), "publish")
-        self._results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
+        if declared.accepted is None:
+            self._results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
+            return
+        if requests.n and not self._accepted:
+            raise ArgumentError(f"{self!r}: publish, and nothing is accepted", self, "call `accept` before")
+        self._results = results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
+        if results is not None:
+            results.counting = declared.accepted, self._put_in
+
+    def accept(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Says how many tokens of the step each request keeps, and publishes that and its length, which follows.
+
+        Call it as soon as drafts are verified, before `publish`: readers on other streams wait for this publish alone.
+
+        Args:
+            tokens: of each request that samples, [s] in the dtype of the field `accepted`, made on the current stream:
+                from 0 to what it puts in. With drafts 1 + those that were right, of a prompt all.
+
+        Returns the true lengths, [s] in the dtype of the field `lengths`: those before the step, and what was accepted.
+        A number outside counts as the nearest one inside, so that a length never leaves the pages of the step.
+
+        Raises:
+            ArgumentError: a planner without `lengths`, or `inputs` were not taken.
+            Violation: LENGTH_ORDER: a request keeps fewer than 0 or more than it put in: here at `full`, and at `cheap`
+                when the results land. Else as `FutureMap.publish`. Nothing was published.
+        """
+        declared, sampled, runtime = self._declared, self._sampling, self._declared.runtime
+        relay, before, names = declared.relay, self._before, (declared.accepted, declared.lengths)
+        if relay is None or before is None:
+            remedy = "declare StepPlanner(lengths=..., accepted=...), and call `inputs` first, at forward entry"
+            raise ArgumentError(f"{self!r}: accept without lengths to start from", self, remedy)
+        declared.transaction.enter("accept")
+        if runtime.capturing:
+            runtime.refuse_capture("publishing what a step has found")
+        declared.pages.slots.check_rows(*sampled.requests.handles(), "accept")
+        start: Any = before.on_current_stream(runtime)
+        true = relay.put_accepted(sampled, names, tokens, start, self._put_in())  # type: ignore[arg-type]
+        self._accepted = True
+        return true
+
+    def _put_in(self) -> Ints:
+        """Tokens that each request put in of those that sample, int64[s]."""
+        return self._tokens.each(self.num_reqs)[self._tokens.sampling(self.num_reqs)]
 
     @property
-    def results(self) -> "Prefetched":
+    def results(self) -> Prefetched:
         """The fields that the planner was declared with, on their way to the host; reading one waits for the copy.
 
         Raises:
@@ -461,3 +515,13 @@ class PlannedStep:
             remedy = "publish first, and name the fields that the host reads: StepPlanner(..., results=...)"
             raise ArgumentError(f"{self!r} has no results", self, remedy)
         return self._results
+
+
+def _put_in(kv_lens: torch.Tensor, starts: torch.Tensor, last: torch.Tensor, everyone: int | None) -> torch.Tensor:
+    """Tokens before the step, and those put in, of each request that samples, int32[2, s]."""
+    queries = starts.diff()
+    before = kv_lens - queries
+    if everyone is not None:
+        return torch.stack([before[:everyone], queries[:everyone]])
+    rows = torch.searchsorted(starts[1:], last.to(starts.dtype), right=True)  # the first that ends behind its token
+    return torch.stack([before, queries]).index_select(1, rows)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol, Self, final
+from typing import Any, NamedTuple, Protocol, Self, Unpack, final
 
 import attrs
 import numpy as np
@@ -90,6 +90,7 @@ class Prefetched(Mapping[str, MirroredTensor]):
     _read: tuple[Stream, Fence] | None = None
     _rows: Sequence[torch.Tensor] | None = None
     _parts: Sequence[slice] | None = None
+    counting: tuple[str, Callable[[], Array]] | None = None  # of tokens accepted: the field, and those put in, int64[n]
 
     def __init__(
         self,
@@ -147,7 +148,8 @@ class Prefetched(Mapping[str, MirroredTensor]):
         """Each field as an exact value, both sides from one read of the relay. Waits for that copy alone.
 
         Raises:
-            Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
+            Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, LENGTH_ORDER (see `PlannedStep.accept`), at
+                `cheap`.
         """
         if self._arrays is None:
             runtime, fields, _, _ = self._source
@@ -165,6 +167,9 @@ class Prefetched(Mapping[str, MirroredTensor]):
                     if field.non_negative and not field.ragged:
                         where: Where = {**self._where, "column": name}
                         invariants.sentinel_escaped(array.reshape(-1), **where)
+                    if self.counting is not None and name == self.counting[0]:
+                        of_field: Where = {**self._where, "column": name}
+                        check_accepted(array, self.counting[1](), **of_field)
             self._arrays = arrays
             if self._rows is not None:
                 for name in self._names:
@@ -217,3 +222,13 @@ class Prefetched(Mapping[str, MirroredTensor]):
 def _numbers_of(slots: Callable[[], Slots]) -> tuple[Array, Array]:
     handles = slots()
     return handles.np, handles.generations
+
+
+def check_accepted(accepted: Array, put_in: Array, **where: Unpack[Where]) -> None:
+    """LENGTH_ORDER: a request keeps between none and all of the tokens that it put in."""
+
+    def explain(accepted: int, put_in: int, most: int) -> tuple[str, str]:
+        problem = f"a request accepted {accepted} tokens of a step in which it put in {put_in}"
+        return problem, "accept 1 + the drafts that were right, counted per row of the requests that sample"
+
+    invariants.length_order(accepted, put_in, int(put_in.max(initial=0)), explain=explain, **where)

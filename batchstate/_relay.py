@@ -311,7 +311,7 @@ class RelayEntries(SlotListener):
     def states(self, rows: Ints, name: str) -> list[EntryState]:
         entries = self.fields[name]
         numbers, taken = entries.arrays["number"][rows], entries.arrays["taken"][rows] & entries.readers
-        states = np.where(numbers == 0, 0, np.where(taken != entries.readers, 1, 2))
+        states = np.where(numbers == 0, 0, np.where((taken != entries.readers) | (entries.readers == 0), 1, 2))
         return [[*EntryState][state] for state in states.tolist()]
 
     def by(self, operation: str, stream: Stream | None = None) -> str:

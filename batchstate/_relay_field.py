@@ -7,10 +7,10 @@ from typing import final
 import attrs
 import torch
 
-from batchstate._arrays import shape_of
+from batchstate._arrays import padding_row, shape_of
 from batchstate._relay import DEVICE, HOST
-from batchstate.errors import DeclarationError, DtypeError, one_of
-from batchstate.runtime.memory import BITS, NUMPY_DTYPES, numpy_dtype
+from batchstate.errors import DeclarationError, DtypeError, expected, one_of
+from batchstate.runtime.memory import BITS, NUMPY_DTYPES, host_dtype, numpy_dtype
 
 _MOVABLE = {*NUMPY_DTYPES, *BITS, torch.complex64, torch.complex128}
 """Dtypes that torch moves by index on every device."""
@@ -29,6 +29,7 @@ class RelayField:
     non_negative: bool
     must_read: bool
     ragged: bool = False
+    stale: bool | float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -44,6 +45,7 @@ def relay_field(
     non_negative: bool = False,
     must_read: bool = True,
     ragged: bool = False,
+    stale: bool | float | None = None,
 ) -> RelayField:
     """Declares a field of a `FutureMap`.
 
@@ -60,6 +62,9 @@ def relay_field(
         ragged: requests have different numbers of values, such as the drafts of an n-gram or a tree, and `shape` is the
             most, `(k,)`. A forward puts in the first ones of each request, as many as its plan says; what follows them
             may hold anything. Lists of unequal lengths are published with -1 behind them.
+        stale: entries may be read again and again, by the readers of the field, and overwritten unread, such as the
+            confidence that a scheduler looks at now and then. A request for which none was published, whoever had its
+            slot before, reads this value. Feeds no ids and no lengths.
     """
     if read_by not in _READ_BY:
         raise DeclarationError(f"relay_field: read_by is {read_by!r}", read_by, one_of(_READ_BY, read_by))
@@ -72,4 +77,10 @@ def relay_field(
     if ragged and (len(sizes) != 1 or dtype not in (torch.int32, torch.int64)):
         remedy = "declare the most values of a request, as relay_field(torch.int64, (k,), ragged=True)"
         raise DeclarationError(f"a ragged relay field of {dtype}{list(sizes)}", sizes, remedy)
-    return RelayField(dtype, sizes, readers, non_negative, must_read, ragged)
+    if stale is not None:
+        padding_row(stale, *host_dtype(dtype), "relay_field: stale")
+        if non_negative and stale < 0:
+            raise expected(
+                "relay_field: stale", "0 or more, as the field is non_negative", stale, kind=DeclarationError
+            )
+    return RelayField(dtype, sizes, readers, non_negative, must_read, ragged, stale)

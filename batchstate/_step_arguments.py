@@ -35,6 +35,7 @@ class Declared:
 
     Attributes:
         index: number of each mirrored column in a block.
+        lengths, accepted: fields that `PlannedStep.accept` alone publishes; both or none.
         read: the fields whose entries `inputs` takes.
         flat: the relay's fields of ids as one vector; None where no ids come from a relay.
         places: int64[most], where id i of a request lies behind the first element of its slot.
@@ -50,6 +51,7 @@ class Declared:
     kv_offset: str | None
     ids: tuple[str, ...]
     lengths: str | None
+    accepted: str | None
     results: tuple[str, ...]
     has_ids: bool
     int32: frozenset[str]
@@ -74,7 +76,9 @@ class Declared:
         put(slots=pages.slots._allocator.core, runtime=pages.runtime, transaction=pages.slots.transaction)
         put(read=self.ids if self.lengths is None else (*self.ids, self.lengths))
         if relay is not None and self.lengths is not None:
-            relay.check_lengths_field(self.lengths)
+            for name in (self.lengths, str(self.accepted)):
+                relay.check_lengths_field(name)
+                relay._published.pop(name, None)
         if relay is not None and self.ids:
             least, widths = relay.id_widths(self.ids, self.id_dtype)
             lying = relay.flat_ids(self.ids)

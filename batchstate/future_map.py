@@ -24,9 +24,10 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import carried, check_dense, put_rows, select_rows, shape_of
+from batchstate._arrays import carried, check_dense, padding_row, put_rows, select_rows, shape_of
 from batchstate._core import Entries, Requests
-from batchstate._prefetched import LiveSlots, Prefetched, Publishing, Source, unpadded
+from batchstate._graph_publish import GraphPublish, put_unpadded
+from batchstate._prefetched import LiveSlots, Prefetched, Publishing, Source, check_accepted, unpadded
 from batchstate._relay import DEVICE, HOST, READERS, EntryState, Numbers, RelayEntries, Use
 from batchstate._relay_field import RelayField, relay_field
 from batchstate._upload import Extras
@@ -51,13 +52,16 @@ from batchstate.runtime.base import Download, OfThisProcess, Stream
 from batchstate.runtime.memory import NUMPY_DTYPES, host_dtype
 from batchstate.tables import Table
 
-__all__ = ["EntryState", "FutureMap", "Prefetched", "RelayField", "relay_field"]
+__all__ = ["EntryState", "FutureMap", "GraphPublish", "Prefetched", "RelayField", "relay_field"]
 
 Array = npt.NDArray[Any]
 
 _MOST_IN_RECORD = 256
 """Bytes of the largest entry that lies in a record with others. Larger ones, such as hidden states, lie by themselves:
 there a copy of the values into one piece costs more than a launch."""
+
+
+_ON_DEVICE = torch.Tensor, MirroredTensor
 
 
 class Run(NamedTuple):
@@ -84,19 +88,24 @@ class FutureMap(OfThisProcess):
         self.runtime = slots.runtime
         self.name = name
         self._fields = dict(fields)
+        self._published = dict(fields)  # but for those that steps publish by `accept`
         if not fields:
             remedy = "pass a mapping, such as {'last_token': relay_field(torch.int64)}"
             raise DeclarationError(f"{name}: expected fields by name, got none", fields, remedy)
         capacity, entries = slots.capacity, {}
         for field, declared in self._fields.items():
             shape_of(declared.shape, f"{name}: {field}", rows=capacity)
-            entries[field] = Entries(declared.readers, declared.must_read, capacity)
-        self._record: torch.Tensor  # uint8[capacity, nbytes], the entries of all small fields, if there are several
+            readers = declared.readers if declared.stale is None else 0  # none takes an entry that may be stale
+            entries[field] = Entries(readers, declared.must_read, capacity)
+        self._record: torch.Tensor  # uint8[rows, nbytes], the entries of all small fields, if there are several
         self._places: dict[str, slice] = {}  # of these in it
-        self._memory = self._allocated(capacity)
+        self._rows = self._allocated(capacity + 1)  # and one for padded rows of graphs, which nobody reads
+        with torch.inference_mode(False):  # a view made in inference mode can be written there alone
+            self._memory = {field: memory[:capacity] for field, memory in self._rows.items()}
         self._source = Source(self.runtime, self._fields, repr(self), slots.pool_id)
         self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=self._source.label)
         self._transaction = slots.transaction
+        self.replaying = False  # for `GraphPublish`
         self._runs_of: dict[tuple[str, ...], list[Run]] = {}
         self._private = self.runtime.stream(f"{name}: to the host")
         slots.add_listener(self._entries)
@@ -108,8 +117,8 @@ class FutureMap(OfThisProcess):
     def __repr__(self) -> str:
         return f"FutureMap({self.name!r}, {', '.join(self._fields)})"
 
-    def _allocated(self, capacity: int) -> dict[str, torch.Tensor]:
-        """The memory of each field [capacity, *shape]. Entries of small ones lie side by side in a record per slot."""
+    def _allocated(self, rows: int) -> dict[str, torch.Tensor]:
+        """The memory of each field [rows, *shape]. Entries of small ones lie side by side in a record per slot."""
         small = {name: field for name, field in self._fields.items() if 0 < field.nbytes <= _MOST_IN_RECORD}
         memory = {}
         if len(small) > 1:
@@ -119,13 +128,13 @@ class FutureMap(OfThisProcess):
                 end += small[name].nbytes
             width = end + -end % max(field.dtype.itemsize for field in small.values())
             named = f"{self.name}: {', '.join(self._places)}"
-            self._record = record = self.runtime.device_zeros((capacity, width), torch.uint8, name=named)
-            with torch.inference_mode(False):  # a view made in inference mode can be written there alone
+            self._record = record = self.runtime.device_zeros((rows, width), torch.uint8, name=named)
+            with torch.inference_mode(False):
                 for name, part in self._places.items():
-                    memory[name] = record[:, part].view(small[name].dtype).view(capacity, *small[name].shape)
+                    memory[name] = record[:, part].view(small[name].dtype).view(rows, *small[name].shape)
         for name, field in self._fields.items():
             if name not in memory:
-                shape = capacity, *field.shape
+                shape = rows, *field.shape
                 memory[name] = self.runtime.device_zeros(shape, field.dtype, name=f"{self.name}: {name}")
         return memory
 
@@ -157,6 +166,7 @@ class FutureMap(OfThisProcess):
                 device side is published; or host values, as a list or an array `[n, *shape]`.
 
         Raises:
+            DeclarationError: device values of a field that follows from what steps accept; see `PlannedStep.accept`.
             Violation: SENTINEL_ESCAPED: a negative host value in a field that has none. FUTURE_UNREAD_OVERWRITTEN,
                 FUTURE_ORDER, DERIVED_STALE (a mirrored value whose rows are of other requests), at `cheap`. Nothing was
                 published.
@@ -178,10 +188,11 @@ class FutureMap(OfThisProcess):
         others: dict[str, torch.Tensor | MirroredTensor] = {}
         host: dict[str, Array] = {}
         for name, value in values.items():
-            field = self._fields.get(name)
+            field = self._published.get(name)
             if field is None:
                 self._check_call((name,), "publish")
-            elif (
+                field = self._derived(name, value, publishing)
+            if (
                 type(value) is torch.Tensor
                 and value.dtype is field.dtype
                 and value.shape == (n, *field.shape)
@@ -190,7 +201,7 @@ class FutureMap(OfThisProcess):
                 and not value.requires_grad
             ):
                 tensors[name] = value
-            elif isinstance(value, (torch.Tensor, MirroredTensor)):
+            elif isinstance(value, _ON_DEVICE):
                 self._check_device_values(name, value, (n, publishing.num_rows), publishing.handles)
                 others[name] = value
             else:
@@ -218,6 +229,34 @@ class FutureMap(OfThisProcess):
         if download is None:
             return self.prefetch(publishing.handles(), *results) if results else None
         return Prefetched(self._source, results, n, publishing.handles, download, (publish,))
+
+    def publish_in_graph(self, index: torch.Tensor, /, **values: torch.Tensor) -> GraphPublish:
+        """Makes a publish part of a graph, where that is captured: a launch for each field.
+
+        What is noted of a publish is noted by the `replay` of what this returns. Rows of slot 0 are padding. Outside of
+        a capture, in a run that warms up, nothing is written, but for the `replay` of a device without graphs, which is
+        the function that calls this.
+
+        Args:
+            index: slots, int64[rows], at a fixed address: such as the column of `StaticBuffers`.
+            **values: field -> device tensor `[rows, *shape]`, made in the graph.
+
+        Raises as `publish` for values that do not go into their fields.
+        """
+        self._check_call(values, "publish_in_graph", launches=False)
+        rows = index.shape[0]
+        for name, value in values.items():
+            if name not in self._published:
+                self._derived(name, value, None)
+            self._check_device_values(name, value, (rows, rows), None)
+        if self.runtime.capturing or self.replaying:
+            for name, value in values.items():
+                memory, label = self._rows[name], f"{self.name}: {name}"
+                arguments = memory, index, value.detach()
+                self.runtime.launch(
+                    put_unpadded, *arguments, reads=arguments[1:], writes=(memory,), name=label, operations=3
+                )
+        return GraphPublish(self, tuple(values), index)
 
     def host_values(self, name: str, value: object, num_rows: tuple[int, int]) -> Array:
         """Checked values of a field for its live rows, as they cross. An array may be the caller's own.
@@ -320,12 +359,24 @@ class FutureMap(OfThisProcess):
         """
         fields = (field,)
         self._check_call(fields, "gather", DEVICE)
-        _, requests = self._live(slots, "gather")
+        live, requests = self._live(slots, "gather")
         stream = self.runtime.current_stream
+        self._fill_in(live, fields)
         numbers = self._entries.check_read(requests, fields, DEVICE, stream, "gather")
         values = self._gathered(numbers, fields, slots, stream)
         self._entries.take(requests, fields, DEVICE)
         return values
+
+    def _fill_in(self, slots: Slots, fields: Sequence[str]) -> None:
+        """Publishes the value of a field that may be stale for those requests that have no entry of their own."""
+        for name in fields:
+            field = self._fields[name]
+            if field.stale is not None:
+                there = self._entries.fields[name].arrays["generation"][slots.np] == slots.generations
+                if not there.all():
+                    row = padding_row(field.stale, *host_dtype(field.dtype), self.name)
+                    missing = slots.filter(~there)
+                    self.publish(missing, **{name: np.full((len(missing), *field.shape), row)})
 
     def _gathered(self, numbers: Numbers | None, fields: Sequence[str], slots: Slots, stream: Stream) -> torch.Tensor:
         """Launches and notes a gather of checked entries on `stream`, the current one."""
@@ -382,6 +433,7 @@ class FutureMap(OfThisProcess):
             problem = f"{self.name}: prefetch of {fields}"
             raise DeclarationError(problem, fields, "name each field once, and at least one")
         live, requests = self._live(slots, "prefetch")
+        self._fill_in(live, fields)
         entries, stream = self._entries, self._private
         numbers = entries.check_read(requests, fields, HOST, stream, "prefetch")
         with self.runtime.use(stream):
@@ -499,6 +551,35 @@ class FutureMap(OfThisProcess):
 
     # For `StepPlanner`, besides `publish_for`, `put`, `gathering`, `check_gathered` and `flat_ids`
 
+    def _derived(self, name: str, value: object, publishing: Publishing | None) -> RelayField:
+        """A field that follows from what steps accept: the host may publish that of requests that arrive."""
+        if isinstance(value, _ON_DEVICE) or not isinstance(publishing, LiveSlots):
+            problem = f"{self.name}: publish of {name!r}, which follows from the tokens that a step accepts"
+            raise DeclarationError(problem, name, "pass these to `PlannedStep.accept`; it returns the lengths")
+        return self._fields[name]
+
+    def put_accepted(
+        self, publishing: Publishing, names: tuple[str, str], tokens: torch.Tensor, before: torch.Tensor, put_in: Array
+    ) -> torch.Tensor:
+        """Publishes tokens accepted, and the lengths that follow, which it returns; see `PlannedStep.accept`.
+
+        `before` int32[2, s] has the tokens before the step, and those put in, which are `put_in` int64[s] on the host.
+        """
+        runtime, requests, stream = self.runtime, publishing.requests, self.runtime.current_stream
+        field, lengths = names
+        self._check_device_values(field, tokens, (requests.n, publishing.num_rows), publishing.handles)
+        tokens = _live_rows(tokens, requests.n)
+        if levels.full:
+            check_accepted(runtime.inspect(tokens), put_in, **self._entries.where("accept", field))
+        numbers = self._entries.check_overwrite(requests, names, stream)
+        arguments = before, tokens, self._fields[lengths].dtype
+        true: torch.Tensor = runtime.launch(
+            _lengths, *arguments, reads=arguments[:2], name="true lengths", operations=4
+        )
+        if requests.n:
+            self.put(requests, stream, publishing.index(stream), {field: tokens, lengths: true}, numbers)
+        return true
+
     def id_widths(self, names: Sequence[str], dtype: torch.dtype) -> tuple[int, list[int]]:
         """The fewest ids of a request in these fields of ids of `dtype`, and the most in each."""
         for name in names:
@@ -518,11 +599,13 @@ class FutureMap(OfThisProcess):
     def first_values(self, values: Mapping[str, object], n: int) -> dict[str, Array]:
         """Checked host values of n requests that join."""
         self._check_call(values, "publish")
+        first = {}
         for name, value in values.items():
-            if isinstance(value, (torch.Tensor, MirroredTensor)):
+            if isinstance(value, _ON_DEVICE):
                 problem = f"{self.name}: {name!r} from the device, with the copy of a step"
                 raise ArgumentError(problem, name, "publish what a forward has made with `publish`")
-        return {name: self.host_values(name, value, (n, n)) for name, value in values.items()}
+            first[name] = self.host_values(name, value, (n, n))
+        return first
 
     def check_first(self, requests: Requests, names: Iterable[str], stream: Stream) -> Numbers | None:
         """The publishes that those of requests that join come behind, for `put`."""
@@ -564,7 +647,7 @@ class FutureMap(OfThisProcess):
         if launches and self.runtime.capturing:
             raise CaptureError(
                 f"{self.name}: {operation} while the stream is captured: replays would bypass the relay's bookkeeping",
-                remedy="gather before the replay, into the graph's inputs, and publish its outputs after it",
+                remedy="gather before the replay, into the graph's inputs; publish after it, or `publish_in_graph`",
             )
         for name in fields:
             field = self._fields.get(name)
@@ -576,12 +659,16 @@ class FutureMap(OfThisProcess):
                 raise DeclarationError(problem, name, "declare the field with read_by='both'")
 
     def _check_device_values(
-        self, name: str, value: torch.Tensor | MirroredTensor, num_rows: tuple[int, int], handles: Callable[[], Slots]
+        self,
+        name: str,
+        value: torch.Tensor | MirroredTensor,
+        num_rows: tuple[int, int],
+        handles: Callable[[], Slots] | None,
     ) -> None:
         """Refuses values that do not go into a field. Does not touch the device: a mirrored value may have none yet."""
         subject, field, device = f"{self.name}: publish of {name!r}", self._fields[name], self.runtime.device
         if isinstance(value, MirroredTensor):
-            if value.row_set is not None:
+            if value.row_set is not None and handles is not None:
                 handles().row_set.check_same(value.row_set, value, **self._entries.where("publish", name))
             if value.runtime is not self.runtime:
                 raise another_runtime(subject, value)
@@ -620,7 +707,7 @@ class FutureMap(OfThisProcess):
         )
 
     def _part_of_record(self, fields: Sequence[str]) -> torch.Tensor:
-        """The bytes [capacity, nbytes] of the record from the first of these fields to the last, as `_memory_of`."""
+        """The bytes [rows, nbytes] of the record from the first of these fields to the last, as `_memory_of`."""
         self._memory_of(fields[0])
         places = [self._places[field] for field in fields]
         return self._record[:, min(place.start for place in places) : max(place.stop for place in places)]
@@ -658,6 +745,10 @@ def _as_record(parts: list[torch.Tensor]) -> torch.Tensor:
     return end_to_end([part.contiguous().view(part.shape[0], -1).view(torch.uint8) for part in parts])
 
 
+def _lengths(before: torch.Tensor, accepted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (before[0] + torch.minimum(accepted.clamp(min=0), before[1])).to(dtype)
+
+
 def _check_shape(shape: tuple[int, ...], field: RelayField, num_rows: tuple[int, int], subject: str) -> None:
     if not shape or shape[1:] != field.shape or shape[0] not in num_rows:
         allowed = " or ".join(str([number, *field.shape]) for number in dict.fromkeys(num_rows))
@@ -684,3 +775,7 @@ def _check_numbers(
     if len(field.shape) > ndim:
         remedy = f"the {kind} of a request are {'one number, or one row of them' if ndim else 'one number'}"
         raise DeclarationError(f"{subject} of {list(field.shape)}", field.shape, remedy)
+    if field.stale is not None:
+        raise DeclarationError(
+            f"{subject}, which may be stale", field.stale, f"declare a field of their own for {kind}"
+        )

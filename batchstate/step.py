@@ -88,7 +88,9 @@ class StepPlanner(OfThisProcess):
         relay: with the ids of the requests that decode; None where the host knows all ids, or the forwards take none.
         seq_lens: the column with the tokens of each request, int64 or int32.
         ids: relay field, or fields, whose entries end to end are the tokens that a request puts in.
-        lengths: relay field with the true lengths, where the host knows bounds.
+        lengths: relay field with the true lengths, where the host knows bounds. They follow from what is accepted.
+        accepted: relay field, one of the results, with the tokens of a step that a request keeps: `PlannedStep.accept`
+            publishes both. Name both or none.
         results: relay fields that go to the host as soon as they are published.
         has_ids, int32: as for `ForwardPlan.of`.
         kv_offset: the column with the tokens of an encoder that a request has in its pages before its prompt. The step
@@ -114,6 +116,7 @@ class StepPlanner(OfThisProcess):
         seq_lens: str = "seq_lens",
         ids: str | Sequence[str] = (),
         lengths: str | None = None,
+        accepted: str | None = None,
         results: Sequence[str] = (),
         has_ids: bool = True,
         int32: Collection[str] = (),
@@ -133,14 +136,20 @@ class StepPlanner(OfThisProcess):
         reach = None if window is None else counted(window, "StepPlanner: window", least=1)
         self._layouts = checked_layouts(layouts, int32, "StepPlanner")
         fields = {} if relay is None else relay.fields
-        for name in (*names, *results, *(() if lengths is None else (lengths,))):
-            if name not in fields:
+        for name in (*names, *results, lengths, accepted):
+            if name is not None and name not in fields:
                 raise DeclarationError(f"StepPlanner: field {name!r} is not declared", name, one_of(fields, name))
+        if (lengths is None) != (accepted is None) or (accepted is not None and accepted not in results):
+            problem = f"StepPlanner: lengths={lengths!r} and accepted={accepted!r}, with results {', '.join(results)}"
+            remedy = "name the field that `accept` puts lengths in, and one of the results for the tokens accepted"
+            raise DeclarationError(problem, accepted, remedy)
         taken = names if has_ids else ()
         flags = has_ids, frozenset(int32), reach
         self._transaction = pages.slots.transaction
         columns = self._layout.index
-        self._declared = Declared(pages, relay, columns, seq_lens, kv_offset, taken, lengths, tuple(results), *flags)
+        self._declared = Declared(
+            pages, relay, columns, seq_lens, kv_offset, taken, lengths, accepted, tuple(results), *flags
+        )
         self._memories = StepMemories(pages.runtime, self._layout.core)
         self._usual = self._usual_rows = 0  # bytes of the last step, and the most rows for which they are enough
         # Whether nothing crosses but the arrays of the core, and what the engine adds to a step.
@@ -328,13 +337,20 @@ class StepPlanner(OfThisProcess):
 
     def _first(self, published: Mapping[str, object], joined: Joined | None) -> dict[str, Array]:
         """The values that those who join start from, checked."""
-        relay = self._declared.relay
+        declared = self._declared
+        relay = declared.relay
         if joined is None or relay is None:
             problem, remedy = "plan with published=, and none joins", "pass joining= with those that are published"
             if relay is None:
                 problem, remedy = "plan with published= and no relay", "declare the planner with one: relay=..."
             raise ArgumentError(f"StepPlanner: {problem}", published, remedy)
-        return relay.first_values(published, joined.num_reqs)
+        values = relay.first_values(published, joined.num_reqs)
+        if declared.lengths in values and declared.seq_lens not in joined.state.device:
+            there, first = joined.state.column(declared.seq_lens)[: joined.num_reqs], values[declared.lengths]
+            for row in np.flatnonzero(there != first)[:1].tolist():
+                problem = f"StepPlanner: published {declared.lengths!r} of row {row} of those that join"
+                raise expected(problem, f"{there[row]}, its length", int(first[row]), "publish what the column has")
+        return values
 
     def _add_arguments(
         self,

@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),
     "forward inputs": ("_step_tokens", "forward"),
-    "relay": ("_relay", "_relay_field", "_prefetched", "future_map"),
+    "relay": ("_relay", "_relay_field", "_prefetched", "_graph_publish", "future_map"),
     "steps": ("_step_arguments", "_step_memory", "_planned_step", "step"),
     "transport": ("transport",),
     "watch": ("watch",),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_560,
+        12_840,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_000),
@@ -78,15 +78,16 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
 step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080:
 320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are, 140 for values by
-bits, a row 0 that is scratch or lost, and arrays asked for their rows. The runtime had 1,640: 45 are for float8, for
-arrays that say of which dtype they are the bits, and for a stream that is asked whether it has run.
+bits, a row 0 that is scratch or lost, and arrays asked for their rows, 280 for lengths that follow from what a step
+accepts, fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 are for float8, for arrays that
+say of which dtype they are the bits, and for a stream that is asked whether it has run.
 """
 
-MOST_LINES, MOST_FILES = 39_400, 134
-BESIDE = {"tests/selfcheck": 12_640, "examples/traffic": 1_200}
+MOST_LINES, MOST_FILES = 39_700, 134
+BESIDE = {"tests/selfcheck": 12_900, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
 of owning."""
-OTHER_TESTS = 37_700
+OTHER_TESTS = 38_400
 
 MOST_FLOORS = 12
 

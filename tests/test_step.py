@@ -1017,11 +1017,13 @@ class Bounded(Batch):
 def test_bounds_need_a_token_table(rt: Runtime, pad_tokens: int) -> None:
     """Without one the device cannot look up where KV goes: inputs are refused, and nothing is taken from the relay."""
     pool = SlotPool(rt, 4)
-    relay = FutureMap(pool, {"last": relay_field(torch.int64), "lens": relay_field(torch.int64)})
+    relay = FutureMap(pool, {name: relay_field(torch.int64, read_by="both") for name in ("last", "lens", "kept")})
     pages, slots = PagePool(rt, pool, 8, 4, max_tokens_per_request=8), pool.take(1)
     pages.extend(slots, 6)
     relay.publish(slots, last=[1], lens=[4])
-    planner = StepPlanner(Bounded, pages=pages, relay=relay, ids="last", lengths="lens")
+    planner = StepPlanner(
+        Bounded, pages=pages, relay=relay, ids="last", lengths="lens", accepted="kept", results=("kept",)
+    )
     lens = MirroredTensor.from_pair(rt, [6], rt.upload([np.array([4])]).view(0), contract="upper_bound")
     step = planner.plan(Bounded.build(rt, slots=slots, seq_lens=lens), pad_tokens=pad_tokens)
     with pytest.raises(ArgumentError, match="no token table"):

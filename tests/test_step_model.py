@@ -113,9 +113,10 @@ class Model:
         fields = {"last": relay_field(ids, non_negative=True)}
         if self.drafts:
             fields["drafts"] = relay_field(ids, (self.drafts,), non_negative=True, ragged=self.ragged)
+        self.sent = list(fields)
         if self.bounded:
             fields["lens"] = relay_field(torch.int64, non_negative=True)
-        self.sent = list(fields)
+            fields["kept"] = relay_field(dice.choice([torch.int32, torch.int64]), read_by="host")
         fields["found"] = relay_field(torch.int64, (self.drafts + 3,), read_by="host")
         self.relay = FutureMap(self.slots, fields)
         self.kind: Any = Bounded if self.bounded else dice.choice([Exact, Narrow])
@@ -125,7 +126,8 @@ class Model:
             relay=self.relay,
             ids=("last", "drafts") if self.drafts else "last",
             lengths="lens" if self.bounded else None,
-            results=("found",),
+            accepted="kept" if self.bounded else None,
+            results=("found", "kept") if self.bounded else ("found",),
             int32=int32,
             kv_offset="encoder" if self.encoders else None,
             layouts=self.layouts,
@@ -353,13 +355,17 @@ class Model:
         ids = self.relay.fields["last"].dtype
         reads = (table, *arrays, *device.values())
         n, wide = sum(samples), torch.int64
-        made = [((n,), ids), ((n, k), ids), ((n,), wide), ((n, k + 3), wide), ((len(requests),), wide)]
+        kept = self.relay.fields["kept"].dtype if self.bounded else wide
+        made = [((n,), ids), ((n, k), ids), ((n,), kept), ((n, k + 3), wide), ((len(requests),), wide)]
         out = [rt.device_zeros(shape, dtype, name=f"output {i}") for i, (shape, dtype) in enumerate(made)]
         kernel = list(device.values()), list(device), table, held, arrays, encoders, fed, samples, out
         rt.launch(_forward, *kernel, reads=reads, writes=(*device.values(), *out), name="forward")
-        values = dict(zip(("last", "drafts", "lens", "found"), out, strict=False))
+        values = dict(zip(("last", "drafts", "kept", "found"), out, strict=False))
         lens = out[4]
         if any(samples):
+            if self.bounded:
+                true = rt.inspect(step.accept(values["kept"]))
+                assert true.tolist() == rt.inspect(values["found"])[:, 0].tolist()
             step.publish(**{name: values[name] for name in (*self.sent, "found")})
         if self.layouts and step.plan.num_reqs:
             blocks = rt.inspect(inputs.block_table).tolist()
@@ -550,7 +556,7 @@ def _forward(
 ) -> None:
     k, kv = out[1].shape[1], dict(zip(numbers, pages, strict=True))
     _slots, starts, lens, positions, mapping, ids, column = (array.tolist() for array in arrays)
-    last, drafts, true, found, every = [], [], [], [], []
+    last, drafts, kept, found, every = [], [], [], [], []
     rows = np.split(np.array(table.tolist(), dtype=np.int64), np.cumsum(held)[:-1])
     for row, encoder in enumerate(encoders):
         start, stop, places = starts[row], starts[row + 1], rows[row].tolist()
@@ -581,11 +587,11 @@ def _forward(
             tokens = [*tokens[:length], token_after(tokens[:length], encoder)]
             last.append(tokens[-1])
             drafts.append(guesses(tokens, encoder, k))
-            true.append(length)
+            kept.append(length - lens[row] + stop - start)
             new = tokens[begin:]
             found.append([length, len(new), *new, *[0] * k][: k + 3])
         every.append(length)
-    for target, values in zip(out, (last, drafts, true, found, every), strict=True):
+    for target, values in zip(out, (last, drafts, kept, found, every), strict=True):
         target.copy_(torch.tensor(values, dtype=target.dtype).reshape(target.shape))
 
 

@@ -69,6 +69,7 @@ class Engine:
             relay=self.scheduler.forward.relay,
             ids=self.scheduler.forward.ids,
             lengths="seq_lens" if settings.num_drafts else None,
+            accepted="accepted" if settings.num_drafts else None,
             results=self.scheduler.forward.results,
         )
         self._stream = runtime.stream("schedule")

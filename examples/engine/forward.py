@@ -5,7 +5,7 @@ One forward, in the order in which it happens::
     inputs      ids from the host or from the relay, positions and lengths, in the forward's own view
     read-done   the token table is not read any more: the next step may rewrite it
     model       KV of the new tokens is written, logits come out
-    publish     true lengths, as soon as the guesses are verified (speculation only)
+    accept      tokens accepted, and so true lengths, as soon as the guesses are verified (speculation only)
     publish     the last token, for the next forward; new tokens, for the host
     prefetch    the host's part sets out, over a stream of its own
     forward-done  slots and pages of requests that leave may change hands
@@ -66,7 +66,8 @@ class Forward:
             fields["drafts"] = relay_field(torch.int64, (self._drafts,), non_negative=True)  # with its ids
             fields["outputs"] = relay_field(torch.int64, (settings.decode_len,), read_by="host", non_negative=True)
             fields["seq_lens"] = relay_field(torch.int64, read_by="both", non_negative=True)
-            self.ids, self.results = ("last_token", "drafts"), ("outputs", "seq_lens")
+            fields["accepted"] = relay_field(torch.int64, read_by="host")
+            self.ids, self.results = ("last_token", "drafts"), ("outputs", "seq_lens", "accepted")
             with runtime.use(self.stream):
                 history = runtime.device_zeros((pages.slots.capacity, settings.row_width), torch.int64)
             self._drafter = Drafter(self._drafts, history)
@@ -143,8 +144,8 @@ class Forward:
         outputs, accepted = verify(targets, inputs.input_ids[last], decodes)
 
         rows = step.planned.extras["sample_rows"]
-        true_lens = inputs.kv_lens[rows].long() - torch.where(decodes[:, 0], self._drafts - accepted, 0)
-        self.relay.publish(inputs.sampled_slots, seq_lens=true_lens)
+        put_in = inputs.query_start_loc.diff()[rows]
+        true_lens = step.planned.accept(torch.where(decodes[:, 0], 1 + accepted, put_in))
 
         slots = inputs.sampled_slots.device
         self._drafter.note(slots[:, None], (true_lens - accepted)[:, None] + columns, outputs)

@@ -13,6 +13,7 @@ from tests.selfcheck.machines.plain_torch import PlainTorchMachine, PlainTorchOn
 from tests.selfcheck.machines.pools import HybridMachine, SlotPoolMachine
 from tests.selfcheck.machines.prefix_cache import PrefixCacheMachine
 from tests.selfcheck.machines.ranks import RanksMachine
+from tests.selfcheck.machines.speculation import SpeculationMachine
 from tests.selfcheck.machines.steps import StepMachine
 from tests.selfcheck.machines.strangers import StrangersMachine
 from tests.selfcheck.machines.transfers import TransfersMachine
@@ -30,6 +31,7 @@ MACHINES: dict[str, type[Machine]] = {
         EngineMachine,
         FutureMapMachine,
         StepMachine,
+        SpeculationMachine,
         OverlapMachine,
         HostTierMachine,
         TransfersMachine,
