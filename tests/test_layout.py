@@ -78,10 +78,13 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 The core had 2,320 lines: 140 for a draft in one call, and for requests that the relay asks in the block of their step.
 """
 
-MOST_LINES, MOST_FILES = 38_460, 133
-BESIDE = {"tests/selfcheck": 12_000, "examples/traffic": 1_200}
-"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package."""
-OTHER_TESTS = 36_650
+MOST_LINES, MOST_FILES = 38_800, 133
+BESIDE = {"tests/selfcheck": 12_150, "examples/traffic": 1_200}
+"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package.
+
+150 more are for first proofs said again, memory of the device, and leases that have a place.
+"""
+OTHER_TESTS = 37_000
 
 MOST_FLOORS = 12
 
