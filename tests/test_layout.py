@@ -60,14 +60,14 @@ OUTSIDE = {
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "ground": (LAYERS["ground"], 1_760),
-    "runtime": (("runtime",), 1_640),
+    "runtime": (("runtime",), 1_700),
     "core": (LAYERS["core"], 2_530),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_010,
+        12_100,
     ),
     "host tier": (_KV_TIER, 1_620),
-    "transport": (("transport",), 5_000),
+    "transport": (("transport",), 5_300),
     "watch": (("watch",), 2_400),
     "races": (("races",), 8_500),
     "fuzz tools": (("testing",), 2_700),
@@ -76,6 +76,8 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
 The core had 2,320 lines: 140 for a draft in one call, and for requests that the relay asks in the block of their step.
+Transport had 5,000, pages 12,010 and the runtime 1,640: 300, 90 and 60 for KV that lands in device pages, for leases that
+are ranges of tokens, and for ranks that compare what they hold.
 """
 
 MOST_LINES, MOST_FILES = 38_800, 133

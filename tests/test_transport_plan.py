@@ -465,11 +465,12 @@ def test_rows_go_to_the_layer_and_heads_they_come_from() -> None:
             here, there = range(len(stage)), range(10, 13)
             names = dict(zip(here, stage, strict=True)), dict(zip(there, LAYERS, strict=True))
             copies = planned([3, 5], [8, 1], source, target, here, there)
-            check_places(copies, source, target, *names)
+            check_places(copies, source, target, *names, "")
             if not len(copies):
                 continue
             others = attrs.evolve(copies, target_regions=10 + (copies.target_regions - 9) % 3)
-            refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, others, source, target, *names))
+            refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, others, source, target, *names, ""))
+            refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, copies, source, target, *names, " elsewhere"))
             moved = attrs.evolve(copies, source_offsets=copies.source_offsets + 8)
             if source.degree < 4:
-                refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, moved, source, target, *names))
+                refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, moved, source, target, *names, ""))

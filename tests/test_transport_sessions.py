@@ -316,7 +316,7 @@ def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
     assert not pair.sender.poll()
     assert pair.receiver.poll() == [lease]
     assert lease.ended.query()
-    assert "ends at host location" in lease.reason
+    assert "ends at host_location" in lease.reason
 
 
 WRONG_SENDS: list[tuple[Callable[[Sender, Transfer], None], type[Exception]]] = [
@@ -593,6 +593,7 @@ def test_only_the_chunks_that_there_are_complete_a_lease(
 def test_a_grant_of_a_huge_range_costs_what_the_request_needs() -> None:
     """Of a range only as many tokens are listed as the request has: no more than a worker can list."""
     fields: dict[str, Any] = {"sender": "a", "to": "b", "serial": 1, "attempt": 1, "request": "r", "writer": 0}
+    fields |= {"first": 0, "holds": "host_location"}
     grant = Grant(**fields, num_tokens=3, ranges=np.array([[8, 2], [2**20, 2**60]]))
     assert grant.targets.tolist() == [8, 9, 2**20]
     assert Grant(**fields, num_tokens=0, ranges=np.array([[8, 2]])).targets.size == 0

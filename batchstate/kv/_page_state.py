@@ -317,6 +317,11 @@ class PageHolders(SlotListener):
         for fence, parts in self._leaving.values():
             pages, behind = np.concatenate(parts), f"{fence.fence!r}, freed in step {fence.step}"
             invariants.slot_in_flight(pages, np.ones(pages.size, np.bool_), behind=behind, **self.where(operation))
+        written = [lease for lease in self.leases.values() if lease.writer is not None]
+        ended = self.transaction.query([cast(Fence, lease.writer) for lease in written])
+        for lease, over in zip(written, ended, strict=True):
+            in_flight = np.full(lease.pages.size, not over)
+            invariants.slot_in_flight(lease.pages, in_flight, behind=repr(lease.writer), **self.where(operation))
 
     def on_clear(self) -> None:
         """Leases are given back, and the pages come in order again, without keys."""

@@ -369,21 +369,24 @@ def check_places(
     target: KVLayout,
     source_names: Mapping[int, str],
     target_names: Mapping[int, str],
+    suffix: str,
     **where: Unpack[Where],
 ) -> None:
     """TRANSFER_BOUNDS: rows do not go to the place in a token's KV that they come from: its layer, and its heads.
 
-    No row is longer than a token's; the names are the layers of the regions on each side, by their index.
+    No row is longer than a token's; the names are the layers of the regions on each side, by their index, the target's
+    with a `suffix` where they are in the memory that was granted.
     """
     if not len(copies):
         return
     places = []
-    for layout, names, regions, offsets in (
-        (source, source_names, copies.source_regions, copies.source_offsets),
-        (target, target_names, copies.target_regions, copies.target_offsets),
+    for layout, names, behind, regions, offsets in (
+        (source, source_names, "", copies.source_regions, copies.source_offsets),
+        (target, target_names, suffix, copies.target_regions, copies.target_offsets),
     ):
+        numbers = {layer + behind: number for number, layer in enumerate(layout.layers)}
         present, which = np.unique(regions, return_inverse=True)
-        layers = np.array([layout.layers.index(names[region]) for region in present.tolist()])[which]
+        layers = np.array([numbers.get(names[region], -1) for region in present.tolist()])[which]
         token_bytes = layout.head_bytes * (1 if layout.replicated else layout.heads)
         places.append(layers * token_bytes + layout.held.first * layout.head_bytes + offsets % layout.item_bytes)
     begin, end = places[0], places[0] + copies.lengths

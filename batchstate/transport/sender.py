@@ -25,7 +25,15 @@ from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Region, Status
 from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, location_rows, owned_by
 from batchstate.transport.wire import Grant, Kind, Notice, Tag
-from batchstate.transport.workers import Clock, Description, Session, Worker, capacities, regions_by_layout
+from batchstate.transport.workers import (
+    Clock,
+    Description,
+    Session,
+    Worker,
+    capacities,
+    regions_by_layout,
+    suffix_of,
+)
 from batchstate.violations import Violation
 
 _CANNOT_SAY = (BatchStateError, OSError, RuntimeError, ValueError)
@@ -50,7 +58,7 @@ class Transfer:
 
     Attributes:
         worker: the instance that is written to.
-        targets: int64[num_tokens], its host location of each token.
+        targets: int64[num_tokens], its location of each token of the grant.
         state: final once it is not OPEN.
         sent: tokens for which writes have begun.
         complete: whether the last of them are among these.
@@ -156,6 +164,8 @@ class Sender(Session):
             problem = f"expected holds={Locations.unit!r} or {HostLocations.unit!r}, got {holds!r}"
             raise ArgumentError(problem, holds, "say which memory the regions of this sender are")
         self._holds = holds
+        self._regions = regions_by_layout(description, regions)
+        self._names = {region.index: region.name for region in regions}
         self._live: dict[tuple[str, int], Transfer] = {}  # by instance of the receiver, and serial of its lease
         self._closed: dict[str, Closed] = {}
         self._changed: list[Transfer] = []
@@ -264,26 +274,29 @@ class Sender(Session):
         """The writes, checked."""
         if transfer.state is not TransferState.OPEN:
             raise TransferError(f"{transfer!r}: {transfer.reason}", transfer.state, "send while it is OPEN")
-        sources = self._sources(locations)
-        check_chunk(first, sources.size, transfer.grant.num_tokens, self._description.layouts[0].page_size, last)
-        if transfer.complete or first != transfer.sent:
-            sent = f"{transfer.sent} are sent" + (", all" if transfer.complete else "")
-            problem = f"{transfer!r}: expected the tokens from {transfer.sent} on, got those from {first} on; {sent}"
-            raise ArgumentError(problem, first, "send the tokens of a request once, in order")
-        targets = transfer.targets[first : first + sources.size]
-        owned_by(targets, transfer.grant.ranges)
+        grant, sources = transfer.grant, self._sources(locations)
+        end = grant.first + grant.num_tokens
+        begun = grant.first + transfer.sent
+        if transfer.complete or first != begun:
+            sent = f"{transfer.sent} of {grant.first} to {end - 1} are sent" + (", all" if transfer.complete else "")
+            problem = f"{transfer!r}: expected the tokens from {begun} on, got those from {first} on; {sent}"
+            raise ArgumentError(problem, first, "send the tokens that were granted once, in order")
+        check_chunk(first, sources.size, end, self._description.layouts[0].page_size, last)
+        targets = transfer.targets[transfer.sent : transfer.sent + sources.size]
+        owned_by(targets, grant.ranges)
         states = self._states(state_row, last)
         theirs = transfer.worker.description
-        there = regions_by_layout(theirs, transfer.worker.regions)
+        there = regions_by_layout(theirs, transfer.worker.regions(grant.holds))
         parts = []
         by_kind = zip(self._description.layouts, theirs.layouts, self._regions, there, strict=True)
         for ours, other, here, regions in by_kind:
-            target_states = np.full_like(states, transfer.grant.state_row)
+            target_states = np.full_like(states, grant.state_row)
             pair = (states, target_states) if ours.per_request else (sources, targets)
             parts.append(location_rows(*pair, ours, other, here, regions))
             if levels.full and transfer.worker.peer is not None:
                 names = self._names, {at: region.name for at, region in transfer.worker.peer.regions.items()}
-                check_places(parts[-1], ours, other, *names, object=self, operation="send")
+                suffix = suffix_of(grant.holds, other)
+                check_places(parts[-1], ours, other, *names, suffix, object=self, operation="send")
         return chunked(coalesced(Copies.cat(parts)), self._engine.capabilities.max_rows)
 
     def _states(self, row: SupportsIndex, last: bool) -> Ints:
@@ -367,10 +380,13 @@ class Sender(Session):
 
 
 def _refusal(worker: Worker, grant: Grant) -> str:
-    """Why a grant is refused: host locations outside the receiver's memory. Else nothing."""
-    capacity, states = capacities(worker.description, worker.regions)
+    """Why a grant is refused: locations outside the receiver's memory. Else nothing."""
+    regions = worker.regions(grant.holds)
+    if not regions:
+        return f"the grant is of {grant.holds}s, and {worker.name} has registered no such memory for all of its layers"
+    capacity, states = capacities(worker.description, regions)
     if grant.state_row > max(states - 1, 0):
         return f"the grant has row {grant.state_row} for states, {worker.name} has {states}"
     if grant.ranges.size and int(grant.ranges.sum(axis=1).max()) > capacity:
-        return f"the grant ends at host location {grant.ranges.sum(axis=1).max()}, {worker.name} has {capacity}"
+        return f"the grant ends at {grant.holds} {grant.ranges.sum(axis=1).max()}, {worker.name} has {capacity}"
     return ""
