@@ -225,7 +225,10 @@ class PageSharing:
             where = self.holders.where(operation)
             invariants.slot_in_flight(pages, np.ones(pages.size, np.bool_), behind=repr(lease.writer), **where)
         length = np.array([tokens], dtype=np.int64)
-        pool._check_lengths(length, np.array([lease.tokens]), operation, UNCOMMITTED)
+        pool._check_lengths(length, length, operation)
+        most = self._rows.width * pool.page_size
+        there = np.array([lease.tokens])
+        invariants.length_order(length, there, most, explain=UNCOMMITTED, **self.holders.where(operation))
         pool._check_written(length, np.array([lease._written]), operation)
         self.transaction.operation = operation
         del self.leases[id(lease)]
