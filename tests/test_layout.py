@@ -76,8 +76,8 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
 The core had 2,320 lines: 140 for a draft in one call, and for requests that the relay asks in the block of their step.
-Transport had 5,000, pages 12,010 and the runtime 1,640: 300, 90 and 60 for KV that lands in device pages, for leases that
-are ranges of tokens, and for ranks that compare what they hold.
+Transport had 5,000, pages 12,010 and the runtime 1,640: 300, 90 and 60 for KV that lands in device pages, for leases
+that are ranges of tokens, and for ranks that compare what they hold.
 """
 
 MOST_LINES, MOST_FILES = 38_800, 133

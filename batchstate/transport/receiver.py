@@ -325,6 +325,7 @@ class Receiver(Session):
                 outside the regions, or that another lease may still write; states without buffers for them, or none for
                 some.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
+            Violation: as `poll`.
         """
         self._check_own("grant", lease, lease.epoch)
         ranges, holds = _kept_behind(lease, memory), HOST if memory is None else memory.holds
@@ -339,6 +340,7 @@ class Receiver(Session):
             problem = f"expected ranges below {holds} {capacity}, got one up to {end}"
             remedy = "grant memory of the pool whose regions the receiver was made with"
             raise ArgumentError(problem, end, remedy)
+        self._check_kept("grant")
         _check_unleased(lease, ranges, holds, state_row, self._leases.values())
         said = lease.serial, lease.attempt, lease.request
         tokens = lease.first, lease.num_tokens
@@ -363,9 +365,7 @@ class Receiver(Session):
         Violation: SLOT_STALE_HANDLE, at `cheap`: device pages that a writer may still write are another's.
         """
         self._engine.check_owner("poll")
-        for lease in self._leases.values() if levels.cheap else ():
-            if isinstance(lease.memory, PageLease) and not lease.ended.query():
-                lease.memory.check_kept("poll")
+        self._check_kept("poll")
         for delivery in self._engine.completions():
             self._arrive(delivery)
         self._count_grace()
@@ -380,6 +380,11 @@ class Receiver(Session):
         return tuple(self._leases.values())
 
     # Parts
+
+    def _check_kept(self, operation: str) -> None:
+        for lease in self._leases.values() if levels.cheap else ():
+            if isinstance(lease.memory, PageLease) and not lease.ended.query():
+                lease.memory.check_kept(operation)
 
     def _take(self, worker: Worker, message: Grant | Notice) -> None:
         notice = cast(Notice, message)

@@ -231,7 +231,6 @@ class DecodeWorker:
             assert arrival.first_token is not None
             request.append([arrival.first_token], self._eos)
             if kind == "staged":
-                self._writes.append(hot)
                 self._forward.publish_known(slot, request.prompt, arrival.first_token)
                 self._staging.append(self._row(slot, request))
             elif self._goes_on(slot, request):
@@ -260,6 +259,7 @@ class DecodeWorker:
         for batch in staged:
             self._staging.remove(batch)
             if self._goes_on(batch.slots, batch.requests[0]):
+                self._writes.append(self.pages.entry(batch.slots))  # the pages that it has kept
                 self._batch = self._batch.merge(batch)
 
     def _goes_on(self, slot: Slots, request: Request) -> bool:
