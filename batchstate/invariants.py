@@ -14,7 +14,7 @@ invariants, with the level at which the library checks them, the remedy, and rea
 
 import functools
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, final
 
 import numpy as np
@@ -937,6 +937,20 @@ def transfer_late_write(locations: Ints, changed: Mask, **where: Unpack[Where]) 
     location = int(locations[row])
     problem = f"host location {location} was written while it had no owner"
     return Breach(problem, expected="the bytes it was left with", actual="other bytes", row=row, slot=location)
+
+
+@cheap("`send` what was granted, `fail` a transfer that will not come, and `hold` one whose request waits its turn")
+@origins("sglang #34457", "sglang #28652")
+def transfer_idle(polls: Ints, most: int, requests: Sequence[str], **where: Unpack[Where]) -> Breach | None:
+    """A transfer that was granted goes on: each has been sent for, or held, within `most` polls of its writer.
+
+    `polls` integer[n] are those since then, of the transfers of n `requests` that are open and not all sent.
+    Cost: one comparison per transfer. Broken by a part of a request that nothing starts: the receiver waits forever.
+    """
+    if (row := first_row(polls > most)) is None:
+        return None
+    problem = f"the transfer of {requests[row]!r} was granted, and nothing is sent for it"
+    return Breach(problem, expected=f"`send`, `fail` or `hold` within {most} polls", actual=f"{polls[row]}", row=row)
 
 
 @always("keep the secret between the two peers; a peer that was started again has a new endpoint, with a new one")

@@ -130,6 +130,7 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         (ints([0, 96]), ints([96, 32]), 0, 128),
         {"row": 1, "expected": "inside 0 to 128 (exclusive)", "actual": "96, 33 long"},
     ),
+    Code.TRANSFER_IDLE: ((ints([3, 4]), 3, ["a", "b"]), (ints([3, 3]), 3, ["a", "b"]), {"row": 1, "actual": "4"}),
     Code.TRANSFER_LATE_WRITE: (
         (ints([16, 32]), np.array([False, True])),
         (ints([16, 32]), np.array([False, False])),

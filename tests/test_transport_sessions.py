@@ -16,9 +16,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from batchstate import HostLocations, Locations, Pages, open_runtime
-from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.errors import ArgumentError, DtypeError, HandshakeError, OwnerThreadError, TransferError
 from batchstate.kv.host_pool import HostRanges
 from batchstate.runtime import Fence
 from batchstate.testing import ManualStream
@@ -41,7 +42,7 @@ from batchstate.transport.wire import (
     unpacked,
 )
 from batchstate.transport.workers import Description, Session
-from batchstate.violations import Violation
+from batchstate.violations import Code, Violation
 from tests.transport_peers import altered
 
 LAYERS = ("keys", "values")
@@ -727,6 +728,54 @@ def test_what_is_refused_changes_nothing(call: Callable[[Pair], object], error: 
         assert lease.state is LeaseState.DELIVERED
 
 
+def test_a_transfer_that_nothing_is_sent_for_is_reported() -> None:
+    """A part that is never started, or stands still, is said once on the writer; `send` and `hold` begin anew."""
+    pair = Pair()
+    prefill = made(Sender, pair.network, "prefill-0", layout(), idle_polls=3)
+    pair.receiver.accept(prefill.introduction)
+    prefill.session.accept(pair.decode.introduction)
+    pair.prefills = [prefill]
+    lease, [transfer] = pair.granted()
+    for begins_anew in ("send", "hold"):
+        for _ in range(2):
+            pair.sender.poll()
+        if begins_anew == "send":
+            send(pair.sender, transfer, SOURCES[:4], 0, last=False)
+        else:
+            pair.sender.hold(transfer)
+    for _ in range(3):
+        pair.sender.poll()
+    pair.lease(4, ((32, 4),))
+    pair.carry()
+    with pytest.raises(Violation, match="the transfer of 'r' was granted, and nothing is sent for it") as caught:
+        pair.sender.poll()
+    assert caught.value.code is Code.TRANSFER_IDLE
+    assert (caught.value.expected, caught.value.actual) == ("`send`, `fail` or `hold` within 3 polls", "4")
+    [other] = pair.sender.poll()  # nothing is lost, and nothing is said twice
+    send(pair.sender, transfer, SOURCES[4:], 4, last=True)
+    send(pair.sender, other, SOURCES[:4], 0, last=True)
+    assert lease in pair.run()
+    with pytest.raises(ArgumentError, match="idle_polls is 0"):
+        made(Sender, pair.network, "other", layout(), idle_polls=0)
+
+
+def test_memory_of_another_dtype_is_refused() -> None:
+    """A layout says what its memory is; bytes, uint8, may be any."""
+    network = Network()
+    engine = InProcessEngine(network)
+    regions = [engine.register(torch.zeros(64, 2, dtype=torch.float16), layer) for layer in LAYERS]
+    for dtype, right in (("float16", True), ("bfloat16", False), ("int16", False)):
+        about = Description("w", engine.instance, KVLayout(PAGE, dtype, LAYERS, 4), engine.endpoint())
+        for kind in (Sender, Receiver):
+            if right:
+                kind(engine, about, regions)
+                continue
+            with pytest.raises(
+                DtypeError, match=f"'keys': expected memory of {dtype}, as its layout says, got float16"
+            ):
+                kind(engine, about, regions)
+
+
 def _calls(session: Session, made: Lease | Transfer) -> list[Callable[[], object]]:
     """Every public method of a side, with a lease or transfer of its own in the place of each argument."""
     names = [name for name in dir(session) if not name.startswith("_") and callable(getattr(session, name))]
@@ -753,7 +802,7 @@ def test_both_sides_belong_to_the_thread_of_their_engine() -> None:
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert len(refused) == len(calls) == 20
+    assert len(refused) == len(calls) == 21
     pair.decode.engine.close()
     pair.prefills[0].engine.close()
     for call in calls:

@@ -24,7 +24,7 @@ from batchstate.mirror import HostLocations, Locations
 from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Region, Status
 from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, location_rows, owned_by
-from batchstate.transport.wire import Grant, Kind, Notice, Tag
+from batchstate.transport.wire import LARGEST, Grant, Kind, Notice, Tag
 from batchstate.transport.workers import (
     Clock,
     Description,
@@ -38,6 +38,8 @@ from batchstate.violations import Violation
 
 _CANNOT_SAY = (BatchStateError, OSError, RuntimeError, ValueError)
 
+IDLE_POLLS = 10_000
+"""Polls of a sender in which a transfer may stand still, by default."""
 REMEMBERED = 4096
 """Closed leases of each receiver that a writer remembers."""
 
@@ -62,6 +64,7 @@ class Transfer:
         state: final once it is not OPEN.
         sent: tokens for which writes have begun.
         complete: whether the last of them are among these.
+        idle: polls since the grant, the last `send` or the last `hold`.
         handles: the writes, by chunk id.
         sources_free: a fence: true when no write reads the source locations any more.
     """
@@ -73,6 +76,7 @@ class Transfer:
     reason: str = ""
     sent: int = 0
     complete: bool = False
+    idle: int = 0
     handles: list[Handle] = attrs.field(factory=list, repr=False)
     sources_free: "SourcesFree" = attrs.field(init=False, repr=False)
 
@@ -142,6 +146,7 @@ class Sender(Session):
     Args:
         engine, description, regions, clock: see `Session`.
         holds: index space of their rows: `location` for KV on the device, `host_location` for that of a host pool.
+        idle_polls: so often `poll`, once a step, may be called while a transfer stands still.
 
     Raises:
         ArgumentError: another index space; else as `Session`.
@@ -157,6 +162,7 @@ class Sender(Session):
         regions: Sequence[Region],
         *,
         holds: str = "location",
+        idle_polls: SupportsIndex = IDLE_POLLS,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(engine, description, regions, clock=clock, grace_seconds=0.0)
@@ -164,6 +170,7 @@ class Sender(Session):
             problem = f"expected holds={Locations.unit!r} or {HostLocations.unit!r}, got {holds!r}"
             raise ArgumentError(problem, holds, "say which memory the regions of this sender are")
         self._holds = holds
+        self._idle_polls = count(idle_polls, "idle_polls", least=1)
         self._regions = regions_by_layout(description, regions)
         self._names = {region.index: region.name for region in regions}
         self._live: dict[tuple[str, int], Transfer] = {}  # by instance of the receiver, and serial of its lease
@@ -222,11 +229,16 @@ class Sender(Session):
                 self._fail(transfer, f"a write was refused: {getattr(error, 'problem', error)}")
             raise
         transfer.sent += len(sources)
-        transfer.complete = bool(last)
+        transfer.complete, transfer.idle = bool(last), 0
 
     def poll(self) -> list[Transfer]:
-        """The transfers that are new, or whose state became final, since the last time. Never waits."""
+        """The transfers that are new, or whose state became final, since the last time. Never waits.
+
+        Violation: TRANSFER_IDLE, at `cheap`: one has stood still for more than `idle_polls` polls. Reported once; it
+            stays OPEN, and the next poll goes on.
+        """
         self._engine.check_owner("poll")
+        self._count_idle()
         self._count_grace()
         self._left = [handle for handle in self._left if not self._drain(handle)]
         for transfer in list(self._live.values()):
@@ -243,6 +255,23 @@ class Sender(Session):
         """Gives a transfer up: its KV will not come. Nothing happens where its state is final."""
         self._check_own("fail", transfer, transfer.grant.to)
         self._fail(transfer, reason)
+
+    def hold(self, transfer: Transfer) -> None:
+        """Says that the request of a transfer is known here, and waits for its turn: `idle` begins anew."""
+        self._check_own("hold", transfer, transfer.grant.to)
+        transfer.idle = 0
+
+    def _count_idle(self) -> None:
+        late = []
+        for transfer in self._live.values():
+            if transfer.state is TransferState.OPEN and not transfer.complete:
+                transfer.idle += 1
+                if transfer.idle > self._idle_polls:
+                    late.append(transfer)
+        if late and levels.cheap:
+            polls, requests = np.array([transfer.idle for transfer in late]), [transfer.request for transfer in late]
+            late[0].idle = -LARGEST  # reported once
+            invariants.transfer_idle(polls, self._idle_polls, requests, object=self, operation="poll")
 
     # Messages
 

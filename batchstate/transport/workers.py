@@ -271,6 +271,7 @@ class Session(abc.ABC):
 
     Raises:
         ArgumentError: description, regions and engine do not belong together, or an impossible `grace_seconds`.
+        DtypeError: memory of another dtype than its layout; uint8 stands for bytes of any.
     """
 
     writes: ClassVar[bool]
@@ -291,6 +292,13 @@ class Session(abc.ABC):
             remedy = "describe the worker by its engine's instance and endpoint"
             raise ArgumentError(problem, description.instance, remedy)
         memories = ({HOST: regions} if regions or not device else {}) | ({DEVICE: device} if device else {})
+        by_layer = dict(buffers_of(description.layouts))
+        for region in (*regions, *device):
+            layout = by_layer.get(region.name.removesuffix(ON_DEVICE))
+            dtype = str(getattr(region.memory, "dtype", "")).removeprefix("torch.")
+            if layout is not None and dtype not in ("uint8", layout.dtype):
+                problem = f"region {region.name!r}: expected memory of {layout.dtype}, as its layout says, got {dtype}"
+                raise DtypeError(problem, dtype, "describe the memory as it is, or register its bytes: uint8")
         for holds, memory in memories.items():
             wanted, names = region_names(description.layouts, holds), [region.name for region in memory]
             if names != wanted:

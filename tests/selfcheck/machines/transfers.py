@@ -255,7 +255,7 @@ class TransfersMachine(Machine):
         }
         regions = [engine.register(memory, layer) for layer, memory in memories.items()]
         description = Description(name, engine.instance, layouts, engine.endpoint())
-        sender = Sender(engine, description, regions, clock=self.now)
+        sender = Sender(engine, description, regions, idle_polls=2, clock=self.now)
         self._meet(sender)
         return PrefillInstance(name, layouts, engine, sender, memories, list(range(1, SOURCE_PAGES + 1)))
 
@@ -569,6 +569,7 @@ class TransfersMachine(Machine):
         except ArgumentError:
             if computed.query():
                 raise
+            writer.sender.hold(transfer)
             self.reached("a send before the KV is written refused")
 
     def _rows(self, pages: list[int]) -> Ints:
