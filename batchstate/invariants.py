@@ -585,17 +585,19 @@ def state_turn(slots: Ints, newest: Ints, reads: Ints, **where: Unpack[Where]) -
 
 @always("make the same calls on every rank, in the same order; decide by what is agreed, as `Agreement.watch` says it")
 @origins("sglang #36928", "sglang #28039")
-def ranks_differ(fences: Ints, digests: Ints, **where: Unpack[Where]) -> Breach | None:
-    """The ranks of a group have freed behind as many fences, and their pools have handed out the same indices.
+def ranks_differ(held: Ints, **where: Unpack[Where]) -> Breach | None:
+    """The ranks of a group have memory of the same sizes, and the same indices, lengths and rows were used in each.
 
-    Cost: once per exchange, one comparison per rank. Broken by a rank that reaps what it alone has seen complete: it
-    has other free slots than the rest, and admits what they cannot.
+    `held` integer[ranks, 3]: fences that were freed behind, a digest of capacities, a digest of what happened since.
+    Cost: once per exchange, three comparisons per rank. Broken by a rank that reaps what it alone has seen complete: it
+    has other free slots than the rest, and admits what they cannot. Or by one that measured more free memory.
     """
-    if (row := first_row((fences != fences[:1]) | (digests != digests[:1]))) is None:
+    if (row := first_row((held != held[:1]).any(axis=1))) is None:
         return None
-    problem = f"rank {row} of {len(fences)} has handed out or freed other indices than rank 0"
-    expected = f"{fences[0]} fences, digest {digests[0]:08x}"
-    return Breach(problem, expected=expected, actual=f"{fences[row]} fences, digest {digests[row]:08x}", row=row)
+    other = "pools or graphs of other sizes" if held[row, 1] != held[0, 1] else "used other indices, lengths or rows"
+    words = "{} fences, memory {:08x}, calls {:08x}"
+    expected, actual = words.format(*held[0]), words.format(*held[row])
+    return Breach(f"rank {row} of {len(held)} has {other} than rank 0", expected=expected, actual=actual, row=row)
 
 
 # Pages and token lengths.

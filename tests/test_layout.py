@@ -64,7 +64,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_530),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_110,
+        12_140,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_300),
@@ -80,7 +80,7 @@ Transport had 5,000, pages 12,010 and the runtime 1,640: 300, 90 and 60 for KV t
 that are ranges of tokens, and for ranks that compare what they hold.
 """
 
-MOST_LINES, MOST_FILES = 38_800, 133
+MOST_LINES, MOST_FILES = 38_900, 133
 BESIDE = {"tests/selfcheck": 12_150, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package.
 

@@ -150,7 +150,7 @@ class PageHolders(SlotListener):
     def grow(self, rows: Ints, totals: Ints, n: int, operation: str) -> None:
         """Gives rows int64[k] the `n` pages that they lack for `totals` tokens: `PageRows.look` has found them."""
         if self.notes:
-            self.note(self.rows.next_pages(n))
+            self.note(self.rows.next_pages(n), totals)
         self.transaction.operation = operation
         self.rows.grow(rows, totals)
         self.check_whole(operation)
@@ -172,10 +172,10 @@ class PageHolders(SlotListener):
         """Whether `note` wants the pages that are taken."""
         return levels.full or bool(self._taken_at.lines) or self.runtime.agreement is not None
 
-    def note(self, pages: Ints) -> None:
-        """Tells ranks which pages are taken, and remembers at `full` the lines that led there, innermost first."""
+    def note(self, pages: Ints, *totals: Ints) -> None:
+        """Tells ranks which pages are taken, and for how many tokens; remembers at `full` the lines that led there."""
         if self.runtime.agreement is not None:
-            self.runtime.agreement.note(pages)
+            self.runtime.agreement.note(pages, *totals)
         if levels.full or self._taken_at.lines:
             self._taken_at.note(pages)
 
@@ -223,6 +223,8 @@ class PageHolders(SlotListener):
             self.transaction.operation = None
             return False
         self._dropped(row, pages, after, operation)
+        if totals is not None and self.runtime.agreement is not None:
+            self.runtime.agreement.note(totals)
         losing = rows[loses]
         if losing.size:
             self.epochs.note(losing, operation, self.runtime.step)

@@ -473,6 +473,7 @@ class PagePool(OfThisProcess):
         rows = self._begin(owner, "commit")
         start, totals = self._lengths(rows, numbers, False)
         self._look(rows, start, totals, "commit", allocated=True)
+        self._holders.note(rows[:0], totals)
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
         self._rows.commit(rows, totals, True)
@@ -506,8 +507,9 @@ class PagePool(OfThisProcess):
         numbers = self._numbers(slots, lengths, operation)
         rows = self._begin(slots, operation)
         if self._holders.notes:
-            self._look(rows, *self._lengths(rows, numbers, adds), operation)
-            self._holders.note(self._rows.next_pages(self._rows.needed))
+            starts, totals = self._lengths(rows, numbers, adds)
+            self._look(rows, starts, totals, operation)
+            self._holders.note(self._rows.next_pages(self._rows.needed), totals)
         times_checked[LENGTH_ORDER] += 1
         self.transaction.operation = operation
         laid = self._rows.extend(rows, numbers, adds)
