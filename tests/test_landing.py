@@ -3,6 +3,7 @@
 That no byte of any request is lost or wrong, whatever the engine does, is shown by the machine `transfers`.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +12,18 @@ import pytest
 import torch
 
 from batchstate import HostKVPool, Locations, PagePool, PoolExhaustedError, SlotPool, open_runtime
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, TransferError
+from batchstate.kv.host_pool import KVBuffer
 from batchstate.kv.pages import PageLease
 from batchstate.testing import ManualStream
+from batchstate.transport.engines.base import Engine, open_engine
 from batchstate.transport.engines.in_process import InProcessEngine, Network
 from batchstate.transport.plan import KVLayout
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
-from batchstate.transport.sender import Sender, Transfer
+from batchstate.transport.sender import Sender, Transfer, TransferState
 from batchstate.transport.workers import ON_DEVICE, Description
 from batchstate.violations import Code, Violation
+from tests.doubles import refused
 
 LAYERS = ("keys", "values")
 PAGE, ITEM = 4, 3
@@ -28,7 +32,9 @@ PAGE, ITEM = 4, 3
 class World:
     """A decode worker with a host pool and device pages, and a prefill worker with 64 locations of its own."""
 
-    def __init__(self, *, page_size: int = PAGE, device: bool = True, host: bool = True) -> None:
+    def __init__(
+        self, *, page_size: int = PAGE, device: bool = True, host: bool = True, token_major: bool = True
+    ) -> None:
         self.runtime = open_runtime("cpu")
         self.slots = SlotPool(self.runtime, 4)
         self.pages = PagePool(self.runtime, self.slots, 36 // page_size, page_size, max_tokens_per_request=24)
@@ -37,7 +43,8 @@ class World:
             self.runtime.device_zeros((self.pages.location_capacity, ITEM), torch.uint8, name=layer) for layer in LAYERS
         ]
         self.network = Network(5)
-        engine, layout = InProcessEngine(self.network, max_rows=3), KVLayout(PAGE, "uint8", LAYERS, ITEM)
+        engine = InProcessEngine(self.network, max_rows=3)
+        layout = KVLayout(PAGE, "uint8", LAYERS, ITEM, token_major=token_major)
         regions = [engine.register(buffer.memory, buffer.name) for buffer in self.host.contiguous_buffers() if host]
         there = [engine.register(kv, layer + ON_DEVICE) for kv, layer in zip(self.kv, LAYERS, strict=True) if device]
         about = Description("decode", engine.instance, layout, engine.endpoint())
@@ -261,3 +268,97 @@ def test_pages_that_are_anothers_by_now_are_reported() -> None:
     with pytest.raises(Violation, match="is older than its present owner") as caught:
         world.receiver.poll()
     assert caught.value.code is Code.SLOT_STALE_HANDLE
+
+
+@pytest.mark.parametrize("kind", ["in-process", "tcp", "nixl", "mooncake"])
+def test_every_bit_lands_where_it_was_granted(kind: str) -> None:
+    """bf16, fp8, and pages that cannot be split, into host memory and into device pages, over each engine.
+
+    Of a page that ends early all comes that its source has: keys of its tokens, and the scales behind them.
+    """
+    runtime, network = open_runtime("cpu"), Network(1)
+    slots = SlotPool(runtime, 4)
+    pages = PagePool(runtime, slots, 8, PAGE, max_tokens_per_request=24)
+    kinds = (torch.bfloat16, 3), (torch.float8_e4m3fn, 5), (torch.uint8, 6)
+    names = "keys", "values", "index"
+    specs = [KVBuffer(name, (n,), dtype) for name, (dtype, n) in zip(names, kinds, strict=True)]
+    host = HostKVPool(runtime, 9, PAGE, layers=specs)
+    layouts = [
+        KVLayout(PAGE, str(spec.dtype), [spec.name], spec.item_bytes, token_major=spec.name != "index")
+        for spec in specs
+    ]
+    try:
+        engines = [_engine(kind, network) for _ in range(2)]
+    except TransferError as error:
+        pytest.skip(str(error))
+    kv = [runtime.device_zeros((pages.location_capacity, n), dtype) for dtype, n in kinds]
+    dice = np.random.default_rng(2)
+    source = [
+        torch.from_numpy(dice.integers(0, 256, (64, spec.item_bytes), dtype=np.uint8)).view(spec.dtype)
+        for spec in specs
+    ]
+    regions = [engines[0].register(buffer.memory, buffer.name) for buffer in host.contiguous_buffers()]
+    there = [engines[0].register(memory, name + ON_DEVICE) for memory, name in zip(kv, names, strict=True)]
+    ours = [engines[1].register(memory, name) for memory, name in zip(source, names, strict=True)]
+    about, other = (
+        Description(name, engine.instance, layouts, engine.endpoint())
+        for name, engine in zip(("decode", "prefill-0"), engines, strict=True)
+    )
+    receiver, sender = Receiver(engines[0], about, regions, there), Sender(engines[1], other, ours)
+    receiver.accept(sender.introduce())
+    sender.accept(receiver.introduce())
+    leases = [receiver.lease(name, 10, ["prefill-0"]) for name in ("device", "host")]
+    landing = pages.take(3, writer=leases[0].ended)
+    (ranges,) = host.take([10], [1], writer=leases[1].ended)
+    receiver.grant(leases[0], landing)
+    receiver.grant(leases[1], ranges)
+    arrived: list[Lease] = []
+    deadline = time.monotonic() + 30
+    while len(arrived) < 2 and time.monotonic() < deadline:
+        network.step()
+        for transfer in sender.poll():
+            if transfer.state is TransferState.OPEN:
+                sources = Locations.from_host(runtime, np.arange(20, 30))
+                sender.send(transfer, sources, 0, True, after=runtime.record())
+        for side, to, name in ((receiver, sender, "decode"), (sender, receiver, "prefill-0")):
+            for _, message in side.outbox:
+                to.on_message(message, name)
+            side.outbox.clear()
+        arrived += receiver.poll()
+    assert [lease.state for lease in arrived] == [LeaseState.DELIVERED] * 2
+    pages.commit(landing, 10)
+    extension = pages.assign(landing, slots.take(1), 10)
+    for memories, locations in ((kv, extension.locations.np), (host.buffers, ranges.locations(0, 10))):
+        for memory, sent in zip(memories, source, strict=True):
+            rows = runtime.inspect(memory.view(torch.uint8))
+            np.testing.assert_array_equal(rows[locations], sent.view(torch.uint8)[20:30])
+        tail = np.arange(2) + locations[-1] + 1  # of the last page
+        np.testing.assert_array_equal(runtime.inspect(memories[2])[tail], source[2][30:32])
+        assert not runtime.inspect(memories[0].view(torch.uint8))[tail].any()
+    for engine in engines:
+        engine.close()
+
+
+def test_pages_that_cannot_be_split_go_only_as_whole_pages() -> None:
+    """A part that ends inside such a page, and memory of which the lease does not own all of it, are refused."""
+    world = World(token_major=False)
+    lease = world.lease()
+    transfer = world.granted(lease, world.landing(lease))
+    sources = Locations.from_host(world.runtime, np.arange(20, 30))
+    for rows, last, words in ((slice(0, 6), False, "ends at token 6"), (slice(1, 5), False, "its page of 4")):
+        with pytest.raises(ArgumentError, match=words):
+            world.sender.send(transfer, sources.take(np.arange(10)[rows]), 0, last, after=world.runtime.record())
+    assert (transfer.sent, transfer.state) == (0, TransferState.OPEN)
+    world.send(transfer)
+    assert lease in world.run()
+    small = World(page_size=1, token_major=False)  # the pool's pages are not those of the layout
+    lease = small.lease()
+    transfer = small.granted(lease, small.landing(lease))
+    refused(Code.TRANSFER_BOUNDS, lambda: small.send(transfer))
+    assert transfer.sent == 0
+
+
+def _engine(kind: str, network: Network) -> Engine:
+    if kind == "in-process":
+        return InProcessEngine(network, max_rows=3)
+    return open_engine(kind, **({"trusted_network": True} if kind == "mooncake" else {}))

@@ -81,12 +81,12 @@ that are ranges of tokens, and for ranks that compare what they hold.
 """
 
 MOST_LINES, MOST_FILES = 38_900, 133
-BESIDE = {"tests/selfcheck": 12_150, "examples/traffic": 1_200}
+BESIDE = {"tests/selfcheck": 12_230, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package.
 
-150 more are for first proofs said again, memory of the device, and leases that have a place.
+230 more are for first proofs said again, memory of the device, leases that have a place, and ranks that compare lengths.
 """
-OTHER_TESTS = 37_200
+OTHER_TESTS = 37_500
 
 MOST_FLOORS = 12
 

@@ -108,6 +108,8 @@ class KVCopier:
 
 
 def _copy_rows(source: torch.Tensor, from_rows: torch.Tensor, target: torch.Tensor, to_rows: torch.Tensor) -> None:
+    if source.is_floating_point() and source.itemsize == 1:  # torch has no `index_copy_` of 8-bit floats
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
     target.index_copy_(0, to_rows, source.index_select(0, from_rows))
 
 

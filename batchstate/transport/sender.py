@@ -310,9 +310,12 @@ class Sender(Session):
             sent = f"{transfer.sent} of {grant.first} to {end - 1} are sent" + (", all" if transfer.complete else "")
             problem = f"{transfer!r}: expected the tokens from {begun} on, got those from {first} on; {sent}"
             raise ArgumentError(problem, first, "send the tokens that were granted once, in order")
-        check_chunk(first, sources.size, end, self._description.layouts[0].page_size, last)
+        layouts = self._description.layouts
+        unit = max(layout.unit for layout in layouts)
+        check_chunk(first, sources.size, end, max(unit, layouts[0].page_size), last)
         targets = transfer.targets[transfer.sent : transfer.sent + sources.size]
-        owned_by(targets, grant.ranges)
+        rest = -targets.size % unit  # of a page that goes as a whole
+        owned_by(np.append(targets, targets[-1:] + np.arange(1, rest + 1)) if rest else targets, grant.ranges)
         states = self._states(state_row, last)
         theirs = transfer.worker.description
         there = regions_by_layout(theirs, transfer.worker.regions(grant.holds))

@@ -45,12 +45,15 @@ SOURCE_PAGES = 24
 POISON = 0xC3  # written by a pool, at `full`, over memory that is free
 
 
-def layouts_of(page_size: int, stage: int = 0, stages: int = 1, rank: int = 0, degree: int = 1) -> Layouts:
-    """The layouts of a worker: of two stages the first has keys and states, the second values and index keys."""
+def layouts_of(page_size: int, whole: bool, stage: int = 0, stages: int = 1, rank: int = 0, degree: int = 1) -> Layouts:
+    """The layouts of a worker: of two stages the first has keys and states, the second values and index keys.
+
+    Pages of index keys are `whole` where they are not token-major.
+    """
     keys, values = LAYERS
     first, second = (stage == 0, stage == stages - 1)
     of_kv = KVLayout(page_size, "uint8", LAYERS, HEADS * HEAD_BYTES // degree, rank, degree, HEADS)
-    index = KVLayout(page_size, "uint8", ("index",), 3, rank, degree, replicated=True)
+    index = KVLayout(page_size, "uint8", ("index",), 3, rank, degree, replicated=True, token_major=not whole)
     state = KVLayout(page_size, "uint8", ("state",), 5, rank, degree, replicated=True, per_request=True)
     return (
         attrs.evolve(of_kv, stage=(keys,) * first + (values,) * second),
@@ -85,15 +88,20 @@ class Attempt:
     kv: dict[str, Bytes]  # that is to arrive, uint8[rows, bytes] for each buffer by its name
     ranges: HostRanges | PageLease | None  # None where it has no tokens
     row: HostRanges  # of its state
+    unit: int = 1  # tokens of index keys that go in one piece
     slot: Slots | None = None  # that owns the device pages, once all has arrived
     told: LeaseState | None = None  # the final state, as `poll` has said it
     ended: bool = False  # when the memory was last looked at
 
     @property
-    def tokens(self) -> Ints:
+    def locations(self) -> Ints:
         if self.ranges is None:
             return np.empty(0, np.int64)
-        return np.concatenate([np.arange(at, at + n) for at, n in self.ranges.table.tolist()])[: self.lease.num_tokens]
+        return np.concatenate([np.arange(at, at + n) for at, n in self.ranges.table.tolist()])
+
+    @property
+    def tokens(self) -> Ints:
+        return self.locations[: self.lease.num_tokens]
 
     def buffer(self, name: str) -> str:
         """The memory that a kind of KV comes into."""
@@ -103,7 +111,10 @@ class Attempt:
         """Its rows in a memory."""
         if memory == "state":
             return self.row.locations()
-        return self.tokens if memory == self.buffer(memory.removesuffix(ON_DEVICE)) else np.empty(0, np.int64)
+        if memory != self.buffer(name := memory.removesuffix(ON_DEVICE)):
+            return np.empty(0, np.int64)
+        rest = -self.lease.num_tokens % self.unit if name == "index" else 0  # of the last page, which comes as a whole
+        return self.locations[: self.lease.num_tokens + rest]
 
 
 @attrs.define(eq=False)
@@ -152,6 +163,7 @@ class TransfersMachine(Machine):
         "device pages asked for before all had arrived",
         "two stages and two ranks",
         "pages of another size",
+        "pages sent as a whole",
         "states without room",
         "the writer died while it wrote",
         "the decode worker died while it was written to",
@@ -163,7 +175,7 @@ class TransfersMachine(Machine):
     @initialize(
         seed=st.integers(0, 2**16),
         page_size=st.sampled_from([1, 2, 3, 1, 2, 16, 64]),
-        one_token=st.booleans(),
+        pages=st.sampled_from(["whole", "one token", "alike", "one token"]),
         shape=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
         num_pages=st.integers(4, 10),
         faults=st.sampled_from([HURRICANE, HURRICANE, STORM, BREEZE, CALM]),
@@ -173,13 +185,13 @@ class TransfersMachine(Machine):
         self,
         seed: int,
         page_size: int,
-        one_token: bool,
+        pages: str,
         shape: tuple[int, int],
         num_pages: int,
         faults: Faults,
         max_rows: int,
     ) -> None:
-        """All workers meet. `one_token`: the host's pages have one token, whatever the writers' have."""
+        """All workers meet. The host's pages have one token, or are as the writers', those of index keys not split."""
         self.open()
         self.dice = random.Random(seed)
         self.network = Network(self.dice)
@@ -187,10 +199,12 @@ class TransfersMachine(Machine):
         self.page_size, (self.stages, self.degree) = page_size, shape
         self.part = max(page_size // 2, 1)
         self.max_rows = max_rows * self.part
-        self.host_size = 1 if one_token else page_size
+        self.host_size = 1 if pages == "one token" else page_size
         self.num_pages = num_pages * page_size // self.host_size
         self.reached("two stages and two ranks", shape == (2, 2))
+        self.whole = pages == "whole" and page_size > 1
         self.reached("pages of another size", self.host_size != page_size)
+        self.reached("pages sent as a whole", self.whole)
         self.channel: list[tuple[bool, str, bytes]] = []  # to the decode worker from a writer, or from it to a writer
         self.named = 0
         self.writers: list[PrefillInstance] = []
@@ -205,7 +219,7 @@ class TransfersMachine(Machine):
         self.host = HostKVPool(self.rt, self.num_pages, self.host_size, layers=[*kv, OTHERS[0]])
         self.states = HostKVPool(self.rt, 5, layers=OTHERS[1:], name="states")
         self.slots, size = SlotPool(self.rt, 8), self.dice.choice((1, 2, 4))
-        tokens = self.num_pages * self.host_size
+        tokens, size = self.num_pages * self.host_size, self.page_size if self.whole else size
         self.pages = PagePool(self.rt, self.slots, -(-tokens // size), size, max_tokens_per_request=16 * tokens)
         self.engine = InProcessEngine(self.network, self.faults, max_rows=self.max_rows)
         buffers = (*self.host.contiguous_buffers(), *self.states.contiguous_buffers())
@@ -225,7 +239,7 @@ class TransfersMachine(Machine):
             if memory.device.type == "cpu"
         }
         self.shadow = {name: self._bytes(name).copy() for name in self.memories}
-        layouts = layouts_of(self.host_size)
+        layouts = layouts_of(self.host_size, self.whole)
         description = Description("decode", self.engine.instance, layouts, self.engine.endpoint())
         there.append(regions[-1])  # a state is where it is, wherever the tokens are
         self.receiver = Receiver(self.engine, description, regions, there, clock=self.now, grace_seconds=GRACE_STEPS)
@@ -248,7 +262,7 @@ class TransfersMachine(Machine):
     def _start_writer(self, number: int) -> PrefillInstance:
         engine = InProcessEngine(self.network, self.faults, max_rows=self.max_rows)
         name, (stage, rank) = f"prefill-{number}", divmod(number, self.degree)
-        layouts = layouts_of(self.page_size, stage, self.stages, rank, self.degree)
+        layouts = layouts_of(self.page_size, self.whole, stage, self.stages, rank, self.degree)
         rows = (SOURCE_PAGES + 1) * self.page_size
         memories: dict[str, Bytes] = {
             layer: np.zeros((rows, layout.item_bytes), dtype=np.uint8) for layout in layouts for layer in layout.stage
@@ -315,7 +329,7 @@ class TransfersMachine(Machine):
             self.reached("device pages given to a request")
         for kind, kv in attempt.kv.items():
             name = attempt.buffer(kind)
-            rows = attempt.rows(name)
+            rows = attempt.rows(name)[: len(kv)]
             ask(invariants.mirror_equal, kv, self._bytes(name)[rows], object=attempt.lease, operation="delivered")
             if name in self.of_host:
                 self.of_host[name][rows] = self.shadow[name][rows] = ~kv
@@ -373,7 +387,7 @@ class TransfersMachine(Machine):
             return
         self.reached("a grant")
         self.unkept += not kept and ranges is not None
-        self.attempts.append(Attempt(lease, kv, ranges, row))
+        self.attempts.append(Attempt(lease, kv, ranges, row, self.page_size if self.whole else 1))
         self.granted[lease.epoch, lease.serial] = kv
 
     def _memory(self, tokens: int, writer: Fence | None) -> HostRanges | PageLease | None:
