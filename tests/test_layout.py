@@ -84,7 +84,8 @@ MOST_LINES, MOST_FILES = 38_900, 133
 BESIDE = {"tests/selfcheck": 12_230, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package.
 
-230 more are for first proofs said again, memory of the device, leases that have a place, and ranks that compare lengths.
+230 more are for first proofs said again, memory of the device, leases that have a place, and ranks that compare
+lengths.
 """
 OTHER_TESTS = 37_500
 
