@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from batchstate import HybridSlotPool, PagePool, PoolExhaustedError, SlotPool, Slots, StaticBuffers, open_runtime
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, OwnerThreadError
 from batchstate.testing import ManualStream
 from batchstate.violations import Code
-from tests.doubles import refused
+from tests.doubles import in_a_thread, refused
 from tests.selfcheck.machines.ranks import KINDS, Rank
 from tests.step_world import Running, World, columns
 
@@ -207,6 +207,17 @@ def test_an_engine_decides_by_what_is_agreed() -> None:
     report = group.report()
     group.agree([report, report])
     assert arrived.complete
+
+
+def test_an_agreement_belongs_to_its_thread() -> None:
+    """Neither a report nor an exchange nor a fence of another thread is taken."""
+    runtime = open_runtime("cpu")
+    group = runtime.join_group(size=1)
+    report = group.report()
+    calls = (group.report, lambda: group.agree([report]), lambda: group.watch(runtime.record()))
+    for call in calls:
+        assert isinstance(in_a_thread(call), OwnerThreadError)
+    assert group.agree([report]) == 0
 
 
 def test_reports_are_numbers() -> None:

@@ -19,7 +19,14 @@ import pytest
 import torch
 
 from batchstate import HostLocations, Locations, Pages, open_runtime
-from batchstate.errors import ArgumentError, DtypeError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.errors import (
+    ArgumentError,
+    DtypeError,
+    HandshakeError,
+    OwnerThreadError,
+    ShapeError,
+    TransferError,
+)
 from batchstate.kv.host_pool import HostRanges
 from batchstate.runtime import Fence
 from batchstate.testing import ManualStream
@@ -757,6 +764,19 @@ def test_a_transfer_that_nothing_is_sent_for_is_reported() -> None:
     assert lease in pair.run()
     with pytest.raises(ArgumentError, match="idle_polls is 0"):
         made(Sender, pair.network, "other", layout(), idle_polls=0)
+
+
+@pytest.mark.parametrize("shape", [(64, 2), (16, PAGE, 2), (128,), (32, PAGE), (64, 3), (8, PAGE, 2, 2)])
+def test_memory_has_the_rows_of_its_layout(shape: tuple[int, ...]) -> None:
+    """A token, or a page, is a row of memory that has rows; of other rows each token would be half another's."""
+    engine = InProcessEngine(Network())
+    regions = [engine.register(torch.zeros(shape, dtype=torch.float16), layer) for layer in LAYERS]
+    about = Description("w", engine.instance, KVLayout(PAGE, "float16", LAYERS, 4), engine.endpoint())
+    if shape[1:] in ((2,), (PAGE, 2), ()):
+        Sender(engine, about, regions)
+        return
+    with pytest.raises(ShapeError, match=f"expected rows of 4 bytes, .* or pages of {PAGE}, got"):
+        Sender(engine, about, regions)
 
 
 def test_memory_of_another_dtype_is_refused() -> None:

@@ -17,7 +17,7 @@ since, in order: indices handed out and taken back, tokens of each request, rows
 
 import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import attrs
@@ -59,8 +59,8 @@ class Agreement:
         size: ranks of the group.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, check_owner: Callable[[str], None]) -> None:
+        self.size, self._check_owner = size, check_owner
         self._open: dict[int, QueriedFence] = {}
         self._newest = 0
         self._memory = 0
@@ -75,6 +75,7 @@ class Agreement:
 
         For an engine's own decisions too: `agreement.watch(lease.delivered)`, and admit when it is complete.
         """
+        self._check_owner("watch")
         self._newest += 1
         watched = self._open[self._newest] = QueriedFence(fence, step)
         return watched
@@ -98,6 +99,7 @@ class Agreement:
 
         Asks each open fence; never waits.
         """
+        self._check_owner("report")
         seen = [number for number, watched in tuple(self._open.items()) if watched.fence.query()]
         self._reported = [self._newest, self._memory, self._digest, *seen]
         return list(self._reported)
@@ -113,6 +115,7 @@ class Agreement:
             Violation: RANKS_DIFFER: the ranks have memory of other sizes, have not made the same calls, or got other
                 indices. Nothing was counted.
         """
+        self._check_owner("agree")
         heard = [[operator.index(number) for number in report] for report in reports]  # tensors are equal to nothing
         whole = len(heard) == self.size and min(map(len, heard)) >= 3
         if not whole or not self._reported or self._reported not in heard:

@@ -291,7 +291,7 @@ class Runtime(OfThisProcess, abc.ABC):
             raise ArgumentError(f"join_group of {self!r}, which {begun}", self.step, remedy)
         from batchstate.runtime.agreement import Agreement  # few join one
 
-        self.agreement = Agreement(ranks)
+        self.agreement = Agreement(ranks, self.check_owner)
         return self.agreement
 
     # The methods of a device

@@ -94,7 +94,8 @@ class KVLayout:
         heads: KV heads of a token on all ranks together.
         replicated: whether every rank holds all of a token (MLA).
         token_major: whether the tokens of a page lie one after the other. Otherwise, as where a page has all its keys
-            and then all their scales, only whole pages are sent, between ranks that hold the same heads of a token.
+            and then all their scales, only whole pages are sent, between ranks that hold the same heads of a token. The
+            host tier copies tokens: give it such a buffer with `KVBuffer(on_device=True)`.
         stage: names of the buffers that this rank's pipeline stage holds, in the order of `layers` and of the
             registered regions; all of them by default.
         per_request: whether a request has one row, as a recurrent state, in place of one per token.

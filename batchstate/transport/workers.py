@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, final
 
 import attrs
 
-from batchstate.errors import ArgumentError, DtypeError, HandshakeError
+from batchstate.errors import ArgumentError, DtypeError, HandshakeError, ShapeError
 from batchstate.transport.engines.base import Endpoint, Engine, Peer, Region, RemoteRegion, nonce
 from batchstate.transport.plan import KVLayout, Layouts, buffers_of, check_fit
 from batchstate.transport.wire import (
@@ -244,6 +244,20 @@ class Worker:
         return [by_name[name] for name in names] if by_name.keys() >= set(names) else []
 
 
+def _check_memory(region: Region, layout: KVLayout) -> None:
+    """Refuses memory of another dtype, or whose rows are neither the tokens of its layout nor its pages."""
+    memory, problem = region.memory, f"region {region.name!r}: expected "
+    dtype, tokens = str(memory.dtype).removeprefix("torch."), 1
+    if dtype not in ("uint8", layout.dtype):
+        problem += f"memory of {layout.dtype}, as its layout says, got {dtype}"
+        raise DtypeError(problem, dtype, "describe the memory as it is, or register its bytes: uint8")
+    if memory.ndim > 1:
+        row, tokens = region.nbytes // memory.shape[0], 1 if layout.per_request else layout.page_size
+        if row not in (layout.item_bytes, tokens * layout.item_bytes):
+            problem += f"rows of {layout.item_bytes} bytes, as its layout says, or pages of {tokens}, got {row} bytes"
+            raise ShapeError(problem, tuple(memory.shape), "let `item_bytes` be those of one token in this memory")
+
+
 def suffix_of(holds: str, layout: KVLayout) -> str:
     """The suffix of a region's name behind that of its layer. States are in one place, wherever the tokens are."""
     return ON_DEVICE if holds == DEVICE and not layout.per_request else ""
@@ -272,6 +286,7 @@ class Session(abc.ABC):
     Raises:
         ArgumentError: description, regions and engine do not belong together, or an impossible `grace_seconds`.
         DtypeError: memory of another dtype than its layout; uint8 stands for bytes of any.
+        ShapeError: memory whose rows are neither tokens nor pages of its layout; a vector has no rows.
     """
 
     writes: ClassVar[bool]
@@ -295,10 +310,8 @@ class Session(abc.ABC):
         by_layer = dict(buffers_of(description.layouts))
         for region in (*regions, *device):
             layout = by_layer.get(region.name.removesuffix(ON_DEVICE))
-            dtype = str(getattr(region.memory, "dtype", "")).removeprefix("torch.")
-            if layout is not None and dtype not in ("uint8", layout.dtype):
-                problem = f"region {region.name!r}: expected memory of {layout.dtype}, as its layout says, got {dtype}"
-                raise DtypeError(problem, dtype, "describe the memory as it is, or register its bytes: uint8")
+            if layout is not None:
+                _check_memory(region, layout)
         for holds, memory in memories.items():
             wanted, names = region_names(description.layouts, holds), [region.name for region in memory]
             if names != wanted:
