@@ -447,7 +447,7 @@ class PlannedStep:
             runtime.refuse_capture("publishing what a step has found")
         requests = sampled.requests
         times_checked[STALE_HANDLE] += 1
-        if declared.slots.first_gone(requests) >= 0:
+        if declared.slots.first_not_held(requests) >= 0:
             declared.pages.slots.check_rows(*requests.handles(), "publish")
         self._results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
 

@@ -47,14 +47,11 @@ class StateOwner(SlotListener):
         self.states = SlotStates(slots.capacity, per_slot)
         arrays: dict[str, Ints] = self.states.arrays
         self.counts, self.mapping, self.turns = arrays["count"], arrays["table"], arrays["turns"]
-        self.newest, self._left = arrays["newest"], arrays["left"]
+        self.newest = arrays["newest"]
         invariants.table_capacity(len(self.mapping), slots.capacity, **self.allocator.where("mapping"))
         slots.add_listener(self)
         slots.runtime.declare_indices(kind, self.allocator.capacity)
         self.table = slots.table(f"{slots.name} {self.title}", (per_slot,), torch.int32, holds=kind, host=True)
-
-    def before_take(self) -> None:
-        self.allocator.reap()
 
     def check_take(self, n: int) -> None:
         """PoolExhaustedError where there are too few states for `n` slots."""
@@ -69,8 +66,7 @@ class StateOwner(SlotListener):
         return n * self.per_slot if self.wanted is None else int(self.wanted.sum())
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
-        states = self._left[: self.states.leave(rows)]
-        self.allocator.release(states, after, "free")
+        self.allocator.release(self.states.leave(rows), after, "free")
 
     def check_clear(self, operation: str) -> None:
         self.allocator.check_none_pending(operation)
@@ -190,9 +186,8 @@ class HybridSlotPool(SlotPool):
     def state_stats(self, kind: str | None = None) -> SlotStats:
         """The states in numbers; `stats` has the slots."""
         self.transaction.enter(f"{self.name}: state_stats")
-        allocator = self._owner(kind).allocator
-        allocator.reap()
-        return SlotStats.of(allocator)
+        self.transaction.reap()
+        return SlotStats.of(self._owner(kind).allocator)
 
     def take(
         self,
@@ -241,7 +236,7 @@ class HybridSlotPool(SlotPool):
             for kind, owner in self._owners.items() if write else ():
                 owner.table.write(slots, None, self.states_of(slots, kind))
         except BaseException:
-            self.give_back(slots.np, slots.generations, "take")
+            self.give_back(slots, "take")
             raise
         return slots
 
@@ -256,13 +251,6 @@ class HybridSlotPool(SlotPool):
                 raise ArgumentError(problem, wrong, f"pass 0 to {most} for each slot (states_per_slot)")
             wanted[kind] = each
         return wanted
-
-    def reap(self) -> int:
-        """Makes free the pending slots and states whose fences are complete; says how many slots."""
-        self.transaction.enter(f"{self.name}: reap")
-        for owner in self._owners.values():
-            owner.allocator.reap()
-        return super().reap()
 
     def states_of(self, slots: Slots, kind: str | None = None) -> Ints:
         """The states of live slots, int64[n, states_per_slot], 0 where a slot has fewer."""

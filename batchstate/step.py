@@ -28,7 +28,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import Amount, Array, Selection, arange_per_row
 from batchstate._arrays import count as counted
 from batchstate._column_inputs import rows_from
-from batchstate._core import tally
+from batchstate._core import Requests, tally
 from batchstate._origin import RowSet
 from batchstate._planned_step import OPERATION, PlannedStep
 from batchstate._rows import RowState, not_counted
@@ -235,9 +235,10 @@ class StepPlanner(OfThisProcess):
         self._pages.query_fences()
         leaving = None
         if index is not None and kept < num_reqs:
-            leaving = batch._state.block.others(index)
+            rows, generations = batch._state.block.others(index)
+            leaving = rows, Requests(rows, generations)
             if joined is not None and joined.pool_id is not None:
-                _check_apart(leaving[0], joined.state.column(str(self._layout.slots)))
+                _check_apart(rows, joined.state.column(str(self._layout.slots)))
             slots.check_leaving(*leaving, OPERATION)
         takes = joined.num_reqs if joined is not None and joined.pool_id is None else 0
         if takes:
@@ -270,7 +271,7 @@ class StepPlanner(OfThisProcess):
         if takes:
             slots.note_taken(step.rows[kept:])
         if leaving is not None:  # under the same mark: a step that has been taken, and whose leavers stay, is a leak
-            slots.release_rows(leaving[0], after, OPERATION)
+            slots.release_rows(*leaving, after, OPERATION)
         self._transaction.operation = None
         if memory.block.new_pages:
             self._pages._holders.check_whole(OPERATION)

@@ -61,10 +61,10 @@ _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "ground": (LAYERS["ground"], 1_760),
     "runtime": (("runtime",), 1_700),
-    "core": (LAYERS["core"], 2_530),
+    "core": (LAYERS["core"], 2_790),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_140,
+        12_210,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_300),
@@ -75,19 +75,17 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
-The core had 2,320 lines: 140 for a draft in one call, and for requests that the relay asks in the block of their step.
-Transport had 5,000, pages 12,010 and the runtime 1,640: 300, 90 and 60 for KV that lands in device pages, for leases
+The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
+step, 185 for handles that the core makes and joins, and for one group behind a fence.
+Transport had 5,000, pages 12,080 and the runtime 1,640: 300, 130 and 60 for KV that lands in device pages, for leases
 that are ranges of tokens, and for ranks that compare what they hold.
 """
 
-MOST_LINES, MOST_FILES = 38_900, 133
-BESIDE = {"tests/selfcheck": 12_230, "examples/traffic": 1_200}
-"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package.
-
-230 more are for first proofs said again, memory of the device, leases that have a place, and ranks that compare
-lengths.
-"""
-OTHER_TESTS = 37_500
+MOST_LINES, MOST_FILES = 39_200, 133
+BESIDE = {"tests/selfcheck": 12_600, "examples/traffic": 1_200}
+"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
+of owning, 100 for memory of the device, leases that have a place, and ranks that compare lengths."""
+OTHER_TESTS = 37_600
 
 MOST_FLOORS = 12
 

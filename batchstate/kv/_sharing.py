@@ -78,7 +78,7 @@ class PageLease:
         sharing.transaction.enter(sharing.releasing)
         if after is not None:
             check_fence(after, sharing.releasing)
-        sharing.holders.query_fences()
+        sharing.transaction.reap()
         if sharing.leases.get(id(self)) is not self:
             named = self.pages if self.pages.size else np.zeros(1, dtype=np.int64)
             invariants.slot_double_free(named, np.zeros(named.size, np.bool_), **sharing.holders.where(operation))
@@ -135,7 +135,7 @@ class PageSharing:
         self.transaction.enter(self._take)
         check_fence(writer, self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        self.holders.query_fences()
+        self.transaction.reap()
         if not self._rows.look_free(wanted):
             self.holders.explain_free(wanted, "take")
         pages: Ints = np.empty(wanted, dtype=np.int64)
@@ -211,7 +211,7 @@ class PageSharing:
         self._rows.commit(rows, lengths, True)
         self.note(source, operation)
         self._writes.begin(rows, tokens, writer)
-        return pool._extension(target, *pool.lay(rows, 0 * lengths, lengths, operation), lengths, operation)
+        return pool._extension_from_start(target, rows, lengths, operation)
 
     def assign(self, lease: PageLease, target: Slots, num_tokens: SupportsIndex) -> "Extension":
         operation, pool = "assign", self.pool
@@ -236,7 +236,7 @@ class PageSharing:
         self._rows.append(rows, pages)
         self._rows.commit(rows, length, True)
         self._writes.begin(rows, tokens, lease._stream)
-        return pool._extension(target, *pool.lay(rows, 0 * length, length, operation), length, operation)
+        return pool._extension_from_start(target, rows, length, operation)
 
     def _check_no_pages(self, rows: Ints, operation: str) -> None:
         have = self._rows.arrays["count"][rows]
@@ -269,7 +269,7 @@ class PageSharing:
             written = max(tokens, int(self._writes.tokens[row]))
             self._writes.begin(rows, written, self._writes.behind(np.array([writer, self._writes.writers[row]])))
             self.holders.drop(own[changed], after, operation)
-        return pool._extension(slots, *pool.lay(rows, 0 * length, length, operation), length, operation)
+        return pool._extension_from_start(slots, rows, length, operation)
 
     def note(self, source: Source, operation: str) -> None:
         """Pages of the source have further holders from now on, and must not be written by it."""

@@ -17,7 +17,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, as_array, count, read_only, shape_of
-from batchstate._core import PageRows
+from batchstate._core import PageRows, Requests, tally
 from batchstate._origin import Origin
 from batchstate.errors import ArgumentError, ShapeError, another_runtime, expected, unexplained
 from batchstate.invariants import times_checked
@@ -37,6 +37,7 @@ __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
 Ints = npt.NDArray[np.int64]
 
 LENGTH_ORDER = Code.LENGTH_ORDER
+_EXTENDED = LENGTH_ORDER, Code.SLOT_CONSERVATION
 
 
 @final
@@ -75,7 +76,7 @@ class PendingPages:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Extension:
     """t tokens that an operation added to n requests, those of one request together, in order.
 
@@ -83,23 +84,30 @@ class Extension:
     the locations may be those of another: `locations` and `entry` then refuse (DERIVED_STALE, at `cheap`).
 
     Attributes:
-        positions: int64[t], the position of each token in its request.
-        counts: int64[n], tokens per request.
         owners: the handles of the n requests, which `entry` checks again: a slot may have another owner by then.
     """
 
-    positions: Ints
-    _numbers: Ints
-    counts: Ints
+    _laid: Ints  # int64[n + t + t]: counts, positions, and places in KV memory, as the core has laid them
     owners: Slots
     _pool: "PagePool"
     _origin: Origin
 
     def __len__(self) -> int:
-        return self._numbers.size
+        return (self._laid.size - len(self.owners)) // 2
 
     def __repr__(self) -> str:
-        return f"Extension({len(self)} tokens of {self.counts.size} requests)"
+        return f"Extension({len(self)} tokens of {len(self.owners)} requests)"
+
+    @property
+    def counts(self) -> Ints:
+        """Tokens per request, int64[n]."""
+        return read_only(self._laid[: len(self.owners)])
+
+    @property
+    def positions(self) -> Ints:
+        """The position of each token in its request, int64[t]."""
+        n = len(self.owners)
+        return read_only(self._laid[n : n + len(self)])
 
     @property
     def slots(self) -> Ints:
@@ -112,6 +120,10 @@ class Extension:
         self._origin.check(object=self, operation="locations", step=self.owners.runtime.step)
         return self._pool._locations(self._numbers)
 
+    @property
+    def _numbers(self) -> Ints:
+        return self._laid[len(self.owners) + len(self) :]
+
     def entry(self, table: Table | None = None) -> TableWrite:
         """The write that records the locations in a table [slot, position] -> location, packed with a batch's upload.
 
@@ -123,11 +135,12 @@ class Extension:
             Violation: SLOT_STALE_HANDLE: a request has left since. DERIVED_STALE, at `cheap`: tokens were taken back
                 since. Else see `Table.entry`.
         """
-        pool, owners, got = self._pool, self.owners, self.counts > 0
+        pool, owners, counts, positions = self._pool, self.owners, self.counts, self.positions
+        got = counts > 0
         target, rows = pool._token_table(table), pool.slots.rows_of(owners, "entry")
         self._origin.check(object=self, operation="entry", step=owners.runtime.step)
-        width = max(target.shape[-1], int(self.positions.max(initial=0)) + 1)  # longer requests are refused
-        elements = pool._rows.elements(rows, self.counts, self.positions, self._numbers, width)
+        width = max(target.shape[-1], int(positions.max(initial=0)) + 1)  # longer requests are refused
+        elements = pool._rows.elements(rows, counts, positions, self._numbers, width)
         if np.count_nonzero(got) < got.size:
             held = rows[got], owners.generations[got]
             owners = Slots.of_pool(owners.runtime, *held, pool_id=owners.pool_id, name=owners.name)
@@ -367,7 +380,7 @@ class PagePool(OfThisProcess):
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
         self.transaction.enter(f"{self.name}: reap")
-        return self._holders.query_fences()
+        return sum(group.left.freed(self._rows) for group in self.transaction.reap())
 
     def pending(self) -> list[PendingPages]:
         """The pending pages, of requests and leases, by the fence that they wait for; see `SlotPool.pending`."""
@@ -505,21 +518,24 @@ class PagePool(OfThisProcess):
     def _extend(self, slots: Slots, lengths: object, adds: bool, operation: str) -> Extension:
         """Allocates and commits `lengths` tokens in all, or so many more."""
         numbers = self._numbers(slots, lengths, operation)
-        rows = self._begin(slots, operation)
+        handles = self._enter(slots, operation)
         if self._holders.notes:
+            rows = slots._host_side()
             starts, totals = self._lengths(rows, numbers, adds)
             self._look(rows, starts, totals, operation)
-            self._holders.note(self._rows.next_pages(self._rows.needed), totals)
-        times_checked[LENGTH_ORDER] += 1
+            self._holders.note(self._rows.next_pages(self._rows.needed), rows, totals)
         self.transaction.operation = operation
-        laid = self._rows.extend(rows, numbers, adds)
-        if type(laid) is not tuple:
+        laid = self._rows.extend(handles, numbers, adds, levels.cheap)
+        if levels.cheap:
+            tally(times_checked, _EXTENDED)
+        if type(laid) is int:
+            if laid == -2:
+                self._holders.check_whole(operation)
             self.transaction.operation = None
+            rows = slots._host_side()
             self._look(rows, *self._lengths(rows, numbers, adds), operation)
             raise unexplained(self._holders.label, operation, f"row {laid}")
-        self._holders.check_whole(operation)
-        positions, locations, counts = laid
-        return self._extension(slots, positions, locations, counts, operation)
+        return self._extension(slots, laid, operation)
 
     def _lengths(self, rows: Ints, numbers: int | Ints, adds: bool) -> tuple[Ints, Ints]:
         """Tokens of each row before and after, int64[n]."""
@@ -553,14 +569,18 @@ class PagePool(OfThisProcess):
             raise unexplained(holders.label, operation, f"row {row}")
         holders.explain_free(core.needed, operation)
 
-    def _extension(self, owners: Slots, positions: Ints, locations: Ints, counts: Ints, operation: str) -> Extension:
-        """Ends a change by which slots have `counts` tokens more, which are the extension."""
-        self._check_placed(locations, operation)
+    def _extension(self, owners: Slots, laid: Ints, operation: str) -> Extension:
+        """Ends a change by which slots have more tokens, which are the extension: `laid` is int64[n + t + t]."""
+        if self._rows.unplaced:
+            self._check_placed(laid[(laid.size + len(owners)) // 2 :], operation)
         self._done()
-        positions.setflags(write=False)
-        counts.setflags(write=False)
-        origin = Origin("extension", self.runtime.step, owners, self.epochs, self.epochs.last)
-        return Extension(positions, locations, counts, owners, self, origin)
+        epochs = self.epochs
+        return Extension(laid, owners, self, Origin("extension", self.runtime.step, owners, epochs, epochs.last))
+
+    def _extension_from_start(self, owners: Slots, rows: Ints, lengths: Ints, operation: str) -> Extension:
+        """The same, of the first `lengths` int64[n] tokens of each."""
+        positions, locations = self.lay(rows, 0 * lengths, lengths, operation)
+        return self._extension(owners, np.concatenate([lengths, positions, locations]), operation)
 
     # Sharing
 
@@ -714,7 +734,6 @@ class PagePool(OfThisProcess):
 
     def query_fences(self) -> None:
         """Queries fences, before slots and pages are taken: it may run code of the engine."""
-        self._holders.query_fences()
         self.slots.query_fences()
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
@@ -764,16 +783,21 @@ class PagePool(OfThisProcess):
 
     # Parts of operations
 
-    def _begin(self, slots: Slots, operation: str) -> Ints:
-        """Queries fences, then checks the handles, and at `full` what kernels can damage; int64[n].
+    def _enter(self, slots: Slots, operation: str) -> Requests:
+        """Queries fences, then checks the handles, and at `full` what kernels can damage.
 
         From here on no code of the engine runs.
         """
-        self.transaction.enter(f"{self.name}: {operation}")
-        self._holders.query_fences()
+        self.transaction.enter(operation)
+        self.transaction.reap()
         if levels.full:
             self._verify_tables(operation)
-        return self.slots.rows_of(slots, operation, unique=True)
+        return self.slots._allocator.check(slots, operation, True)
+
+    def _begin(self, slots: Slots, operation: str) -> Ints:
+        """The same; their rows int64[n]."""
+        self._enter(slots, operation)
+        return slots._host_side()
 
     def _done(self) -> None:
         """An operation has changed all that it changes."""

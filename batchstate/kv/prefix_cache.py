@@ -172,7 +172,7 @@ class PrefixCache(OfThisProcess):
         """
         pool = self.pages
         pool.transaction.enter(self._match)
-        self._holders.query_fences()
+        self.pages.transaction.reap()
         keys = keys if type(keys) is list else _checked(keys, self._match)
         self._settle()
         pages = self._find(keys)
