@@ -115,10 +115,10 @@ def test_nothing_is_free_before_all_ranks_agree() -> None:
 class Decode:
     """A rank whose steps come from a planner; `pages` is what it measured that it has room for."""
 
-    def __init__(self, pages: int = 40, graphs: tuple[int, ...] = (4, 8)) -> None:
+    def __init__(self, pages: int = 40, graphs: tuple[int, ...] = (4, 8), longest: int = 24) -> None:
         self.runtime = open_runtime("cpu")
         self.group = self.runtime.join_group(size=2)
-        self.world = World.planned(self.runtime, 8, pages=pages)
+        self.world = World.planned(self.runtime, 8, pages=pages, longest=longest)
         self.graphs = {rows: StaticBuffers(self.runtime, Running, rows=rows) for rows in graphs}
         lens = [5, 6, 7]
         slots = self.world.joined(lens)
@@ -126,7 +126,16 @@ class Decode:
         self.batch = Running.build(self.runtime, slots=slots, **columns(rows, lens))
 
 
-Made = Callable[[], Decode]
+class Slotted:
+    """A rank with slots alone."""
+
+    def __init__(self, size: int, reserve: int = 0) -> None:
+        self.runtime = open_runtime("cpu")
+        self.group = self.runtime.join_group(size=2)
+        self.slots = SlotPool(self.runtime, size, reserve=reserve)
+
+
+Made = Callable[[], Decode | Slotted]
 
 
 def _steps(**arguments: Any) -> Made:
@@ -167,6 +176,8 @@ def _pages(change: Callable[[PagePool, Slots], object]) -> Made:
     [
         ("pools or graphs of other sizes", lambda: Decode(), lambda: Decode(pages=41)),
         ("pools or graphs of other sizes", lambda: Decode(), lambda: Decode(graphs=(4, 16))),
+        ("pools or graphs of other sizes", partial(Slotted, 4), partial(Slotted, 3, reserve=1)),
+        ("pools or graphs of other sizes", lambda: Decode(), lambda: Decode(longest=20)),
         ("used other", _steps(), _steps(keep=[0, 2])),
         ("used other", _steps(), _steps(keep=[1, 0, 2])),
         ("used other", _steps(), _steps(query_lens=[1, 2, 1], prompt_ids=[None, [7, 8], None])),
@@ -174,6 +185,7 @@ def _pages(change: Callable[[PagePool, Slots], object]) -> Made:
         ("used other", _graph(4), _graph(8)),
         ("used other", _graph(4), _graph(4, keep=[0, 1])),
         ("used other", _pages(lambda pages, slots: pages.advance(slots)), _pages(lambda pages, slots: None)),
+        ("used other", _pages(lambda pages, slots: pages.hold(slots.take([1]), 4)), _pages(lambda pages, slots: None)),
         (
             "used other",
             _pages(lambda pages, slots: pages.truncate(slots, [5, 6, 7])),

@@ -339,6 +339,19 @@ def test_every_bit_lands_where_it_was_granted(kind: str) -> None:
         engine.close()
 
 
+def test_memory_of_another_pool_is_refused() -> None:
+    """Pages of a draft model's pool, in the regions of the target's: their numbers would be other requests' there."""
+    world = World()
+    draft = PagePool(world.runtime, world.slots, 4, PAGE, max_tokens_per_request=24)
+    lease = world.lease()
+    world.receiver.grant(lease, world.landing(lease))
+    wrong = world.lease()
+    with pytest.raises(ArgumentError, match="of another pool than those granted before"):
+        world.receiver.grant(wrong, draft.take(3, writer=wrong.ended))
+    assert wrong.ranges is None
+    world.receiver.grant(wrong, world.landing(wrong))
+
+
 def test_pages_that_cannot_be_split_go_only_as_whole_pages() -> None:
     """A part that ends inside such a page, and memory of which the lease does not own all of it, are refused."""
     world = World(token_major=False)

@@ -165,6 +165,8 @@ class PageHolders(SlotListener):
         if by_key:
             self.note(pages)
             self.check_whole(operation)
+        elif self.runtime.agreement is not None:
+            self.runtime.agreement.note(pages)
 
     @property
     def notes(self) -> bool:

@@ -54,6 +54,11 @@ class PageLease:
         return f"PageLease({self.tokens} tokens, {self._pages.size} pages{', released' if self.released else ''})"
 
     @property
+    def pool_id(self) -> int:
+        """Id of the pool."""
+        return self._sharing.holders.pool_id
+
+    @property
     def pages(self) -> Ints:
         """int64[tokens / page_size], in the order of their tokens; a read-only view."""
         return read_only(self._pages)

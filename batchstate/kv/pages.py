@@ -189,6 +189,8 @@ class PagePool(OfThisProcess):
         shape_of((-(-most // self.page_size),), f"{name}: pages per request", rows=slots.capacity)
         if slots.runtime is not runtime:
             raise another_runtime(name, slots)
+        if runtime.agreement is not None:
+            runtime.agreement.note_memory("tokens per request", most)
         self._rows = PageRows(slots.capacity, self.num_pages, self.page_size, most)
         self.transaction = slots.transaction
         self._holders = PageHolders(slots, self._rows, name)

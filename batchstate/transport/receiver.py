@@ -240,6 +240,7 @@ class Receiver(Session):
         self._leases: dict[int, Lease] = {}
         self._changed: list[Lease] = []
         self._serial = 0
+        self._pools: dict[str, int] = {}  # by what their memory holds, of what was granted
         self.ignored = Ignored()
 
     def __repr__(self) -> str:
@@ -322,8 +323,8 @@ class Receiver(Session):
 
         Raises:
             ArgumentError: granted before, memory that is not kept behind `lease.ended`, does not hold the tokens, lies
-                outside the regions, or that another lease may still write; states without buffers for them, or none for
-                some.
+                outside the regions, is of another pool than what was granted before, or that another lease may still
+                write; states without buffers for them, or none for some.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
             Violation: as `poll`.
         """
@@ -340,6 +341,13 @@ class Receiver(Session):
             problem = f"expected ranges below {holds} {capacity}, got one up to {end}"
             remedy = "grant memory of the pool whose regions the receiver was made with"
             raise ArgumentError(problem, end, remedy)
+        pools = {where: taken.pool_id for where, taken in ((holds, memory), ("states", states)) if taken is not None}
+        for where, pool_id in pools.items():
+            if self._pools.get(where, pool_id) != pool_id:
+                problem = f"{lease!r}: grant of a {where} of another pool than those granted before"
+                raise ArgumentError(
+                    problem, memory, "take memory from the pool whose regions the receiver was made with"
+                )
         self._check_kept("grant")
         _check_unleased(lease, ranges, holds, state_row, self._leases.values())
         said = lease.serial, lease.attempt, lease.request
@@ -351,6 +359,7 @@ class Receiver(Session):
             )
             for index, to in enumerate(writer.worker for writer in lease.writers)
         ]
+        self._pools |= pools
         lease.memory, lease.ranges, lease.state_row = memory, ranges.copy(), state_row
         self.outbox += messages
 
