@@ -779,6 +779,17 @@ def test_memory_has_the_rows_of_its_layout(shape: tuple[int, ...]) -> None:
         Sender(engine, about, regions)
 
 
+def test_pages_that_are_not_token_major_are_told_by_their_shape() -> None:
+    """Memory [pages, heads, tokens, bytes] is no memory of tokens one after the other: it is sent as whole pages."""
+    engine = InProcessEngine(Network())
+    regions = [engine.register(torch.zeros((8, 2, PAGE, 3), dtype=torch.float16), layer) for layer in LAYERS]
+    layout = KVLayout(PAGE, "float16", LAYERS, 12, heads=2)
+    with pytest.raises(ShapeError, match="tokens of a page one after the other, got"):
+        Sender(engine, Description("w", engine.instance, layout, engine.endpoint()), regions)
+    whole = attrs.evolve(layout, token_major=False)
+    Sender(engine, Description("w", engine.instance, whole, engine.endpoint()), regions)
+
+
 def test_memory_of_another_dtype_is_refused() -> None:
     """A layout says what its memory is; bytes, uint8, may be any."""
     network = Network()

@@ -66,6 +66,7 @@ class Agreement:
         self._memory = 0
         self._digest = 0
         self._reported: list[int] = []
+        self.note_memory("group", size)
 
     def __repr__(self) -> str:
         return f"Agreement({len(self._open)} of {self._newest} fences open)"

@@ -337,17 +337,15 @@ class Receiver(Session):
         check_ranges(ranges, lease.num_tokens)
         state_row = self._state_row(lease, states)
         end, capacity = int(ranges.sum(axis=1).max(initial=0)), self._capacities.get(holds, (0, 0))[0]
+        remedy = "grant memory of the pool whose regions the receiver was made with"
         if end > capacity:
             problem = f"expected ranges below {holds} {capacity}, got one up to {end}"
-            remedy = "grant memory of the pool whose regions the receiver was made with"
             raise ArgumentError(problem, end, remedy)
         pools = {where: taken.pool_id for where, taken in ((holds, memory), ("states", states)) if taken is not None}
         for where, pool_id in pools.items():
             if self._pools.get(where, pool_id) != pool_id:
                 problem = f"{lease!r}: grant of a {where} of another pool than those granted before"
-                raise ArgumentError(
-                    problem, memory, "take memory from the pool whose regions the receiver was made with"
-                )
+                raise ArgumentError(problem, memory, remedy)
         self._check_kept("grant")
         _check_unleased(lease, ranges, holds, state_row, self._leases.values())
         said = lease.serial, lease.attempt, lease.request

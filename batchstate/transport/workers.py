@@ -256,6 +256,10 @@ def _check_memory(region: Region, layout: KVLayout) -> None:
         if row not in (layout.item_bytes, tokens * layout.item_bytes):
             problem += f"rows of {layout.item_bytes} bytes, as its layout says, or pages of {tokens}, got {row} bytes"
             raise ShapeError(problem, tuple(memory.shape), "let `item_bytes` be those of one token in this memory")
+        split = layout.token_major and memory.ndim > 2 and row > layout.item_bytes
+        if split and memory.shape[1] != tokens:
+            problem += f"[pages, {tokens}, ...], tokens of a page one after the other, got {list(memory.shape)}"
+            raise ShapeError(problem, tuple(memory.shape), "say `token_major=False`: whole pages are sent then")
 
 
 def suffix_of(holds: str, layout: KVLayout) -> str:
