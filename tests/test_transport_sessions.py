@@ -217,13 +217,13 @@ def test_both_sides_refuse_a_peer_that_does_not_fit() -> None:
 
 
 def test_pages_of_another_size_are_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """A host pool without pages takes KV of a prefill worker with pages: both sides say so, once for an instance."""
+    """A host pool without pages takes KV of prefill workers with pages: each side warns of it once."""
     network = Network()
-    with caplog.at_level("INFO", "batchstate"):
+    with caplog.at_level("WARNING", "batchstate"):
         decode = made(Receiver, network, "decode", layout(page_size=1))
-        prefill = made(Sender, network, "prefill-0", layout())
-        for one, other in ((decode, prefill), (prefill, decode), (prefill, decode)):
-            one.session.accept(other.introduction)
+        prefill, other = made(Sender, network, "prefill-0", layout()), made(Sender, network, "prefill-1", layout())
+        for side, theirs in ((decode, prefill), (decode, other), (prefill, decode), (prefill, decode)):
+            side.session.accept(theirs.introduction)
     assert [record.getMessage()[:60] for record in caplog.records] == [
         "decode has pages of 1 tokens, prefill-0 of 4: KV goes token ",
         "prefill-0 has pages of 4 tokens, decode of 1: KV goes token ",

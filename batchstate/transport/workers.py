@@ -335,6 +335,7 @@ class Session(abc.ABC):
         self._connects = self.writes or not engine.capabilities.one_sided
         self._workers: dict[str, Worker] = {}
         self._ended: set[str] = set()
+        self._warned: set[tuple[int, int]] = set()  # page sizes here and there that differ
         self._ending: list[Worker] = []
         self._looked = 0.0
 
@@ -389,8 +390,9 @@ class Session(abc.ABC):
             before.lost = None
             return before.name
         sizes = self._description.layout.page_size, theirs.layout.page_size
-        if sizes[0] != sizes[1]:
-            _log.info(
+        if sizes[0] != sizes[1] and sizes not in self._warned:
+            self._warned.add(sizes)
+            _log.warning(
                 "%s has pages of %d tokens, %s of %d: KV goes token by token, and adjacent tokens still in one piece",
                 self._description.worker, sizes[0], theirs.worker, sizes[1],
             )  # fmt: skip
