@@ -16,7 +16,6 @@ stays, and the pool refuses every later call. Outside of the mark nothing is hal
 
 import itertools
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -30,6 +29,7 @@ import numpy.typing as npt
 from batchstate import invariants, levels
 from batchstate._arrays import count, read_only
 from batchstate._core import STATES, Indices, Left, Requests, tally
+from batchstate._launches import Launches
 from batchstate._source_lines import Line, users_line
 from batchstate.errors import (
     ArgumentError,
@@ -41,7 +41,7 @@ from batchstate.errors import (
     unexplained,
 )
 from batchstate.invariants import times_checked
-from batchstate.mirror import Handles, MirroredTensor, Slots
+from batchstate.mirror import Handles, MirroredTensor, Slots, pools
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, Runtime
 from batchstate.violations import Code, Where
@@ -73,9 +73,10 @@ class Transaction:
         operation: name of the operation that changes the pool, or was interrupted in it; None while the pool is whole.
         undoing: whether indices released now count as never taken.
         groups: what was let go behind fences that are not complete, oldest first.
+        launches: the forwards that use the slots.
     """
 
-    __slots__ = ("_asking", "_owner", "_runtime", "groups", "label", "operation", "undoing")
+    __slots__ = ("_asking", "_owner", "_runtime", "groups", "label", "launches", "operation", "undoing")
 
     def __init__(self, runtime: Runtime, label: str) -> None:
         self._runtime = runtime
@@ -84,6 +85,7 @@ class Transaction:
         self.operation: str | None = None
         self.undoing = False
         self.groups: list[Group] = []
+        self.launches = Launches(runtime, np.zeros(1, dtype=np.int64))
         self._asking: Any = (False for _ in ())  # the generator that asks fences
 
     def enter(self, operation: str) -> None:
@@ -206,7 +208,7 @@ class Group:
 
     def parts(self) -> "list[tuple[HandlePool, Ints]]":
         """Pools, and the indices or pages of each, int64[n]. For reports: it looks for them among all pools."""
-        parts = [(pool, self.left.of(pool.core)) for pool in _pools.values()]
+        parts = [(pool, self.left.of(pool.core)) for pool in pools.values()]
         return [(pool, numbers) for pool, numbers in parts if numbers.size]
 
     def refuse_in_flight(self, operation: str) -> None:
@@ -251,7 +253,6 @@ class TakenAt:
 
 
 _pool_ids = itertools.count(1)
-_pools: "weakref.WeakValueDictionary[int, HandlePool]" = weakref.WeakValueDictionary()
 
 
 class HandlePool(Protocol):
@@ -261,18 +262,28 @@ class HandlePool(Protocol):
     """
 
     runtime: Runtime
+    transaction: Transaction
     name: str
     pool_id: int
     core: Any
 
     def where(self, operation: str) -> Where: ...
+    def check_kept(self, handles: Any, operation: str) -> None: ...
     def refuse_reaped(self, numbers: Ints) -> None: ...
 
 
 def new_pool_id(pool: HandlePool) -> int:
     pool_id = next(_pool_ids)
-    _pools[pool_id] = pool
+    pools[pool_id] = pool
     return pool_id
+
+
+def note_launch(slots: Slots, rows: Ints) -> None:
+    """A forward that uses slots int64[n] is given to the current stream."""
+    pool, runtime = pools.get(slots.pool_id), slots.runtime
+    if pool is not None and not runtime.capturing:
+        launches = pool.transaction.launches
+        launches.used[rows] = launches.begin(runtime.current_stream)
 
 
 def check_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool = False) -> None:
@@ -292,7 +303,7 @@ def check_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operat
     if handles.runtime is not pool.runtime:
         raise another_runtime(pool.name, handles)
     if np.count_nonzero(rows) if padded else rows.size:
-        other = _pools.get(handles._pool_id)
+        other = pools.get(handles._pool_id)
         whose = "no pool" if other is None else f"pool {other.name!r}"
         problem = f"{operation}: expected {kind.unit}s of pool {pool.name!r}, got {kind.unit}s of {whose}"
         remedy = f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it"
@@ -346,7 +357,7 @@ class Allocator:
     @staticmethod
     def of_pool(pool_id: int) -> "Allocator | None":
         """The one whose handles carry this id, if there is one."""
-        pool = _pools.get(pool_id)
+        pool = pools.get(pool_id)
         return pool if isinstance(pool, Allocator) else None
 
     free_reserved = property(attrgetter("core.free_reserved"))
@@ -505,6 +516,12 @@ class Allocator:
     def handles(self, rows: Ints) -> Slots:
         """Handles of the present owners of `rows`, int64[n]: for checks."""
         return Slots.of_pool(self.runtime, rows, self.of(rows), pool_id=self.pool_id, name=self.name)
+
+    def check_kept(self, handles: Handles, operation: str) -> None:
+        """Refuses handles of this pool that are not held still, but for padded rows at the end."""
+        rows = handles._host_side()
+        owned = np.count_nonzero(rows)
+        self.check_held(rows[:owned], handles.generations[:owned], operation)
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """See `SlotPool.rows_of`."""

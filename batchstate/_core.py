@@ -172,6 +172,7 @@ class Indices:
     state: cython.uchar[::1]
     generation: cython.longlong[::1]
     link: cython.int[::1]
+    forward: cython.longlong[::1]  # the last forward of a step that uses each index, by number; 0 for none
     stack: cython.int[::1]  # the first `free` of them, the next one to be taken last; those returned if not `listed`
     returned: cython.longlong
     reserved: cython.int[::1]  # likewise
@@ -202,6 +203,7 @@ class Indices:
             "state": state,
             "generation": np.zeros(total + 1, dtype=np.int64),
             "link": np.zeros(total + 1, dtype=np.int32),
+            "forward": np.zeros(total + 1, dtype=np.int64),
             "seen": np.zeros(total + 1, dtype=np.int64),
             "rows": np.zeros(total, dtype=np.int64),
             "gens": np.zeros(total, dtype=np.int64),
@@ -210,6 +212,7 @@ class Indices:
         }
         self.state, self.generation = _view(state), _view(self.arrays["generation"])
         self.link, self.seen = _view(self.arrays["link"]), _view(self.arrays["seen"])
+        self.forward = _view(self.arrays["forward"])
         self.rows, self.gens = _view(self.arrays["rows"]), _view(self.arrays["gens"])
         self.stack, self.reserved = _view(stack), _view(reserved)
         self.made = _view(np.empty(0, INT64))
@@ -995,8 +998,7 @@ class PageRows:
             total = (amount[i] if several else each) + (start if adds else 0)
             while self.count[row] * self.page_size < total:
                 self.append_page(row)
-            self.accepted[row] = start
-            self.committed[row] = total
+            self.accepted[row] = self.committed[row] = total
             count[i] = total - start
             at = self._lay_row(row, start, total, position, location, at)
         return laid if not checked or self.whole() else -2
@@ -1010,16 +1012,15 @@ class PageRows:
             while self.count[number[i]] * self.page_size < total[i]:
                 self.append_page(number[i])
 
-    def commit(self, rows: Any, totals: Any, accepts: cython.bint) -> None:
-        """Rows have `totals` tokens. All of them are accepted, or without `accepts` those that they had before."""
+    def commit(self, rows: Any, totals: Any) -> None:
+        """Rows have `totals` tokens, which are accepted."""
         i: cython.Py_ssize_t
         row: cython.longlong
         number: cython.const[cython.longlong][::1] = _view(rows)
         total: cython.const[cython.longlong][::1] = _view(totals)
         for i in range(number.shape[0]):
             row = number[i]
-            self.accepted[row] = total[i] if accepts else self.committed[row]
-            self.committed[row] = total[i]
+            self.accepted[row] = self.committed[row] = total[i]
 
     def launch(self, rows: Any, starts: Any, stops: Any) -> bool:
         """Work that writes the tokens up to `stops` is launched; with `starts` those from there on.
@@ -1096,15 +1097,23 @@ class PageRows:
 
     @cython.cfunc
     def cut_lengths(self, row: cython.longlong, total: cython.longlong) -> cython.int:
-        self.committed[row] = total
+        """A row is left `total` tokens: the others were rejected, and these are accepted."""
+        self.committed[row] = self.accepted[row] = total
         self.launched[row] = min(self.launched[row], total)
-        self.accepted[row] = min(self.accepted[row], total)
         return 0
+
+    @cython.cfunc
+    @cython.inline
+    def _kept(self, row: cython.longlong, end: cython.longlong) -> cython.longlong:
+        """The pages of a row that stay with `end` tokens; all where it is -1."""
+        return self.count[row] if end < 0 else self._pages_for(end)
 
     def cut(
         self, rows: Any, totals: Any, firsts: Any, leaves: cython.bint, checked: cython.bint
     ) -> tuple[int, Any, Any]:
-        """Leaves rows `totals` tokens, or none, and the pages of the positions from `firsts` on; drops the others.
+        """Leaves rows `totals` tokens, and the pages of the positions from `firsts` on; drops the others.
+
+        With neither all goes; with `firsts` alone what lies behind them stays, pages without a token too.
 
         Returns the first row whose lengths are out of order, and None; or the answer of `drop`, the pages int64[k], and
         the rows that lose anything, int64[m], None for no row.
@@ -1112,8 +1121,10 @@ class PageRows:
         i: cython.Py_ssize_t
         k: cython.Py_ssize_t = 0
         row: cython.longlong
-        keep: cython.longlong = 0
+        keep: cython.longlong
         front: cython.longlong
+        end: cython.longlong = -1 if firsts is not None else 0
+        length: cython.longlong
         number: cython.const[cython.longlong][::1] = _view(rows)
         total: cython.const[cython.longlong][::1]
         first: cython.const[cython.longlong][::1]
@@ -1129,14 +1140,16 @@ class PageRows:
             row = number[i]
             front = self.first[row]
             if has_totals:
-                keep = self._pages_for(total[i])
-                if total[i] < front * self.page_size or total[i] > self.committed[row] or keep > self.count[row]:
+                end = total[i]
+                if end < front * self.page_size or end > self.committed[row] or self._pages_for(end) > self.count[row]:
                     return i, None, None
-                if has_firsts:
-                    if first[i] < 0 or first[i] > total[i]:
-                        return i, None, None
-                    front = max(front, self.column(first[i]))
-            k += self._loses(row, keep, front, total[i] if has_totals else self.committed[row])
+            length = self.committed[row] if end < 0 else end
+            if has_firsts:
+                if first[i] < 0 or first[i] > length:
+                    return i, None, None
+                front = max(front, self.column(first[i]))
+            keep = self._kept(row, end)
+            k += self._loses(row, keep, front, length)
             at += self.count[row] - max(keep, self.first[row]) + front - self.first[row]
         losing = np.empty(k, INT64) if k else None
         pages = np.empty(at, INT64)
@@ -1144,7 +1157,7 @@ class PageRows:
         at = 0
         for i in range(number.shape[0]):
             row = number[i]
-            keep = self._pages_for(total[i]) if has_totals else 0
+            keep = self._kept(row, total[i] if has_totals else end)
             at = self.list_pages(row, keep, self.column(first[i]) if has_firsts else 0, named, at)
         at = self._count_down(self.holders, named)
         self._count_up(self.holders, named, at)
@@ -1155,13 +1168,15 @@ class PageRows:
         k = 0
         for i in range(number.shape[0]):
             row = number[i]
-            keep = self._pages_for(total[i]) if has_totals else 0
-            front = self.column(first[i]) if has_firsts else 0
-            if self._loses(row, keep, front, total[i] if has_totals else self.committed[row]):
+            if has_totals:
+                end = total[i]
+            keep, front = self._kept(row, end), self.column(first[i]) if has_firsts else 0
+            if self._loses(row, keep, front, self.committed[row] if end < 0 else end):
                 lost[k] = row
                 k += 1
             self.clear_pages(row, keep, front)
-            self.cut_lengths(row, total[i] if has_totals else 0)
+            if end >= 0:
+                self.cut_lengths(row, end)
         self._let_go(named, leaves)
         return -1 if not checked or self.whole() else -2, pages, losing
 
@@ -2575,10 +2590,11 @@ class StepBlock(Block):
         requests.first_gen += self.reqs - n
         return requests
 
-    def commit(self, rules: StepRules, epoch: cython.longlong, share: cython.longlong) -> None:
+    def commit(self, rules: StepRules, epoch: cython.longlong, share: cython.longlong, bounded: cython.bint) -> None:
         """Takes the slots and pages that the block names already, and moves the lengths on. Cannot fail.
 
-        `epoch` and `share` are the last changes of pages by now.
+        `epoch` and `share` are the last changes of pages by now. Tokens count as accepted, but for guesses: all of a
+        request that the relay feeds several but the first, and of one whose length is a bound.
         """
         slots: Indices = rules.slots
         pages: PageRows = rules.pages
@@ -2588,6 +2604,7 @@ class StepBlock(Block):
         total: cython.longlong
         before: cython.longlong
         after: cython.longlong
+        told: cython.bint
         first_new: cython.longlong = self.reqs - self.takes
         at: cython.longlong = self.at[self.columns.slots] // 8
         # Names of their own: to a compiler each write into memory may change every attribute.
@@ -2611,14 +2628,16 @@ class StepBlock(Block):
             before, after = total - q, total
             if shifted:
                 before, after = self.in_pages(row, before), self.in_pages(row, after)
+            told = not rules.ids or (self.has_told and self.told[row])
             if row >= first_new:
                 slots.own(slot)
-                pages.launched[slot] = before
+                pages.launched[slot] = accepted[slot] = before
                 pages.sent[slot] = 0
             while count[slot] * size < after:
                 pages.append_page(slot)
             committed[slot] = after
-            accepted[slot] = min(before, after)
+            if told or not bounded:
+                accepted[slot] = before + 1 if q > 1 and not told else after
         self.epoch, self.share = epoch, share
         if self.takes:
             slots.count_taken(self.takes)
@@ -2673,8 +2692,8 @@ class StepBlock(Block):
             if (self.w8[self.lens + row] if self.long_lens else self.w4[self.lens + row]) > 0:
                 rules.written[self.w8[at + row]] = self.w8[self.gens + row]
 
-    def launched(self, rules: StepRules) -> None:
-        """The forward was given to its stream: it writes the tokens of each request that has all before them written.
+    def launched(self, rules: StepRules, number: cython.longlong) -> None:
+        """Forward `number` was given to its stream: it writes tokens of each request that has all before them written.
 
         The places of its pages have been written into the token table, and it has taken the entries of the relay.
         """
@@ -2696,8 +2715,10 @@ class StepBlock(Block):
         sent: cython.int[::1] = pages.sent
         size: cython.longlong = pages.page_size
         written: cython.bint = rules.table > 0
+        forward: cython.longlong[::1] = rules.slots.forward
         for row in range(self.reqs):
             slot, after = w8[at + row], (w8[lens + row] if is_long else w4[lens + row])
+            forward[slot] = number
             before = after - (self.numbers[row] if has_numbers else each)
             if shifted:
                 before, after = self.in_pages(row, before), self.in_pages(row, after)

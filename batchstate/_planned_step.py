@@ -337,8 +337,9 @@ class PlannedStep:
             inputs.check(runtime)
         if not pages.writes.only(stream):
             pages.writes.note(self.rows, stream)
+        number = declared.transaction.launches.begin(stream)
         declared.transaction.operation = INPUTS
-        block.launched(declared.rules)
+        block.launched(declared.rules, number)
         declared.transaction.operation = None
         self._used = True
         if self._plan is not None:

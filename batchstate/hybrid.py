@@ -17,7 +17,7 @@ from batchstate._allocator import Allocator, size_of
 from batchstate._arrays import amounts, count
 from batchstate._core import SlotStates
 from batchstate.errors import ArgumentError
-from batchstate.mirror import Slots
+from batchstate.mirror import Contract, Slots, StateRow, state_type
 from batchstate.nvtx import ranges
 from batchstate.pools import Ints, SlotListener, SlotPool, SlotStats
 from batchstate.runtime.base import Fence, Runtime
@@ -255,6 +255,24 @@ class HybridSlotPool(SlotPool):
     def states_of(self, slots: Slots, kind: str | None = None) -> Ints:
         """The states of live slots, int64[n, states_per_slot], 0 where a slot has fewer."""
         return self._owner(kind).mapping[self.rows_of(slots, "states_of")]
+
+    def state_rows(self, slots: Slots, kind: str | None = None) -> StateRow:
+        """The state that each request has written last, `host_only` int64[n]; 0 where it has none.
+
+        They ask their owner where they are used: as extras of a step, in a table that holds the kind, in `Sender.send`.
+        Once the request has left they are refused (SLOT_STALE_HANDLE).
+        """
+        rows, states = self.rows_of(slots, "state_rows"), self._owner(kind)
+        numbers = states.mapping[rows, states.turns[rows] % np.maximum(states.counts[rows], 1)]
+        allocator = states.allocator
+        return state_type(states.kind).of_pool(
+            self.runtime,
+            numbers,
+            allocator.of(numbers),
+            pool_id=allocator.pool_id,
+            contract=Contract.HOST_ONLY,
+            name=states.title,
+        )
 
     def state_entry(self, slots: Slots, kind: str | None = None) -> TableWrite:
         """The write of the slots' rows of `state_table`, to be packed with a batch's upload."""

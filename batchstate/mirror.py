@@ -13,8 +13,9 @@ import enum
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, Unpack, final
+from typing import Any, ClassVar, NoReturn, Protocol, Self, SupportsIndex, Unpack, final
 
 import attrs
 import numpy as np
@@ -980,6 +981,50 @@ class Handles(MirroredTensor):
         """Id of the pool that made the handles; 0 when none did."""
         return self._pool_id
 
+    def check_kept(self, operation: str) -> None:
+        """Refuses, at `cheap`, handles whose pool has given a number away since; padded rows are nobody's.
+
+        Raises:
+            Violation: SLOT_STALE_HANDLE.
+        """
+        pool = pools.get(self._pool_id) if levels.cheap else None
+        if pool is not None:
+            pool.check_kept(self, operation)
+
+
+class Pool(Protocol):
+    """A pool of handles, which asks whether they are held still."""
+
+    def check_kept(self, handles: Any, operation: str) -> None: ...
+
+
+pools: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""The `Pool` of each id that handles carry."""
+
+
+class _Asking(Handles):
+    """Handles that ask their pool whenever a side is read: what was made of them would name another's memory."""
+
+    __slots__ = ()
+
+    @property
+    def np(self) -> Array:
+        """As `MirroredTensor.np`; SLOT_STALE_HANDLE, at `cheap`, once a number is another's."""
+        self.check_kept("np")
+        return super().np
+
+    @property
+    def host(self) -> torch.Tensor:
+        """As `MirroredTensor.host`; refused as `np`."""
+        self.check_kept("host")
+        return super().host
+
+    @property
+    def device(self) -> torch.Tensor:
+        """As `MirroredTensor.device`; refused as `np`."""
+        self.check_kept("device")
+        return super().device
+
 
 class Slots(Handles):
     """Rows of requests in every slot-indexed table. Made by `SlotPool.take`; padded rows are slot 0."""
@@ -1000,15 +1045,21 @@ class Slots(Handles):
         return self._row_set
 
 
-class Pages(Handles):
-    """KV pages. Made by `PagePool.pages_of` and by leases. Page 0 is padding."""
+class Pages(_Asking):
+    """KV pages. Made by `PagePool.pages_of` and by leases. Page 0 is padding.
+
+    They are refused (SLOT_STALE_HANDLE, at `cheap`) wherever a side is read once a page has another owner, or none.
+    """
 
     unit: ClassVar[str | None] = "page"
     __slots__ = ()
 
 
-class Locations(Handles):
-    """Places of tokens in device KV memory, each with the generation of its page. Those of page 0 are padding."""
+class Locations(_Asking):
+    """Places of tokens in device KV memory, each with the generation of its page. Those of page 0 are padding.
+
+    Refused as `Pages`.
+    """
 
     unit: ClassVar[str | None] = "location"
     __slots__ = ()
@@ -1019,6 +1070,20 @@ class HostLocations(MirroredTensor):
 
     unit: ClassVar[str | None] = "host_location"
     __slots__ = ()
+
+
+class StateRow(_Asking):
+    """States of requests, as `HybridSlotPool.state_rows` makes them. State 0 is padding. Refused as `Pages`."""
+
+    unit: ClassVar[str | None] = "state"
+    __slots__ = ()
+
+
+@functools.cache
+def state_type(kind: str) -> type[StateRow]:
+    """The type of states of one kind, which is their index space."""
+    name = f"{kind.title()}Row"
+    return StateRow if kind == StateRow.unit else type(name, (StateRow,), {"unit": kind, "__slots__": ()})
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from batchstate import _core, _interpreted, invariants, levels
 from batchstate._allocator import DOUBLE_FREE, LIVE, Allocator, SlotListener, Transaction, check_of_pool, size_of
 from batchstate._arrays import as_array, count
 from batchstate._core import Requests
+from batchstate._launches import Launches
 from batchstate.errors import DtypeError
 from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
@@ -122,6 +123,7 @@ class SlotPool(OfThisProcess):
             runtime, ordinary, reserve=reserved, label=label, transaction=self.transaction, name=name
         )
         self._core = self._allocator.core
+        self.transaction.launches = Launches(runtime, self._core.arrays["forward"])
         self.size, self.reserve, self.capacity = ordinary, reserved, self._allocator.capacity
         self.pool_id = self._allocator.pool_id
         self._take, self._free, self._release = (f"{name}: {call}" for call in ("take", "free", "release_requests"))
@@ -241,22 +243,26 @@ class SlotPool(OfThisProcess):
         self._verify_host()
         self.transaction.operation = None
 
-    def free(self, slots: Slots, *, after: Fence | None = None) -> None:
+    def free(self, slots: Slots, *, after: Fence | None) -> None:
         """Frees slots, at once or when `after` is complete.
 
         Args:
             slots: live handles of this pool, each once.
-            after: the forward-done fence of the last forward that uses them; until then they are pending.
+            after: the forward-done fence of the last forward that uses them; until then they are pending. None where
+                no forward uses them any more.
 
         Raises:
-            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE, UNIT_MISMATCH.
-                Nothing was freed.
+            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE, UNIT_MISMATCH;
+                SLOT_IN_FLIGHT, at `cheap`: `after` is None, and a forward that took its inputs from the library uses a
+                slot and has not ended. Nothing was freed.
             ArgumentError: slots of another pool, or `after` is not a fence.
         """
         self._leave(slots, after, "free", self._free, self._releasing_alone)
 
-    def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
+    def release_requests(self, slots: Slots, *, after: Fence | None) -> None:
         """Frees slots with all they own, pages of every pool too: a request leaves as a whole, or nothing has changed.
+
+        `after` is as for `free`.
 
         Raises:
             As `free`; and refusals of the owners of the slots' memory, such as TIER_STATE.
@@ -268,14 +274,20 @@ class SlotPool(OfThisProcess):
         if after is not None:
             check_fence(after, label)
         check_of_pool(self._allocator, slots, Slots, operation)
-        rows, handles = slots._host_side() if self._listeners else _NO_ROWS, slots.requests
-        self.check_leaving(rows, handles, operation, checks)
+        known = self._listeners or self.transaction.launches.last
+        rows, handles = slots._host_side() if known else _NO_ROWS, slots.requests
+        self.check_leaving(rows, handles, after, operation, checks)
         self.release_rows(rows, handles, after, operation)
 
     def check_leaving(
-        self, rows: Ints, handles: Requests, operation: str, checks: Sequence[Check] | None = None
+        self,
+        rows: Ints,
+        handles: Requests,
+        after: Fence | None,
+        operation: str,
+        checks: Sequence[Check] | None = None,
     ) -> None:
-        """Queries fences, and refuses handles of this pool that cannot leave. For the library.
+        """Queries fences, and refuses handles of this pool that cannot leave behind `after`. For the library.
 
         Listeners get their `rows`, int64[n]. `checks` are theirs, by default those of requests that leave as a whole.
         """
@@ -286,10 +298,18 @@ class SlotPool(OfThisProcess):
         if wrong >= 0:
             named, generations = handles.handles()
             self._allocator.refuse(named, operation, wrong, generations, freed_from=LIVE)
+        if after is None:
+            self.check_ended(rows, operation)
         for check in self._releasing_whole if checks is None else checks:
             check(rows, operation)
         if levels.full:
             self._verify_tables(operation)
+
+    def check_ended(self, rows: Ints, operation: str) -> None:
+        """Refuses (SLOT_IN_FLIGHT), at `cheap`, slots int64[n] that a forward may still use. For the library."""
+        launches = self.transaction.launches
+        if launches.last and levels.cheap:
+            launches.check_ended(rows, **self._allocator.where(operation))
 
     def release_rows(self, rows: Ints, handles: Requests, after: Fence | None, operation: str) -> None:
         """Frees what `check_leaving` has seen. For the library."""
@@ -321,6 +341,7 @@ class SlotPool(OfThisProcess):
             query_free(self.live_slots())
         rows = self.live_slots()
         self._allocator.check_none_pending(operation)
+        self.check_ended(rows, operation)
         for listener in self._listeners:
             listener.check_release(rows, operation)
             listener.check_clear(operation)

@@ -189,8 +189,8 @@ def _pages(change: Callable[[PagePool, Slots], object]) -> Made:
         ("used other", _pages(lambda pages, slots: pages.hold(slots.take([1]), 4)), _pages(lambda pages, slots: None)),
         (
             "used other",
-            _pages(lambda pages, slots: pages.truncate(slots, [5, 6, 7])),
-            _pages(lambda pages, slots: pages.truncate(slots, [5, 5, 7])),
+            _pages(lambda pages, slots: pages.truncate(slots, [5, 6, 7], after=None)),
+            _pages(lambda pages, slots: pages.truncate(slots, [5, 5, 7], after=None)),
         ),
         (
             "used other",

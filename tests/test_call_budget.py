@@ -208,7 +208,7 @@ def bytes_of_upload(num_columns: int = COLUMNS[1], rows: int = 256) -> int:
 def one_slot(rt: Runtime, n: int) -> Run:
     """A slot is taken and freed."""
     pool = SlotPool(rt, 64)
-    return lambda: pool.free(pool.take(1))
+    return lambda: pool.free(pool.take(1), after=None)
 
 
 def one_extension(rt: Runtime, n: int) -> Run:

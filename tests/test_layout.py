@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "runtime": ("runtime",),
     "core": ("_core", "_cython"),
     "mirrored values": ("_arrays", "_origin", "mirror"),
-    "pools": ("tables", "_allocator", "pools", "hybrid"),
+    "pools": ("tables", "_launches", "_allocator", "pools", "hybrid"),
     "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),
     "forward inputs": ("_step_tokens", "forward"),
@@ -60,11 +60,11 @@ OUTSIDE = {
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "ground": (LAYERS["ground"], 1_760),
-    "runtime": (("runtime",), 1_700),
-    "core": (LAYERS["core"], 2_790),
+    "runtime": (("runtime",), 1_710),
+    "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_210,
+        12_550,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_300),
@@ -76,16 +76,17 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
 The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
-step, 185 for handles that the core makes and joins, and for one group behind a fence.
-Transport had 5,000, pages 12,080 and the runtime 1,640: 300, 130 and 60 for KV that lands in device pages, for leases
-that are ranges of tokens, and for ranks that compare what they hold.
+step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080:
+320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are, 150 for KV that lands
+in device pages. Transport had 5,000 and the runtime 1,660: 300 and 50 for the same, for leases that are ranges of
+tokens, and for ranks that compare what they hold.
 """
 
-MOST_LINES, MOST_FILES = 39_200, 133
+MOST_LINES, MOST_FILES = 39_500, 134
 BESIDE = {"tests/selfcheck": 12_600, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
 of owning, 100 for memory of the device, leases that have a place, and ranks that compare lengths."""
-OTHER_TESTS = 37_600
+OTHER_TESTS = 38_050
 
 MOST_FLOORS = 12
 

@@ -16,7 +16,7 @@ from batchstate._origin import Changes
 from batchstate.errors import PoolExhaustedError, unexplained
 from batchstate.invariants import times_checked
 from batchstate.kv._lengths import AHEAD
-from batchstate.mirror import Contract, Handles
+from batchstate.mirror import Contract, Handles, Pages
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, Runtime, Stream
 from batchstate.violations import Code, Where
@@ -143,6 +143,24 @@ class PageHolders(SlotListener):
         invariants.slot_out_of_range(pages, self.rows.num_pages + 1, **where)
         invariants.slot_zero_allocated(pages, **where)
         return where
+
+    def check_kept(self, handles: Handles, operation: str) -> None:
+        """Refuses pages, or locations on them, that are not held still, but for padded rows at the end."""
+        rows = handles._host_side()
+        owned = np.count_nonzero(rows)
+        per_page = 1 if isinstance(handles, Pages) else self.rows.page_size
+        self.check_held(rows[:owned], handles.generations[:owned], per_page, operation)
+
+    def check_held(self, numbers: Ints, held: Ints, per_page: int, operation: str) -> None:
+        """Refuses (SLOT_STALE_HANDLE) numbers, `per_page` of a page, whose pages are not live, or were taken since."""
+        times_checked[STALE_HANDLE] += 1
+        if self.rows.look_held(numbers, held, per_page) >= 0:
+            pages = numbers // per_page
+            where = self.check_numbers(pages, operation)
+            arrays = self.rows.arrays
+            now = np.where(arrays["holders"][pages] > 0, arrays["generation"][pages], -1)
+            invariants.slot_stale_handle(pages, held, now, **where)
+            raise unexplained(self.name, operation, "pages")
 
     # Taking and holding
 
@@ -444,12 +462,5 @@ class PageSpace:
         check_of_pool(self._holders, handles, self.kind, operation, padded)
         rows = handles._host_side()
         owned = np.count_nonzero(rows) if padded else rows.size
-        numbers, held = rows[:owned], handles.generations[:owned]
-        times_checked[STALE_HANDLE] += 1
-        if self._holders.rows.look_held(numbers, held, self.per_page) >= 0:
-            pages = numbers // self.per_page
-            where = self._holders.check_numbers(pages, operation)
-            live = self._holders.rows.arrays["holders"][pages] > 0
-            invariants.slot_stale_handle(pages, held, np.where(live, self.generations_of(numbers), -1), **where)
-            raise unexplained(self.name, operation, "pages")
+        self._holders.check_held(rows[:owned], handles.generations[:owned], self.per_page, operation)
         return read_only(rows)

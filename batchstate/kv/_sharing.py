@@ -74,9 +74,10 @@ class PageLease:
         now = sharing.generations(pages)
         invariants.slot_stale_handle(pages, self._generations, now, **sharing.holders.where(operation))
 
-    def release(self, *, after: Fence | None = None) -> None:
+    def release(self, *, after: Fence | None) -> None:
         """Gives the references back, at once or when `after` is complete; once, or else SLOT_DOUBLE_FREE.
 
+        `after` is the fence of the last work that reads or writes the pages for the holder of the lease; None for none.
         Pages that were taken with `writer=` wait for its end too.
         """
         sharing, operation = self._sharing, "release a lease"
@@ -153,7 +154,7 @@ class PageSharing:
     def hold(self, slots: Slots, num_tokens: SupportsIndex, first: SupportsIndex) -> PageLease:
         tokens, begin = self.tokens_of(num_tokens, "hold"), self.tokens_of(first, "hold")
         self.transaction.enter(f"{self.pool.name}: hold")
-        pages, writer = self.prefix(slots, tokens, "hold")
+        pages, writer = self.prefix(slots, tokens, "hold", begin)
         pages = pages[self.whole_pages(begin, tokens, "hold") :]
         self.holders.hold(pages, 1, "hold")
         self.note(slots, "hold")
@@ -213,7 +214,7 @@ class PageSharing:
         pool._check_lengths(lengths, lengths, operation)
         self.holders.hold(pages, rows.size, operation)
         self._rows.append(rows, pages)
-        self._rows.commit(rows, lengths, True)
+        self._rows.commit(rows, lengths)
         self.note(source, operation)
         self._writes.begin(rows, tokens, writer)
         return pool._extension_from_start(target, rows, lengths, operation)
@@ -239,7 +240,7 @@ class PageSharing:
         del self.leases[id(lease)]
         lease.released = True
         self._rows.append(rows, pages)
-        self._rows.commit(rows, length, True)
+        self._rows.commit(rows, length)
         self._writes.begin(rows, tokens, lease._stream)
         return pool._extension_from_start(target, rows, length, operation)
 
@@ -261,6 +262,8 @@ class PageSharing:
         pool._check_lengths(length, pool._committed(rows), operation, SHORT_PREFIX)
         if tokens:
             pool.check_readable(rows, length, operation)
+        if after is None:
+            pool.slots.check_ended(rows, operation)
         pool._check_release(rows, operation)
         own = pool.page_table[row, : int(self._rows.arrays["count"][row])].astype(np.int64)
         own, behind = own[: pages.size], own[pages.size :]
@@ -281,8 +284,11 @@ class PageSharing:
         if isinstance(source, Slots):
             self.pool.shares.note(source.np, operation, self.pool.runtime.step)
 
-    def prefix(self, source: Source, tokens: int, operation: str) -> tuple[Ints, int]:
-        """The pages of the first `tokens` tokens of a source, checked, a new array; and who wrote them."""
+    def prefix(self, source: Source, tokens: int, operation: str, first: int = 0) -> tuple[Ints, int]:
+        """The pages of the first `tokens` tokens of a source, a new array; and who wrote them.
+
+        They are checked from token `first` on: those before are not used.
+        """
         pool, length = self.pool, np.array([tokens], dtype=np.int64)
         if isinstance(source, PageLease):
             available, pages = source.tokens, self.held(source, operation).pages
@@ -300,11 +306,12 @@ class PageSharing:
         else:
             rows = pool.slots.rows_of(source, operation)
             row = self._one(rows, operation)
-            available, pages = int(pool._committed(rows)[0]), pool.page_table[row]
+            pool.check_given(rows, length, operation)
+            available, pages = tokens, pool.page_table[row]
             written, writer = int(self._writes.tokens[row]), int(self._writes.writers[row])
         number = self.whole_pages(tokens, available, operation)
         if isinstance(source, Slots) and tokens:
-            pool.check_readable(source.np, length, operation)
+            pool.check_readable(source.np, np.array([min(first, tokens)]), operation, window=1)
         pool._check_written(length, np.array([written]), operation)
         return pages[:number].astype(np.int64), writer
 

@@ -384,12 +384,10 @@ class HostKVPool(OfThisProcess):
         """From here on only `keeper` may free these ranges. For the library."""
         self._used[ranges.generation] = self._used[ranges.generation][0], keeper
 
-    def free(
-        self, ranges: HostRanges | Iterable[HostRanges], *, after: Fence | None = None, keeper: object = None
-    ) -> None:
+    def free(self, ranges: HostRanges | Iterable[HostRanges], *, after: Fence | None, keeper: object = None) -> None:
         """Frees ranges, at once or when `after` is complete: behind the copy that may still read or write them.
 
-        Ranges that were taken with `writer=` wait for its end too.
+        None where no copy reads or writes them. Ranges that were taken with `writer=` wait for its end too.
 
         Raises:
             Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE; SLOT_CONSERVATION: only a part of what `take` returned.

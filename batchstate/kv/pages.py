@@ -276,17 +276,42 @@ class PagePool(OfThisProcess):
             ArgumentError: not one slot, or `stop` before `first`.
         """
         operation = "locations"
+        rows, start, lengths = self._range(slots, first, stop, operation)
+        self.check_given(rows, lengths, operation)
+        self._check_written(lengths, self.writes.tokens[rows], operation)
+        self.check_readable(rows, start, operation, window=1)
+        return self._locations(self.lay(rows, start, lengths - start, operation)[1])
+
+    def writing(self, slots: Slots, first: SupportsIndex, stop: SupportsIndex) -> Locations:
+        """Where work of the engine is to write the tokens at positions first to stop - 1 of one slot.
+
+        For KV that no forward of a plan writes, such as what is loaded from another memory: `grow` first, give the work
+        to the stream, then `commit`. An `Extension` has the places of its tokens. `host_only` int64[stop - first].
+
+        Raises:
+            Violation: LENGTH_ORDER: some are accepted already, or have no page; PAGE_OWNER: others use a page too.
+            ArgumentError: as for `locations`.
+        """
+        operation = "writing"
+        rows, start, ends = self._range(slots, first, stop, operation)
+        accepted, most = self._rows.arrays["accepted"][rows], self._rows.width * self.page_size
+        invariants.length_order(accepted, start, most, explain=lengths_of.ACCEPTED, **self._where(operation))
+        self._check_allocated(rows, ends, operation)
+        columns = np.arange(int(start[0]) // self.page_size, -(-int(ends[0]) // self.page_size))
+        self.check_unshared(self.page_table[rows[0], columns].astype(np.int64), operation)
+        return self._locations(self.lay(rows, start, ends - start, operation)[1])
+
+    def _range(
+        self, slots: Slots, first: SupportsIndex, stop: SupportsIndex, operation: str
+    ) -> tuple[Ints, Ints, Ints]:
+        """The row of one live slot, and where a range of its positions begins and ends, int64[1] each."""
         label = f"{self.name}: {operation}"
         begin, end = count(first, label), count(stop, label)
         rows = self.slots.rows_of(slots, operation)
         if rows.size != 1 or end < begin:
             problem = f"{label}: expected positions of one slot, got {begin} to {end} of {rows.size} slots"
             raise ArgumentError(problem, (begin, end), "name one slot, and positions in ascending order")
-        start, lengths = np.array([begin]), np.array([end], dtype=np.int64)
-        self._check_lengths(lengths, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
-        self._check_written(lengths, self.writes.tokens[rows], operation)
-        self.check_readable(rows, start, operation, window=1)
-        return self._locations(self.lay(rows, start, lengths - start, operation)[1])
+        return rows, np.array([begin]), np.array([end])
 
     def pages_of(self, owner: Slots | PageLease) -> Pages:
         """The pages of requests, one after the other, or of a lease, in the order of their tokens. O(pages).
@@ -411,7 +436,7 @@ class PagePool(OfThisProcess):
 
         def give(rows: Ints) -> None:
             self._holders.grow(rows, totals, needed, operation)
-            self._rows.commit(rows, totals, True)
+            self._rows.commit(rows, totals)
             if needed:
                 self.writes.launched(rows, totals)
 
@@ -491,7 +516,7 @@ class PagePool(OfThisProcess):
         self._holders.note(rows[:0], totals)
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
-        self._rows.commit(rows, totals, True)
+        self._rows.commit(rows, totals)
         self._done()
 
     def wait_written(self, slots: Slots) -> None:
@@ -637,16 +662,15 @@ class PagePool(OfThisProcess):
         """
         return self._sharing.hold(slots, num_tokens, first)
 
-    def rebase(
-        self, slots: Slots, source: Source, num_tokens: SupportsIndex, *, after: Fence | None = None
-    ) -> Extension:
+    def rebase(self, slots: Slots, source: Source, num_tokens: SupportsIndex, *, after: Fence | None) -> Extension:
         """Puts a live request onto the pages of another that begins alike, and gives its own copies of them back.
 
         As a prefix cache does when it finds, once a prefill is done, that it has the prefix already. Plans and
         extensions of the request that were made before are refused from then on; its token row is to be written anew.
 
         `slots` is one live handle. The source and its tokens are as for `share`, and the request has committed the same
-        tokens. `after` is the forward-done fence of the last forward that uses the pages that it gives back.
+        tokens. `after` is the forward-done fence of the last forward that uses the pages that it gives back; None as
+        for `SlotPool.free`.
 
         Raises:
             Violation: as `share`; PAGE_RELEASED also if the request has given back some of them.
@@ -662,7 +686,7 @@ class PagePool(OfThisProcess):
         total_lens: "Amount | None" = None,
         *,
         first: "Amount | None" = None,
-        after: Fence | None = None,
+        after: Fence | None,
     ) -> None:
         """Takes tokens back: behind, those of rejected speculation, and in front, those before a sliding window.
 
@@ -674,10 +698,11 @@ class PagePool(OfThisProcess):
             total_lens: tokens that stay, at most what is committed; None takes none back. Results of a relay go by
                 handle: those of requests that left are dropped.
             first: the first position that is still read; pages that lie before it are released.
-            after: the forward-done fence of the last forward that uses the pages.
+            after: the forward-done fence of the last forward that uses the pages; None as for `SlotPool.free`.
 
         Raises:
-            Violation: LENGTH_ORDER; DERIVED_STALE: a mirrored value that has no row for a slot.
+            Violation: LENGTH_ORDER; DERIVED_STALE: a mirrored value that has no row for a slot; SLOT_IN_FLIGHT, at
+                `cheap`: pages are given back without a fence while a forward may use them.
         """
         operation = "truncate"
         check_fence(after, f"{self.name}: {operation}")
@@ -689,7 +714,13 @@ class PagePool(OfThisProcess):
         starts = None if begins is None else _each(begins, rows)
         self._check_release(rows, operation)
         times_checked[LENGTH_ORDER] += 1
-        if not self._holders.cut(rows, totals, starts, after, operation):
+        if after is None:
+            stays = self._tokens_of("count", rows) if ends is None else totals
+            loses = stays + self.page_size <= self._tokens_of("count", rows)
+            if starts is not None:
+                loses |= starts >= self._tokens_of("first", rows) + self.page_size
+            self.slots.check_ended(rows[loses], operation)
+        if not self._holders.cut(rows, None if ends is None else totals, starts, after, operation):
             self._check_lengths(totals, committed, operation, lengths_of.TRUNCATED)
             self._check_allocated(rows, totals, operation)
             self._check_lengths(self._tokens_of("first", rows), totals, operation, lengths_of.BEHIND_THE_FRONT)
@@ -698,15 +729,20 @@ class PagePool(OfThisProcess):
             raise unexplained(self._holders.label, operation, "the rows")
         self._done()
 
-    def release(self, slots: Slots, *, after: Fence | None = None) -> None:
-        """Releases every page of the slots, which stay live. See `release_requests` for requests that leave."""
+    def release(self, slots: Slots, *, after: Fence | None) -> None:
+        """Releases every page of the slots, which stay live, at once or behind `after`, as `SlotPool.free`.
+
+        `release_requests` is for requests that leave.
+        """
         check_fence(after, f"{self.name}: release")
         rows = self._begin(slots, "release")
+        if after is None:
+            self.slots.check_ended(rows, "release")
         self._check_release(rows, "release")
         self._holders.cut(rows, None, None, after, "release")
         self._done()
 
-    def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
+    def release_requests(self, slots: Slots, *, after: Fence | None) -> None:
         """As `SlotPool.release_requests`: requests leave with their pages, those of other pools and all else."""
         self.slots.release_requests(slots, after=after)
 
@@ -737,6 +773,16 @@ class PagePool(OfThisProcess):
     def query_fences(self) -> None:
         """Queries fences, before slots and pages are taken: it may run code of the engine."""
         self.slots.query_fences()
+
+    def check_given(self, rows: Ints, lengths: Ints, operation: str) -> None:
+        """Refuses (LENGTH_ORDER) to give others tokens int64[n] that are not committed, or guesses still."""
+        self._check_lengths(lengths, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
+        self._check_lengths(lengths, self._rows.arrays["accepted"][rows], operation, lengths_of.GUESSED)
+
+    def guess(self, rows: Ints, accepted: Ints) -> None:
+        """Of the committed tokens at most so many, int64[n], are accepted: the others are guesses."""
+        now = self._rows.arrays["accepted"]
+        now[rows] = np.minimum(now[rows], accepted)
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
         """Refuses (PAGE_OWNER) a write into pages int64[n] if one is shared or cached; 0 stands for none yet."""

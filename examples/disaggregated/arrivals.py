@@ -228,7 +228,7 @@ class Arrivals:
         lease = arrival.lease
         del self._open[lease.serial], self._by_name[lease.request, lease.attempt]
         if arrival.pages is None:
-            self._tier.abort(arrival.slot)
+            self._tier.abort(arrival.slot, after=None)
         else:
             arrival.pages.release(after=None)  # and behind `lease.ended`
             self._slots.free(arrival.slot, after=None)

@@ -364,7 +364,7 @@ class TransfersMachine(Machine):
             ranges = self._memory(tokens, lease.ended if kept else None)
         except PoolExhaustedError:
             self.receiver.abort(lease)
-            self.states.free(row)
+            self.states.free(row, after=None)
             self.reached("host tokens exhausted")
             return
         kv = {
@@ -383,7 +383,7 @@ class TransfersMachine(Machine):
             self.reached("a grant of memory that is not kept refused", not kept)
             self.receiver.abort(lease)
             self._give_back(ranges)
-            self.states.free(row)
+            self.states.free(row, after=None)
             return
         self.reached("a grant")
         self.unkept += not kept and ranges is not None
@@ -402,7 +402,7 @@ class TransfersMachine(Machine):
         if isinstance(ranges, PageLease):
             ranges.release(after=None)
         elif ranges is not None:
-            self.host.free(ranges)
+            self.host.free(ranges, after=None)
 
     @rule(times=TURNS, free=st.booleans(), retry=st.booleans())
     def collect(self, times: int, free: bool, retry: bool) -> None:
@@ -445,7 +445,7 @@ class TransfersMachine(Machine):
             self._give_back(attempt.ranges)
         else:
             self.pages.release_requests(attempt.slot, after=None)
-        self.states.free(attempt.row)
+        self.states.free(attempt.row, after=None)
 
     @precondition(lambda self: any(attempt.told is LeaseState.DELIVERED for attempt in self.attempts))
     @rule(times=TURNS)
@@ -516,7 +516,7 @@ class TransfersMachine(Machine):
         """Another request has all memory that is free, for a moment. At `full` pools look at what they hand out."""
         for pool in (self.host, self.states) if levels.full else ():
             if free := pool.stats.free:
-                pool.free(pool.take([free], [0]))
+                pool.free(pool.take([free], [0]), after=None)
         if levels.full:
             self.pages.take(self.pages.stats.free).release(after=None)
 
