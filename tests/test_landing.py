@@ -5,13 +5,14 @@ That no byte of any request is lost or wrong, whatever the engine does, is shown
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from batchstate import HostKVPool, Locations, PagePool, PoolExhaustedError, SlotPool, open_runtime
+from batchstate import HostKVPool, Locations, PagePool, PoolExhaustedError, SlotPool, Slots, open_runtime
 from batchstate.errors import ArgumentError, TransferError
 from batchstate.kv.host_pool import KVBuffer
 from batchstate.kv.pages import PageLease
@@ -337,6 +338,55 @@ def test_every_bit_lands_where_it_was_granted(kind: str) -> None:
         assert not runtime.inspect(memories[0].view(torch.uint8))[tail].any()
     for engine in engines:
         engine.close()
+
+
+def _prompt(world: World, tokens: int = 10) -> tuple[PagePool, Slots]:
+    """A request of the prefill worker, with its KV, in a pool over the memory that is sent."""
+    pool = PagePool(world.runtime, SlotPool(world.runtime, 4), 15, PAGE, max_tokens_per_request=60)
+    slots = pool.slots.take(1)
+    pool.extend(slots, tokens)
+    pool.commit(slots, tokens)
+    return pool, slots
+
+
+def test_what_is_sent_is_nobody_elses_until_it_is_read() -> None:
+    """Pages of a request that is let go without `sources_free` while it is read wait; until then it can decode on."""
+    world = World()
+    pool, slots = _prompt(world)
+    lease = world.lease()
+    transfer = world.granted(lease, world.landing(lease))
+    sources = pool.locations(slots, 0, 10)
+    world.sender.send(transfer, sources.take(np.arange(8)), 0, False, after=world.runtime.record())
+    world.sender.send(transfer, sources.take(np.arange(8, 10)), 8, True, after=world.runtime.record())
+    pool.advance(slots)  # into the page that is read: behind what is sent
+    pool.verify()
+    pool.release_requests(slots, after=None)
+    assert (pool.stats.free, pool.stats.pending) == (12, 3)
+    with pytest.raises(PoolExhaustedError):
+        pool.extend(pool.slots.take(1), 13 * PAGE)
+    pool.verify()
+    assert lease in world.run()
+    assert transfer.sources_free.query()
+    assert (pool.stats.free, pool.stats.pending) == (15, 0)
+    pool.verify()
+
+
+def test_locations_of_the_next_owner_are_not_sent() -> None:
+    """Locations were made, their request has left, and another has its pages: nothing is sent, and it can be failed."""
+    world = World()
+    pool, slots = _prompt(world)
+    lease = world.lease()
+    transfer = world.granted(lease, world.landing(lease))
+    sources = pool.locations(slots, 0, 10)
+    pool.release_requests(slots, after=None)
+    for owner in (None, pool.slots.take(1)):
+        if owner is not None:
+            pool.extend(owner, 10)
+            pool.commit(owner, 10)
+        for some in (sources, sources.take(np.arange(10))):
+            send = partial(world.sender.send, transfer, some, 0, True, after=world.runtime.record())
+            refused(Code.SLOT_STALE_HANDLE, send)
+    assert (transfer.sent, transfer.state, pool.stats.pending) == (0, TransferState.OPEN, 0)
 
 
 def test_memory_of_another_pool_is_refused() -> None:

@@ -164,6 +164,17 @@ class PageHolders(SlotListener):
 
     # Taking and holding
 
+    def keep(self, locations: Handles, until: Fence, operation: str) -> None:
+        """The pages of these locations are nobody else's before a fence, whoever lets go of them.
+
+        They count as held once more, by one who has left behind the fence: so they can be written as before.
+        """
+        self.transaction.enter(f"{self.name}: {operation}")
+        pages = np.unique(locations._host_side() // self.rows.page_size)
+        self.hold(pages, 1, operation)
+        self.drop(pages, until, operation)
+        self.transaction.operation = None
+
     def grow(self, rows: Ints, totals: Ints, n: int, operation: str) -> None:
         """Gives rows int64[k] the `n` pages that they lack for `totals` tokens: `PageRows.look` has found them."""
         if self.notes:

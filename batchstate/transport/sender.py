@@ -198,7 +198,7 @@ class Sender(Session):
         Args:
             transfer: OPEN, from `poll`.
             sources: integer[k], where the tokens at positions first, first + 1, ... lie here: `PagePool.locations`.
-                They stay as they are until `transfer.sources_free`.
+                Until `transfer.sources_free` their pages are nobody else's, whoever lets go of them.
             first: position of the first; the tokens sent so far end there.
             last: whether the request ends with these.
             after: the fence of the forward that wrote them. It is complete: an engine reads memory in the order of no
@@ -219,6 +219,8 @@ class Sender(Session):
             problem = f"{transfer!r}: send of {len(sources)} tokens that may not be written yet"
             remedy = "send when the fence of the forward that writes them is complete; ask it in each step"
             raise ArgumentError(problem, after, remedy)
+        if isinstance(sources, Locations):
+            sources.keep(transfer.sources_free, "send")
         before = len(transfer.handles)
         try:
             for copies in writes:
@@ -344,6 +346,8 @@ class Sender(Session):
         """Where the tokens lie, int64[k], in the index space of the regions."""
         invariants.unit_mismatch(self._holds, str(locations.unit), object=self, operation="send")
         sources, dtype = locations.exact_host("send: source locations"), np.dtype(np.int64)
+        if isinstance(locations, Locations):
+            locations.check_kept("send")
         return sources if sources.dtype == dtype else converted(sources, dtype, "source locations")
 
     def _write(self, transfer: Transfer, copies: Copies, last: bool) -> None:
