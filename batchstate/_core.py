@@ -2605,6 +2605,8 @@ class StepBlock(Block):
         before: cython.longlong
         after: cython.longlong
         told: cython.bint
+        no_ids: cython.bint = not rules.ids
+        has_told: cython.bint = self.has_told
         first_new: cython.longlong = self.reqs - self.takes
         at: cython.longlong = self.at[self.columns.slots] // 8
         # Names of their own: to a compiler each write into memory may change every attribute.
@@ -2628,7 +2630,7 @@ class StepBlock(Block):
             before, after = total - q, total
             if shifted:
                 before, after = self.in_pages(row, before), self.in_pages(row, after)
-            told = not rules.ids or (self.has_told and self.told[row])
+            told = no_ids or (has_told and self.told[row] != 0)
             if row >= first_new:
                 slots.own(slot)
                 pages.launched[slot] = accepted[slot] = before
