@@ -499,8 +499,8 @@ class PagePool(OfThisProcess):
 
         At least as many as are committed, and at most as many as are allocated. From here on they can be shared, held
         and sent: who reads them on this stream comes behind, and another stream waits (`wait_written`). Forwards whose
-        inputs come from `resolve_forward_inputs`, of a plan with `pages=`, are noted by it. Of a lease they are the
-        pages that KV arrives on; what a writer in another process writes has to have arrived (PAGE_UNWRITTEN).
+        inputs come from `resolve_forward_inputs`, of a plan with `pages=`, are noted by it. A lease has pages that KV
+        arrives on; what a writer in another process writes has to have arrived (PAGE_UNWRITTEN).
 
         Raises:
             Violation: LENGTH_ORDER; PAGE_OWNER: new tokens lie on a page that others use too.
