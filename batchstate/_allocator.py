@@ -344,6 +344,8 @@ class Allocator:
         self.label, self.name = label, name
         self.core = Indices(size, reserve, outside is None)
         self.size, self.reserve, self.capacity = size, reserve, size + reserve + 1
+        if runtime.agreement is not None:
+            runtime.agreement.note_memory(f"reserve {reserve} of", size)
         self.states: npt.NDArray[np.uint8] = self.core.arrays["state"]
         self._rows: Ints = self.core.arrays["rows"]
         self._gens: Ints = self.core.arrays["gens"]

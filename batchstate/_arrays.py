@@ -306,6 +306,14 @@ def arange_per_row(starts: Rows, lengths: Rows) -> Rows:
     return values
 
 
+def ranges_of(indices: Rows) -> tuple[Rows, Rows]:
+    """The ranges of consecutive indices, in the order given: starts and lengths, int64[k] each."""
+    if not indices.size:
+        return indices, indices
+    firsts = np.concatenate([[0], np.flatnonzero(np.diff(indices) != 1) + 1])
+    return indices[firsts], np.diff(firsts, append=indices.size)
+
+
 def replaced(values: Array, rows: Rows, new: Array) -> Array:
     """A copy of `values`, with `new` at `rows`."""
     copy = values.copy()

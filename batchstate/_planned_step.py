@@ -122,6 +122,8 @@ class PlannedStep:
     def _send(self, stream: Stream) -> None:
         """Copies the step to the device on `stream`, the current one, with what goes along; then writes tables."""
         memory, further = self._memory, self._further
+        if (group := self._declared.runtime.agreement) is not None:
+            group.note(self.rows, memory.small_numbers(memory.block.kv_lens, memory.block.n))
         if further is NO_FURTHER:
             self._upload = memory.send(memory.block.end, NOTHING, stream)
             return

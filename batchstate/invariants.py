@@ -14,7 +14,7 @@ invariants, with the level at which the library checks them, the remedy, and rea
 
 import functools
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, final
 
 import numpy as np
@@ -586,17 +586,19 @@ def state_turn(slots: Ints, newest: Ints, reads: Ints, **where: Unpack[Where]) -
 
 @always("make the same calls on every rank, in the same order; decide by what is agreed, as `Agreement.watch` says it")
 @origins("sglang #36928", "sglang #28039")
-def ranks_differ(fences: Ints, digests: Ints, **where: Unpack[Where]) -> Breach | None:
-    """The ranks of a group have freed behind as many fences, and their pools have handed out the same indices.
+def ranks_differ(held: Ints, **where: Unpack[Where]) -> Breach | None:
+    """The ranks of a group have memory of the same sizes, and the same indices, lengths and rows were used in each.
 
-    Cost: once per exchange, one comparison per rank. Broken by a rank that reaps what it alone has seen complete: it
-    has other free slots than the rest, and admits what they cannot.
+    `held` integer[ranks, 3]: fences that were freed behind, a digest of capacities, a digest of what happened since.
+    Cost: once per exchange, three comparisons per rank. Broken by a rank that reaps what it alone has seen complete: it
+    has other free slots than the rest, and admits what they cannot. Or by one that measured more free memory.
     """
-    if (row := first_row((fences != fences[:1]) | (digests != digests[:1]))) is None:
+    if (row := first_row((held != held[:1]).any(axis=1))) is None:
         return None
-    problem = f"rank {row} of {len(fences)} has handed out or freed other indices than rank 0"
-    expected = f"{fences[0]} fences, digest {digests[0]:08x}"
-    return Breach(problem, expected=expected, actual=f"{fences[row]} fences, digest {digests[row]:08x}", row=row)
+    other = "pools or graphs of other sizes" if held[row, 1] != held[0, 1] else "used other indices, lengths or rows"
+    words = "{} fences, memory {:08x}, calls {:08x}"
+    expected, actual = words.format(*held[0]), words.format(*held[row])
+    return Breach(f"rank {row} of {len(held)} has {other} than rank 0", expected=expected, actual=actual, row=row)
 
 
 # Pages and token lengths.
@@ -938,6 +940,20 @@ def transfer_late_write(locations: Ints, changed: Mask, **where: Unpack[Where]) 
     location = int(locations[row])
     problem = f"host location {location} was written while it had no owner"
     return Breach(problem, expected="the bytes it was left with", actual="other bytes", row=row, slot=location)
+
+
+@cheap("`send` what was granted, `fail` a transfer that will not come, and `hold` one whose request waits its turn")
+@origins("sglang #34457", "sglang #28652")
+def transfer_idle(polls: Ints, most: int, requests: Sequence[str], **where: Unpack[Where]) -> Breach | None:
+    """A transfer that was granted goes on: each has been sent for, or held, within `most` polls of its writer.
+
+    `polls` integer[n] are those since then, of the transfers of n `requests` that are open and not all sent.
+    Cost: one comparison per transfer. Broken by a part of a request that nothing starts: the receiver waits forever.
+    """
+    if (row := first_row(polls > most)) is None:
+        return None
+    problem = f"the transfer of {requests[row]!r} was granted, and nothing is sent for it"
+    return Breach(problem, expected=f"`send`, `fail` or `hold` within {most} polls", actual=f"{polls[row]}", row=row)
 
 
 @always("keep the secret between the two peers; a peer that was started again has a new endpoint, with a new one")

@@ -67,7 +67,7 @@ from batchstate.errors import (
     one_of,
     wrong_shape,
 )
-from batchstate.runtime.base import OfThisProcess, Runtime
+from batchstate.runtime.base import Fence, OfThisProcess, Runtime
 from batchstate.runtime.memory import NUMPY_DTYPES, ReadyTensor, as_on_host, host_dtype, numpy_dtype, torch_dtype
 from batchstate.violations import Where
 
@@ -1061,6 +1061,12 @@ class Locations(_Asking):
 
     unit: ClassVar[str | None] = "location"
     __slots__ = ()
+
+    def keep(self, until: Fence, operation: str) -> None:
+        """Keeps their pages from others before a fence, whoever lets go of them. For the library."""
+        pool = pools.get(self._pool_id)
+        if pool is not None:
+            pool.keep(self, until, operation)
 
 
 class HostLocations(MirroredTensor):

@@ -68,6 +68,8 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         runtime.check_owner("StaticBuffers")
         self.runtime = runtime
         self.rows = size_of(rows, "StaticBuffers: rows", least=1)
+        if runtime.agreement is not None:
+            runtime.agreement.note_memory("graph", self.rows)
         self.num_reqs = 0
         self._write_count: int | None = None
         self._held: dict[str, Array] = {}  # at `full`: the contents of the device after the last step
@@ -177,7 +179,9 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         first_write = len(others)
         for write in joined:
             others += (write.index, write.values)
-        where = self._where("to_static")
+        where, group = self._where("to_static"), self.runtime.agreement
+        if group is not None:
+            group.note(np.array([self.rows, batch.num_reqs]))
         for name, rows in state.device.items():
             rows.check_sources(self.runtime, {**where, "column": name})  # before anything is written
         upload = self.runtime.upload

@@ -2,8 +2,9 @@
 
 `python -m tests.strangers [CALLERS [NAME ...]]` prints for each kind how many callers there were, what they were told,
 and the slowest of the workers that came in among them; it returns 1 if one was told or believed, or anything changed.
-Names: tcp, mooncake (its port for tags), nixl (its mailbox, and UCX's socket), control (the example's channel), and
-as root outside: tcp and mooncake from another network namespace, nixl's mailbox as another user.
+Names: tcp, mooncake (its port for tags), nixl (its mailbox, and UCX's socket), control (the example's channel), replays
+(first proofs that tcp's listener has taken, while workers write), and as root outside: tcp and mooncake from another
+network namespace, nixl's mailbox as another user.
 """
 
 import base64
@@ -15,6 +16,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from batchstate.transport.connection import MAC, NONCE, Connection, _hello, _proof, new_secret
+from batchstate.errors import TransferError
+from batchstate.transport.connection import ANSWER, MAC, NONCE, Connection, _hello, _proof, new_secret
 from batchstate.transport.engines.base import Copies, Endpoint, Status
 from examples.disaggregated.channel import Door, call
 from tests.test_transport_engines import make
@@ -61,11 +64,11 @@ for number in range(job["callers"]):
                 found["dropped"] += 1
         except OSError:
             found["refused"] += 1
-        kept.append((one, unix or number % len(says) in job["answered"]))
+        kept.append((one, unix))
         if len(kept) > 300:
-            old, answered = kept.pop(0)
+            old, unix = kept.pop(0)
             try:
-                found["told"] += 0 if answered else len(old.recv(4096))
+                found["told"] += 0 if unix else len(old.recv(4096))
             except OSError:
                 pass
             old.close()
@@ -76,26 +79,35 @@ print(json.dumps(found), flush=True)
 """
 
 
-def said(secret: bytes) -> tuple[list[bytes], list[int]]:
-    """What callers say, and which of it is a replay that is answered, with bytes that look random."""
+def said(secret: bytes, addresses: list[Any]) -> list[bytes]:
+    """What callers say. First proofs among it are those of workers that have called before."""
     nonce, other = secrets.token_bytes(NONCE), new_secret()
-    hello = nonce + _hello(secret, nonce)  # of a worker that came in before
+    hello = recorded(secret, nonce, addresses)
     proof = _proof(secret, nonce + secrets.token_bytes(NONCE))
     false = nonce + _hello(other, nonce)
-    says = [*NOISE, hello[:40], false, false + _proof(other, nonce + bytes(NONCE)), hello, hello + proof, hello * 20]
-    return says, [number for number, one in enumerate(says) if one.startswith(hello)]
+    return [*NOISE, hello[:40], false, false + _proof(other, nonce + bytes(NONCE)), hello, hello + proof, hello * 20]
+
+
+def recorded(secret: bytes, nonce: bytes, addresses: list[Any]) -> bytes:
+    """The first proof of a worker that has called at each address, and was answered."""
+    hello = nonce + _hello(secret, nonce)
+    for address in addresses:
+        with socket.create_connection(address, 5.0) as wire:
+            wire.sendall(hello)
+            assert len(wire.recv(ANSWER, socket.MSG_WAITALL)) == ANSWER
+    return hello
 
 
 @contextlib.contextmanager
 def callers(
-    targets: list[Any], says: list[bytes], answered: list[int], count: int, *before: str, user: int = 0
+    targets: list[Any], says: list[bytes], count: int, *before: str, user: int = 0, workers: int = WORKERS
 ) -> Iterator["subprocess.Popen[str]"]:
     """A process of strangers, started by the command `before`; it stops where a worker is to come in."""
     command = [*before, sys.executable, "-c", CALLER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
-        job = {"targets": targets, "says": [base64.b64encode(one).decode() for one in says], "answered": answered}
-        process.stdin.write(json.dumps(job | {"callers": count, "workers": WORKERS, "user": user}) + "\n")
+        job = {"targets": targets, "says": [base64.b64encode(one).decode() for one in says]}
+        process.stdin.write(json.dumps(job | {"callers": count, "workers": workers, "user": user}) + "\n")
         process.stdin.flush()
         yield process
         process.kill()
@@ -120,17 +132,20 @@ def at_an_engine(kind: str, count: int, outside: bool) -> dict[str, float]:
     with spawn_peer(EngineSide, make, kind) as there, contextlib.ExitStack() as stack:
         there.call("register", MIB, SENTINEL)
         secret = Endpoint.from_bytes(there.call("endpoint")).secret
-        says, answered = said(secret)
         targets: list[Any] = [("127.0.0.1", port) for address, port in listening(there.process.pid)]
-        before: list[str] = []
+        if kind == "mooncake":  # of its ports this library listens at one
+            ours = [("127.0.0.1", port) for address, port in listening(there.process.pid) if address == "0100007F"]
+        else:
+            ours = targets
+        says, before = said(secret, ours), list[str]()
         if kind == "nixl":
-            targets, answered = unix_sockets(there), []
+            targets = unix_sockets(there)
             says += mail(there, secret)
         elif outside:
             targets = [("10.77.0.1", port) for _, port in targets]
             before = stack.enter_context(another_network())
         elif kind == "mooncake":  # its own ports keep no caller of the same network out
-            targets = [("127.0.0.1", port) for address, port in listening(there.process.pid) if address == "0100007F"]
+            targets = ours
         user = 65534 if outside and kind == "nixl" else 0
         tags = [one.tag for one in there.call("completions")]
 
@@ -148,7 +163,7 @@ def at_an_engine(kind: str, count: int, outside: bool) -> dict[str, float]:
                 return took
 
         enter(-1)
-        found = among(stack.enter_context(callers(targets, says, answered, count, *before, user=user)), enter)
+        found = among(stack.enter_context(callers(targets, says, count, *before, user=user)), enter)
         false = [one.tag for one in there.call("completions") if one.tag not in tags]
         twice = len(there.call("completions")) - len({one.tag for one in there.call("completions")})
         assert there.process.is_alive()
@@ -206,7 +221,6 @@ def another_network() -> Iterator[list[str]]:
 def at_the_control_channel(count: int) -> dict[str, float]:
     """Strangers at the channel of the example, of which each worker has one."""
     secret = new_secret()
-    says, answered = said(secret)
     believed: list[Connection] = []
     door = Door(("127.0.0.1", 0), secret)
     came: queue.SimpleQueue[Connection] = door._came
@@ -221,7 +235,7 @@ def at_the_control_channel(count: int) -> dict[str, float]:
         other.close()
         return time.monotonic() - start
 
-    with callers([door.address], says, answered, count) as process:
+    with callers([door.address], said(secret, [door.address]), count) as process:
         found = among(process, enter)
     while not came.empty():
         believed.append(came.get())
@@ -229,7 +243,43 @@ def at_the_control_channel(count: int) -> dict[str, float]:
     return found | {"sockets": 1, "believed": len(believed)}
 
 
-KINDS = ("tcp", "mooncake", "nixl", "control", "tcp outside", "mooncake outside", "nixl outside")
+def replays(count: int, writes: int = 200) -> dict[str, float]:
+    """First proofs that a listener has taken are said again, while as many writes of as many workers go on."""
+    with spawn_peer(EngineSide, make, "tcp") as there, contextlib.ExitStack() as stack:
+        there.call("register", MIB, SENTINEL)
+        endpoint = there.call("endpoint")
+        ((_, port),) = listening(there.process.pid)
+        address, secret, lost, late = ("127.0.0.1", port), Endpoint.from_bytes(endpoint).secret, 0, 0
+        says = [recorded(secret, secrets.token_bytes(NONCE), [address]) for _ in range(100)]
+
+        ended, found, worst, number = list[dict[str, float]](), dict[str, float](), 0.0, 0
+        processes = [stack.enter_context(callers([address], says, count // CROWDS, workers=1)) for _ in range(CROWDS)]
+        threads = [threading.Thread(target=lambda at=at: ended.append(among(at, lambda _: 0.0))) for at in processes]
+        for thread in threads:
+            thread.start()
+        while number < writes or len(ended) < CROWDS:
+            with contextlib.closing(EngineSide(make, "tcp")) as worker:
+                worker.register(4096, seed=number + 1)
+                tag, start, number = b"worker %d" % number, time.monotonic(), number + 1
+                try:
+                    worker.write(worker.connect(endpoint), Copies([0], [0], [0], [0], [4096]), tag)
+                    lost += worker.ended(tag) is not Status.DONE
+                except TransferError:
+                    lost += 1
+                took = time.monotonic() - start
+                worst, late = max(worst, took), late + (took > 1.0)
+        for thread in threads:
+            thread.join()
+        for word in ended[0]:
+            found[word] = sum(figures[word] for figures in ended)
+        tags = {delivery.tag for delivery in there.call("completions")}
+        wrong = {"lost": lost, "late": late, "believed": len(tags) - number + lost}
+        return found | wrong | {"writes": number, "slowest": round(worst, 3), "sockets": 1}
+
+
+CROWDS = 4
+"""Processes that replay."""
+KINDS = ("tcp", "mooncake", "nixl", "control", "replays", "tcp outside", "mooncake outside", "nixl outside")
 
 
 def main(count: str = "2400", *names: str) -> int:
@@ -237,10 +287,11 @@ def main(count: str = "2400", *names: str) -> int:
     wrong = 0
     for name in names or KINDS:
         kind, _, outside = name.partition(" ")
-        found = (
-            at_the_control_channel(int(count)) if kind == "control" else at_an_engine(kind, int(count), bool(outside))
-        )
-        bad = found["told"] or found["believed"] or found["slowest"] > 2.0
+        if kind in ("control", "replays"):
+            found = (at_the_control_channel if kind == "control" else replays)(int(count))
+        else:
+            found = at_an_engine(kind, int(count), bool(outside))
+        bad = found["told"] or found["believed"] or found["slowest"] > 2.0 or found.get("lost") or found.get("late")
         wrong += bool(bad)
         print(f"{name:17}", *(f"{word}: {number}" for word, number in found.items()), "WRONG" * bool(bad), sep="  ")
     return int(wrong > 0)

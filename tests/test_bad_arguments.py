@@ -191,7 +191,10 @@ CALLS: dict[str, tuple[Call, dict[str, list[Any]]]] = {
             "per_request": ["no"],
         },
     ),
-    "join_group": (lambda w, given: w.rt.join_group(), {"joined already": [None]}),
+    "join_group": (
+        lambda w, given: w.rt.join_group(**{"size": 2, **given}),
+        {"joined already": [None], "size": [0, -1, True]},
+    ),
     "agree": (_agreed, {"reports": [[], "other ranks", "a cut report"]}),
 }
 
@@ -202,7 +205,7 @@ def argument(world: World, name: str, bad: Any) -> dict[str, Any]:
         return {}
     if bad in ("other ranks", "a cut report"):
         assert world.rt.agreement is not None
-        bad = [world.rt.agreement.report(), [2**70, 1] if bad == "other ranks" else [0]]
+        bad = [world.rt.agreement.report(), [2**70, 1, 1] if bad == "other ranks" else [0]]
     if name == "slots":
         bad = world.ordinary.take(np.array([0, 0])) if bad == "twice" else getattr(world, bad)
     return {name: bad}
@@ -215,7 +218,7 @@ def test_a_refused_value_changes_nothing(name: str, level: str) -> None:
     call, arguments = CALLS[name]
     rt = open_runtime("cpu")
     if name in ("join_group", "agree"):
-        rt.join_group()
+        rt.join_group(size=2)
     with levels.checks(level):
         for wrong, bad in ((wrong, bad) for wrong, values in arguments.items() for bad in values):
             world = World(rt)

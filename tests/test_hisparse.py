@@ -33,6 +33,7 @@ from batchstate.tables import Table
 from batchstate.testing import LateRuntime, ManualStream
 from batchstate.violations import Code
 from tests.doubles import in_a_thread, refused
+from tests.selfcheck.machines.failures import failing
 from tests.selfcheck.machines.host_tier import PrefillWorker
 from tests.worlds import Pools, Tier
 
@@ -283,6 +284,56 @@ def test_what_was_launched_before_an_error_is_waited_for(monkeypatch: pytest.Mon
     assert world.tier.states(direct) == [TierState.DIRECT]
     assert world.pages.stats.live == live
     assert world.pages.stats.pending > 0
+
+
+@pytest.mark.parametrize(
+    ("part", "method", "late"),
+    [
+        ("pages", "extend", False),
+        ("pages", "extend", True),
+        ("rt", "upload", False),
+        ("copier", "indices", False),
+        ("copier", "to_device", True),
+        ("pages", "commit", True),
+    ],
+)
+def test_an_admission_that_lacked_memory_is_repeated(
+    rt: Runtime, world: World, part: str, method: str, late: bool
+) -> None:
+    """Wherever host memory runs out in it, `admit_direct` has changed nothing, and the next call admits."""
+    slots, before = world.deliver(world.reserve([3, 9], 40)), world.numbers()
+    owner = {"pages": world.pages, "rt": rt, "copier": world.tier._copier}[part]
+    with failing(owner, method, 1, late=late, error=MemoryError), pytest.raises(MemoryError):
+        world.tier.admit_direct(slots)
+    rt.synchronize()
+    assert world.numbers() == before
+    assert [state.name for state in world.tier.states(slots)] == ["DIRECT"] * 2
+    world.tier.admit_direct(slots)
+    world.step(slots)
+    world.check(slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_kv_of_dtypes_that_numpy_lacks_moves_by_bits(rt: Runtime, dtype: torch.dtype) -> None:
+    """Staged out to the host, and loaded onto the device: every bit pattern, those of NaN too, is as it was."""
+    world = Tier.of(Pools.of(rt), [KVBuffer("kv", (256,), dtype)], hot_tokens=6)
+    pools, (kv,), size = world.pools, world.kv, dtype.itemsize
+    patterns = np.random.default_rng(1).permuted(np.tile(np.arange(256, dtype=np.uint8), (5, size)), axis=1)
+    staged, direct = pools.slots.take(1), pools.slots.take(1)
+    locations = pools.pages.extend(staged, 5).locations.np
+    kv.view(torch.uint8)[torch.from_numpy(locations.copy())] = torch.from_numpy(patterns)
+    pools.pages.commit(staged, 5)
+    world.tier.admit_staged(staged, 9)
+    rt.synchronize()
+    assert world.tier.poll_staged() == 1
+    (ranges,) = world.tier.reserve(direct, 5, 9)
+    host = world.host.buffers[0].view(torch.uint8)
+    on_host = host[torch.from_numpy(world.tier.host_locations(staged, 5).np.copy())]
+    assert on_host.numpy().tobytes() == patterns.tobytes()
+    host[torch.from_numpy(ranges.locations(0, 5).copy())] = on_host
+    there = world.tier.admit_direct(direct).locations.np
+    rt.synchronize()
+    assert kv.view(torch.uint8)[torch.from_numpy(there.copy())].numpy().tobytes() == patterns.tobytes()
 
 
 def test_shared_pages_are_never_ring_rows(rt: Runtime, world: World) -> None:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchstate import invariants, levels
-from batchstate._arrays import arange_per_row
+from batchstate._arrays import arange_per_row, ranges_of
 from batchstate.errors import ArgumentError, CaptureError, DtypeError, OwnerThreadError, PoolExhaustedError, ShapeError
-from batchstate.kv.host_pool import FreeRanges, HostKVPool, HostStats, ranges_of
+from batchstate.kv.host_pool import FreeRanges, HostKVPool, HostStats
 from batchstate.runtime import Runtime
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualStream

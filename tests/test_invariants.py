@@ -73,9 +73,9 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         {"row": 1, "slot": 5, "expected": "state 8", "actual": "state 9"},
     ),
     Code.RANKS_DIFFER: (
-        (ints([4, 4, 4]), ints([7, 7, 9])),
-        (ints([4, 4]), ints([7, 7])),
-        {"row": 2, "expected": "4 fences, digest 00000007"},
+        (ints([[4, 5, 7], [4, 5, 7], [4, 5, 9]]),),
+        (ints([[4, 5, 7], [4, 5, 7]]),),
+        {"row": 2, "expected": "4 fences, memory 00000005, calls 00000007"},
     ),
     Code.PAGE_OWNER: ((ints([0, 1, 2]), ints([0, 1, 1])), (ints([0, -1]), ints([0, -1])), {"slot": 2}),
     Code.PAGE_UNWRITTEN: ((ints([4, 8]), ints([4, 7])), (ints([4, 8]), ints([4, 9])), {"row": 1, "actual": 8}),
@@ -130,6 +130,7 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         (ints([0, 96]), ints([96, 32]), 0, 128),
         {"row": 1, "expected": "inside 0 to 128 (exclusive)", "actual": "96, 33 long"},
     ),
+    Code.TRANSFER_IDLE: ((ints([3, 4]), 3, ["a", "b"]), (ints([3, 3]), 3, ["a", "b"]), {"row": 1, "actual": "4"}),
     Code.TRANSFER_LATE_WRITE: (
         (ints([16, 32]), np.array([False, True])),
         (ints([16, 32]), np.array([False, False])),

@@ -60,14 +60,14 @@ OUTSIDE = {
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "ground": (LAYERS["ground"], 1_760),
-    "runtime": (("runtime",), 1_685),
+    "runtime": (("runtime",), 1_735),
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_840,
+        12_990,
     ),
     "host tier": (_KV_TIER, 1_620),
-    "transport": (("transport",), 5_000),
+    "transport": (("transport",), 5_300),
     "watch": (("watch",), 2_400),
     "races": (("races",), 8_500),
     "fuzz tools": (("testing",), 2_700),
@@ -80,14 +80,16 @@ step, 185 for handles that the core makes and joins, and for one group behind a 
 320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are, 140 for values by
 bits, a row 0 that is scratch or lost, and arrays asked for their rows, 280 for lengths that follow from what a step
 accepts, fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 are for float8, for arrays that
-say of which dtype they are the bits, and for a stream that is asked whether it has run.
+say of which dtype they are the bits, and for a stream that is asked whether it has run. 150
+lines of the state, 300 of transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases
+that are ranges of tokens, and ranks that compare what they hold.
 """
 
-MOST_LINES, MOST_FILES = 39_700, 134
-BESIDE = {"tests/selfcheck": 12_900, "examples/traffic": 1_200}
-"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
+MOST_LINES, MOST_FILES = 40_220, 134
+BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
+"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning."""
-OTHER_TESTS = 38_400
+OTHER_TESTS = 39_850
 
 MOST_FLOORS = 12
 

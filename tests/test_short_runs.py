@@ -60,13 +60,17 @@ def test_traffic(tmp_path: Path, device: str) -> None:
 
 
 def test_disaggregated(tmp_path: Path, device: str) -> None:
-    """Prefill in one process, decode in another, over TCP: each token is right, and nothing waits or leaks."""
+    """Prefill in one process, decode in another, over TCP: each token is right, and nothing waits or leaks.
+
+    KV comes into the host tier and into device pages.
+    """
     from examples.disaggregated.__main__ import main
 
-    arguments = ["--transport", "tcp", "--family", "plain", "--requests", "6", "--device", torch_device_of(device)]
-    figures = figures_of(main, tmp_path, *arguments)
+    arguments = ["--transport", "tcp", "--family", "plain", "--requests", "9", "--device", torch_device_of(device)]
+    figures = figures_of(main, tmp_path, *arguments, "--landing", "mixed")
+    assert 0 < figures["ordinary"] < figures["landed"] < figures["direct"]
     zeros(figures, "mismatches", "violations", "leaks", "forced_syncs", "device_to_host_copies", "quarantined")
-    assert figures["direct"] + figures["staged"] == 6
+    assert figures["direct"] + figures["staged"] == 9
     assert figures["transferred_bytes"] > 0
 
 

@@ -40,7 +40,7 @@ MISSING: dict[str, tuple[str, list[Diff]]] = {
         [("receiver:Lease.become", "if self.state is not LeaseState.WAITING:", "if self.state is state:")],
     ),
     "a writer forgets leases that are over, and begins anew when their grant arrives again": (
-        "ArgumentError",
+        "MODEL",
         [
             (
                 "sender:Sender._take",
@@ -50,7 +50,7 @@ MISSING: dict[str, tuple[str, list[Diff]]] = {
         ],
     ),
     "messages count by the name of their worker: the next instance speaks and is spoken to for the last": (
-        "ArgumentError",
+        "TRANSFER_LATE_WRITE",
         [
             (
                 "workers:Session.on_message",

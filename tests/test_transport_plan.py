@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchstate.errors import ArgumentError, BatchStateError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, BatchStateError, DtypeError, HandshakeError, ShapeError
 from batchstate.transport.engines.base import Copies, Ints
 from batchstate.transport.plan import (
     KVLayout,
@@ -359,13 +359,33 @@ def test_rows_are_never_clipped() -> None:
 
 
 def test_rows_refuse_what_does_not_fit() -> None:
-    """Pages that are not token-major, and locations out of range."""
-    mixed, single = layout(token_major=False), layout(token_major=False, page_size=1)
-    complains(ArgumentError, lambda: planned([1], [1], mixed, mixed), "not token-major")
-    assert len(planned([1], [1], single, single)) == 3
+    """Locations out of range."""
     refused(Code.SLOT_ZERO_ALLOCATED, lambda: planned([1], [0], layout(), layout()))
     refused(Code.SLOT_OUT_OF_RANGE, lambda: planned([-1], [1], layout(), layout()))
     refused(Code.SLOT_OUT_OF_RANGE, lambda: planned([2**61], [1], layout(), layout()))
+
+
+def test_pages_that_cannot_be_split_go_as_a_whole() -> None:
+    """Where tokens of a page do not lie one after the other its bytes are one row, also of one that ends early."""
+    mixed = layout(token_major=False)
+    whole = planned([8, 9, 10, 11, 4, 5], [12, 13, 14, 15, 20, 21], mixed, mixed, (0,))
+    assert table(whole) == [(0, 8 * 8, 0, 12 * 8, 32), (0, 4 * 8, 0, 20 * 8, 32)]
+    wrong = {
+        "source location 9 in row 0": ([9, 10, 11], [12, 13, 14]),
+        "source location 10 in row 1": ([8, 10], [12, 13]),
+        "source location 5 in row 4": ([8, 9, 10, 11, 5], [12, 13, 14, 15, 20]),
+        "target location 14 in row 0": ([8, 9], [14, 15]),
+        "target location 13 in row 0": ([8, 9], [13, 12]),
+    }
+    for words, (here, there) in wrong.items():
+        complains(ArgumentError, functools.partial(planned, here, there, mixed, mixed), words, "its page of 4")
+    refused(Code.SLOT_ZERO_ALLOCATED, lambda: planned([8, 9], [0, 1], mixed, mixed))
+    halves = [layout(token_major=False, heads=4, degree=2, rank=rank) for rank in range(2)]
+    assert len(planned([8], [12], halves[0], halves[0], (0,))) == 1
+    assert len(planned([8], [12], halves[0], halves[1], (0,))) == 0
+    split = layout(token_major=False, heads=4, item_bytes=16)
+    complains(HandshakeError, lambda: check_fit(halves[0], split), "2 heads here, 4 there", "not token-major")
+    check_fit(halves[0], halves[1])
 
 
 # Fewer rows, and writes
@@ -465,11 +485,12 @@ def test_rows_go_to_the_layer_and_heads_they_come_from() -> None:
             here, there = range(len(stage)), range(10, 13)
             names = dict(zip(here, stage, strict=True)), dict(zip(there, LAYERS, strict=True))
             copies = planned([3, 5], [8, 1], source, target, here, there)
-            check_places(copies, source, target, *names)
+            check_places(copies, source, target, *names, "")
             if not len(copies):
                 continue
             others = attrs.evolve(copies, target_regions=10 + (copies.target_regions - 9) % 3)
-            refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, others, source, target, *names))
+            refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, others, source, target, *names, ""))
+            refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, copies, source, target, *names, " elsewhere"))
             moved = attrs.evolve(copies, source_offsets=copies.source_offsets + 8)
             if source.degree < 4:
-                refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, moved, source, target, *names))
+                refused(Code.TRANSFER_BOUNDS, functools.partial(check_places, moved, source, target, *names, ""))

@@ -16,9 +16,17 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from batchstate import HostLocations, Locations, Pages, open_runtime
-from batchstate.errors import ArgumentError, HandshakeError, OwnerThreadError, TransferError
+from batchstate.errors import (
+    ArgumentError,
+    DtypeError,
+    HandshakeError,
+    OwnerThreadError,
+    ShapeError,
+    TransferError,
+)
 from batchstate.kv.host_pool import HostRanges
 from batchstate.runtime import Fence
 from batchstate.testing import ManualStream
@@ -41,7 +49,7 @@ from batchstate.transport.wire import (
     unpacked,
 )
 from batchstate.transport.workers import Description, Session
-from batchstate.violations import Violation
+from batchstate.violations import Code, Violation
 from tests.transport_peers import altered
 
 LAYERS = ("keys", "values")
@@ -209,13 +217,13 @@ def test_both_sides_refuse_a_peer_that_does_not_fit() -> None:
 
 
 def test_pages_of_another_size_are_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """A host pool without pages takes KV of a prefill worker with pages: both sides say so, once for an instance."""
+    """A host pool without pages takes KV of prefill workers with pages: each side warns of it once."""
     network = Network()
-    with caplog.at_level("INFO", "batchstate"):
+    with caplog.at_level("WARNING", "batchstate"):
         decode = made(Receiver, network, "decode", layout(page_size=1))
-        prefill = made(Sender, network, "prefill-0", layout())
-        for one, other in ((decode, prefill), (prefill, decode), (prefill, decode)):
-            one.session.accept(other.introduction)
+        prefill, other = made(Sender, network, "prefill-0", layout()), made(Sender, network, "prefill-1", layout())
+        for side, theirs in ((decode, prefill), (decode, other), (prefill, decode), (prefill, decode)):
+            side.session.accept(theirs.introduction)
     assert [record.getMessage()[:60] for record in caplog.records] == [
         "decode has pages of 1 tokens, prefill-0 of 4: KV goes token ",
         "prefill-0 has pages of 4 tokens, decode of 1: KV goes token ",
@@ -316,7 +324,7 @@ def test_a_grant_outside_the_memory_is_refused_by_the_writer() -> None:
     assert not pair.sender.poll()
     assert pair.receiver.poll() == [lease]
     assert lease.ended.query()
-    assert "ends at host location" in lease.reason
+    assert "ends at host_location" in lease.reason
 
 
 WRONG_SENDS: list[tuple[Callable[[Sender, Transfer], None], type[Exception]]] = [
@@ -593,6 +601,7 @@ def test_only_the_chunks_that_there_are_complete_a_lease(
 def test_a_grant_of_a_huge_range_costs_what_the_request_needs() -> None:
     """Of a range only as many tokens are listed as the request has: no more than a worker can list."""
     fields: dict[str, Any] = {"sender": "a", "to": "b", "serial": 1, "attempt": 1, "request": "r", "writer": 0}
+    fields |= {"first": 0, "holds": "host_location"}
     grant = Grant(**fields, num_tokens=3, ranges=np.array([[8, 2], [2**20, 2**60]]))
     assert grant.targets.tolist() == [8, 9, 2**20]
     assert Grant(**fields, num_tokens=0, ranges=np.array([[8, 2]])).targets.size == 0
@@ -726,6 +735,78 @@ def test_what_is_refused_changes_nothing(call: Callable[[Pair], object], error: 
         assert lease.state is LeaseState.DELIVERED
 
 
+def test_a_transfer_that_nothing_is_sent_for_is_reported() -> None:
+    """A part that is never started, or stands still, is said once on the writer; `send` and `hold` begin anew."""
+    pair = Pair()
+    prefill = made(Sender, pair.network, "prefill-0", layout(), idle_polls=3)
+    pair.receiver.accept(prefill.introduction)
+    prefill.session.accept(pair.decode.introduction)
+    pair.prefills = [prefill]
+    lease, [transfer] = pair.granted()
+    for begins_anew in ("send", "hold"):
+        for _ in range(2):
+            pair.sender.poll()
+        if begins_anew == "send":
+            send(pair.sender, transfer, SOURCES[:4], 0, last=False)
+        else:
+            pair.sender.hold(transfer)
+    for _ in range(3):
+        pair.sender.poll()
+    pair.lease(4, ((32, 4),))
+    pair.carry()
+    with pytest.raises(Violation, match="the transfer of 'r' was granted, and nothing is sent for it") as caught:
+        pair.sender.poll()
+    assert caught.value.code is Code.TRANSFER_IDLE
+    assert (caught.value.expected, caught.value.actual) == ("`send`, `fail` or `hold` within 3 polls", "4")
+    [other] = pair.sender.poll()  # nothing is lost, and nothing is said twice
+    send(pair.sender, transfer, SOURCES[4:], 4, last=True)
+    send(pair.sender, other, SOURCES[:4], 0, last=True)
+    assert lease in pair.run()
+    with pytest.raises(ArgumentError, match="idle_polls is 0"):
+        made(Sender, pair.network, "other", layout(), idle_polls=0)
+
+
+@pytest.mark.parametrize("shape", [(64, 2), (16, PAGE, 2), (128,), (32, PAGE), (64, 3), (8, PAGE, 2, 2)])
+def test_memory_has_the_rows_of_its_layout(shape: tuple[int, ...]) -> None:
+    """A token, or a page, is a row of memory that has rows; of other rows each token would be half another's."""
+    engine = InProcessEngine(Network())
+    regions = [engine.register(torch.zeros(shape, dtype=torch.float16), layer) for layer in LAYERS]
+    about = Description("w", engine.instance, KVLayout(PAGE, "float16", LAYERS, 4), engine.endpoint())
+    if shape[1:] in ((2,), (PAGE, 2), ()):
+        Sender(engine, about, regions)
+        return
+    with pytest.raises(ShapeError, match=f"expected rows of 4 bytes, .* or pages of {PAGE}, got"):
+        Sender(engine, about, regions)
+
+
+def test_pages_that_are_not_token_major_are_told_by_their_shape() -> None:
+    """Memory [pages, heads, tokens, bytes] is no memory of tokens one after the other: it is sent as whole pages."""
+    engine = InProcessEngine(Network())
+    regions = [engine.register(torch.zeros((8, 2, PAGE, 3), dtype=torch.float16), layer) for layer in LAYERS]
+    layout = KVLayout(PAGE, "float16", LAYERS, 12, heads=2)
+    with pytest.raises(ShapeError, match="tokens of a page one after the other, got"):
+        Sender(engine, Description("w", engine.instance, layout, engine.endpoint()), regions)
+    whole = attrs.evolve(layout, token_major=False)
+    Sender(engine, Description("w", engine.instance, whole, engine.endpoint()), regions)
+
+
+def test_memory_of_another_dtype_is_refused() -> None:
+    """A layout says what its memory is; bytes, uint8, may be any."""
+    network = Network()
+    engine = InProcessEngine(network)
+    regions = [engine.register(torch.zeros(64, 2, dtype=torch.float16), layer) for layer in LAYERS]
+    for dtype, right in (("float16", True), ("bfloat16", False), ("int16", False)):
+        about = Description("w", engine.instance, KVLayout(PAGE, dtype, LAYERS, 4), engine.endpoint())
+        for kind in (Sender, Receiver):
+            if right:
+                kind(engine, about, regions)
+                continue
+            with pytest.raises(
+                DtypeError, match=f"'keys': expected memory of {dtype}, as its layout says, got float16"
+            ):
+                kind(engine, about, regions)
+
+
 def _calls(session: Session, made: Lease | Transfer) -> list[Callable[[], object]]:
     """Every public method of a side, with a lease or transfer of its own in the place of each argument."""
     names = [name for name in dir(session) if not name.startswith("_") and callable(getattr(session, name))]
@@ -752,7 +833,7 @@ def test_both_sides_belong_to_the_thread_of_their_engine() -> None:
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert len(refused) == len(calls) == 20
+    assert len(refused) == len(calls) == 21
     pair.decode.engine.close()
     pair.prefills[0].engine.close()
     for call in calls:

@@ -22,6 +22,7 @@ from batchstate.transport.connection import ANSWER, Connection, connect
 from batchstate.transport.engines import tcp
 from batchstate.transport.engines.base import Copies, Endpoint, Status
 from batchstate.transport.engines.tcp import TcpEngine
+from tests.strangers import replays
 from tests.transport_peers import (
     SENTINEL,
     EngineSide,
@@ -340,3 +341,11 @@ def test_arguments(here: EngineSide, there: PeerProcess, monkeypatch: pytest.Mon
         here.write(peer_of(here), Copies([0], [0], [0], [0], [8 * tcp.PIECE]), b"long")
     here.write(peer_of(here), Copies([0], [0], [0], [0], [7 * tcp.PIECE]), b"long")
     assert here.ended(b"long") is Status.DONE
+
+
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_first_proofs_said_again_keep_nobody_out(count: int) -> None:
+    """Recorded first proofs are told nothing, and of writes that go on meanwhile none is lost or late by a second."""
+    figures = replays(count, count // 50)
+    assert figures["calls"] == count
+    assert (figures["told"], figures["believed"], figures["lost"], figures["late"]) == (0, 0, 0, 0)

@@ -169,10 +169,21 @@ class PageHolders(SlotListener):
 
     # Taking and holding
 
+    def keep(self, locations: Handles, until: Fence, operation: str) -> None:
+        """The pages of these locations are nobody else's before a fence, whoever lets go of them.
+
+        They count as held once more, by one who has left behind the fence: so they can be written as before.
+        """
+        self.transaction.enter(f"{self.name}: {operation}")
+        pages = np.unique(locations._host_side() // self.rows.page_size)
+        self.hold(pages, 1, operation)
+        self.drop(pages, until, operation)
+        self.transaction.operation = None
+
     def grow(self, rows: Ints, totals: Ints, n: int, operation: str) -> None:
         """Gives rows int64[k] the `n` pages that they lack for `totals` tokens: `PageRows.look` has found them."""
         if self.notes:
-            self.note(self.rows.next_pages(n))
+            self.note(self.rows.next_pages(n), totals)
         self.transaction.operation = operation
         self.rows.grow(rows, totals)
         self.check_whole(operation)
@@ -188,16 +199,18 @@ class PageHolders(SlotListener):
         if by_key:
             self.note(pages)
             self.check_whole(operation)
+        elif self.runtime.agreement is not None:
+            self.runtime.agreement.note(pages)
 
     @property
     def notes(self) -> bool:
         """Whether `note` wants the pages that are taken."""
         return levels.full or bool(self._taken_at.lines) or self.runtime.agreement is not None
 
-    def note(self, pages: Ints) -> None:
-        """Tells ranks which pages are taken, and remembers at `full` the lines that led there, innermost first."""
+    def note(self, pages: Ints, *totals: Ints) -> None:
+        """Tells ranks which pages are taken, and for how many tokens; remembers at `full` the lines that led there."""
         if self.runtime.agreement is not None:
-            self.runtime.agreement.note(pages)
+            self.runtime.agreement.note(pages, *totals)
         if levels.full or self._taken_at.lines:
             self._taken_at.note(pages)
 
@@ -244,6 +257,8 @@ class PageHolders(SlotListener):
             self.transaction.operation = None
             return False
         self._dropped(wrong, pages, after, operation)
+        if totals is not None and self.runtime.agreement is not None:
+            self.runtime.agreement.note(totals)
         if losing is not None:
             self.epochs.note(losing, operation, self.runtime.step)
         return True
@@ -315,6 +330,11 @@ class PageHolders(SlotListener):
     def check_clear(self, operation: str) -> None:
         for group in self.transaction.groups:
             group.refuse_in_flight(operation)
+        written = [lease for lease in self.leases.values() if lease.writer is not None]
+        ended = self.transaction.query([cast(Fence, lease.writer) for lease in written])
+        for lease, over in zip(written, ended, strict=True):
+            in_flight = np.full(lease.pages.size, not over)
+            invariants.slot_in_flight(lease.pages, in_flight, behind=repr(lease.writer), **self.where(operation))
 
     def on_clear(self) -> None:
         """Leases are given back, and the pages come in order again, without keys."""

@@ -1,19 +1,20 @@
 """Who holds pages besides the one request that wrote them: leases, and requests that begin with the same tokens."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, SupportsIndex, final
+from typing import TYPE_CHECKING, ClassVar, SupportsIndex, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants
-from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import amounts, count, read_only
+from batchstate._allocator import MOST_TOKENS, joined, size_of
+from batchstate._arrays import amounts, count, ranges_of, read_only
 from batchstate.errors import ArgumentError, expected
 from batchstate.kv._lengths import SHORT_PREFIX, UNCOMMITTED, explain_total
-from batchstate.mirror import Slots
+from batchstate.mirror import Locations, Slots
 from batchstate.runtime.base import Fence, check_fence
+from batchstate.runtime.streams import missing
 
 if TYPE_CHECKING:
     from batchstate.kv.pages import Extension, PagePool
@@ -26,32 +27,58 @@ Ints = npt.NDArray[np.int64]
 class PageLease:
     """Pages held without a slot: tokens of a request, kept after it, pages taken before one, or a cached prefix.
 
-    Made by `PagePool.hold`, `PagePool.take` and `PrefixCache.match`; give it back with `release`.
+    Made by `PagePool.hold`, `PagePool.take` and `PrefixCache.match`; give it back with `release`, or to a request with
+    `PagePool.assign`.
 
     Attributes:
         tokens: how many tokens; whole pages.
+        writer: the end of the writer in another process that may write the pages, as `Lease.ended`; None without one.
+            Whatever they are released behind, they are free again only after it.
         released: whether it was given back.
     """
 
+    holds: ClassVar[str] = str(Locations.unit)
     _pages: Ints
     tokens: int
     _sharing: "PageSharing"
-    _written: int  # tokens whose writes are launched, and the stream that wrote them last; the pool keeps both
-    _writer: int
+    _written: int  # tokens whose writes are launched; the pool keeps it
+    _stream: int  # that wrote them last, by its number; the pool keeps it
+    writer: Fence | None = None
     released: bool = attrs.field(default=False, init=False)
+    _generations: Ints = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._generations = self._sharing.generations(self._pages)
 
     def __repr__(self) -> str:
         return f"PageLease({self.tokens} tokens, {self._pages.size} pages{', released' if self.released else ''})"
+
+    @property
+    def pool_id(self) -> int:
+        """Id of the pool."""
+        return self._sharing.holders.pool_id
 
     @property
     def pages(self) -> Ints:
         """int64[tokens / page_size], in the order of their tokens; a read-only view."""
         return read_only(self._pages)
 
+    @property
+    def table(self) -> Ints:
+        """int64[r, 2]: start and length of each range of locations, as `Receiver.grant` sends it to a writer."""
+        return np.stack(ranges_of(self._pages), axis=1) * self._sharing.pool.page_size
+
+    def check_kept(self, operation: str) -> None:
+        """Refuses (SLOT_STALE_HANDLE) pages that are another's by now: a writer that has not ended may write them."""
+        pages, sharing = self._pages, self._sharing
+        now = sharing.generations(pages)
+        invariants.slot_stale_handle(pages, self._generations, now, **sharing.holders.where(operation))
+
     def release(self, *, after: Fence | None) -> None:
         """Gives the references back, at once or when `after` is complete; once, or else SLOT_DOUBLE_FREE.
 
         `after` is the fence of the last work that reads or writes the pages for the holder of the lease; None for none.
+        Pages that were taken with `writer=` wait for its end too.
         """
         sharing, operation = self._sharing, "release a lease"
         sharing.transaction.enter(sharing.releasing)
@@ -61,7 +88,7 @@ class PageLease:
         if sharing.leases.get(id(self)) is not self:
             named = self.pages if self.pages.size else np.zeros(1, dtype=np.int64)
             invariants.slot_double_free(named, np.zeros(named.size, np.bool_), **sharing.holders.where(operation))
-        sharing.drop(self, after, operation)
+        sharing.drop(self, joined(after, self.writer), operation)
         sharing.pool._done()
 
     def split(self, num_tokens: SupportsIndex) -> "tuple[PageLease, PageLease]":
@@ -81,8 +108,9 @@ class PageLease:
         del sharing.leases[id(self)]
         self.released = True
         written = min(self._written, tokens)
-        first = PageLease(self.pages[:at], tokens, sharing, written, self._writer)
-        last = PageLease(self.pages[at:], self.tokens - tokens, sharing, self._written - written, self._writer)
+        by = self._stream, self.writer
+        first = PageLease(self.pages[:at], tokens, sharing, written, *by)
+        last = PageLease(self.pages[at:], self.tokens - tokens, sharing, self._written - written, *by)
         sharing.leases.update({id(first): first, id(last): last})
         sharing.pool._done()
         return first, last
@@ -104,8 +132,14 @@ class PageSharing:
 
     # Leases
 
-    def take(self, n: SupportsIndex) -> PageLease:
+    def generations(self, pages: Ints) -> Ints:
+        """The present generations of pages, int64[n]."""
+        generations: Ints = self._rows.arrays["generation"][pages]
+        return generations
+
+    def take(self, n: SupportsIndex, writer: Fence | None) -> PageLease:
         self.transaction.enter(self._take)
+        check_fence(writer, self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
         self.transaction.reap()
         if not self._rows.look_free(wanted):
@@ -115,7 +149,7 @@ class PageSharing:
         self._rows.take(pages)
         self.holders.note(pages)
         self.holders.check_whole("take")
-        return self.lease(pages, 0, 0)
+        return self.lease(pages, 0, 0, writer)
 
     def hold(self, slots: Slots, num_tokens: SupportsIndex, first: SupportsIndex) -> PageLease:
         tokens, begin = self.tokens_of(num_tokens, "hold"), self.tokens_of(first, "hold")
@@ -126,9 +160,9 @@ class PageSharing:
         self.note(slots, "hold")
         return self.lease(pages, pages.size * self.pool.page_size, writer)
 
-    def lease(self, pages: Ints, written: int, writer: int) -> PageLease:
+    def lease(self, pages: Ints, written: int, stream: int, writer: Fence | None = None) -> PageLease:
         """A lease of pages that have a reference for it already; given back if a check fails. Takes the mark away."""
-        lease = PageLease(pages, pages.size * self.pool.page_size, self, written, writer)
+        lease = PageLease(pages, pages.size * self.pool.page_size, self, written, stream, writer)
         self.leases[id(lease)] = lease
         self.transaction.operation = None
         try:
@@ -150,13 +184,16 @@ class PageSharing:
         self.transaction.enter(f"{pool.name}: {operation}")
         tokens = np.atleast_1d(amounts(total, 1, f"{pool.name}: {operation}"))
         there = np.array([self.held(lease, operation).tokens])
+        if lease.writer is not None:
+            pool._check_written(tokens, tokens - missing(lease.writer, int(tokens[0])), operation)
+            self.held(lease, operation)  # again: writers are code of the engine
         where, most = pool._where(operation), max(lease.tokens, int(tokens[0]))  # it may be longer than a request
         invariants.length_order(np.array([lease._written]), tokens, most, explain=explain_total, **where)
         invariants.length_order(tokens, there, lease.tokens, explain=UNCOMMITTED, **where)
         if lease._written:
-            self._writes.wait(np.array([lease._writer]))
+            self._writes.wait(np.array([lease._stream]))
         self.transaction.operation = operation
-        lease._written, lease._writer = int(tokens[0]), self._writes.writer()
+        lease._written, lease._stream = int(tokens[0]), self._writes.writer()
         self.transaction.operation = None
 
     def drop(self, lease: PageLease, after: Fence | None, operation: str) -> None:
@@ -172,11 +209,7 @@ class PageSharing:
         tokens = self.tokens_of(num_tokens, operation)
         rows = pool._begin(target, operation)
         pages, writer = self.prefix(source, tokens, operation)
-        have = self._rows.arrays["count"][rows]
-        if np.count_nonzero(have):
-            slot = int(rows[have > 0][0])
-            problem = f"{self.holders.label}: {operation} into slot {slot}, which has pages already"
-            raise ArgumentError(problem, slot, "share a prefix before the request gets pages, or release those")
+        self._check_no_pages(rows, operation)
         lengths = np.full(rows.size, tokens, dtype=np.int64)
         pool._check_lengths(lengths, lengths, operation)
         self.holders.hold(pages, rows.size, operation)
@@ -185,6 +218,38 @@ class PageSharing:
         self.note(source, operation)
         self._writes.begin(rows, tokens, writer)
         return pool._extension_from_start(target, rows, lengths, operation)
+
+    def assign(self, lease: PageLease, target: Slots, num_tokens: SupportsIndex) -> "Extension":
+        operation, pool = "assign", self.pool
+        tokens = self.tokens_of(num_tokens, operation)
+        ended = self.held(lease, operation).writer is None or lease.writer.query()  # type: ignore[union-attr]
+        rows = pool._begin(target, operation)
+        pages = self.held(lease, operation)._pages
+        self._one(rows, operation)
+        self._check_no_pages(rows, operation)
+        if not ended:
+            where = self.holders.where(operation)
+            invariants.slot_in_flight(pages, np.ones(pages.size, np.bool_), behind=repr(lease.writer), **where)
+        length = np.array([tokens], dtype=np.int64)
+        pool._check_lengths(length, length, operation)
+        most = self._rows.width * pool.page_size
+        there = np.array([lease.tokens])
+        invariants.length_order(length, there, most, explain=UNCOMMITTED, **self.holders.where(operation))
+        pool._check_written(length, np.array([lease._written]), operation)
+        self.transaction.operation = operation
+        del self.leases[id(lease)]
+        lease.released = True
+        self._rows.append(rows, pages)
+        self._rows.commit(rows, length)
+        self._writes.begin(rows, tokens, lease._stream)
+        return pool._extension_from_start(target, rows, length, operation)
+
+    def _check_no_pages(self, rows: Ints, operation: str) -> None:
+        have = self._rows.arrays["count"][rows]
+        if np.count_nonzero(have):
+            slot = int(rows[have > 0][0])
+            problem = f"{self.holders.label}: {operation} into slot {slot}, which has pages already"
+            raise ArgumentError(problem, slot, "share a prefix before the request gets pages, or release those")
 
     def rebase(self, slots: Slots, source: Source, num_tokens: SupportsIndex, after: Fence | None) -> "Extension":
         operation, pool = "rebase", self.pool
@@ -227,7 +292,7 @@ class PageSharing:
         pool, length = self.pool, np.array([tokens], dtype=np.int64)
         if isinstance(source, PageLease):
             available, pages = source.tokens, self.held(source, operation).pages
-            written, writer = source._written, source._writer
+            written, writer = source._written, source._stream
         elif isinstance(source, Sequence):
             leases = [self.held(lease, operation) for lease in source]
             available, written = sum(lease.tokens for lease in leases), 0
@@ -237,7 +302,7 @@ class PageSharing:
                 written += lease._written
                 if lease._written < lease.tokens:
                     break
-            writer = self._writes.behind(np.array([lease._writer for lease in leases], dtype=np.int64))
+            writer = self._writes.behind(np.array([lease._stream for lease in leases], dtype=np.int64))
         else:
             rows = pool.slots.rows_of(source, operation)
             row = self._one(rows, operation)

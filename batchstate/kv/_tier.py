@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, final, runtime_checkable
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotListener, SlotPool
 from batchstate.runtime.base import Fence
 from batchstate.runtime.memory import PackedUpload
+from batchstate.runtime.streams import missing
 from batchstate.violations import Where
 
 Ints = npt.NDArray[np.int64]
@@ -45,14 +46,6 @@ class TierState(enum.IntEnum):
 
 IN_TIER = (TierState.STAGED, TierState.DIRECT, TierState.READY)
 _NAMES = tuple(state.name for state in TierState)
-
-
-@runtime_checkable
-class Writer(Fence, Protocol):
-    """A fence that also knows what has arrived, as `Lease.ended` does."""
-
-    def arrived(self) -> int:
-        """How many tokens have arrived."""
 
 
 @final
@@ -115,6 +108,8 @@ class KVCopier:
 
 
 def _copy_rows(source: torch.Tensor, from_rows: torch.Tensor, target: torch.Tensor, to_rows: torch.Tensor) -> None:
+    if source.is_floating_point() and source.itemsize == 1:  # torch has no `index_copy_` of 8-bit floats
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
     target.index_copy_(0, to_rows, source.index_select(0, from_rows))
 
 
@@ -298,12 +293,7 @@ class TierRequests(SlotListener):
 
     def _missing(self, row: int, length: int) -> int:
         ranges = self.ranges.get(row)
-        writer = None if ranges is None else ranges.writer
-        if writer is None:
-            return 0
-        if isinstance(writer, Writer):
-            return length - writer.arrived()
-        return 0 if writer.query() else length
+        return 0 if ranges is None or ranges.writer is None else missing(ranges.writer, length)
 
     def verify(self) -> None:
         """Checks from scratch that the host locations in use are those that slots of the tier own, each once."""

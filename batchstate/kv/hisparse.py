@@ -244,22 +244,23 @@ class HiSparse(OfThisProcess):
         requests.check_arrived(rows, length, operation)
         rows = self.slots.rows_of(slots, operation, unique=True)  # again: writers are code of the engine
         self._check_no_pages(slots, operation)
-        short = length <= size
+        short, held = length <= size, np.minimum(length, size)
+        hot_from = np.where(short, 0, length)
         with self._transaction.changing(operation):
-            hot = self.pages.extend(slots, np.minimum(length, size))
             try:
+                hot = self.pages.extend(slots, held)
                 if short.any():
                     sources = requests.first_locations(rows[short], length[short])
                     targets = hot.locations.np[np.repeat(short, hot.counts)]
                     indices = self._copier.indices(self.runtime.upload([sources, targets]))
                     self._copier.to_device(*indices, "host tier: preload")
                     self.pages.commit(slots.filter(short), length[short])
-            except Exception:
-                with requests.releases(rows):
-                    self.pages.release(slots, after=requests.fence_of([], None))
+            except Exception:  # also one of `extend` itself, for want of memory once the pages are there
+                if np.count_nonzero(self.pages.allocated(slots)):
+                    with requests.releases(rows):
+                        self.pages.release(slots, after=requests.fence_of([], None))
                 raise
-            requests.hot_from[rows] = np.where(short, 0, length)
-            requests.held[rows] = np.minimum(length, size)
+            requests.hot_from[rows], requests.held[rows] = hot_from, held
             requests.states[rows] = TierState.READY
         return hot
 

@@ -8,7 +8,7 @@ of a writer in another process.
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, final
+from typing import Any, ClassVar, SupportsIndex, final
 
 import attrs
 import numpy as np
@@ -17,9 +17,10 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
-from batchstate._arrays import UNORDERED, amounts, arange_per_row, as_array, read_only
+from batchstate._arrays import UNORDERED, amounts, arange_per_row, as_array, ranges_of, read_only
 from batchstate._core import Requests
 from batchstate.errors import ArgumentError, DtypeError, expected
+from batchstate.mirror import HostLocations
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
 from batchstate.runtime.memory import MappedMemory
@@ -31,14 +32,6 @@ Ints = npt.NDArray[np.int64]
 _pool_ids = itertools.count(1)
 _POISON = 0xC3
 """Each byte of free memory, at `full`."""
-
-
-def ranges_of(indices: Ints) -> tuple[Ints, Ints]:
-    """The ranges of consecutive indices, in the order given: starts and lengths, int64[k] each."""
-    if not indices.size:
-        return indices, indices
-    firsts = np.concatenate([[0], np.flatnonzero(np.diff(indices) != 1) + 1])
-    return indices[firsts], np.diff(firsts, append=indices.size)
 
 
 @final
@@ -114,6 +107,7 @@ class HostRanges:
             Whatever they are freed behind, they are free again only after it.
     """
 
+    holds: ClassVar[str] = str(HostLocations.unit)
     pool_id: int
     owner: int
     generation: int

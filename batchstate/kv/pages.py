@@ -190,6 +190,8 @@ class PagePool(OfThisProcess):
         shape_of((-(-most // self.page_size),), f"{name}: pages per request", rows=slots.capacity)
         if slots.runtime is not runtime:
             raise another_runtime(name, slots)
+        if runtime.agreement is not None:
+            runtime.agreement.note_memory("tokens per request", most)
         self._rows = PageRows(slots.capacity, self.num_pages, self.page_size, most)
         self.transaction = slots.transaction
         self._holders = PageHolders(slots, self._rows, name)
@@ -500,8 +502,8 @@ class PagePool(OfThisProcess):
 
         At least as many as are committed, and at most as many as are allocated. From here on they can be shared, held
         and sent: who reads them on this stream comes behind, and another stream waits (`wait_written`). Forwards whose
-        inputs come from `resolve_forward_inputs`, of a plan with `pages=`, are noted by it. Of a lease they are the
-        pages that KV arrives on.
+        inputs come from `resolve_forward_inputs`, of a plan with `pages=`, are noted by it. A lease has pages that KV
+        arrives on; what a writer in another process writes has to have arrived (PAGE_UNWRITTEN).
 
         Raises:
             Violation: LENGTH_ORDER; PAGE_OWNER: new tokens lie on a page that others use too.
@@ -514,6 +516,7 @@ class PagePool(OfThisProcess):
         rows = self._begin(owner, "commit")
         start, totals = self._lengths(rows, numbers, False)
         self._look(rows, start, totals, "commit", allocated=True)
+        self._holders.note(rows[:0], totals)
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
         self._rows.commit(rows, totals)
@@ -548,8 +551,9 @@ class PagePool(OfThisProcess):
         handles = self._enter(slots, operation)
         if self._holders.notes:
             rows = slots._host_side()
-            self._look(rows, *self._lengths(rows, numbers, adds), operation)
-            self._holders.note(self._rows.next_pages(self._rows.needed))
+            starts, totals = self._lengths(rows, numbers, adds)
+            self._look(rows, starts, totals, operation)
+            self._holders.note(self._rows.next_pages(self._rows.needed), rows, totals)
         extension = self._of_now(slots)
         self.transaction.operation = operation
         try:
@@ -620,17 +624,33 @@ class PagePool(OfThisProcess):
 
     # Sharing
 
-    def take(self, n: SupportsIndex) -> PageLease:
+    def take(self, n: SupportsIndex, *, writer: Fence | None = None) -> PageLease:
         """Takes `n` pages for no slot yet: for KV that arrives before its request has a slot, or for a cache.
 
         The lease holds them alone, all `n * page_size` tokens of them. Once `commit` has said how many are written,
-        `share` lets slots begin with them, and the slots that still hold them when the lease is released own them.
-        Costs O(n), whatever the size of the pool.
+        `share` lets slots begin with them, and the slots that still hold them when the lease is released own them;
+        `assign` gives them to one request. Costs O(n), whatever the size of the pool.
+
+        `writer` is the end of the writer in another process that they are granted to, `Lease.ended`. Then `commit`
+        asks what has arrived, and `release` keeps the pages pending until it is complete, whatever `after` is.
 
         Raises:
             PoolExhaustedError: fewer are free. Nothing was taken.
         """
-        return self._sharing.take(n)
+        return self._sharing.take(n, writer)
+
+    def assign(self, lease: PageLease, slots: Slots, num_tokens: SupportsIndex) -> Extension:
+        """Gives all pages of a lease to one live request without pages, which has `num_tokens` tokens on them then.
+
+        The lease is over. Unlike those of `share` the tokens may end inside a page: the pages are the request's to
+        write, those behind its tokens too. Returns the tokens, for a row of a token table.
+
+        Raises:
+            Violation: LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`: `commit` has not said that they are written;
+                SLOT_IN_FLIGHT: the writer of the lease may still write them.
+            ArgumentError: the request has pages already; not one slot; a lease that this pool does not hold.
+        """
+        return self._sharing.assign(lease, slots, num_tokens)
 
     def share(self, source: Source, target: Slots, num_tokens: SupportsIndex) -> Extension:
         """Lets `target` begin with the first `num_tokens` tokens of `source`: pages get further holders, with no copy.

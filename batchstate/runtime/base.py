@@ -274,19 +274,24 @@ class Runtime(OfThisProcess, abc.ABC):
         kind, device = type(self).__name__, str(self.device)
         return f"{kind}(device={device!r}, steps_in_flight={self.steps_in_flight}, step={self.step})"
 
-    def join_group(self) -> "Agreement":
+    def join_group(self, *, size: SupportsIndex) -> "Agreement":
         """Makes the pools of this runtime count a fence as complete when all ranks of a group do; see `Agreement`.
 
-        To be called once, before the first step.
+        To be called once, before any pool is made. The group has `size` ranks.
         """
         self.check_owner("join_group")
-        if self.agreement is not None or self.step:
-            problem = f"join_group of {self!r}, which {'is in a group' if self.agreement else 'has begun to work'}"
-            remedy = "join once, when the runtime was opened: what was freed before has no number that ranks share"
-            raise ArgumentError(problem, self.step, remedy)
+        ranks = operator.index(size)
+        if isinstance(size, bool) or ranks < 1:
+            problem = f"join_group: expected a size of 1 or more ranks, got {size}"
+            raise ArgumentError(problem, size, "say how many ranks exchange reports, this one included")
+        if self.agreement is not None or self.step or self._index_spaces:
+            pools = f"has pools already, of {', '.join(self._index_spaces) or 'nothing'}"
+            begun = "is in a group" if self.agreement else "has begun to work" if self.step else pools
+            remedy = "join once, before any pool is made: what was freed before has no number that ranks share"
+            raise ArgumentError(f"join_group of {self!r}, which {begun}", self.step, remedy)
         from batchstate.runtime.agreement import Agreement  # few join one
 
-        self.agreement = Agreement()
+        self.agreement = Agreement(ranks, self.check_owner)
         return self.agreement
 
     # The methods of a device
@@ -391,6 +396,8 @@ class Runtime(OfThisProcess, abc.ABC):
             problem = f"declare_indices: expected a name and a capacity of 1 or more, got {space!r} and {number}"
             raise ArgumentError(problem, space, "name the index space, and say how many indices it has")
         self._index_spaces[space] = max(number, self._index_spaces.get(space, 0))
+        if self.agreement is not None:
+            self.agreement.note_memory(space, number)
 
     def check_indices(self, indices: Array, space: str, *, declared: bool = True, **where: Unpack[Where]) -> None:
         """Refuses integers of any shape that are no indices of a space: negative ones, or beyond its capacity. O(n).

@@ -36,6 +36,21 @@ class Stream:
     key: object
 
 
+@runtime_checkable
+class Writer(Fence, Protocol):
+    """The end of a writer in another process, which also knows what has arrived: `Lease.ended`."""
+
+    def arrived(self) -> int:
+        """How many tokens have arrived."""
+
+
+def missing(writer: Fence, tokens: int) -> int:
+    """How many of `tokens` tokens have not arrived from a writer; negative where it brings more."""
+    if isinstance(writer, Writer):
+        return tokens - writer.arrived()
+    return 0 if writer.query() else tokens
+
+
 class StreamOrder(Protocol):
     """The part of `Runtime` that orders the use of memory by several streams."""
 

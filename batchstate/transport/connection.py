@@ -5,10 +5,10 @@
     connection.send_bytes(b"...")                              # as multiprocessing's, without its pickles
 
 A caller proves first that it knows the secret, and is told nothing before. Each proof has the nonces of both sides, and
-says which side makes it: nothing can be replayed or reflected. Every message carries a MAC under a key of this
-connection and direction, over its number, its length and its bytes: none can be forged, changed, repeated, left out or
-moved. A caller that has not proved itself sends at most `HELLO + PROOF` bytes and has `PROVES_WITHIN` seconds; of more
-than `MOST_UNPROVED` such callers the first is dropped, so that silent ones keep no other caller out.
+says which side makes it, and a nonce is taken once: nothing can be replayed or reflected. Every message has a MAC under
+a key of this connection and direction, over its number, its length and its bytes: none can be forged, changed,
+repeated, left out or moved. A caller that has not proved itself sends at most `HELLO + PROOF` bytes and has
+`PROVES_WITHIN` seconds; beyond `MOST_UNPROVED` the first is dropped, so that silent ones keep no other caller out.
 
 Nothing is encrypted: what lies between the two machines and can read or change packets is for the network to keep out.
 See the page on security.
@@ -41,7 +41,7 @@ MOST_BYTES = 32 * 2**20
 PROVES_WITHIN = 5.0
 """Seconds that a caller has to prove that it knows the secret."""
 MOST_UNPROVED = 64
-"""Callers that have not proved it; as many more whose first proof, which could be a replay, was right."""
+"""Callers that have not proved it; as many more whose first proof was right, and new."""
 TRIES = 3
 """How often `connect` calls: among many strangers it may be the one that is dropped."""
 SENDS_WITHIN = 10.0
@@ -357,7 +357,7 @@ class _Caller:
     wire: socket.socket
     until: float
     heard: bytearray = attrs.field(factory=bytearray)
-    nonces: bytes = b""  # both, once its first proof was right
+    nonces: bytes = b""  # both, once its first proof was right and new
 
 
 @final
@@ -397,6 +397,7 @@ class Listener:
         self._arrived = arrived
         self._unproved: deque[_Caller] = deque()
         self._answered: deque[_Caller] = deque()
+        self._nonces: set[bytes] = set()  # of first proofs that were right: only who knows the secret adds one
         self._selector = selectors.DefaultSelector()
         self._woken, self._wakes = socket.socketpair()
         for wire in (self._wire, self._woken):
@@ -500,9 +501,10 @@ class Listener:
                 connection.close()
             return
         nonce = said[:NONCE]
-        if not invariants.peer_unknown.holds(_hello(self._secret, nonce), said[NONCE:]):
+        if not invariants.peer_unknown.holds(_hello(self._secret, nonce), said[NONCE:]) or nonce in self._nonces:
             self._drop(caller)
             return
+        self._nonces.add(nonce)
         own = secrets.token_bytes(NONCE)
         caller.nonces = nonce + own
         caller.wire.send(own + _answer(self._secret, caller.nonces))  # so short that it goes whole

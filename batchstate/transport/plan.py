@@ -93,7 +93,9 @@ class KVLayout:
             heads, one of them.
         heads: KV heads of a token on all ranks together.
         replicated: whether every rank holds all of a token (MLA).
-        token_major: whether the tokens of a page lie one after the other. Otherwise a page cannot be split into tokens.
+        token_major: whether the tokens of a page lie one after the other. Otherwise, as where a page has all its keys
+            and then all their scales, only whole pages are sent, between ranks that hold the same heads of a token. The
+            host tier copies tokens: give it such a buffer with `KVBuffer(on_device=True)`.
         stage: names of the buffers that this rank's pipeline stage holds, in the order of `layers` and of the
             registered regions; all of them by default.
         per_request: whether a request has one row, as a recurrent state, in place of one per token.
@@ -149,6 +151,11 @@ class KVLayout:
         """Bytes of one head of one token in one buffer; of all of it where it is replicated."""
         return self.item_bytes // self.held.heads
 
+    @property
+    def unit(self) -> int:
+        """Tokens that go in one piece at the least: 1, or those of a page that cannot be split."""
+        return 1 if self.token_major or self.per_request else self.page_size
+
 
 _SAME = (
     ("dtype", "keep KV in one dtype on both workers"),
@@ -165,7 +172,8 @@ def check_fit(ours: KVLayout, theirs: KVLayout) -> None:
     Ranks, degrees and stages may differ. So may page sizes where one is 1, and pages can be split into tokens.
 
     Raises:
-        HandshakeError: they differ in page size, dtype, replication, heads, order, bytes a head, or layers.
+        HandshakeError: they differ in page size, dtype, replication, heads, order, bytes a head, or layers; or in the
+            heads of a rank, where pages cannot be split.
     """
     pages = ours.page_size, theirs.page_size
     if pages[0] != pages[1] and not (min(pages) == 1 and ours.token_major and theirs.token_major):
@@ -179,6 +187,10 @@ def check_fit(ours: KVLayout, theirs: KVLayout) -> None:
         both = [f"{side.item_bytes} at degree {side.degree} ({side.head_bytes} a head)" for side in (ours, theirs)]
         remedy = "use one head size and dtype; `item_bytes` are those of one token in one buffer on one rank"
         raise HandshakeError(f"item_bytes is {both[0]} here, {both[1]} there", both, remedy)
+    if ours.unit > 1 and ours.held.heads != theirs.held.heads:
+        heads = ours.held.heads, theirs.held.heads
+        problem = f"a rank holds {heads[0]} heads here, {heads[1]} there, of pages that are not token-major"
+        raise HandshakeError(problem, heads, "use one degree on both workers, or keep KV token-major")
     if ours.layers != theirs.layers:
         layers = ours.layers, theirs.layers
         at = next(at for at, pair in enumerate(itertools.zip_longest(*layers)) if pair[0] != pair[1])
@@ -325,18 +337,15 @@ def location_rows(
         target_regions: the same there.
 
     Returns:
-        A row per layer that both have and location, in that order; none if this rank writes nothing to that one.
+        A row per layer that both have and location, or page that cannot be split, in that order; none if this rank
+        writes nothing to that one.
 
     Raises:
-        ArgumentError: pages that cannot be split into tokens.
+        ArgumentError: locations that are not whole pages, on a side where these cannot be split.
         ShapeError: not as many targets as sources. Nothing is clipped.
         Violation: SLOT_ZERO_ALLOCATED: location 0, which is padding; SLOT_OUT_OF_RANGE: a negative one, or one whose
             bytes int64 cannot count.
     """
-    if not source_layout.token_major and source_layout.page_size > 1:
-        problem = f"pages of {source_layout.page_size} tokens that are not token-major cannot be split into tokens"
-        remedy = "keep KV token-major, [page, token, head, ...], or use pages of one token"
-        raise ArgumentError(problem, source_layout.page_size, remedy)
     ours, theirs = source_locations, target_locations
     if ours.size != theirs.size:
         problem = f"{ours.size} source locations for {theirs.size} target locations"
@@ -345,6 +354,8 @@ def location_rows(
     for indices, layout, name in ((ours, source_layout, "source"), (theirs, target_layout, "target")):
         invariants.slot_out_of_range(indices, LARGEST // layout.item_bytes, operation=f"{name} locations")
         invariants.slot_zero_allocated(indices, operation=f"{name} locations")
+    if (unit := source_layout.unit) > 1:
+        ours, theirs = first_of_pages(ours, unit, "source"), first_of_pages(theirs, unit, "target")
     here, there = np.array(source_regions, dtype=np.int64), np.array(target_regions, dtype=np.int64)
     if source_layout.stage != target_layout.stage:
         both = [layer for layer in source_layout.stage if layer in target_layout.stage]
@@ -359,8 +370,23 @@ def location_rows(
         np.tile(ours * source_layout.item_bytes + from_byte, layers),
         np.repeat(there, ours.size),
         np.tile(theirs * target_layout.item_bytes + to_byte, layers),
-        np.full(ours.size * layers, nbytes, dtype=np.int64),
+        np.full(ours.size * layers, nbytes * unit, dtype=np.int64),
     )
+
+
+def first_of_pages(locations: Ints, page_size: int, side: str) -> Ints:
+    """The first of each page of locations int64[n]: whole pages, each in order; the last may end early.
+
+    ArgumentError: they are not.
+    """
+    first, within = locations[::page_size], np.arange(locations.size) % page_size
+    wrong = (locations != np.repeat(first, page_size)[: locations.size] + within) | (locations % page_size != within)
+    if wrong.any():
+        row = int(wrong.argmax())
+        problem = f"{side} location {locations[row]} in row {row} is not where its page of {page_size} has it"
+        remedy = "send whole pages where memory is not token-major: page size and layout are those of the pool"
+        raise ArgumentError(problem, int(locations[row]), remedy)
+    return first
 
 
 def check_places(
@@ -369,25 +395,33 @@ def check_places(
     target: KVLayout,
     source_names: Mapping[int, str],
     target_names: Mapping[int, str],
+    suffix: str,
     **where: Unpack[Where],
 ) -> None:
     """TRANSFER_BOUNDS: rows do not go to the place in a token's KV that they come from: its layer, and its heads.
 
-    No row is longer than a token's; the names are the layers of the regions on each side, by their index.
+    No row is longer than a token's, or than a page that is not token-major; the names are the layers of the regions on
+    each side, by their index, the target's with a `suffix` where they are in the memory that was granted.
     """
     if not len(copies):
         return
     places = []
-    for layout, names, regions, offsets in (
-        (source, source_names, copies.source_regions, copies.source_offsets),
-        (target, target_names, copies.target_regions, copies.target_offsets),
+    for layout, names, behind, regions, offsets in (
+        (source, source_names, "", copies.source_regions, copies.source_offsets),
+        (target, target_names, suffix, copies.target_regions, copies.target_offsets),
     ):
+        numbers = {layer + behind: number for number, layer in enumerate(layout.layers)}
         present, which = np.unique(regions, return_inverse=True)
-        layers = np.array([layout.layers.index(names[region]) for region in present.tolist()])[which]
-        token_bytes = layout.head_bytes * (1 if layout.replicated else layout.heads)
-        places.append(layers * token_bytes + layout.held.first * layout.head_bytes + offsets % layout.item_bytes)
+        layers = np.array([numbers.get(names[region], -1) for region in present.tolist()])[which]
+        head_bytes, unit_bytes = layout.head_bytes * layout.unit, layout.item_bytes * layout.unit
+        token_bytes = head_bytes * (1 if layout.replicated else layout.heads)
+        places.append(layers * token_bytes + layout.held.first * head_bytes + offsets % unit_bytes)
     begin, end = places[0], places[0] + copies.lengths
     invariants.transfer_bounds(places[1], copies.lengths, begin, end, what="bytes of a token's KV", **where)
+    if source.unit > 1:
+        page_bytes = np.full(len(copies), source.unit * source.item_bytes)
+        first = begin - copies.source_offsets % page_bytes
+        invariants.transfer_bounds(first, page_bytes, begin, end, what="bytes of a page that goes as a whole", **where)
 
 
 def coalesced(copies: Copies) -> Copies:

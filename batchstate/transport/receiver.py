@@ -1,8 +1,9 @@
-"""The side whose memory is written: makes leases, grants host memory to writers, and says what has arrived.
+"""The side whose memory is written: makes leases, grants memory to writers, and says what has arrived.
 
     lease = receiver.lease("request 7", num_tokens, ["prefill-0", "prefill-1"])
-    (ranges,) = host.take(num_tokens, slot, writer=lease.ended)  # or `HiSparse.reserve`
-    receiver.grant(lease, ranges)
+    (memory,) = host.take(num_tokens, slot, writer=lease.ended)  # or `HiSparse.reserve`
+    memory = pages.take(num_pages, writer=lease.ended)           # or, for this request, pages of the device
+    receiver.grant(lease, memory)
     ...
     for lease in receiver.poll(): ...           # DELIVERED, FAILED or ABORTED, each once
 
@@ -19,12 +20,15 @@ from typing import Any, cast, final
 import attrs
 import numpy as np
 
+from batchstate import levels
 from batchstate._arrays import count
 from batchstate.errors import ArgumentError, TransferError, expected
 from batchstate.kv.host_pool import HostRanges
+from batchstate.kv.pages import PageLease
 from batchstate.transport.engines.base import Delivery, Engine, Ints, Region
 from batchstate.transport.plan import check_sources
 from batchstate.transport.wire import (
+    HOST,
     MOST_ATTEMPTS,
     MOST_TEXT,
     MOST_TOKENS,
@@ -36,6 +40,9 @@ from batchstate.transport.wire import (
     packed,
 )
 from batchstate.transport.workers import Clock, Description, Session, Worker
+
+Memory = HostRanges | PageLease
+"""Memory that can be granted: host locations, or device pages."""
 
 
 class LeaseState(enum.Enum):
@@ -88,14 +95,15 @@ class WriterProgress:
 @final
 @attrs.define(eq=False)
 class Lease:
-    """One attempt to receive the KV of one request. Made by `Receiver.lease`.
+    """One attempt to receive tokens of one request, from `first` on. Made by `Receiver.lease`.
 
     Attributes:
         epoch: nonce of the receiving engine.
         serial: number of the lease; never given twice by one receiver.
         attempt: number of the attempt of the request, from 1 on.
         state: final once it is not WAITING.
-        ranges: int64[r, 2], the host locations granted, or None before the grant.
+        memory: that was granted, or None for none.
+        ranges: int64[r, 2], the locations granted, or None before the grant.
         state_row: the row granted for states; 0 for none.
         retried: whether there was another attempt after it.
         ended: a fence: true when no writer can write the memory any more. Never before the state is final.
@@ -103,6 +111,7 @@ class Lease:
     """
 
     request: str
+    first: int
     num_tokens: int
     epoch: str
     serial: int
@@ -110,6 +119,7 @@ class Lease:
     writers: tuple[WriterProgress, ...] = attrs.field(repr=False)
     state: LeaseState = LeaseState.WAITING
     reason: str = ""
+    memory: Memory | None = attrs.field(default=None, repr=False)
     ranges: Ints | None = attrs.field(default=None, repr=False)
     state_row: int = 0
     retried: bool = False
@@ -133,8 +143,13 @@ class Lease:
         return all(writer.complete for writer in self.writers)
 
     @property
+    def holds(self) -> str:
+        """Index space of the ranges."""
+        return HOST if self.memory is None else self.memory.holds
+
+    @property
     def tokens(self) -> int:
-        """Host locations granted."""
+        """Locations granted."""
         return 0 if self.ranges is None else int(np.sum(self.ranges[:, 1]))
 
 
@@ -199,7 +214,8 @@ class Receiver(Session):
     """One rank of a decode worker. Belongs to the thread of its engine.
 
     Args:
-        engine, description, regions, clock: see `Session`. Only this receiver asks the engine for completions.
+        engine, description, regions, device, clock: see `Session`. Only this receiver asks the engine for completions.
+            Without memory of a host pool `regions` are empty.
         grace_seconds: how long after the end of a process its bytes may still be on their way. Time in which `poll` is
             not called counts little: bytes in the sockets of a process that stands still stay there.
 
@@ -215,14 +231,16 @@ class Receiver(Session):
         engine: Engine,
         description: Description,
         regions: Sequence[Region],
+        device: Sequence[Region] = (),
         *,
         clock: Clock = time.monotonic,
         grace_seconds: float = 1.0,
     ) -> None:
-        super().__init__(engine, description, regions, clock=clock, grace_seconds=grace_seconds)
+        super().__init__(engine, description, regions, device, clock=clock, grace_seconds=grace_seconds)
         self._leases: dict[int, Lease] = {}
         self._changed: list[Lease] = []
         self._serial = 0
+        self._pools: dict[str, int] = {}  # by what their memory holds, of what was granted
         self.ignored = Ignored()
 
     def __repr__(self) -> str:
@@ -230,14 +248,18 @@ class Receiver(Session):
 
     # Leases
 
-    def lease(self, request: str, num_tokens: int, writers: Sequence[str], *, attempt: int = 1) -> Lease:
+    def lease(
+        self, request: str, num_tokens: int, writers: Sequence[str], *, first: int = 0, attempt: int = 1
+    ) -> Lease:
         """A lease, before any memory is taken for it.
 
         Args:
             request: its name, for the writers.
-            num_tokens: its tokens.
+            num_tokens: its tokens that are to come.
             writers: names of the workers that hold its KV, once each: all that `plan.sources_of` names, of every
                 pipeline stage.
+            first: position of the first of them: those before are here already, or come by leases of their own. It
+                begins a page, on each side.
             attempt: which attempt of the request it is.
 
         Raises:
@@ -251,6 +273,10 @@ class Receiver(Session):
             problem = f"expected the names of writers, got {writers!r}"
             raise ArgumentError(problem, writers, "pass a list of at least one name")
         total = count(num_tokens, "num_tokens", most=MOST_TOKENS)
+        begin, size = count(first, "first", most=MOST_TOKENS - total), self._description.layout.page_size
+        if begin % size:
+            problem = f"expected `first` to begin a page of {size}, got {begin}"
+            raise ArgumentError(problem, begin, f"begin at {begin - begin % size}")
         which = count(attempt, "attempt", least=1, most=MOST_ATTEMPTS)
         name: Any = request
         if not isinstance(name, str) or len(request) > MOST_TEXT:
@@ -264,7 +290,7 @@ class Receiver(Session):
         check_sources(self._description.layouts, tuple(worker.description.layouts for worker in workers))
         self._serial += 1
         epoch = self._engine.instance
-        lease = Lease(request, total, epoch, self._serial, which, tuple(map(WriterProgress, workers)))
+        lease = Lease(request, begin, total, epoch, self._serial, which, tuple(map(WriterProgress, workers)))
         self._leases[lease.serial] = lease
         return lease
 
@@ -280,47 +306,59 @@ class Receiver(Session):
         if lease.retried:
             raise ArgumentError(f"{lease!r} was retried already", lease.serial, "use its last attempt")
         names = [writer.worker.name for writer in lease.writers] if writers is None else writers
-        following = self.lease(lease.request, lease.num_tokens, names, attempt=lease.attempt + 1)
+        following = self.lease(lease.request, lease.num_tokens, names, first=lease.first, attempt=lease.attempt + 1)
         lease.retried = True
         return following
 
-    def grant(self, lease: Lease, ranges: HostRanges | None, states: HostRanges | None = None) -> None:
+    def grant(self, lease: Lease, memory: Memory | None, states: HostRanges | None = None) -> None:
         """Lets the writers of a lease write memory of this worker: one message for each of them goes to the outbox.
 
         Args:
             lease: waiting, not granted before.
-            ranges: from `HiSparse.reserve` or `HostKVPool.take` with `writer=lease.ended`, so that they are not free
-                before the writers have stopped. None for a request without tokens.
+            memory: for its tokens from the first on: from `HiSparse.reserve` or `HostKVPool.take`, or of the device
+                from `PagePool.take`, with `writer=lease.ended`, so that it is not free before the writers have stopped.
+                None for a request without tokens.
             states: one row for the request's states, taken in the same way from the pool that has the buffers of the
                 `per_request` layouts. None without such layouts.
 
         Raises:
-            ArgumentError: granted before, ranges that are not kept behind `lease.ended`, do not hold the request, lie
-                outside the regions, or that another lease may still write; states without buffers for them, or none for
-                some.
+            ArgumentError: granted before, memory that is not kept behind `lease.ended`, does not hold the tokens, lies
+                outside the regions, is of another pool than what was granted before, or that another lease may still
+                write; states without buffers for them, or none for some.
             TransferError: the lease is not waiting any more: a writer was lost, or it was aborted.
+            Violation: as `poll`.
         """
         self._check_own("grant", lease, lease.epoch)
-        memory = _kept_behind(lease, ranges)
+        ranges, holds = _kept_behind(lease, memory), HOST if memory is None else memory.holds
         if lease.state is not LeaseState.WAITING:
             raise TransferError(f"{lease!r}: {lease.reason}", lease.serial, "free the memory, and retry")
         if lease.ranges is not None or self._leases.get(lease.serial) is not lease:
             raise ArgumentError(f"{lease!r} is granted already", lease.serial, "grant each once")
-        check_ranges(memory, lease.num_tokens)
+        check_ranges(ranges, lease.num_tokens)
         state_row = self._state_row(lease, states)
-        end = int(memory.sum(axis=1).max(initial=0))
-        if end > self._capacity:
-            problem = f"expected ranges below host location {self._capacity}, got one up to {end}"
-            remedy = "grant memory of the host pool whose regions the receiver was made with"
+        end, capacity = int(ranges.sum(axis=1).max(initial=0)), self._capacities.get(holds, (0, 0))[0]
+        remedy = "grant memory of the pool whose regions the receiver was made with"
+        if end > capacity:
+            problem = f"expected ranges below {holds} {capacity}, got one up to {end}"
             raise ArgumentError(problem, end, remedy)
-        _check_unleased(lease, memory, state_row, self._leases.values())
+        pools = {where: taken.pool_id for where, taken in ((holds, memory), ("states", states)) if taken is not None}
+        for where, pool_id in pools.items():
+            if self._pools.get(where, pool_id) != pool_id:
+                problem = f"{lease!r}: grant of a {where} of another pool than those granted before"
+                raise ArgumentError(problem, memory, remedy)
+        self._check_kept("grant")
+        _check_unleased(lease, ranges, holds, state_row, self._leases.values())
         said = lease.serial, lease.attempt, lease.request
-        held = lease.num_tokens, memory, state_row
+        tokens = lease.first, lease.num_tokens
         messages = [
-            (to.name, packed(Grant(self._engine.instance, to.instance, *said, index, *held)))
+            (
+                to.name,
+                packed(Grant(self._engine.instance, to.instance, *said, index, *tokens, holds, ranges, state_row)),
+            )
             for index, to in enumerate(writer.worker for writer in lease.writers)
         ]
-        lease.ranges, lease.state_row = memory.copy(), state_row
+        self._pools |= pools
+        lease.memory, lease.ranges, lease.state_row = memory, ranges.copy(), state_row
         self.outbox += messages
 
     def abort(self, lease: Lease, reason: str = "aborted") -> None:
@@ -329,8 +367,12 @@ class Receiver(Session):
         self._stop(lease, LeaseState.ABORTED, reason)
 
     def poll(self) -> list[Lease]:
-        """The leases whose state became final since the last time, each once. Never waits."""
+        """The leases whose state became final since the last time, each once. Never waits.
+
+        Violation: SLOT_STALE_HANDLE, at `cheap`: device pages that a writer may still write are another's.
+        """
         self._engine.check_owner("poll")
+        self._check_kept("poll")
         for delivery in self._engine.completions():
             self._arrive(delivery)
         self._count_grace()
@@ -345,6 +387,11 @@ class Receiver(Session):
         return tuple(self._leases.values())
 
     # Parts
+
+    def _check_kept(self, operation: str) -> None:
+        for lease in self._leases.values() if levels.cheap else ():
+            if isinstance(lease.memory, PageLease) and not lease.ended.query():
+                lease.memory.check_kept(operation)
 
     def _take(self, worker: Worker, message: Grant | Notice) -> None:
         notice = cast(Notice, message)
@@ -397,8 +444,9 @@ class Receiver(Session):
         """The row that `states` are, checked; 0 where this worker has no buffers of states."""
         rows = _kept_behind(lease, states)
         wanted = any(layout.per_request for layout in self._description.layouts)
-        if rows[:, 1].sum() != wanted or (wanted and int(rows[0, 0]) >= self._state_capacity):
-            expected = f"one row of {self._state_capacity}" if wanted else "no row"
+        capacity = next(iter(self._capacities.values()))[1]
+        if rows[:, 1].sum() != wanted or (wanted and int(rows[0, 0]) >= capacity):
+            expected = f"one row of {capacity}" if wanted else "no row"
             problem = f"{lease!r}: expected {expected} for states, got {rows.tolist()}"
             remedy = "pass one row of the pool of the `per_request` buffers, or None without such buffers"
             raise ArgumentError(problem, rows.tolist(), remedy)
@@ -409,33 +457,34 @@ def _writer_of(lease: Lease, instance: str) -> WriterProgress | None:
     return next((writer for writer in lease.writers if writer.worker.instance == instance), None)
 
 
-def _kept_behind(lease: Lease, ranges: HostRanges | None) -> Ints:
-    """Start and length int64[r, 2] of host ranges that are kept until no writer of the lease can write them."""
-    if ranges is None:
+def _kept_behind(lease: Lease, memory: Memory | None) -> Ints:
+    """Start and length int64[r, 2] of memory that is kept until no writer of the lease can write it."""
+    if memory is None:
         return np.empty((0, 2), dtype=np.int64)
-    if ranges.writer is not lease.ended:
-        kept = f"kept until {ranges.writer!r}" if ranges.writer is not None else "not kept until a writer has ended"
+    if memory.writer is not lease.ended:
+        kept = f"kept until {memory.writer!r}" if memory.writer is not None else "not kept until a writer has ended"
         remedy = (
-            "take the memory with `writer=lease.ended` (`HostKVPool.take`, `HiSparse.reserve`): freed before its end, "
-            "it would be another request's while a writer still writes it"
+            "take the memory with `writer=lease.ended` (`HostKVPool.take`, `HiSparse.reserve`, `PagePool.take`): freed "
+            "before its end, it would be another request's while a writer still writes it"
         )
-        raise ArgumentError(f"{lease!r}: grant of {ranges!r}, {kept}", ranges, remedy)
-    return ranges.table
+        raise ArgumentError(f"{lease!r}: grant of {memory!r}, {kept}", memory, remedy)
+    return memory.table
 
 
-def _check_unleased(lease: Lease, memory: Ints, state_row: int, leases: Iterable[Lease]) -> None:
-    """Refuses host locations int64[r, 2] and a row of states that another of `leases` may still write."""
+def _check_unleased(lease: Lease, memory: Ints, holds: str, state_row: int, leases: Iterable[Lease]) -> None:
+    """Refuses locations int64[r, 2] and a row of states that another of `leases` may still write."""
     others = [other for other in leases if other.ranges is not None and not other.ended.query()]
     if state_row and state_row in [other.state_row for other in others]:
         problem = f"{lease!r} is to have row {state_row} for states, which another lease may still write"
         raise ArgumentError(problem, state_row, "take another row; that of a lease is free when `lease.ended` says so")
-    if not others or not memory.size:
+    leased = [other.ranges for other in others if other.ranges is not None and other.holds == holds]
+    if not leased or not memory.size:
         return
-    ranges = np.concatenate([other.ranges for other in others if other.ranges is not None])
+    ranges = np.concatenate(leased)
     starts, ends = ranges[:, 0, None], ranges.sum(axis=1)[:, None]
     shared = ((memory[:, 0] < ends) & (starts < memory.sum(axis=1))).any(axis=1)
     if shared.any():
         start, length = ranges[int(np.flatnonzero(shared)[0])].tolist()
-        problem = f"{lease!r} is to have host locations that another lease may still write: {length} from {start} on"
-        remedy = "take other host memory; that of a lease is free when `lease.ended` says so"
+        problem = f"{lease!r} is to have {holds}s that another lease may still write: {length} from {start} on"
+        remedy = "take other memory; that of a lease is free when `lease.ended` says so"
         raise ArgumentError(problem, memory.tolist(), remedy)

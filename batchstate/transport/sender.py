@@ -24,12 +24,22 @@ from batchstate.mirror import HostLocations, Locations
 from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Region, Status
 from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, location_rows, owned_by
-from batchstate.transport.wire import Grant, Kind, Notice, Tag
-from batchstate.transport.workers import Clock, Description, Session, Worker, capacities, regions_by_layout
+from batchstate.transport.wire import LARGEST, Grant, Kind, Notice, Tag
+from batchstate.transport.workers import (
+    Clock,
+    Description,
+    Session,
+    Worker,
+    capacities,
+    regions_by_layout,
+    suffix_of,
+)
 from batchstate.violations import Violation
 
 _CANNOT_SAY = (BatchStateError, OSError, RuntimeError, ValueError)
 
+IDLE_POLLS = 10_000
+"""Polls of a sender in which a transfer may stand still, by default."""
 REMEMBERED = 4096
 """Closed leases of each receiver that a writer remembers."""
 
@@ -50,10 +60,11 @@ class Transfer:
 
     Attributes:
         worker: the instance that is written to.
-        targets: int64[num_tokens], its host location of each token.
+        targets: int64[num_tokens], its location of each token of the grant.
         state: final once it is not OPEN.
         sent: tokens for which writes have begun.
         complete: whether the last of them are among these.
+        idle: polls since the grant, the last `send` or the last `hold`.
         handles: the writes, by chunk id.
         sources_free: a fence: true when no write reads the source locations any more.
     """
@@ -65,6 +76,7 @@ class Transfer:
     reason: str = ""
     sent: int = 0
     complete: bool = False
+    idle: int = 0
     handles: list[Handle] = attrs.field(factory=list, repr=False)
     sources_free: "SourcesFree" = attrs.field(init=False, repr=False)
 
@@ -134,6 +146,7 @@ class Sender(Session):
     Args:
         engine, description, regions, clock: see `Session`.
         holds: index space of their rows: `location` for KV on the device, `host_location` for that of a host pool.
+        idle_polls: so often `poll`, once a step, may be called while a transfer stands still.
 
     Raises:
         ArgumentError: another index space; else as `Session`.
@@ -149,6 +162,7 @@ class Sender(Session):
         regions: Sequence[Region],
         *,
         holds: str = "location",
+        idle_polls: SupportsIndex = IDLE_POLLS,
         clock: Clock = time.monotonic,
     ) -> None:
         super().__init__(engine, description, regions, clock=clock, grace_seconds=0.0)
@@ -156,6 +170,9 @@ class Sender(Session):
             problem = f"expected holds={Locations.unit!r} or {HostLocations.unit!r}, got {holds!r}"
             raise ArgumentError(problem, holds, "say which memory the regions of this sender are")
         self._holds = holds
+        self._idle_polls = count(idle_polls, "idle_polls", least=1)
+        self._regions = regions_by_layout(description, regions)
+        self._names = {region.index: region.name for region in regions}
         self._live: dict[tuple[str, int], Transfer] = {}  # by instance of the receiver, and serial of its lease
         self._closed: dict[str, Closed] = {}
         self._changed: list[Transfer] = []
@@ -181,7 +198,7 @@ class Sender(Session):
         Args:
             transfer: OPEN, from `poll`.
             sources: integer[k], where the tokens at positions first, first + 1, ... lie here: `PagePool.locations`.
-                They stay as they are until `transfer.sources_free`.
+                Until `transfer.sources_free` their pages are nobody else's, whoever lets go of them.
             first: position of the first; the tokens sent so far end there.
             last: whether the request ends with these.
             after: the fence of the forward that wrote them. It is complete: an engine reads memory in the order of no
@@ -202,6 +219,8 @@ class Sender(Session):
             problem = f"{transfer!r}: send of {len(sources)} tokens that may not be written yet"
             remedy = "send when the fence of the forward that writes them is complete; ask it in each step"
             raise ArgumentError(problem, after, remedy)
+        if isinstance(sources, Locations):
+            sources.keep(transfer.sources_free, "send")
         before = len(transfer.handles)
         try:
             for copies in writes:
@@ -212,11 +231,16 @@ class Sender(Session):
                 self._fail(transfer, f"a write was refused: {getattr(error, 'problem', error)}")
             raise
         transfer.sent += len(sources)
-        transfer.complete = bool(last)
+        transfer.complete, transfer.idle = bool(last), 0
 
     def poll(self) -> list[Transfer]:
-        """The transfers that are new, or whose state became final, since the last time. Never waits."""
+        """The transfers that are new, or whose state became final, since the last time. Never waits.
+
+        Violation: TRANSFER_IDLE, at `cheap`: one has stood still for more than `idle_polls` polls. Reported once; it
+            stays OPEN, and the next poll goes on.
+        """
         self._engine.check_owner("poll")
+        self._count_idle()
         self._count_grace()
         self._left = [handle for handle in self._left if not self._drain(handle)]
         for transfer in list(self._live.values()):
@@ -233,6 +257,23 @@ class Sender(Session):
         """Gives a transfer up: its KV will not come. Nothing happens where its state is final."""
         self._check_own("fail", transfer, transfer.grant.to)
         self._fail(transfer, reason)
+
+    def hold(self, transfer: Transfer) -> None:
+        """Says that the request of a transfer is known here, and waits for its turn: `idle` begins anew."""
+        self._check_own("hold", transfer, transfer.grant.to)
+        transfer.idle = 0
+
+    def _count_idle(self) -> None:
+        late = []
+        for transfer in self._live.values():
+            if transfer.state is TransferState.OPEN and not transfer.complete:
+                transfer.idle += 1
+                if transfer.idle > self._idle_polls:
+                    late.append(transfer)
+        if late and levels.cheap:
+            polls, requests = np.array([transfer.idle for transfer in late]), [transfer.request for transfer in late]
+            late[0].idle = -LARGEST  # reported once
+            invariants.transfer_idle(polls, self._idle_polls, requests, object=self, operation="poll")
 
     # Messages
 
@@ -264,26 +305,32 @@ class Sender(Session):
         """The writes, checked."""
         if transfer.state is not TransferState.OPEN:
             raise TransferError(f"{transfer!r}: {transfer.reason}", transfer.state, "send while it is OPEN")
-        sources = self._sources(locations)
-        check_chunk(first, sources.size, transfer.grant.num_tokens, self._description.layouts[0].page_size, last)
-        if transfer.complete or first != transfer.sent:
-            sent = f"{transfer.sent} are sent" + (", all" if transfer.complete else "")
-            problem = f"{transfer!r}: expected the tokens from {transfer.sent} on, got those from {first} on; {sent}"
-            raise ArgumentError(problem, first, "send the tokens of a request once, in order")
-        targets = transfer.targets[first : first + sources.size]
-        owned_by(targets, transfer.grant.ranges)
+        grant, sources = transfer.grant, self._sources(locations)
+        end = grant.first + grant.num_tokens
+        begun = grant.first + transfer.sent
+        if transfer.complete or first != begun:
+            sent = f"{transfer.sent} of {grant.first} to {end - 1} are sent" + (", all" if transfer.complete else "")
+            problem = f"{transfer!r}: expected the tokens from {begun} on, got those from {first} on; {sent}"
+            raise ArgumentError(problem, first, "send the tokens that were granted once, in order")
+        layouts = self._description.layouts
+        unit = max(layout.unit for layout in layouts)
+        check_chunk(first, sources.size, end, max(unit, layouts[0].page_size), last)
+        targets = transfer.targets[transfer.sent : transfer.sent + sources.size]
+        rest = -targets.size % unit  # of a page that goes as a whole
+        owned_by(np.append(targets, targets[-1:] + np.arange(1, rest + 1)) if rest else targets, grant.ranges)
         states = self._states(state_row, last)
         theirs = transfer.worker.description
-        there = regions_by_layout(theirs, transfer.worker.regions)
+        there = regions_by_layout(theirs, transfer.worker.regions(grant.holds))
         parts = []
         by_kind = zip(self._description.layouts, theirs.layouts, self._regions, there, strict=True)
         for ours, other, here, regions in by_kind:
-            target_states = np.full_like(states, transfer.grant.state_row)
+            target_states = np.full_like(states, grant.state_row)
             pair = (states, target_states) if ours.per_request else (sources, targets)
             parts.append(location_rows(*pair, ours, other, here, regions))
             if levels.full and transfer.worker.peer is not None:
                 names = self._names, {at: region.name for at, region in transfer.worker.peer.regions.items()}
-                check_places(parts[-1], ours, other, *names, object=self, operation="send")
+                suffix = suffix_of(grant.holds, other)
+                check_places(parts[-1], ours, other, *names, suffix, object=self, operation="send")
         return chunked(coalesced(Copies.cat(parts)), self._engine.capabilities.max_rows)
 
     def _states(self, row: SupportsIndex, last: bool) -> Ints:
@@ -299,6 +346,8 @@ class Sender(Session):
         """Where the tokens lie, int64[k], in the index space of the regions."""
         invariants.unit_mismatch(self._holds, str(locations.unit), object=self, operation="send")
         sources, dtype = locations.exact_host("send: source locations"), np.dtype(np.int64)
+        if isinstance(locations, Locations):
+            locations.check_kept("send")
         return sources if sources.dtype == dtype else converted(sources, dtype, "source locations")
 
     def _write(self, transfer: Transfer, copies: Copies, last: bool) -> None:
@@ -367,10 +416,13 @@ class Sender(Session):
 
 
 def _refusal(worker: Worker, grant: Grant) -> str:
-    """Why a grant is refused: host locations outside the receiver's memory. Else nothing."""
-    capacity, states = capacities(worker.description, worker.regions)
+    """Why a grant is refused: locations outside the receiver's memory. Else nothing."""
+    regions = worker.regions(grant.holds)
+    if not regions:
+        return f"the grant is of {grant.holds}s, and {worker.name} has registered no such memory for all of its layers"
+    capacity, states = capacities(worker.description, regions)
     if grant.state_row > max(states - 1, 0):
         return f"the grant has row {grant.state_row} for states, {worker.name} has {states}"
     if grant.ranges.size and int(grant.ranges.sum(axis=1).max()) > capacity:
-        return f"the grant ends at host location {grant.ranges.sum(axis=1).max()}, {worker.name} has {capacity}"
+        return f"the grant ends at {grant.holds} {grant.ranges.sum(axis=1).max()}, {worker.name} has {capacity}"
     return ""

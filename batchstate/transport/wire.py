@@ -226,7 +226,9 @@ class Tag:
 
 # Messages about leases
 
-MAGIC = "batchstate lease 3"
+HOST, DEVICE = "host_location", "location"
+"""Index spaces of memory that is granted: that of a host pool, and of device pages."""
+MAGIC = "batchstate lease 4"
 
 
 class Kind(enum.StrEnum):
@@ -256,12 +258,13 @@ class Notice:
 @final
 @attrs.frozen(eq=False)
 class Grant:
-    """Leave to write the KV of one request into the receiver's host memory.
+    """Leave to write KV of one request into the receiver's memory: tokens `first` to `first + num_tokens - 1`.
 
     From the receiver's instance `sender` to the writer's instance `to`; `serial`, `attempt`, `writer` as in a `Tag`.
 
     Attributes:
-        ranges: int64[r, 2], start and length of the host locations that it takes, in order; the last may be longer.
+        holds: the receiver's memory that the ranges index: HOST or DEVICE.
+        ranges: int64[r, 2], start and length of the locations that the tokens take, in order; the last may be longer.
         state_row: row that its states take in buffers with one row per request; 0 for none.
     """
 
@@ -271,14 +274,16 @@ class Grant:
     attempt: int
     request: str
     writer: int
+    first: int
     num_tokens: int
+    holds: str
     ranges: Ints = attrs.field(repr=False)
     state_row: int = 0
     kind: Kind = attrs.field(default=Kind.GRANT, repr=False)
 
     @property
     def targets(self) -> Ints:
-        """int64[num_tokens], the host location of each token of the request."""
+        """int64[num_tokens], the location of each token."""
         ends = np.minimum(self.ranges[:, 1].cumsum(), self.num_tokens)
         lengths = ends.copy()
         lengths[1:] -= ends[:-1]
@@ -293,6 +298,8 @@ _GRANT = record(
     attempt=number(0, MOST_ATTEMPTS),
     request=text(),
     writer=number(0, 2**16 - 1),
+    first=number(0, MOST_TOKENS),
+    holds=text(f"{HOST}|{DEVICE}"),
     num_tokens=number(0, MOST_TOKENS),
     ranges=array(row(number(1), number(1))),
     state_row=number(),

@@ -18,10 +18,12 @@ from typing import Any, ClassVar, Self, final
 
 import attrs
 
-from batchstate.errors import ArgumentError, DtypeError, HandshakeError
+from batchstate.errors import ArgumentError, DtypeError, HandshakeError, ShapeError
 from batchstate.transport.engines.base import Endpoint, Engine, Peer, Region, RemoteRegion, nonce
 from batchstate.transport.plan import KVLayout, Layouts, buffers_of, check_fit
 from batchstate.transport.wire import (
+    DEVICE,
+    HOST,
     MOST_BYTES,
     Grant,
     Kind,
@@ -45,8 +47,10 @@ _log = logging.getLogger("batchstate")
 _LOOKS = 4
 """How often this side looks, at the least, in the grace period of a worker that has ended."""
 
+ON_DEVICE = " on device"
+"""Behind the name of a layer, that of its buffer in device pages, beside the one in host memory."""
 DESCRIPTION = "batchstate worker"
-VERSION = 3
+VERSION = 4
 MOST_LAYOUTS = 64
 
 
@@ -233,11 +237,39 @@ class Worker:
         """Whether it is known to have ended, so long ago that nothing it sent can still land."""
         return self.grace_left is not None and self.grace_left <= 0
 
-    @property
-    def regions(self) -> list[RemoteRegion]:
-        """Its region of each of its buffers, in order; without those that it does not have."""
+    def regions(self, holds: str) -> list[RemoteRegion]:
+        """Its region of each of its buffers in that memory, in order; none where it does not have all of them."""
         by_name = {} if self.peer is None else {region.name: region for region in self.peer.regions.values()}
-        return [by_name[layer] for layer, _ in buffers_of(self.description.layouts) if layer in by_name]
+        names = region_names(self.description.layouts, holds)
+        return [by_name[name] for name in names] if by_name.keys() >= set(names) else []
+
+
+def _check_memory(region: Region, layout: KVLayout) -> None:
+    """Refuses memory of another dtype, or whose rows are neither the tokens of its layout nor its pages."""
+    memory, problem = region.memory, f"region {region.name!r}: expected "
+    dtype, tokens = str(memory.dtype).removeprefix("torch."), 1
+    if dtype not in ("uint8", layout.dtype):
+        problem += f"memory of {layout.dtype}, as its layout says, got {dtype}"
+        raise DtypeError(problem, dtype, "describe the memory as it is, or register its bytes: uint8")
+    if memory.ndim > 1:
+        row, tokens = region.nbytes // memory.shape[0], 1 if layout.per_request else layout.page_size
+        if row not in (layout.item_bytes, tokens * layout.item_bytes):
+            problem += f"rows of {layout.item_bytes} bytes, as its layout says, or pages of {tokens}, got {row} bytes"
+            raise ShapeError(problem, tuple(memory.shape), "let `item_bytes` be those of one token in this memory")
+        split = layout.token_major and memory.ndim > 2 and row > layout.item_bytes
+        if split and memory.shape[1] != tokens:
+            problem += f"[pages, {tokens}, ...], tokens of a page one after the other, got {list(memory.shape)}"
+            raise ShapeError(problem, tuple(memory.shape), "say `token_major=False`: whole pages are sent then")
+
+
+def suffix_of(holds: str, layout: KVLayout) -> str:
+    """The suffix of a region's name behind that of its layer. States are in one place, wherever the tokens are."""
+    return ON_DEVICE if holds == DEVICE and not layout.per_request else ""
+
+
+def region_names(layouts: Layouts, holds: str) -> list[str]:
+    """Names of a worker's regions in one kind of memory, in the order of its buffers."""
+    return [layer + suffix_of(holds, layout) for layer, layout in buffers_of(layouts)]
 
 
 class Session(abc.ABC):
@@ -247,6 +279,7 @@ class Session(abc.ABC):
         engine: of this worker, its memory registered.
         description: of this worker.
         regions: one for each buffer of the description, in its order, named as the layers are.
+        device: the same for the device pages beside them, their names with `ON_DEVICE` behind, but for those of states.
         clock: seconds, never going back.
         grace_seconds: how long after the end of a process its bytes may still be on their way.
 
@@ -256,23 +289,39 @@ class Session(abc.ABC):
 
     Raises:
         ArgumentError: description, regions and engine do not belong together, or an impossible `grace_seconds`.
+        DtypeError: memory of another dtype than its layout; uint8 stands for bytes of any.
+        ShapeError: memory whose rows are neither tokens nor pages of its layout; a vector has no rows.
     """
 
     writes: ClassVar[bool]
     _hears: ClassVar[tuple[Kind, ...]]
 
     def __init__(
-        self, engine: Engine, description: Description, regions: Sequence[Region], *, clock: Clock, grace_seconds: float
+        self,
+        engine: Engine,
+        description: Description,
+        regions: Sequence[Region],
+        device: Sequence[Region] = (),
+        *,
+        clock: Clock,
+        grace_seconds: float,
     ) -> None:
         if description.instance != engine.instance:
             problem = f"the description is of instance {description.instance}, the engine is {engine.instance}"
             remedy = "describe the worker by its engine's instance and endpoint"
             raise ArgumentError(problem, description.instance, remedy)
-        buffers = buffers_of(description.layouts)
-        if [region.name for region in regions] != [layer for layer, _ in buffers]:
-            problem = f"expected regions {[layer for layer, _ in buffers]}, got {[region.name for region in regions]}"
-            remedy = "register one region per layer under the layer's name, and pass them in the layout's order"
-            raise ArgumentError(problem, len(regions), remedy)
+        memories = ({HOST: regions} if regions or not device else {}) | ({DEVICE: device} if device else {})
+        by_layer = dict(buffers_of(description.layouts))
+        for region in (*regions, *device):
+            layout = by_layer.get(region.name.removesuffix(ON_DEVICE))
+            if layout is not None:
+                _check_memory(region, layout)
+        for holds, memory in memories.items():
+            wanted, names = region_names(description.layouts, holds), [region.name for region in memory]
+            if names != wanted:
+                problem = f"expected regions {wanted}, got {names}"
+                remedy = "register one region per layer under the layer's name, and pass them in the layout's order"
+                raise ArgumentError(problem, len(names), remedy)
         if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
             problem = f"grace_seconds: expected 0 or more, and finite, got {grace_seconds}"
             remedy = "pass the seconds in which bytes of an ended worker may still arrive"
@@ -280,14 +329,13 @@ class Session(abc.ABC):
         self.outbox: list[tuple[str, bytes]] = []
         self._engine = engine
         self._description = description
-        self._regions = regions_by_layout(description, regions)
-        self._names = {region.index: region.name for region in regions}
-        self._capacity, self._state_capacity = capacities(description, regions)
+        self._capacities = {holds: capacities(description, memory) for holds, memory in memories.items()}
         self._clock = clock
         self._grace = grace_seconds
         self._connects = self.writes or not engine.capabilities.one_sided
         self._workers: dict[str, Worker] = {}
         self._ended: set[str] = set()
+        self._warned: set[tuple[int, int]] = set()  # page sizes here and there that differ
         self._ending: list[Worker] = []
         self._looked = 0.0
 
@@ -342,8 +390,9 @@ class Session(abc.ABC):
             before.lost = None
             return before.name
         sizes = self._description.layout.page_size, theirs.layout.page_size
-        if sizes[0] != sizes[1]:
-            _log.info(
+        if sizes[0] != sizes[1] and sizes not in self._warned:
+            self._warned.add(sizes)
+            _log.warning(
                 "%s has pages of %d tokens, %s of %d: KV goes token by token, and adjacent tokens still in one piece",
                 self._description.worker, sizes[0], theirs.worker, sizes[1],
             )  # fmt: skip
@@ -408,8 +457,8 @@ class Session(abc.ABC):
         peer = self._engine.connect(theirs.endpoint)
         worker = Worker(theirs, peer)
         names = sorted(region.name for region in peer.regions.values())
-        layers = [layer for layer, _ in buffers_of(theirs.layouts)]
-        if len(worker.regions) != len(layers) or len(set(names)) != len(names):
+        layers = region_names(theirs.layouts, HOST)
+        if not any(map(worker.regions, (HOST, DEVICE))) or len(set(names)) != len(names):
             self._engine.disconnect(peer)
             remedy = "there, register one region per layer under its name before `endpoint()`"
             raise HandshakeError(f"{worker.name} has regions {names[:12]} for layers {layers}", worker.name, remedy)

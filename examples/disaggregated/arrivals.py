@@ -1,14 +1,14 @@
-"""Requests on their way into the decode worker: leases, host locations, grants, and what to do when a writer is lost.
+"""Requests on their way into the decode worker: leases, memory, grants, and what to do when a writer is lost.
 
 One request, in order::
 
     lease      who will write, before any memory is taken
-    reserve    a slot and a host location for each token it will ever have, behind `lease.ended`
+    reserve    a slot and a host location for each token it will ever have, or device pages, behind `lease.ended`
     grant      the writers may write; the prompt goes to each of them
     complete   DELIVERED, and the first token is known: the decode worker takes it over
 
-An attempt that fails gives its slot up at once. Its host locations stay pending until no writer can write them any
-more, and the next attempt gets others. One that is delivered, and whose writers are gone before any has told the first
+An attempt that fails gives its slot up at once. Its memory stays pending until no writer can write it any more, and the
+next attempt gets other. One that is delivered, and whose writers are gone before any has told the first
 token, has failed too.
 """
 
@@ -23,6 +23,7 @@ import attrs
 from batchstate import SlotPool, Slots
 from batchstate.errors import HandshakeError, TransferError
 from batchstate.kv.hisparse import HiSparse
+from batchstate.kv.pages import PageLease
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.workers import Clock
 from examples.disaggregated.channel import Channel, ChannelClosedError, Kind
@@ -43,11 +44,12 @@ class WriterFailedError(Exception):
 
 @attrs.define(eq=False)
 class Arrival:
-    """One attempt to bring a request here."""
+    """One attempt to bring a request here: into `pages` of the device, or, without them, into the host tier."""
 
     request: Request
     slot: Slots
     lease: Lease
+    pages: PageLease | None
     since: float
     first_token: int | None = None
 
@@ -62,6 +64,8 @@ class Arrivals:
         receiver: its engine writes into the tier's memory.
         writers: names of the prefill workers, all of which write a part of each request.
         room: host locations that a request takes, growth included.
+        landing: device pages that the KV of a request comes into; 0 for the host tier.
+        hot_pages: device pages that are not taken so, but kept for hot buffers.
         lease_seconds: after which an attempt is given up. Its memory still waits for its writers.
         clock: seconds, never going back.
 
@@ -81,6 +85,8 @@ class Arrivals:
         receiver: Receiver,
         writers: tuple[str, ...],
         room: Callable[[Request], int],
+        landing: Callable[[Request], int],
+        hot_pages: int,
         *,
         lease_seconds: float,
         clock: Clock = time.monotonic,
@@ -92,6 +98,7 @@ class Arrivals:
         self.retried = 0
         self.transferred_bytes = 0
         self._tier, self._slots, self._writers, self._room = tier, slots, writers, room
+        self._landing, self._hot_pages = landing, hot_pages
         self._lease_seconds, self._clock = lease_seconds, clock
         self._token_bytes = tier.host.item_bytes * len(tier.host.layers)
         self._channels: dict[str, Channel] = {}
@@ -125,7 +132,7 @@ class Arrivals:
 
     @property
     def quarantined(self) -> int:
-        """Host locations of failed attempts that a writer may still write."""
+        """Locations of failed attempts, in the host or the device, that a writer may still write."""
         self._failed = [lease for lease in self._failed if not lease.ended.query()]
         return sum(lease.tokens for lease in self._failed)
 
@@ -220,7 +227,11 @@ class Arrivals:
     def _again(self, arrival: Arrival) -> None:
         lease = arrival.lease
         del self._open[lease.serial], self._by_name[lease.request, lease.attempt]
-        self._tier.abort(arrival.slot, after=None)
+        if arrival.pages is None:
+            self._tier.abort(arrival.slot, after=None)
+        else:
+            arrival.pages.release(after=None)  # and behind `lease.ended`
+            self._slots.free(arrival.slot, after=None)
         self._failed.append(lease)
         self.retried += 1
         self.waiting.appendleft((arrival.request, lease))
@@ -246,19 +257,31 @@ class Arrivals:
         except TransferError:  # a writer is gone, and its channel has not told so yet
             return False
         self.waiting.popleft()
-        slot = self._slots.take(1)
-        (ranges,) = self._tier.reserve(slot, len(request.prompt), self._room(request), writer=lease.ended)
-        self.receiver.grant(lease, ranges)
-        arrival = Arrival(request, slot, lease, self._clock())
+        slot, pages = self._slots.take(1), None
+        if self._landing(request):
+            pages = self._tier.pages.take(self._landing(request), writer=lease.ended)
+            self.receiver.grant(lease, pages)
+        else:
+            (ranges,) = self._tier.reserve(slot, len(request.prompt), self._room(request), writer=lease.ended)
+            self.receiver.grant(lease, ranges)
+        arrival = Arrival(request, slot, lease, pages, self._clock())
         self._open[lease.serial] = self._by_name[lease.request, lease.attempt] = arrival
         for writer in self._writers:
             self._tell(writer, request=name, attempt=lease.attempt, prompt=list(request.prompt))
         return True
 
     def room_for(self, request: Request, *, besides: int = 0) -> bool:
-        """Whether there is a slot, besides some for others, and host locations, for one more."""
+        """Whether there is a slot, besides some for others, and memory for one more."""
+        if self._slots.stats.free <= besides:
+            return False
+        if pages := self._landing(request):
+            return self._tier.pages.stats.free >= pages + self._hot_pages
+        return self.host_room_for(request)
+
+    def host_room_for(self, request: Request) -> bool:
+        """Whether there are host locations for one more."""
         size = self._tier.host.page_size
-        return self._slots.stats.free > besides and self._tier.host.stats.free >= -(-self._room(request) // size) * size
+        return self._tier.host.stats.free >= -(-self._room(request) // size) * size
 
     def _say(self) -> None:
         messages, self.receiver.outbox = self.receiver.outbox, []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from batchstate.levels import Level
 from examples import console as common
-from examples.disaggregated.options import AUTHKEY, TRANSPORTS
+from examples.disaggregated.options import AUTHKEY, LANDINGS, TRANSPORTS
 
 if TYPE_CHECKING:
     from examples.disaggregated.options import Options
@@ -47,7 +47,7 @@ def run(arguments: list[str] | None = None) -> int:
 
     names = (
         "transport", "requests", "page_size", "hot_tokens", "speculate", "prefill_degree", "prefill_stages",
-        "host_page_size", "staged", "seed", "checks", "family",
+        "host_page_size", "landing", "staged", "seed", "checks", "family",
         "host", "interface", "trusted_network", "kill_prefill_after", "max_prompt",
     )  # fmt: skip
     options = Options(device=common.chosen_device(args.device), **{name: getattr(args, name) for name in names})
@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill-degree", metavar="N", type=common.whole(1), default=1, help="prefill processes that share the heads")
     add("--prefill-stages", metavar="N", type=common.whole(1), default=1, help="pipeline stages that share the layers")
     add("--host-page-size", metavar="N", type=int, choices=(0, 1), default=0, help="1: no pages in the host tier")
+    add("--landing", choices=LANDINGS, default="host", help="memory that KV comes into (default: %(default)s)")
     add("--staged", metavar="SHARE", type=common.share, default=0.1, help="share prefilled by decode (default: 0.1)")
     add("--kill-prefill-after", metavar="N", type=common.whole(1), help="kill and restart it after N deliveries")
     add("--max-prompt", metavar="N", type=common.whole(1), default=512, help="longest prompt (default: %(default)s)")

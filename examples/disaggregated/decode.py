@@ -1,9 +1,12 @@
-"""The decode worker: KV arrives in its host memory, and it decodes with a hot buffer of each request on the device.
+"""The decode worker: KV arrives in its host memory, or in pages of its device, as is chosen for each request.
 
 One turn, one step ahead: step N + 1 is planned from host sides alone and launched before the results of step N are
-read. Requests that came from a prefill worker (direct) and those that were prefilled here (staged) run in one batch.
+read. Three kinds of requests run in one batch: *direct* ones, whose KV has come into the host tier, and *staged* ones,
+whose KV was on the device first, because it came into its pages or was prefilled here, have a hot buffer on the device;
+*ordinary* ones, whose KV has come into device pages, stay there with all of it.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate import Contract, ForwardPlan, HostKVPool, PagePool, PoolExhaustedError, SlotPool, Slots
+from batchstate import Contract, ForwardPlan, HostKVPool, HostLocations, PagePool, PoolExhaustedError, SlotPool, Slots
 from batchstate.kv.hisparse import HiSparse
 from batchstate.runtime import Fence
 from batchstate.tables import TableWrite
 from batchstate.transport.receiver import Receiver
-from batchstate.transport.workers import Clock
+from batchstate.transport.workers import ON_DEVICE, Clock
 from examples.disaggregated.arrivals import Arrival, Arrivals
 from examples.disaggregated.decode_forward import Launched, TierBatch, TierForward
 from examples.disaggregated.kv import TieredKV, buffers_of
@@ -30,6 +33,8 @@ HOT_PAGE = 8
 """Tokens a page of the hot buffers: another size than that of the host tier, which knows nothing of it."""
 MOST_STAGED = 2
 """Prompts that are prefilled here, or copied out to the host, at once: they need device pages for all their tokens."""
+LANDINGS = 6
+"""Of the longest requests so many have room in device pages at once, beside the hot buffers."""
 
 
 @final
@@ -47,8 +52,10 @@ class DecodeWorker:
         tier: the host tier.
         slots, pages, host: the pools.
         steps: decode steps launched.
-        mixed_steps: of these, steps in which direct and staged requests ran together.
+        mixed_steps: of these, steps in which requests of several kinds ran together.
         staged: requests prefilled here.
+        landed: requests whose KV came into device pages.
+        ordinary: of these, requests that stayed there.
         in_flight_depth_max: the most turns of which results were unread at once.
         quarantined_max: the most host locations of failed attempts that could not be handed out again.
         result_copies: copies to the host that carried results.
@@ -62,14 +69,16 @@ class DecodeWorker:
         model, size = parts.model, options.host_page_size or options.page_size
         longest = max(len(request.prompt) for request in requests)
         most = max(options.room(request) for request in requests)
-        width = max(longest, options.hot_tokens)
+        width = max(longest if options.landing == "host" else most, options.hot_tokens)
         self.slots = SlotPool(self.runtime, options.max_running)
         self._hot_table = self.slots.table("hot_row_to_token", (width,), torch.int32, holds="location")
         self._host_table = self.slots.table("position_to_host_token", (most,), torch.int32, holds="host_location")
+        self._hot_pages = hot_pages = options.max_running * -(-options.hot_tokens // HOT_PAGE)
+        landings = 0 if options.landing == "host" else hot_pages + LANDINGS * -(-most // HOT_PAGE)
         self.pages = PagePool(
             self.runtime,
             self.slots,
-            options.max_running * -(-options.hot_tokens // HOT_PAGE) + MOST_STAGED * -(-longest // HOT_PAGE),
+            hot_pages + MOST_STAGED * -(-longest // HOT_PAGE) + landings,
             HOT_PAGE,
             max_tokens_per_request=width,
             req_to_token=self._hot_table,
@@ -90,10 +99,20 @@ class DecodeWorker:
             model, self.pages, TieredKV(hot, self.host.buffers), self._hot_table, self._host_table, options.speculate
         )
         regions = registered(parts.engine, layout, [buffer.memory for buffer in self.host.contiguous_buffers()])
-        receiver = Receiver(parts.engine, described(parts.engine, layout, "decode"), regions)
+        there = registered(parts.engine, layout, buffers_of(hot), ON_DEVICE) if landings else []
+        self.runtime.record().wait()  # a writer in another process is on no stream that could wait for the zeros
+        receiver = Receiver(parts.engine, described(parts.engine, layout, "decode"), regions, there)
         writers = tuple(writer_name(rank) for rank in range(options.prefill_workers))
         self.arrivals = Arrivals(
-            self.tier, self.slots, receiver, writers, options.room, lease_seconds=options.lease_seconds, clock=clock
+            self.tier,
+            self.slots,
+            receiver,
+            writers,
+            options.room,
+            self._landing_pages,
+            hot_pages,
+            lease_seconds=options.lease_seconds,
+            clock=clock,
         )
         self._eos = frozenset(model.eos_token_ids)
         self._stream = self.runtime.stream("schedule")
@@ -103,16 +122,19 @@ class DecodeWorker:
         self._writes: list[TableWrite] = []
         self._in_flight: deque[list[Launched]] = deque()
         self._last_step: Fence | None = None
-        self._staged: set[int] = set()
         self.steps = self.mixed_steps = self.staged = self.quarantined_max = self.in_flight_depth_max = (
             self.result_copies
-        ) = self.drafted = self.accepted = 0
-        draw = np.random.default_rng(options.seed)
+        ) = self.drafted = self.accepted = self.landed = self.ordinary = 0
+        draw, kinds = np.random.default_rng(options.seed), np.random.default_rng(options.seed + 1)
+        landing = {"host": ["direct"], "device": ["staged", "ordinary"], "mixed": ["direct", "staged", "ordinary"]}
+        self._kinds: dict[int, str] = {}
         for request in requests:
             if draw.random() < options.staged:
                 self._here.append(request)
+                self._kinds[request.number] = "staged"
             else:
                 self.arrivals.waiting.append((request, None))
+                self._kinds[request.number] = str(kinds.choice(landing[options.landing]))
 
     @property
     def busy(self) -> bool:
@@ -127,18 +149,18 @@ class DecodeWorker:
 
     @property
     def quarantined(self) -> int:
-        """Host locations that are freed, and may still be written by a writer, or be copied by the device."""
-        return self.host.stats.pending
+        """Locations that are freed, and may still be written by a writer, or be copied by the device."""
+        return self.host.stats.pending + self.pages.stats.pending * HOT_PAGE
 
     def turn(self) -> bool:
         """One turn. Whether anything happened."""
-        self.arrivals.keep_free = min(len(self._here), MOST_STAGED - len(self._staging))
+        self.arrivals.keep_free = max(0, min(len(self._here), MOST_STAGED - len(self._staging)))
         arrived = self.arrivals.turn()
         self.quarantined_max = max(self.quarantined_max, self.arrivals.quarantined)
         self.tier.poll_staged()
         staged = [request for request in self._staging if self.tier.ready(request.slots).all()]
         prefills = len(self._staging) < MOST_STAGED + len(staged)
-        prefills = bool(self._here) and prefills and self.arrivals.room_for(self._here[0])
+        prefills = bool(self._here) and prefills and self._room_here(self._here[0])
         launched: list[Launched] = []
         if len(self._batch) or arrived or staged or prefills:
             self.runtime.next_step()
@@ -158,7 +180,7 @@ class DecodeWorker:
     def _launch(self, arrived: list[Arrival], staged: list[TierBatch], *, prefills: bool) -> list[Launched]:
         self._leave()
         self._join_staged(staged)
-        self._join_direct(arrived)
+        self._join_arrived(arrived)
         launched = [] if not len(self._batch) else [self._decode()]
         if prefills:
             launched.append(self._prefill(self._here.popleft()))
@@ -176,29 +198,68 @@ class DecodeWorker:
         ended = np.array([request.state == "finished" for request in batch.requests], dtype=np.bool_)
         leaves = ended | (self._confirmed() >= batch.kv_limits.np)  # with results still on their way
         if leaves.any():
-            self.tier.finish(batch.filter(leaves).slots, after=self._last_step)
+            tiered = self._tiered(batch)
+            if (leaves & tiered).any():
+                self.tier.finish(batch.slots.filter(leaves & tiered), after=self._last_step)
+            if (leaves & ~tiered).any():
+                self.pages.release_requests(batch.slots.filter(leaves & ~tiered), after=self._last_step)
             self._batch = batch.filter(~leaves)
 
-    def _join_direct(self, arrived: list[Arrival]) -> None:
+    def _tiered(self, batch: TierBatch) -> npt.NDArray[np.bool_]:
+        """The requests that are in the host tier."""
+        return np.array([self._kinds[request.number] != "ordinary" for request in batch.requests], dtype=np.bool_)
+
+    def _landing_pages(self, request: Request) -> int:
+        kind = self._kinds[request.number]
+        tokens = {"direct": 0, "staged": len(request.prompt), "ordinary": self._options.room(request)}[kind]
+        return -(-tokens // HOT_PAGE)
+
+    def _room_here(self, request: Request) -> bool:
+        """Whether there is room to prefill a prompt here, and to stage it out."""
+        pages = -(-len(request.prompt) // HOT_PAGE)
+        fits = self._options.landing == "host" or self.pages.stats.free >= pages + self._hot_pages
+        return fits and self.slots.stats.free > 0 and self.arrivals.host_room_for(request)
+
+    def _join_arrived(self, arrived: list[Arrival]) -> None:
         for number, arrival in enumerate(arrived):
-            request, slot = arrival.request, arrival.slot
-            try:
-                with self.runtime.use(self._forward.stream):
-                    hot = self.tier.admit_direct(slot)
-            except PoolExhaustedError:  # pages of requests that have left are still pending
+            request, slot, kind = arrival.request, arrival.slot, self._kinds[arrival.request.number]
+            with self.runtime.use(self._forward.stream):
+                hot = self._admitted(arrival, kind)
+            if hot is None:
                 self.arrivals.put_back(arrived[number:])
                 return
             assert arrival.first_token is not None
             request.append([arrival.first_token], self._eos)
-            if self._goes_on(slot, request):
-                self._writes.append(hot.entry())
+            if kind == "staged":
+                self._forward.publish_known(slot, request.prompt, arrival.first_token)
+                self._staging.append(self._row(slot, request))
+            elif self._goes_on(slot, request):
+                self._writes.append(hot)
                 self._forward.publish_known(slot, request.prompt, arrival.first_token)
                 self._batch = self._batch.merge(self._row(slot, request))
+
+    def _admitted(self, arrival: Arrival, kind: str) -> TableWrite | None:
+        """Takes over a request that is here; the write of its row of the hot table. None: there is no room yet."""
+        request, slot = arrival.request, arrival.slot
+        if arrival.pages is None:
+            with contextlib.suppress(PoolExhaustedError):  # pages of requests that have left are still pending
+                return self.tier.admit_direct(slot).entry()
+            return None
+        if kind == "staged" and not self.arrivals.host_room_for(request):
+            return None
+        self.landed += 1
+        self.ordinary += kind == "ordinary"
+        self.pages.commit(arrival.pages, len(request.prompt))
+        self.pages.assign(arrival.pages, slot, len(request.prompt))
+        if kind == "staged":
+            self.tier.admit_staged(slot, self._options.room(request), after=self.runtime.record())
+        return self.pages.entry(slot)  # up to the end of its pages: those of an ordinary request hold all its tokens
 
     def _join_staged(self, staged: list[TierBatch]) -> None:
         for batch in staged:
             self._staging.remove(batch)
             if self._goes_on(batch.slots, batch.requests[0]):
+                self._writes.append(self.pages.entry(batch.slots))  # the pages that it has kept
                 self._batch = self._batch.merge(batch)
 
     def _goes_on(self, slot: Slots, request: Request) -> bool:
@@ -206,9 +267,14 @@ class DecodeWorker:
 
         If so, its row of the host table is written, growth included: no step writes it again.
         """
+        ordinary = self._kinds[request.number] == "ordinary"
         if request.state == "finished" or request.kv_limit == len(request.prompt):
-            self.tier.finish(slot, after=self._last_step)
+            (self.pages.release_requests if ordinary else self.tier.finish)(slot, after=self._last_step)
             return False
+        if ordinary:  # no position is read from the host: padding stands for all
+            padding = HostLocations.from_host(self.runtime, np.zeros(1, dtype=np.int64))
+            self._writes.append(self._host_table.entry(slot, np.zeros(1, dtype=np.int64), padding))
+            return True
         room = self._options.room(request)
         rows = slot.take(np.zeros(room, dtype=np.int64))
         self._writes.append(self._host_table.entry(rows, np.arange(room), self.tier.host_locations(slot, room)))
@@ -227,16 +293,21 @@ class DecodeWorker:
 
     def _decode(self) -> Launched:
         width, confirmed = 1 + self._options.speculate, self._confirmed()
-        batch = self._batch.advance("seq_lens", width)
-        location = self.tier.map_last_location(batch.slots, batch.seq_lens, width, confirmed=confirmed)
+        batch, tiered = self._batch.advance("seq_lens", width), self._tiered(self._batch)
+        slots, lens = batch.slots.filter(tiered), batch.seq_lens.filter(tiered)
+        location = self.tier.map_last_location(slots, lens, width, confirmed=confirmed[tiered])
         plan = ForwardPlan.of(batch.slots, batch.seq_lens, width)
         self._writes.append(location.entry(self._hot_table))
-        extras = {**plan.extras, **location.extras}
+        hot_from = np.zeros(len(batch), dtype=np.int64)
+        hot_from[tiered] = location.hot_from
+        spans = np.where(tiered, self.tier.hot_tokens, self._hot_table.shape[1])
+        extras = {**plan.extras, **location.extras, "hot_from": hot_from, "spans": spans}
         uploaded = batch.upload(writes=self._taken_writes(), extras=extras)
         launched, self._batch = self._forward.decode(batch, plan, location, self.tier, uploaded)
+        if not tiered.all():  # each has one token more for certain
+            self.pages.commit(batch.slots.filter(~tiered), confirmed[~tiered] + 1)
         self.steps += 1
-        kinds = {request.number in self._staged for request in batch.requests}
-        self.mixed_steps += len(kinds) == 2
+        self.mixed_steps += len({self._kinds[request.number] for request in batch.requests}) > 1
         return launched
 
     def _prefill(self, request: Request) -> Launched:
@@ -250,7 +321,6 @@ class DecodeWorker:
         launched = self._forward.prefill(batch, plan, uploaded)
         self.tier.admit_staged(slot, self._options.room(request), after=launched.done)
         self._staging.append(batch)
-        self._staged.add(request.number)
         self.staged += 1
         return launched
 

@@ -116,14 +116,15 @@ class TierForward:
             positions = torch.arange(plan.max_kv_len, device=runtime.device)
             hot = self._hot_table.device_for(plan.slots).index_select(0, inputs.slots)
             host = self._host_table.device_for(plan.slots).index_select(0, inputs.slots)
-            rows = inputs.positions.view(len(batch), -1) % tier.hot_tokens
+            spans = uploaded["spans"][:, None]
+            rows = inputs.positions.view(len(batch), -1) % spans
             view = TieredView(
                 positions=inputs.positions,
                 slot_mapping=hot.gather(1, rows).flatten().long(),
                 query_start_loc=inputs.query_start_loc,
                 query_lens=plan.query_lens,
                 kv_lens=inputs.kv_lens,
-                kv_tokens=hot[:, positions % tier.hot_tokens].long(),
+                kv_tokens=hot.gather(1, positions % spans).long(),
                 on_device=positions >= uploaded["hot_from"][:, None],
                 host_locations=host[:, : plan.max_kv_len].long(),
             )

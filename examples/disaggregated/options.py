@@ -16,6 +16,7 @@ MOST_RESTARTS = 3
 """Prefill workers that are started in the place of others."""
 
 TRANSPORTS = ("tcp", "nixl", "mooncake")
+LANDINGS = ("host", "device", "mixed")
 
 
 @attrs.frozen
@@ -31,6 +32,8 @@ class Options:
         speculate: tokens that a decode step guesses for each request, and verifies with the last one.
         prefill_degree: prefill processes of a pipeline stage, each with its share of the heads.
         prefill_stages: stages, each with its share of the layers; processes are numbered stage by stage.
+        landing: memory of the decode worker that KV comes into. `host`: that of the host tier. `device`: pages of the
+            device, where the request stays, or is staged out to the host tier. `mixed`: all three.
         staged: share of the requests that the decode worker prefills itself and stages out to the host.
         seed: of the model and the requests.
         device: torch's name.
@@ -55,6 +58,7 @@ class Options:
     prefill_degree: int = attrs.field(default=1, validator=ge(1))
     prefill_stages: int = attrs.field(default=1, validator=ge(1))
     host_page_size: int = attrs.field(default=0, validator=in_((0, 1)))
+    landing: str = attrs.field(default="host", validator=in_(LANDINGS))
     staged: float = 0.1
     seed: int = 0
     device: str = "cpu"

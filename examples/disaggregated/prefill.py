@@ -290,7 +290,10 @@ class PrefillWorker:
     def _send(self) -> None:
         for job in self._jobs.values():
             transfer = job.transfer
-            if transfer is None or transfer.state is not TransferState.OPEN or transfer.sent >= job.computed:
+            if transfer is None or transfer.state is not TransferState.OPEN:
+                continue
+            if transfer.sent >= job.computed:
+                self.sender.hold(transfer)  # its prompt is here, and waits for its turn
                 continue
             assert job.slot is not None
             assert job.written is not None

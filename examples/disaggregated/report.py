@@ -23,11 +23,13 @@ class Report:
         mismatches: requests whose tokens differ from those of `model.generate`; 0 where a violation ended the run.
         violations: 0 or 1, since a run ends at the first; `broken` is its report.
         leaks: slots, pages and host locations missing at the end, in all workers.
-        page_size, host_page_size, hot_tokens, speculate, prefill_degree, prefill_stages, device, checks: of the
-            options.
+        page_size, host_page_size, hot_tokens, speculate, prefill_degree, prefill_stages, landing, device, checks: of
+            the options.
         kill_prefill_after: of the options.
         not_longer_than_hot, longer_than_hot: requests by their prompts: those that fit into the hot buffer, and others.
-        direct, staged: requests by how they came into the host tier: attempts delivered, and prefilled by decode.
+        direct, staged: requests by who prefilled them: attempts delivered, and prefilled by decode.
+        landed, ordinary: requests delivered into device pages, and those of them that stayed there; others were staged
+            out to the host tier.
         retried: attempts that failed and were made again.
         killed: prefill workers that the supervisor has killed, as `kill_prefill_after` asks for.
         quarantined_max: the most host locations of failed attempts that were kept from reuse.
@@ -36,7 +38,7 @@ class Report:
         seconds: of the serving.
         drafted, accepted: tokens guessed for requests that ran, and those of them that were right.
         steps, prefill_steps: decode steps, and forwards of the prefill workers.
-        mixed_steps: decode steps in which direct and staged requests ran together.
+        mixed_steps: decode steps in which direct, staged and ordinary requests, or two kinds of them, ran together.
         in_flight_depth_max: the most decode turns of which the results were unread at once.
         forced_syncs: times the decode worker's host waited for its device.
         device_to_host_copies: of the decode worker, beside the one a turn that carries results: for planning.
@@ -55,6 +57,7 @@ class Report:
     speculate: int
     prefill_degree: int
     prefill_stages: int
+    landing: str
     host_page_size: int
     device: str
     checks: str
@@ -62,6 +65,8 @@ class Report:
     longer_than_hot: int
     direct: int
     staged: int
+    landed: int
+    ordinary: int
     retried: int
     kill_prefill_after: int | None
     killed: int
@@ -161,6 +166,7 @@ def show_report(report: Report) -> None:
                         f"by {report.prefill_stages} x {report.prefill_degree} prefill processes, "
                         f"in pages of {report.page_size}",
                     ),
+                    Row("on the device", f"{report.landed:,}", f"{report.ordinary:,} stay, the others are staged out"),
                     Row("staged", f"{report.staged:,}", "prefilled by the decode worker, copied out to the host"),
                     Row("bytes", f"{report.transferred_bytes:,}", f"{rate:,.1f} MiB/s of serving, not of the wire"),
                     Row("retried", f"{report.retried:,}", "attempts that failed and were made again"),
@@ -174,7 +180,7 @@ def show_report(report: Report) -> None:
                 [
                     Row("steps", f"{report.steps:,}", f"besides {report.prefill_steps:,} forwards of prefill"),
                     Row("guesses", f"{report.drafted:,}", f"{report.accepted:,} of them right"),
-                    Row("mixed", f"{report.mixed_steps:,}", "steps with direct and staged requests"),
+                    Row("mixed", f"{report.mixed_steps:,}", "steps with requests of several kinds"),
                     Row("in flight at once", f"{report.in_flight_depth_max}", "launched and not read, at most"),
                     Row("forced syncs", f"{report.forced_syncs:,}", "", report.forced_syncs > 0),
                     Row(

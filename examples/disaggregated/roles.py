@@ -175,6 +175,8 @@ def serve_decode(
         "steps": worker.steps,
         "mixed_steps": worker.mixed_steps,
         "staged": worker.staged,
+        "landed": worker.landed,
+        "ordinary": worker.ordinary,
         "drafted": worker.drafted,
         "accepted": worker.accepted,
         "retried": worker.arrivals.retried,

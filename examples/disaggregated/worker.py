@@ -105,10 +105,10 @@ def check_degree(options: Options, model: Model) -> None:
     layout_of(model, options.page_size, 0, options.prefill_degree, options.prefill_stages)
 
 
-def registered(engine: Engine, layout: KVLayout, buffers: list[torch.Tensor]) -> list[Region]:
+def registered(engine: Engine, layout: KVLayout, buffers: list[torch.Tensor], suffix: str = "") -> list[Region]:
     """One region for each layer of the worker's stage, under the layer's name; `buffers` are those of all layers."""
     return [
-        engine.register(buffer, name)
+        engine.register(buffer, name + suffix)
         for buffer, name in zip(buffers, layout.layers, strict=True)
         if name in layout.stage
     ]

@@ -199,6 +199,26 @@ def test_two_stages_of_two_ranks_into_a_host_tier_without_pages(device: str) -> 
     assert min(written) == max(written)
 
 
+@pytest.mark.parametrize(("landing", "speculate"), [("device", 0), ("mixed", 3)])
+def test_requests_that_land_on_the_device(device: str, landing: str, speculate: int) -> None:
+    """KV comes into device pages, where some requests stay and others are staged out, and into the host tier."""
+    if never_by_itself(device):
+        pytest.skip("what is staged is never over there")
+    options = Options(
+        requests=24, prefill_degree=2, landing=landing, speculate=speculate, max_running=8, checks="full", seed=2
+    )
+    both = Both(device, options, Faults(delay=2, split=0.5), seed=5)
+    assert both.mismatches() == 0
+    assert both.decode.leaks == 0
+    arrived = both.decode.arrivals.delivered
+    assert 0 < both.decode.ordinary < both.decode.landed
+    assert (both.decode.landed == arrived) == (landing == "device")
+    assert both.decode.mixed_steps > 0
+    assert (both.cost.forced_syncs, both.cost.device_to_host_copies) == (0, both.decode.result_copies) or is_tool(
+        device
+    )
+
+
 def test_a_first_token_that_is_never_told(device: str) -> None:
     """All KV of a request is there, and its writer has died before it told the token: the request comes again."""
     options = Options(requests=6, max_running=4, checks="full", lease_seconds=60, staged=0.0)
@@ -218,13 +238,22 @@ def test_planning_copies_nothing_from_the_device(device: str) -> None:
     assert both.cost.device_to_host_copies == both.decode.result_copies > both.decode.steps
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_faults_cost_retries_and_no_tokens(device: str, seed: int) -> None:
-    """Writes that fail, go on landing, are refused or lose their tags: requests come again, into other host tokens."""
+@pytest.mark.parametrize(("seed", "landing"), [(0, "host"), (1, "host"), (2, "mixed")])
+def test_faults_cost_retries_and_no_tokens(device: str, seed: int, landing: str) -> None:
+    """Writes that fail, go on landing, are refused or lose their tags: requests come again, into other memory."""
+    if landing != "host" and never_by_itself(device):
+        pytest.skip("what is staged is never over there")
     faults = Faults(delay=3, split=0.5, failed=0.1, unknown=0.1, lost_tag=0.05, duplicate_tag=0.2, refused=0.05)
     staged = 0.0 if never_by_itself(device) else 0.1
     options = Options(
-        requests=12, page_size=16, max_running=6, checks="full", lease_seconds=100, prefill_degree=2, staged=staged
+        requests=12,
+        page_size=16,
+        max_running=6,
+        checks="full",
+        lease_seconds=100,
+        prefill_degree=2,
+        staged=staged,
+        landing=landing,
     )
     both = Both(device, options, faults, seed)
     assert both.mismatches() == 0
@@ -262,7 +291,7 @@ def test_nixl_between_processes(tmp_path: Path, device: str, capsys: pytest.Capt
 
 def test_a_killed_prefill_worker_is_followed_by_another(tmp_path: Path, device: str) -> None:
     """SIGKILL to one of two ranks: what it was writing is quarantined, comes again, and no token differs."""
-    common = [*WITHOUT_NIXL, "--page-size", "64", "--prefill-degree", "2", "--requests", "24"]
+    common = [*WITHOUT_NIXL, "--page-size", "64", "--prefill-degree", "2", "--requests", "24", "--landing", "mixed"]
     arguments = [*common, "--kill-prefill-after", "2"]
     figures = figures_of(tmp_path, "--device", torch_device_of(device), *arguments)
     assert [figures[name] for name in NOTHING_WRONG] == [0] * len(NOTHING_WRONG)

@@ -109,10 +109,9 @@ def gather(memories: Mapping[int, torch.Tensor], regions: Ints, offsets: Ints, l
         if memory.device.type == "cpu" and part.device.type == "cpu":
             np.take(_grains(memory, grain), index, out=_grains(part, grain), mode="clip")
         else:
-            numbers = torch.from_numpy(index)
-            rows = _matrix(memory, grain).index_select(0, numbers.to(memory.device, non_blocking=True))
-            _matrix(part, grain).copy_(rows, non_blocking=True)
-            _await(memory.device)
+            with _own_stream(memory.device):
+                numbers = torch.from_numpy(index).to(memory.device, non_blocking=True)
+                _matrix(part, grain).copy_(_matrix(memory, grain).index_select(0, numbers), non_blocking=True)
     return end
 
 
@@ -125,21 +124,30 @@ def scatter(
         if memory.device.type == "cpu" and part.device.type == "cpu":
             _grains(memory, grain)[index] = _grains(part, grain)
         else:
-            numbers, rows = torch.from_numpy(index), _matrix(part, grain)
-            rows = rows.to(memory.device, non_blocking=True)
-            _matrix(memory, grain).index_copy_(0, numbers.to(memory.device, non_blocking=True), rows)
-            _await(memory.device)
+            with _own_stream(memory.device):
+                numbers = torch.from_numpy(index).to(memory.device, non_blocking=True)
+                rows = _matrix(part, grain).to(memory.device, non_blocking=True)
+                _matrix(memory, grain).index_copy_(0, numbers, rows)
 
 
-def _await(device: torch.device) -> None:
-    """Waits until the copies of this thread are made.
+_streams = threading.local()
 
-    By an event: torch's sync-debug mode, by which an engine looks for hidden waits of its own, lets it pass.
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """A window on this thread's own stream of a device, behind no kernel of the engine; then its copies are made.
+
+    So a tag is delivered behind its rows, and the engine's streams need not wait for them. The thread waits by an
+    event: torch's sync-debug mode, by which an engine looks for hidden waits of its own, lets it pass.
     """
-    if device.type != "cpu":
-        event = torch.Event(device)
-        event.record(torch.accelerator.current_stream(device))
-        event.synchronize()
+    streams, name = vars(_streams), str(device)
+    if name not in streams:
+        streams[name] = torch.Stream(device)
+    with streams[name]:
+        yield
+    event = torch.Event(device)
+    event.record(streams[name])
+    event.synchronize()
 
 
 def _row_groups(regions: Ints, offsets: Ints, lengths: Ints) -> Iterator[tuple[int, Ints, int, int, int]]:

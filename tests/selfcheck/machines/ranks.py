@@ -18,6 +18,8 @@ from tests.selfcheck.machine import Machine, agree, ask
 
 T = TypeVar("T")
 HOT = 4
+KINDS = "staged", "direct", "plain"
+"""Copied out to the host tier, written there by another worker, or on the device alone."""
 
 
 @final
@@ -33,13 +35,14 @@ class Rank:
     tier: HiSparse
     requests: dict[int, Slots] = attrs.field(factory=dict)
     writers: dict[int, tuple[ManualStream, ManualFence, QueriedFence]] = attrs.field(factory=dict)
+    plain: dict[int, Slots] = attrs.field(factory=dict)
     staged: set[int] = attrs.field(factory=set)
     ready: set[int] = attrs.field(factory=set)
 
     @classmethod
     def opened(cls, size: int, pages: int, host_pages: int) -> "Rank":
         runtime = LateRuntime(steps_in_flight=8)
-        group = runtime.join_group()
+        group = runtime.join_group(size=2)
         slots = SlotPool(runtime, size)
         device = PagePool(runtime, slots, pages, 2, max_tokens_per_request=8)
         host = HostKVPool(runtime, host_pages, layers=1, item_shape=(1,), dtype=torch.int64)
@@ -57,10 +60,13 @@ class Rank:
             self.tier._requests.states.tolist(),
         )
 
-    def come(self, number: int, tokens: int, room: int, staged: bool) -> None:
+    def come(self, number: int, tokens: int, room: int, kind: str) -> None:
         slot = self.slots.take(1)
         try:
-            if staged:
+            if kind == "plain":
+                self.pages.extend(slot, tokens)
+                self.plain[number] = slot
+            elif kind == "staged":
                 self.pages.extend(slot, tokens)
                 self.pages.commit(slot, tokens)
                 self.tier.admit_staged(slot, room, after=self.runtime.record())
@@ -92,8 +98,18 @@ class Rank:
         self.ready |= {*admitted, *copied}
         return admitted + copied
 
+    def decode(self) -> None:
+        """A token more for each request that is on the device alone: few of them need another page for it."""
+        for slot in self.plain.values():
+            if self.pages.committed(slot)[0] < 8:
+                self.pages.advance(slot)
+
     def leave(self, number: int) -> None:
-        self.tier.abort(self.requests.pop(number), after=self.runtime.record())
+        slot, plain = self.requests.pop(number), self.plain.pop(number, None)
+        if plain is not None:
+            self.pages.release_requests(slot, after=self.runtime.record())
+            return
+        self.tier.abort(slot, after=self.runtime.record())
         self.staged.discard(number)
         self.ready.discard(number)
 
@@ -108,6 +124,7 @@ class RanksMachine(Machine):
         "seen complete on one rank alone",
         "a request admitted",
         "a staged request admitted",
+        "a request decoded",
         "exhausted on both",
     )
 
@@ -139,11 +156,11 @@ class RanksMachine(Machine):
             agree(answers[0], answer, "answers of two ranks")
         return answers
 
-    @rule(tokens=st.integers(1, 7), room=st.integers(0, 6), staged=st.booleans())
-    def come(self, tokens: int, room: int, staged: bool) -> None:
+    @rule(tokens=st.integers(1, 7), room=st.integers(0, 6), kind=st.sampled_from((*KINDS[:2] * 3, "plain")))
+    def come(self, tokens: int, room: int, kind: str) -> None:
         self.named += 1
         number = self.named
-        self.each(lambda rank: rank.come(number, tokens, tokens + room, staged))
+        self.each(lambda rank: rank.come(number, tokens, tokens + room, kind))
 
     @precondition(lambda self: any(rank.requests for rank in self.ranks))
     @rule(which=st.integers(0, 3))
@@ -160,7 +177,7 @@ class RanksMachine(Machine):
         rank.runtime.complete(fences)
         for stream, _, _ in list(rank.writers.values())[:writers]:
             stream.complete()
-        open_fences = [set(rank.group.report()[2:]) for rank in self.ranks]
+        open_fences = [set(rank.group.report()[3:]) for rank in self.ranks]
         self.reached("seen complete on one rank alone", open_fences[0] != open_fences[1])
 
     @rule(fences=st.integers(1, 4), step=st.booleans())
@@ -171,6 +188,8 @@ class RanksMachine(Machine):
             for stream, _, _ in list(rank.writers.values())[: fences + number]:
                 stream.complete()
         self.exchange()
+        self.reached("a request decoded", any(rank.plain for rank in self.ranks))
+        self.each(Rank.decode)
         before = set(self.ranks[0].staged)
         for admitted in self.each(Rank.admit):
             self.reached("a request admitted", bool(admitted))
@@ -191,10 +210,10 @@ class RanksMachine(Machine):
         report = rank.group.report()
         before = rank.group.open
         other = [report[0] + 1, *report[1:]]
-        for wrong in ([], [other], [[*report, 10**9]]):
+        for wrong in ([], [other], [report], [[*report, 10**9]] * 2):
             self.refused(ArgumentError, partial(rank.group.agree, wrong))
         self.refused(Code.RANKS_DIFFER, lambda: rank.group.agree([report, other]))
-        self.refused(ArgumentError, rank.runtime.join_group)
+        self.refused(ArgumentError, partial(rank.runtime.join_group, size=2))
         agree(before, rank.group.open, "open fences after refused exchanges")
 
     @rule()

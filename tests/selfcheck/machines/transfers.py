@@ -1,9 +1,9 @@
-"""Transfers into host memory over an engine that injects faults: no byte is wrong, and none is lost.
+"""Transfers into host memory and device pages over an engine that injects faults: no byte is wrong, and none is lost.
 
 A prefill group of one or two pipeline stages and ranks, and a decode worker; both end and start again. Messages arrive
 in any order, twice, or late; writes split, fail, end unknown and go on landing. Memory is freed at any time, and the
 pools keep it until `Lease.ended`. KV is sent in the same turn as the forward that computes it, or later. With the KV go
-index keys and a state, into memory of the decode worker's device.
+index keys and a state, into memory of the decode worker's device. Each request has host locations or device pages.
 
 The model is a copy of each byte of the decode worker. It does not ask the library what may change: it follows from the
 requests, and from what the network still has under way.
@@ -11,6 +11,7 @@ requests, and from what the network still has under way.
 
 import random
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import attrs
 import numpy as np
@@ -19,16 +20,18 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import Locations, invariants, levels
+from batchstate import Code, Locations, PagePool, SlotPool, Slots, invariants, levels
 from batchstate.errors import ArgumentError, HandshakeError, PoolExhaustedError, TransferError
 from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
+from batchstate.kv.pages import PageLease
+from batchstate.runtime import Fence
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualFence, ManualStream
 from batchstate.transport.engines.in_process import GRACE_STEPS, Faults, InProcessEngine, Network
 from batchstate.transport.plan import KVLayout, Layouts
 from batchstate.transport.receiver import Lease, LeaseState, Receiver
 from batchstate.transport.sender import Sender, Transfer, TransferState
-from batchstate.transport.workers import Description
+from batchstate.transport.workers import ON_DEVICE, Description
 from tests.selfcheck.machine import Machine, agree, ask
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,12 +45,15 @@ SOURCE_PAGES = 24
 POISON = 0xC3  # written by a pool, at `full`, over memory that is free
 
 
-def layouts_of(page_size: int, stage: int = 0, stages: int = 1, rank: int = 0, degree: int = 1) -> Layouts:
-    """The layouts of a worker: of two stages the first has keys and states, the second values and index keys."""
+def layouts_of(page_size: int, whole: bool, stage: int = 0, stages: int = 1, rank: int = 0, degree: int = 1) -> Layouts:
+    """The layouts of a worker: of two stages the first has keys and states, the second values and index keys.
+
+    Pages of index keys are `whole` where they are not token-major.
+    """
     keys, values = LAYERS
     first, second = (stage == 0, stage == stages - 1)
     of_kv = KVLayout(page_size, "uint8", LAYERS, HEADS * HEAD_BYTES // degree, rank, degree, HEADS)
-    index = KVLayout(page_size, "uint8", ("index",), 3, rank, degree, replicated=True)
+    index = KVLayout(page_size, "uint8", ("index",), 3, rank, degree, replicated=True, token_major=not whole)
     state = KVLayout(page_size, "uint8", ("state",), 5, rank, degree, replicated=True, per_request=True)
     return (
         attrs.evolve(of_kv, stage=(keys,) * first + (values,) * second),
@@ -80,17 +86,35 @@ def rows_of(spans: Iterable[tuple[int, int]], memories: Mapping[str, Bytes]) -> 
 class Attempt:
     lease: Lease
     kv: dict[str, Bytes]  # that is to arrive, uint8[rows, bytes] for each buffer by its name
-    ranges: HostRanges | None  # None where it needs no host locations
+    ranges: HostRanges | PageLease | None  # None where it has no tokens
     row: HostRanges  # of its state
+    unit: int = 1  # tokens of index keys that go in one piece
+    slot: Slots | None = None  # that owns the device pages, once all has arrived
     told: LeaseState | None = None  # the final state, as `poll` has said it
     ended: bool = False  # when the memory was last looked at
 
     @property
-    def tokens(self) -> Ints:
-        return np.empty(0, np.int64) if self.ranges is None else self.ranges.locations(0, self.lease.num_tokens)
+    def locations(self) -> Ints:
+        if self.ranges is None:
+            return np.empty(0, np.int64)
+        return np.concatenate([np.arange(at, at + n) for at, n in self.ranges.table.tolist()])
 
-    def rows(self, name: str) -> Ints:
-        return self.row.locations() if name == "state" else self.tokens
+    @property
+    def tokens(self) -> Ints:
+        return self.locations[: self.lease.num_tokens]
+
+    def buffer(self, name: str) -> str:
+        """The memory that a kind of KV comes into."""
+        return name + ON_DEVICE * (name != "state" and isinstance(self.ranges, PageLease))
+
+    def rows(self, memory: str) -> Ints:
+        """Its rows in a memory."""
+        if memory == "state":
+            return self.row.locations()
+        if memory != self.buffer(name := memory.removesuffix(ON_DEVICE)):
+            return np.empty(0, np.int64)
+        rest = -self.lease.num_tokens % self.unit if name == "index" else 0  # of the last page, which comes as a whole
+        return self.locations[: self.lease.num_tokens + rest]
 
 
 @attrs.define(eq=False)
@@ -134,8 +158,12 @@ class TransfersMachine(Machine):
         "a grant of memory that is not kept refused",
         "freed before it has ended",
         "freed while its writer may still write",
+        "device pages freed while their writer may still write",
+        "device pages given to a request",
+        "device pages asked for before all had arrived",
         "two stages and two ranks",
         "pages of another size",
+        "pages sent as a whole",
         "states without room",
         "the writer died while it wrote",
         "the decode worker died while it was written to",
@@ -147,7 +175,7 @@ class TransfersMachine(Machine):
     @initialize(
         seed=st.integers(0, 2**16),
         page_size=st.sampled_from([1, 2, 3, 1, 2, 16, 64]),
-        one_token=st.booleans(),
+        pages=st.sampled_from(["whole", "one token", "alike", "one token"]),
         shape=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
         num_pages=st.integers(4, 10),
         faults=st.sampled_from([HURRICANE, HURRICANE, STORM, BREEZE, CALM]),
@@ -157,13 +185,13 @@ class TransfersMachine(Machine):
         self,
         seed: int,
         page_size: int,
-        one_token: bool,
+        pages: str,
         shape: tuple[int, int],
         num_pages: int,
         faults: Faults,
         max_rows: int,
     ) -> None:
-        """All workers meet. `one_token`: the host's pages have one token, whatever the writers' have."""
+        """All workers meet. The host's pages have one token, or are as the writers', those of index keys not split."""
         self.open()
         self.dice = random.Random(seed)
         self.network = Network(self.dice)
@@ -171,10 +199,12 @@ class TransfersMachine(Machine):
         self.page_size, (self.stages, self.degree) = page_size, shape
         self.part = max(page_size // 2, 1)
         self.max_rows = max_rows * self.part
-        self.host_size = 1 if one_token else page_size
+        self.host_size = 1 if pages == "one token" else page_size
         self.num_pages = num_pages * page_size // self.host_size
         self.reached("two stages and two ranks", shape == (2, 2))
+        self.whole = pages == "whole" and page_size > 1
         self.reached("pages of another size", self.host_size != page_size)
+        self.reached("pages sent as a whole", self.whole)
         self.channel: list[tuple[bool, str, bytes]] = []  # to the decode worker from a writer, or from it to a writer
         self.named = 0
         self.writers: list[PrefillInstance] = []
@@ -188,19 +218,31 @@ class TransfersMachine(Machine):
         kv = [KVBuffer(layer, (HEADS * HEAD_BYTES,), torch.uint8) for layer in LAYERS]
         self.host = HostKVPool(self.rt, self.num_pages, self.host_size, layers=[*kv, OTHERS[0]])
         self.states = HostKVPool(self.rt, 5, layers=OTHERS[1:], name="states")
+        self.slots, size = SlotPool(self.rt, 8), self.dice.choice((1, 2, 4))
+        tokens, size = self.num_pages * self.host_size, self.page_size if self.whole else size
+        self.pages = PagePool(self.rt, self.slots, -(-tokens // size), size, max_tokens_per_request=16 * tokens)
         self.engine = InProcessEngine(self.network, self.faults, max_rows=self.max_rows)
         buffers = (*self.host.contiguous_buffers(), *self.states.contiguous_buffers())
         regions = [self.engine.register(buffer.memory, buffer.name) for buffer in buffers]
         self.memories = {buffer.name: buffer.memory.reshape(-1, buffer.item_bytes) for buffer in buffers}
+        for spec in self.host.specs:
+            shape, name = (self.pages.location_capacity, spec.item_bytes), spec.name + ON_DEVICE
+            self.memories[name] = self.rt.device_zeros(shape, torch.uint8, name=name)
+        there = [
+            self.engine.register(self.memories[spec.name + ON_DEVICE], spec.name + ON_DEVICE)
+            for spec in self.host.specs
+        ]
+        self.rt.synchronize()  # the network is on no stream that could wait for the zeros
         self.of_host = {
             name: bytes_of(memory).reshape(memory.shape)
             for name, memory in self.memories.items()
             if memory.device.type == "cpu"
         }
         self.shadow = {name: self._bytes(name).copy() for name in self.memories}
-        layouts = layouts_of(self.host_size)
+        layouts = layouts_of(self.host_size, self.whole)
         description = Description("decode", self.engine.instance, layouts, self.engine.endpoint())
-        self.receiver = Receiver(self.engine, description, regions, clock=self.now, grace_seconds=GRACE_STEPS)
+        there.append(regions[-1])  # a state is where it is, wherever the tokens are
+        self.receiver = Receiver(self.engine, description, regions, there, clock=self.now, grace_seconds=GRACE_STEPS)
         self.attempts: list[Attempt] = []
         self.freed: list[Attempt] = []  # whose leases have not ended
         self.told: set[Lease] = set()
@@ -220,14 +262,14 @@ class TransfersMachine(Machine):
     def _start_writer(self, number: int) -> PrefillInstance:
         engine = InProcessEngine(self.network, self.faults, max_rows=self.max_rows)
         name, (stage, rank) = f"prefill-{number}", divmod(number, self.degree)
-        layouts = layouts_of(self.page_size, stage, self.stages, rank, self.degree)
+        layouts = layouts_of(self.page_size, self.whole, stage, self.stages, rank, self.degree)
         rows = (SOURCE_PAGES + 1) * self.page_size
         memories: dict[str, Bytes] = {
             layer: np.zeros((rows, layout.item_bytes), dtype=np.uint8) for layout in layouts for layer in layout.stage
         }
         regions = [engine.register(memory, layer) for layer, memory in memories.items()]
         description = Description(name, engine.instance, layouts, engine.endpoint())
-        sender = Sender(engine, description, regions, clock=self.now)
+        sender = Sender(engine, description, regions, idle_polls=2, clock=self.now)
         self._meet(sender)
         return PrefillInstance(name, layouts, engine, sender, memories, list(range(1, SOURCE_PAGES + 1)))
 
@@ -242,6 +284,8 @@ class TransfersMachine(Machine):
         self._look()
         self.host.verify()
         self.states.verify()
+        self.pages.verify()
+        self.reached("device pages freed while their writer may still write", self.pages.stats.pending > 0)
         stats = self.host.stats
         agree(stats.size, stats.free + stats.pending + stats.live, "free + pending + live host tokens")
         self.reached("freed while its writer may still write", stats.pending > 0)
@@ -269,7 +313,7 @@ class TransfersMachine(Machine):
             if not attempt.ended and attempt.lease.ended.query():
                 attempt.ended = True
                 spans = [(write.target, write.nbytes) for write in self.network.under_way(self.engine)]
-                held = {(name, row) for name in self.of_host for row in attempt.rows(name).tolist()}
+                held = {(name, int(row)) for name in self.of_host for row in attempt.rows(name)}
                 agree(set(), rows_of(spans, self.of_host) & held, "rows that are still written", attempt.lease)
         self.freed = [attempt for attempt in self.freed if not attempt.ended]
 
@@ -277,8 +321,15 @@ class TransfersMachine(Machine):
         """All KV has arrived, and it is right. Then decoding goes on, on its own memory."""
         agree(True, attempt.lease.ended.query(), "ended", attempt.lease)
         self._look()
-        for name, kv in attempt.kv.items():
-            rows = attempt.rows(name)
+        if isinstance(attempt.ranges, PageLease) and self.slots.stats.free:
+            attempt.slot = self.slots.take(1)
+            self.pages.commit(attempt.ranges, attempt.lease.num_tokens)
+            extension = self.pages.assign(attempt.ranges, attempt.slot, attempt.lease.num_tokens)
+            agree(attempt.tokens.tolist(), extension.locations.np.tolist(), "the tokens of the request", attempt.lease)
+            self.reached("device pages given to a request")
+        for kind, kv in attempt.kv.items():
+            name = attempt.buffer(kind)
+            rows = attempt.rows(name)[: len(kv)]
             ask(invariants.mirror_equal, kv, self._bytes(name)[rows], object=attempt.lease, operation="delivered")
             if name in self.of_host:
                 self.of_host[name][rows] = self.shadow[name][rows] = ~kv
@@ -310,7 +361,7 @@ class TransfersMachine(Machine):
             self.reached("states without room")
             return
         try:
-            ranges = self.host.take(tokens, [self.named], writer=lease.ended if kept else None)[0] if tokens else None
+            ranges = self._memory(tokens, lease.ended if kept else None)
         except PoolExhaustedError:
             self.receiver.abort(lease)
             self.states.free(row, after=None)
@@ -319,6 +370,7 @@ class TransfersMachine(Machine):
         kv = {
             name: np.frombuffer(self.dice.randbytes(rows * memory.shape[1]), np.uint8).reshape(-1, memory.shape[1])
             for name, memory in self.memories.items()
+            if not name.endswith(ON_DEVICE)
             for rows in [1 if name == "state" else tokens]
         }
         if given_up:
@@ -330,13 +382,27 @@ class TransfersMachine(Machine):
                 raise
             self.reached("a grant of memory that is not kept refused", not kept)
             self.receiver.abort(lease)
-            self.host.free([ranges] if ranges is not None else [], after=None)
+            self._give_back(ranges)
             self.states.free(row, after=None)
             return
         self.reached("a grant")
         self.unkept += not kept and ranges is not None
-        self.attempts.append(Attempt(lease, kv, ranges, row))
+        self.attempts.append(Attempt(lease, kv, ranges, row, self.page_size if self.whole else 1))
         self.granted[lease.epoch, lease.serial] = kv
+
+    def _memory(self, tokens: int, writer: Fence | None) -> HostRanges | PageLease | None:
+        """Host locations or device pages for a request."""
+        if not tokens:
+            return None
+        if self.dice.random() < 0.5:
+            return self.pages.take(-(-tokens // self.pages.page_size), writer=writer)
+        return self.host.take(tokens, [self.named], writer=writer)[0]
+
+    def _give_back(self, ranges: HostRanges | PageLease | None) -> None:
+        if isinstance(ranges, PageLease):
+            ranges.release(after=None)
+        elif ranges is not None:
+            self.host.free(ranges, after=None)
 
     @rule(times=TURNS, free=st.booleans(), retry=st.booleans())
     def collect(self, times: int, free: bool, retry: bool) -> None:
@@ -356,6 +422,10 @@ class TransfersMachine(Machine):
 
     def _collect(self) -> None:
         attempts = {attempt.lease: attempt for attempt in self.attempts}
+        for lease, early in attempts.items():
+            if isinstance(early.ranges, PageLease) and lease.state is LeaseState.WAITING and levels.cheap:
+                self.refused(Code.PAGE_UNWRITTEN, partial(self.pages.commit, early.ranges, lease.num_tokens))
+                self.reached("device pages asked for before all had arrived")
         for lease in self.receiver.poll():
             agree(False, lease in self.told, "told before", lease)
             self.told.add(lease)
@@ -371,8 +441,10 @@ class TransfersMachine(Machine):
     def _free(self, attempt: Attempt) -> None:
         self.attempts.remove(attempt)
         self.freed += [] if attempt.ended else [attempt]
-        if attempt.ranges is not None:
-            self.host.free(attempt.ranges, after=None)
+        if attempt.slot is None:
+            self._give_back(attempt.ranges)
+        else:
+            self.pages.release_requests(attempt.slot, after=None)
         self.states.free(attempt.row, after=None)
 
     @precondition(lambda self: any(attempt.told is LeaseState.DELIVERED for attempt in self.attempts))
@@ -445,6 +517,8 @@ class TransfersMachine(Machine):
         for pool in (self.host, self.states) if levels.full else ():
             if free := pool.stats.free:
                 pool.free(pool.take([free], [0]), after=None)
+        if levels.full:
+            self.pages.take(self.pages.stats.free).release(after=None)
 
     def _carry(self, share: float) -> None:
         self.channel += [(False, to, message) for to, message in self.receiver.outbox]
@@ -509,6 +583,7 @@ class TransfersMachine(Machine):
         except ArgumentError:
             if computed.query():
                 raise
+            writer.sender.hold(transfer)
             self.reached("a send before the KV is written refused")
 
     def _rows(self, pages: list[int]) -> Ints:
@@ -593,3 +668,4 @@ class TransfersMachine(Machine):
             agree(
                 (stats.size, 0, 0), (stats.free, stats.pending, stats.live), "free, pending, live when all have ended"
             )
+        agree(self.pages.num_pages, self.pages.stats.free, "free device pages when all have ended")
