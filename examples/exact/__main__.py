@@ -13,7 +13,9 @@ ENGINES = {
     "transformers": "transformers:TRANSFORMERS",
     "generate": "transformers:GENERATE",
     "example": "example:EXAMPLE",
+    "disaggregated": "disaggregated:DISAGGREGATED",
     "mini_sglang": "mini_sglang:MINI_SGLANG",
+    "mini_sglang_mended": "mini_sglang:MENDED",
     "nano_vllm": "nano_vllm:NANO_VLLM",
 }
 """Name of an engine -> its module and adapter. `generate` is the one of transformers."""

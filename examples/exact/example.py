@@ -6,67 +6,14 @@ from typing import Any, final
 import torch
 
 from batchstate.races.devices import open_device
-from batchstate.testing.exact import (
-    EngineUnderTest,
-    ExactSpec,
-    LanguageModel,
-    Oracle,
-    PackedCache,
-    PagedMemory,
-    Request,
-    Verifier,
-)
-from examples.engine.attention import PagedKV, PagedView
+from batchstate.testing.exact import EngineUnderTest, ExactSpec, LanguageModel, Oracle, Request, Verifier
 from examples.engine.batch import RunningBatch, Step
 from examples.engine.engine import Engine
 from examples.engine.model import prefill
 from examples.engine.request import Request as EngineRequest
 from examples.engine.settings import EngineSettings
 from examples.exact.drafts import ExactDrafter
-
-
-@final
-class ServedModel:
-    """A language model with the calls of `examples.engine.model.Model`.
-
-    Attributes:
-        requests: whose forward it is, as numbers; for the verifier.
-    """
-
-    eos_token_ids = ()
-
-    def __init__(self, model: LanguageModel, page_size: int, verifier: Verifier | None, *, guesses: bool) -> None:
-        self._model, self._page_size, self._verifier, self._guesses = model, page_size, verifier, guesses
-        self.vocab_size, self.dtype, self.device = model.spec.vocab_size, model.dtype, torch.device("cpu")
-        self.requests: Sequence[int] = ()
-
-    def new_kv(self, location_capacity: int) -> PagedKV:
-        """KV memory for so many tokens."""
-        spec = self._model.spec
-        keys, values = (
-            tuple(torch.zeros(location_capacity, spec.heads, spec.head_dim, dtype=self.dtype) for _ in spec.layers)
-            for _ in range(2)
-        )
-        return PagedKV(keys, values)
-
-    @torch.no_grad()
-    def forward(self, input_ids: torch.Tensor, view: PagedView, kv: Any, logits_indices: torch.Tensor) -> torch.Tensor:
-        """Logits float32[num_rows, vocab_size]; see `Model.forward`."""
-        kv_lens = view.kv_lens.tolist()
-        used = torch.arange(view.kv_tokens.shape[1]) < view.kv_lens[:, None]
-        cache = PackedCache(
-            PagedMemory(kv.keys, kv.values, self._page_size),
-            view.positions,
-            view.query_lens.tolist(),
-            kv_lens,
-            view.kv_tokens[used],
-            view.slot_mapping,
-            requests=self.requests,
-            verifier=self._verifier,
-            guesses=self._guesses,
-        )
-        hidden = self._model.run(input_ids[None], view.positions[None], cache)
-        return self._model.logits(hidden[0, logits_indices])
+from examples.exact.served import ServedModel
 
 
 @final

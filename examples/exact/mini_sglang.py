@@ -8,10 +8,11 @@ import contextlib
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 from unittest import mock
 
+import attrs
 import torch
 
 from batchstate.testing.exact import EngineUnderTest, LanguageModel, PackedCache, PagedMemory, Request, Verifier
@@ -72,12 +73,12 @@ class MiniSGLang:
 
     def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
         minisgl = modules()
-        self._windows = contextlib.ExitStack()
-        self._windows.enter_context(without_cuda())
+        self.windows = contextlib.ExitStack()
+        self.windows.enter_context(without_cuda())
         try:
             self.scheduler = self._scheduler(minisgl, settings, model, verifier)
         except BaseException:
-            self._windows.close()
+            self.windows.close()
             raise
         self._overlap, self._message = settings["overlap"], minisgl.message
         self._sampling = minisgl.core.SamplingParams
@@ -127,7 +128,7 @@ class MiniSGLang:
             (minisgl.kernel, "fast_compare_key", compare),
             (minisgl.engine.sample, "sample_impl", sample),
         ):
-            self._windows.enter_context(mock.patch.object(module, name, value))
+            self.windows.enter_context(mock.patch.object(module, name, value))
 
         scheduler = object.__new__(scheduling.Scheduler)
         scheduler.engine, scheduler.device, scheduler.stream = engine, engine.device, engine.stream
@@ -184,7 +185,39 @@ class MiniSGLang:
 
     def close(self) -> None:
         """Ends the windows of the stand-ins."""
-        self._windows.close()
+        self.windows.close()
+
+
+@contextlib.contextmanager
+def mended() -> Iterator[None]:
+    """A window without the fault of pull request #142: an unfinished request that has computed what the radix tree
+    has by now goes on with the pages of the tree, since its own are freed.
+    """
+    manager = modules().scheduler.cache.CacheManager
+    cached = manager.cache_req
+
+    def cache_req(self: Any, request: Any, *, finished: bool) -> None:
+        free, freed = self._free, list[torch.Tensor]()
+        self._free = lambda pages: freed.append(pages.clone())
+        try:
+            cached(self, request, finished=finished)
+        finally:
+            self._free = free
+        for pages in freed:
+            free(pages)
+        if not finished:
+            kept = request.cache_handle
+            if kept.cached_len:
+                self.page_table[request.table_idx, : kept.cached_len] = kept.get_matched_indices()
+
+    with mock.patch.object(manager, "cache_req", cache_req):
+        yield
+
+
+def _mended(settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> MiniSGLang:
+    adapter = MiniSGLang(settings, model, verifier)
+    adapter.windows.enter_context(mended())
+    return adapter
 
 
 MINI_SGLANG = EngineUnderTest(
@@ -201,3 +234,5 @@ MINI_SGLANG = EngineUnderTest(
     },
     temperatures=(0.5, 0.75, 1.0, 1.5),
 )
+
+MENDED = attrs.evolve(MINI_SGLANG, name="mini_sglang_mended", open=_mended)
