@@ -25,6 +25,8 @@ PENDING = cython.declare(cython.int, 2)
 LIVE = cython.declare(cython.int, 3)
 RETIRED = cython.declare(cython.int, 4)
 
+DEVICE = cython.declare(cython.int, 1)  # the reader of an entry that is a forward, as a bit
+
 STATES: Any = (PADDING, FREE, PENDING, LIVE, RETIRED)  # for Python: those above are names of C
 
 MOST_GENERATIONS = cython.declare(cython.longlong, 2**31 - 1)
@@ -660,6 +662,7 @@ class PageRows:
                 return False
         return True
 
+    @cython.ccall
     def next_pages(self, n: cython.longlong) -> Any:
         """The numbers of the next n pages, int64[n], as they stand in the lists: for reports, and for ranks."""
         i: cython.longlong
@@ -1335,12 +1338,12 @@ class Entries:
         self.taken[slot] = readers
         return 0
 
-    def refused_read(self, requests: Requests, reader: cython.int, checked: cython.bint, numbers: Any) -> int:
-        """The first request whose entry `reader` may not take, if that is `checked`, or -1.
-
-        The set `numbers` gets those of the publishes that the entries come from: mostly one, so requests are compared
-        with the one before. None where one stream has done all.
-        """
+    @cython.cfunc
+    @cython.exceptval(-2)
+    def refused_read(
+        self, requests: Requests, reader: cython.int, checked: cython.bint, numbers: Any
+    ) -> cython.Py_ssize_t:
+        """The first request whose entry `reader` may not take, if that is `checked`, or -1; see the function."""
         i: cython.Py_ssize_t
         slot: cython.longlong
         number: cython.longlong
@@ -1355,11 +1358,10 @@ class Entries:
                 last = number
         return -1
 
-    def refused_write(self, requests: Requests, checked: cython.bint, numbers: Any) -> int:
-        """The first request whose entry must be read before it is overwritten, if that is `checked`, or -1.
-
-        The set `numbers` gets those of the last publishes into the memory of the entries; None as for `refused_read`.
-        """
+    @cython.cfunc
+    @cython.exceptval(-2)
+    def refused_write(self, requests: Requests, checked: cython.bint, numbers: Any) -> cython.Py_ssize_t:
+        """The first request whose entry must be read before it is overwritten, if that is `checked`, or -1."""
         i: cython.Py_ssize_t
         slot: cython.longlong
         number: cython.longlong
@@ -1381,11 +1383,14 @@ class Entries:
         for i in range(requests.n):
             self.note(requests.slot(i), requests.gen(i), number, readers)
 
-    def take(self, requests: Requests, reader: cython.int) -> None:
+    @cython.cfunc
+    @cython.exceptval(-1)
+    def take(self, requests: Requests, reader: cython.int) -> cython.int:
         """Notes that `reader` has taken the entries."""
         i: cython.Py_ssize_t
         for i in range(requests.n):
             self.taken[requests.slot(i)] |= reader
+        return 0
 
     def clear(self, rows: cython.const[cython.longlong][::1], number: cython.longlong = 0) -> None:
         """Makes the entries unwritten. Publish `number` has written their memory and failed, unless that is 0."""
@@ -1400,6 +1405,51 @@ class Entries:
             self.taken[slot] = 0
             if number:
                 self.last_writer[slot] = number
+
+
+@cython.ccall
+@cython.exceptval(-2)
+def refused_read(
+    fields: list[Entries], requests: Requests, reader: cython.int, checked: cython.bint, numbers: Any
+) -> cython.int:
+    """The first of `fields` with an entry that `reader` may not take, if that is `checked`, or -1.
+
+    The set `numbers` gets those of the publishes that the entries come from: mostly one, so requests are compared with
+    the one before. None where one stream has done all.
+    """
+    i: cython.int
+    entries: Entries
+    for i in range(len(fields)):
+        entries = fields[i]
+        if entries.refused_read(requests, reader, checked, numbers) >= 0:
+            return i
+    return -1
+
+
+@cython.ccall
+@cython.exceptval(-2)
+def refused_write(fields: list[Entries], requests: Requests, checked: cython.bint, numbers: Any) -> cython.int:
+    """The first of `fields` with an entry that must be read before it is overwritten, if that is `checked`, or -1.
+
+    The set `numbers` gets those of the last publishes into the memory of the entries; None as for `refused_read`.
+    """
+    i: cython.int
+    entries: Entries
+    for i in range(len(fields)):
+        entries = fields[i]
+        if entries.refused_write(requests, checked, numbers) >= 0:
+            return i
+    return -1
+
+
+@cython.ccall
+@cython.exceptval(-1)
+def take_entries(fields: list[Entries], requests: Requests, reader: cython.int) -> cython.int:
+    """Notes that `reader` has taken the entries of some fields."""
+    entries: Entries
+    for entries in fields:
+        entries.take(requests, reader)
+    return 0
 
 
 @cython.cfunc
@@ -1855,7 +1905,9 @@ class StepRules:
 
     A request that the relay feeds puts in `least` to `widest` tokens, whose ids lie at `slot * stride + places[i]`;
     element 0 of the relay is 0. `window` positions are read by each token, all for 0. `table` is the width of a row of
-    the token table, 0 without one. `epochs` and `shares` number the changes of the pages of each slot.
+    the token table, 0 without one, and `written` has the generation that each row was written for. `epochs` and
+    `shares` number the changes of the pages of each slot. `read` are the fields of the relay that a forward takes, of
+    the requests that it feeds.
     """
 
     slots: Indices
@@ -1871,6 +1923,8 @@ class StepRules:
     places: cython.const[cython.longlong][::1]
     epochs: cython.const[cython.longlong][::1]
     shares: cython.const[cython.longlong][::1]
+    written: cython.longlong[::1]
+    read: list[Entries]
 
     def __init__(
         self,
@@ -1887,10 +1941,13 @@ class StepRules:
         places: Any,
         epochs: Any,
         shares: Any,
+        written: Any,
+        read: list[Entries],
     ) -> None:
         self.slots, self.pages, self.lens, self.offset, self.ids = slots, pages, lens, offset, ids
         self.least, self.widest, self.stride, self.window, self.table = least, len(places), stride, window, table
         self.places, self.epochs, self.shares = _view(places), _view(epochs), _view(shares)
+        self.written, self.read = _view(written), read
 
 
 @cython.cclass
@@ -1900,8 +1957,8 @@ class StepBlock(Block):
         columns | starts, KV lengths | sources, positions, mapping, last, sampled | writes | ids of the host | extras
 
     cross in one copy. Behind them, and not sent, lie the rows that sample, and the generations. `draft` moves the rows
-    here, asks each of them, and changes nothing but this block; `fill` writes what follows, and `commit` takes slots
-    and pages, which cannot fail.
+    here, asks each of them, and writes what follows; it changes nothing but this block. `commit` takes slots and pages,
+    which cannot fail.
     """
 
     reqs = cython.declare(cython.int, visibility="readonly")  # requests; rows behind them are padding
@@ -1914,6 +1971,8 @@ class StepBlock(Block):
     h = cython.declare(cython.longlong, visibility="readonly")  # ids of the host
     fed = cython.declare(cython.int, visibility="readonly")  # requests whose ids the relay has
     new_pages = cython.declare(cython.longlong, visibility="readonly")
+    new = cython.declare(object, visibility="readonly")  # these, int64[...], or None
+    need = cython.declare(cython.longlong, visibility="readonly")  # bytes of memory that the step takes
     changed = cython.declare(cython.bint, visibility="readonly")  # pages of a request, since the plan: see `running`
     row = cython.declare(cython.longlong, visibility="readonly")  # where `look` or `forward` has met a broken rule
     value = cython.declare(cython.longlong, visibility="readonly")  # the number that it met there
@@ -1952,7 +2011,8 @@ class StepBlock(Block):
         self.offset = -1
         self.epoch = self.share = self.last_rows = 0
         self.changed = False
-        self.t = self.padded = self.k = self.h = self.new_pages = self.end = 0
+        self.t = self.padded = self.k = self.h = self.new_pages = self.end = self.need = 0
+        self.new = None
 
     @cython.cfunc
     @cython.inline
@@ -1990,15 +2050,19 @@ class StepBlock(Block):
         samples: Any,
         checks: cython.int,
         bounds: cython.longlong,
+        tokens: cython.longlong,
+        host: Any,
     ) -> object:
         """Moves the rows of a step here, n with padded ones, asks each, and counts; None, or the rule that one breaks.
 
-        Then `row` and `value` say where. They are those of `source` at checked indices `kept` int64[k], all for None,
-        then those of `joining` or None, the last `takes` of which have no slot before the step; then `pads`. `numbers`
-        are an int, or int64[reqs], of tokens that each puts in; `told` and `samples` uint8[reqs] or None for all that
-        have no ids of the host, and all that sample. Lengths are compared with those of the pages at `checks`, where
-        they are exact: 2; the numbers of pools at 1. A planner without ids takes true lengths from the relay, of
-        requests that put in `bounds` tokens each, unless these are -1.
+        Then `row` and `value` say where. Else all arrays are written, unless the memory is smaller than `need`: for
+        `tokens` with padded ones, -1 for no padding; `host` int64[h] are the ids that the host has, end to end, or
+        None. Rows are those of `source` at checked indices `kept` int64[k], all for None, then those of `joining` or
+        None, the last `takes` of which have no slot before the step; then `pads`. `numbers` are an int, or int64[reqs],
+        of tokens that each puts in; `told` and `samples` uint8[reqs] or None for all that have no ids of the host, and
+        all that sample. Lengths are compared with those of the pages at `checks`, where they are exact: 2; the numbers
+        of pools at 1. A planner without ids takes true lengths from the relay, of requests that put in `bounds` tokens
+        each, unless these are -1.
         """
         reqs: cython.int = source.n if kept is None else len(kept)
         self.lay(n)
@@ -2027,7 +2091,13 @@ class StepBlock(Block):
         self.has_samples = samples is not None
         if self.has_samples:
             self.samples = _view(samples)
-        return self.look(rules, checks, bounds)
+        rule = self.look(rules, checks, bounds)
+        if rule is None:
+            self.need = self.lay_arrays(max(tokens, self.t), rules.ids)
+            self.new = rules.pages.next_pages(self.new_pages) if self.new_pages else None
+            if self.need <= 8 * self.w8.shape[0]:
+                self.fill(rules, host)
+        return rule
 
     @cython.cfunc
     def look(self, rules: StepRules, asked: cython.int, bounds: cython.longlong) -> object:
@@ -2150,7 +2220,9 @@ class StepBlock(Block):
             return self.met("free page", -1, more)
         return None
 
-    def lay_arrays(self, tokens: cython.longlong, has_ids: cython.bint) -> int:
+    @cython.cfunc
+    @cython.exceptval(-1)
+    def lay_arrays(self, tokens: cython.longlong, has_ids: cython.bint) -> cython.longlong:
         """Where the arrays begin, for so many tokens with padded ones; the bytes that all needs, tail included."""
         n: cython.longlong = self.n
         end: cython.longlong = self.at[self.columns.num]
@@ -2173,11 +2245,10 @@ class StepBlock(Block):
         self.fed_rows = self.rows - _aligned(8 * self.fed) // 8
         return self.end + _aligned(8 * self.fed) + _aligned(8 * self.s) + _aligned(8 * n)
 
-    def fill(self, rules: StepRules, new: Any, host: Any) -> None:
-        """Writes the arrays. Nothing here fails: `draft` has asked. `new` int64[...] are the pages that will be taken.
-
-        The ids that the host has are `host` int64[h], end to end, or None.
-        """
+    @cython.cfunc
+    @cython.exceptval(-1)
+    def fill(self, rules: StepRules, host: Any) -> cython.int:
+        """Writes the arrays. Nothing here fails: `draft` has asked."""
         pages: PageRows = rules.pages
         row: cython.longlong
         i: cython.longlong
@@ -2190,7 +2261,7 @@ class StepBlock(Block):
         shift: cython.longlong
         has: cython.longlong
         fresh: cython.longlong = 0
-        taken: cython.const[cython.longlong][::1] = None if new is None else _view(new)
+        taken: cython.const[cython.longlong][::1] = None if self.new is None else _view(self.new)
         nth: cython.longlong
         inside: cython.longlong
         page: cython.longlong
@@ -2313,6 +2384,7 @@ class StepBlock(Block):
                 w8[inputs + i] = 0
             w8[positions + i] = 0
             w8[mapping + i] = 0
+        return 0
 
     @cython.cfunc
     def _some(self, n: cython.Py_ssize_t, order: cython.longlong) -> Requests:
@@ -2322,6 +2394,7 @@ class StepBlock(Block):
         requests.first_slot, requests.first_gen = self.at[self.columns.slots] // 8, self.gens
         return requests
 
+    @cython.ccall
     def those_fed(self) -> Requests:
         """The requests whose ids, or true lengths, the relay has."""
         return self._some(self.fed, self.fed_rows)
@@ -2386,10 +2459,13 @@ class StepBlock(Block):
         if self.takes:
             slots.count_taken(self.takes)
 
-    def running(self, rules: StepRules, epoch: cython.longlong, share: cython.longlong, asked: cython.bint) -> object:
+    def running(
+        self, rules: StepRules, epoch: cython.longlong, share: cython.longlong, asked: cython.bint, numbers: Any
+    ) -> object:
         """`inputs` asks first: each request is there, with the tokens of the step. None, or the rule broken.
 
-        If changes of pages came after those of the step, `changed` says whether any was of a request.
+        If changes of pages came after those of the step, `changed` says whether any was of a request. `numbers` is as
+        for `refused_read`.
         """
         slots: Indices = rules.slots
         pages: PageRows = rules.pages
@@ -2419,12 +2495,24 @@ class StepBlock(Block):
                 self.changed = True
             if asked and committed[slot] < after:
                 return self.met("derived", row, after)
+        if self.fed:
+            row = refused_read(rules.read, self.those_fed(), DEVICE, asked, numbers)
+            if row >= 0:
+                return self.met("read", -1, row)
         return None
+
+    def table_written(self, rules: StepRules) -> None:
+        """The rows of the token table are written for these requests, but for those without a token."""
+        row: cython.longlong
+        at: cython.longlong = self.at[self.columns.slots] // 8
+        for row in range(self.reqs):
+            if (self.w8[self.lens + row] if self.long_lens else self.w4[self.lens + row]) > 0:
+                rules.written[self.w8[at + row]] = self.w8[self.gens + row]
 
     def launched(self, rules: StepRules) -> None:
         """The forward was given to its stream: it writes the tokens of each request that has all before them written.
 
-        The places of its pages have been written into the token table.
+        The places of its pages have been written into the token table, and it has taken the entries of the relay.
         """
         pages: PageRows = rules.pages
         row: cython.longlong
@@ -2456,3 +2544,5 @@ class StepBlock(Block):
                 while end * size < after:
                     end += 1
                 sent[slot] = cython.cast(cython.int, end)
+        if self.fed:
+            take_entries(rules.read, self.those_fed(), DEVICE)

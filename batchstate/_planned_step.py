@@ -10,8 +10,9 @@ from batchstate import levels
 from batchstate._arrays import Array, read_only
 from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
+from batchstate._relay import DEVICE
 from batchstate._rows import RowState
-from batchstate._step_arguments import Declared, Further
+from batchstate._step_arguments import NO_FURTHER, Declared, Further
 from batchstate._step_memory import StepMemory
 from batchstate._step_tokens import StepTokens
 from batchstate._upload import NO_EXTRAS, Extras
@@ -37,6 +38,7 @@ STALE_HANDLE = Code.SLOT_STALE_HANDLE
 TAKEN = STALE_HANDLE, Code.DERIVED_STALE, Code.FUTURE_CONSUMED
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 NO_PLACES: dict[str, int] = {}
+NOTHING: list[Place] = []
 
 
 @final
@@ -84,28 +86,17 @@ class PlannedStep:
         extras: what the engine sent with it, by name.
     """
 
-    __slots__ = (
-        "_batch",
-        "_declared",
-        "_further",
-        "_index",
-        "_kind",
-        "_memory",
-        "_moved",
-        "_places",
-        "_plan",
-        "_results",
-        "_rows",
-        "_sampled",
-        "_sent",
-        "_step",
-        "_tokens",
-        "_upload",
-        "_used",
-        "_windows",
-        "extras",
-        "num_reqs",
-    )
+    # Until they are asked for.
+    _rows: Ints | None = None
+    _batch: Batch | None = None
+    _sent: Batch | None = None
+    _plan: ForwardPlan | None = None
+    _index: torch.Tensor | None = None
+    _sampled: Sampled | None = None
+    _results: "Prefetched | None" = None
+    _used = False
+    _places = NO_PLACES
+    extras = NO_EXTRAS
 
     def __init__(
         self,
@@ -122,16 +113,6 @@ class PlannedStep:
         self._declared, self._kind, self._memory, self._moved = declared, kind, memory, moved
         self._tokens, self._further, self._windows, self.num_reqs = tokens, further, windows, num_reqs
         self._step = declared.runtime.step
-        self._rows: Ints | None = None
-        self._batch: Batch | None = None
-        self._sent: Batch | None = None
-        self._plan: ForwardPlan | None = None
-        self._index: torch.Tensor | None = None
-        self._sampled: Sampled | None = None
-        self._results: Prefetched | None = None
-        self._used = False
-        self._places = NO_PLACES
-        self.extras = NO_EXTRAS
 
     def __repr__(self) -> str:
         return f"PlannedStep({self.plan!r})"
@@ -140,7 +121,10 @@ class PlannedStep:
 
     def _send(self, stream: Stream) -> None:
         """Copies the step to the device on `stream`, the current one, with what goes along; then writes tables."""
-        memory, further, runtime = self._memory, self._further, self._declared.runtime
+        memory, further = self._memory, self._further
+        if further is NO_FURTHER:
+            self._upload = memory.send(memory.block.end, NOTHING, stream)
+            return
         end, places = memory.block.end, list[Place]()
         if further.arrays:
             self._places = {}
@@ -152,6 +136,7 @@ class PlannedStep:
         self._upload = memory.send(end, places, stream)
         if further.named:
             at = {name: self._places[name] for name in further.named}
+            runtime = self._declared.runtime
             self.extras = Extras(runtime, self._upload, at, further.named, row_set=self.sent.row_set)
         if further.needs:
             self.sent.device_side.gather_many()
@@ -198,26 +183,29 @@ class PlannedStep:
     @property
     def batch(self) -> Batch:
         """The requests: their lengths count the tokens that each puts in."""
-        if self._batch is None:
-            padded = self._memory.block.n > self.num_reqs
-            self._batch = self._made(self.sent._state.first(self.num_reqs)) if padded else self.sent
-        return self._batch
+        batch = self._batch
+        if batch is None:
+            batch, num_reqs = self.sent, self.num_reqs
+            if batch.num_rows > num_reqs:
+                batch = self._made(batch._state.first(num_reqs))
+            self._batch = batch
+        return batch
 
     @property
     def sent(self) -> Batch:
         """The same as it went to the device, with padded rows if there are any."""
-        if self._sent is None:
-            self._sent = batch = self._made(self._state)
-            batch.lease = self._memory
+        batch = self._sent
+        if batch is None:
+            self._sent = batch = self._made(self._state, self._memory)
             batch._crossed = self._upload
-            if self._further.needs:
-                for name, places in self._further.needs.items():
-                    batch.device_side.note_needs(name, self._upload, places)
-        return self._sent
+            for name, places in self._further.needs.items():
+                batch.device_side.note_needs(name, self._upload, places)
+        return batch
 
-    def _made(self, state: RowState) -> Batch:
-        pool, runtime = self._declared.pages.slots, self._declared.runtime
-        return self._kind(runtime, state, self.num_reqs, state.block.n, pool.pool_id, self._windows)
+    def _made(self, state: RowState, lease: StepMemory | None = None) -> Batch:
+        declared = self._declared
+        rows, pool_id = state.block.n, declared.pages.slots.pool_id
+        return self._kind(declared.runtime, state, self.num_reqs, rows, pool_id, self._windows, None, lease)
 
     # The host's part
 
@@ -315,15 +303,15 @@ class PlannedStep:
             raise ContractError(problem, "upper_bound", "name the field: StepPlanner(..., lengths=...)")
         if levels.full:
             self.sent._check_unwritten(INPUTS)
-        rule = block.running(declared.rules, pages.epochs.last, pages.shares.last, levels.cheap)
+        stream, fed = runtime.current_stream, block.fed > 0 and relay is not None
+        numbers = relay._entries.numbers(stream) if relay is not None else None
+        rule = block.running(declared.rules, pages.epochs.last, pages.shares.last, levels.cheap, numbers)
         if rule is not None or block.changed or self._used:
             self._check_running(rule)
         if levels.cheap:
-            tally(times_checked, TAKEN)
-        stream, fed = runtime.current_stream, None
-        if block.fed and relay is not None:
-            fed = block.those_fed()
-            relay.gathering(fed, declared.read, stream)
+            tally(times_checked, declared.asked if fed else TAKEN)
+        if fed and relay is not None:
+            relay.gathering(declared.read, numbers, stream)
         if stream is not upload.stream:
             runtime.use_on_current_stream(
                 upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised, current=stream
@@ -336,7 +324,7 @@ class PlannedStep:
         if self._places:
             own = {name: at for name, at in self._places.items() if name not in self._further.named}
             inputs.put({name: upload.view(at) for name, at in own.items()}, self._further.token_arrays)
-        if fed is not None and relay is not None:
+        if fed and relay is not None:
             if levels.full and len(declared.ids) == 1 and ids is not None:  # several lie mixed: see `inputs.check`
                 relay.check_gathered(declared.ids, ids)
             if bounded:
@@ -345,11 +333,11 @@ class PlannedStep:
                 relay.check_known_lengths(self.plan, declared.lengths)
         if levels.full:
             inputs.check(runtime)
-        if fed is not None and relay is not None:
-            relay.take_entries(fed, declared.read)
         if not pages.writes.only(stream):
             pages.writes.note(self.rows, stream)
+        declared.transaction.operation = INPUTS
         block.launched(declared.rules)
+        declared.transaction.operation = None
         self._used = True
         if self._plan is not None:
             self._plan.use()
@@ -357,31 +345,33 @@ class PlannedStep:
 
     def _check_running(self, rule: object) -> None:
         """Asks in words what `StepBlock.running` found, or whether the inputs were taken before."""
-        block, pages = self._memory.block, self._declared.pages
+        block, declared, pages = self._memory.block, self._declared, self._declared.pages
         if rule == "held":
             pages.slots.check_rows(self.rows, self.generations, INPUTS)
             raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")
         self.plan.check(None, INPUTS)
+        if self._used and levels.cheap:
+            self.plan.check_unused()
+        if rule == "read" and declared.relay is not None:
+            declared.relay._entries.refuse_read(block.those_fed(), declared.read[block.value], DEVICE, "gather")
         if rule is not None:
             pages.check_committed(self.rows[block.row :][:1], np.array([block.value]), INPUTS)
             raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")
-        if self._used and levels.cheap:
-            self.plan.check_unused()
 
     def _write_table(self) -> None:
         """The places of pages that begin, and of requests that have none there yet, into the token table."""
         block, memory, table = self._memory.block, self._memory, self._declared.pages.req_to_token
         if table is None:
             return
-        wide, narrow = memory.wide, memory.narrow
-        index, places = wide[block.elements : block.elements + block.k], narrow[block.places : block.places + block.k]
+        index, places = memory.table_views()
         at: Ints = NO_ROWS
         values: Array = NO_ROWS
         if table.host_memory is not None:
             at, values = memory.numbers(block.elements, block.k), memory.small_numbers(block.places, block.k)
-        there = self._state.column(self._declared.seq_lens)[: self.num_reqs] > 0
-        owners = [(self.rows[there], self.generations[there])]
-        table.scatter(index, places, at, values, owners)
+        table.scatter(index, places, at, values, ())
+        block.table_written(self._declared.rules)
+        if table._changes is not None:
+            table._changes.note(self.rows, "a write", self._declared.runtime.step)
 
     def _gathered_ids(self, source: torch.Tensor) -> torch.Tensor:
         """The ids of all tokens: those of the relay, and those of the host where it has any.
@@ -425,11 +415,13 @@ class PlannedStep:
 
     @property
     def _sampling(self) -> Sampled:
-        if self._sampled is None:
-            memory, slots = self._memory, self._declared.pages.slots
-            index = memory.views().sampled if self._index is None else self._index
-            self._sampled = Sampled(slots, memory, index, self._upload)
-        return self._sampled
+        sampled = self._sampled
+        if sampled is None:
+            memory, index = self._memory, self._index
+            if index is None:
+                index = memory.views().sampled
+            self._sampled = sampled = Sampled(self._declared.pages.slots, memory, index, self._upload)
+        return sampled
 
     @property
     def sampled_slots(self) -> Slots:

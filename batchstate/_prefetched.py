@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, Self, final
 
 import attrs
 import numpy as np
@@ -86,22 +86,10 @@ class Prefetched(Mapping[str, MirroredTensor]):
     the slots then. `prefetched["tokens"].aligned(batch.slots)` has the rows of a batch.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_download",
-        "_fields",
-        "_names",
-        "_parts",
-        "_pool_id",
-        "_publishes",
-        "_read",
-        "_relay",
-        "_rows",
-        "_slots",
-        "_values",
-        "num_reqs",
-        "runtime",
-    )
+    _arrays: list[Array] | None = None  # until they have landed
+    _read: tuple[Stream, Fence] | None = None
+    _rows: Sequence[torch.Tensor] | None = None
+    _parts: Sequence[slice] | None = None
 
     def __init__(
         self,
@@ -111,20 +99,24 @@ class Prefetched(Mapping[str, MirroredTensor]):
         slots: Callable[[], Slots],
         download: Download,
         publishes: Sequence[Use],
-        read: tuple[Stream, Fence] | None = None,
-        rows: Sequence[torch.Tensor] | None = None,
-        parts: Sequence[slice] | None = None,
     ) -> None:
-        """For the library.
+        """For the library: the device side is made of the host's when it is asked for; but see `selected`.
 
-        With `rows`, the device side was selected on a stream, behind which there is a fence: `read`; else it is made of
-        the host's when it is asked for. `parts` are those of each field in the bytes of a request, where all came in
-        one piece. The relay itself is not kept: its memory goes with it.
+        The relay itself is not kept: its memory goes with it.
         """
-        self.runtime, self._fields, self._relay, self._pool_id = source
-        self.num_reqs, self._slots, self._names = num_reqs, slots, names
-        self._download, self._publishes, self._read, self._rows, self._parts = download, publishes, read, rows, parts
-        self._values: dict[str, MirroredTensor] | None = None
+        self._source, self._names, self.num_reqs, self._slots = source, names, num_reqs, slots
+        self._download, self._publishes = download, publishes
+        self._values: dict[str, MirroredTensor] = {}
+
+    def selected(
+        self, read: tuple[Stream, Fence], rows: Sequence[torch.Tensor] | None, parts: Sequence[slice] | None
+    ) -> Self:
+        """For the library: `rows`, the device side, were selected on a stream, behind which there is a fence: `read`.
+
+        `parts` are those of each field in the bytes of a request, where all came in one piece.
+        """
+        self._read, self._rows, self._parts = read, rows, parts
+        return self
 
     def __repr__(self) -> str:
         return f"Prefetched({', '.join(self._names)} of {self.num_reqs} requests)"
@@ -136,15 +128,20 @@ class Prefetched(Mapping[str, MirroredTensor]):
 
     @property
     def _where(self) -> Where:
-        return {"object": self._relay, "operation": "resolve", "step": self._download.step}
+        return {"object": self._source.label, "operation": "resolve", "step": self._download.step}
 
     # Two prefetches are never equal; a mapping would compare values, and wait for them.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime of the relay."""
+        return self._source.runtime
+
     def ready(self) -> bool:
         """Whether `resolve` would return at once. Never waits."""
-        return self._values is not None or (not self.runtime.capturing and self._download.ready())
+        return self._arrays is not None or (not self.runtime.capturing and self._download.ready())
 
     def resolve(self) -> Mapping[str, MirroredTensor]:
         """Each field as an exact value, both sides from one read of the relay. Waits for that copy alone.
@@ -152,45 +149,46 @@ class Prefetched(Mapping[str, MirroredTensor]):
         Raises:
             Violation: FUTURE_ORDER, SENTINEL_ESCAPED, STAGING_REUSED, at `cheap`.
         """
-        if self._values is None:
-            runtime = self.runtime
+        if self._arrays is None:
+            runtime, fields, _, _ = self._source
             if get_ident() != runtime.owner.ident:
                 runtime.check_owner(f"{self._download.name}: resolve")
             arrays = self._download.resolve()
             if self._parts is not None:
-                pairs = zip(self._parts, (self._fields[name] for name in self._names), strict=True)
+                pairs = zip(self._parts, (fields[name] for name in self._names), strict=True)
                 pieces = [(arrays[0][:, part].copy().view(numpy_dtype(field.dtype)), field) for part, field in pairs]
                 arrays = [piece.reshape(len(piece), *field.shape) for piece, field in pieces]
             if levels.cheap:
                 self._check_order()
-            values, device = {}, None
-            for i, name in enumerate(self._names):
-                field, array = self._fields[name], arrays[i]
-                if levels.cheap and field.non_negative and not field.ragged:
-                    where: Where = {**self._where, "column": name}
-                    invariants.sentinel_escaped(array.reshape(-1), **where)
-                if self._rows is not None and self._read is not None:
-                    device = DeviceSide(ReadyTensor(self._rows[i], *self._read, {}))
-                values[name] = MirroredTensor(
-                    runtime,
-                    array,
-                    device,
-                    dtype=field.dtype,
-                    shape=array.shape,
-                    name=name,
-                    # Not by a method: a value that refers to this object, which has it, would be a cycle.
-                    row_set=RowSet(0, partial(_numbers_of, self._slots), self._pool_id),
-                )
-                if device is not None:
-                    values[name].check("resolve")
-            self._values = values
-        return self._values
+                for name, array in zip(self._names, arrays, strict=True):
+                    field = fields[name]
+                    if field.non_negative and not field.ragged:
+                        where: Where = {**self._where, "column": name}
+                        invariants.sentinel_escaped(array.reshape(-1), **where)
+            self._arrays = arrays
+            if self._rows is not None:
+                for name in self._names:
+                    self[name].check("resolve")
+        return self
+
+    def _value(self, i: int) -> MirroredTensor:
+        """Field number `i`, which has landed."""
+        runtime, fields, _, pool_id = self._source
+        name, device = self._names[i], None
+        array: Array = self._arrays[i]  # type: ignore[index]
+        if self._rows is not None and self._read is not None:
+            device = DeviceSide(ReadyTensor(self._rows[i], *self._read, {}))
+        # Not by a method: a value that refers to this object, which has it, would be a cycle.
+        rows = RowSet(0, partial(_numbers_of, self._slots), pool_id)
+        return MirroredTensor(
+            runtime, array, device, dtype=fields[name].dtype, shape=array.shape, name=name, row_set=rows
+        )
 
     def _check_order(self) -> None:
         """The values had been published when they were read, as the publish's fence says, and have landed."""
-        done = self._download.done
-        times_checked[FUTURE_ORDER] += 1 + len(self._publishes)
-        for publish in self._publishes:
+        done, publishes = self._download.done, self._publishes
+        times_checked[FUTURE_ORDER] += 1 + len(publishes)
+        for publish in publishes:
             if publish.fence is not done and not (publish.fence and publish.fence.query()):
                 invariants.future_order(False, publish.by, "the host", f"a wait for {publish.by}", **self._where)
         if not done.query():
@@ -199,7 +197,12 @@ class Prefetched(Mapping[str, MirroredTensor]):
     def __getitem__(self, field: str) -> MirroredTensor:
         if field not in self._names:
             raise KeyError(f"{field!r} was not prefetched, only {', '.join(self._names)}")
-        return self.resolve()[field]
+        if self._arrays is None:
+            self.resolve()
+        value = self._values.get(field)
+        if value is None:
+            value = self._values[field] = self._value(self._names.index(field))
+        return value
 
     def __contains__(self, field: object) -> bool:
         return field in self._names  # and waits for nothing, which `__getitem__` would

@@ -6,15 +6,15 @@ stream, nothing is looked up or waited for, since its own order does.
 """
 
 import enum
-from collections.abc import Callable, Collection, Iterable
-from typing import final
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NoReturn, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._core import Entries, Requests, tally
+from batchstate._core import Entries, Requests, refused_read, refused_write, take_entries, tally
 from batchstate.errors import unexplained
 from batchstate.invariants import times_checked
 from batchstate.pools import SlotListener
@@ -35,6 +35,8 @@ KEPT = 32
 
 MOST_STREAMS = 8
 """Streams with older uses, before it is asked which have run: an engine may make its streams anew in each step."""
+
+NO_READS: dict[object, Any] = {}
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -58,14 +60,15 @@ class Use:
         operation: "publish" or "a read".
         fence: behind it, and for a publish no other's; None for a read behind which none was needed yet.
         ordered: keys of the streams that are ordered behind it.
-        reads: of a publish, the last read on each stream, by its key.
+        reads: of a publish, the last read on each stream, by its key; only where there are several streams.
     """
 
     __slots__ = ("fence", "number", "operation", "ordered", "reads", "step", "stream")
 
     def __init__(self, number: int, operation: str, step: int, stream: Stream, fence: Fence | None) -> None:
         self.number, self.operation, self.step, self.stream, self.fence = number, operation, step, stream, fence
-        self.ordered, self.reads = {stream.key}, dict[object, Use]()
+        self.ordered: tuple[object, ...] = (stream.key,)
+        self.reads = NO_READS
 
     @property
     def by(self) -> str:
@@ -99,55 +102,54 @@ class RelayEntries(SlotListener):
 
     # Checks
 
-    def check_overwrite(self, requests: Requests, names: Iterable[str], stream: Stream) -> Numbers | None:
+    def numbers(self, stream: Stream) -> Numbers | None:
+        """Where a check puts the publishes that entries come from; None while all was on `stream`, the current one."""
+        return None if stream is self._only else set()
+
+    def check_overwrite(self, requests: Requests, names: Sequence[str], stream: Stream) -> Numbers | None:
         """The publishes that wrote these entries last; they must be read first: FUTURE_UNREAD_OVERWRITTEN, at `cheap`.
 
-        To be passed to `come_behind`; None while `stream`, the current one, is the only one.
+        To be passed to `come_behind`.
         """
-        numbers: Numbers | None = None if stream is self._only else set()
-        for name in names:
-            entries = self.fields[name]
-            if entries.refused_write(requests, levels.cheap, numbers) < 0:
-                times_checked[UNREAD_OVERWRITTEN] += levels.cheap
-                continue
-            rows = requests.handles()[0]
+        fields, cheap = self.fields, levels.cheap
+        numbers = None if stream is self._only else set[int]()
+        refused = refused_write([fields[name] for name in names], requests, cheap, numbers)
+        if cheap:
+            times_checked[UNREAD_OVERWRITTEN] += len(names)
+        if refused >= 0:
+            entries, rows = fields[names[refused]], requests.handles()[0]
             number, taken = entries.arrays["number"][rows], entries.arrays["taken"][rows]
             unread = (number != 0) & ((taken & entries.readers) != entries.readers)
             writer, readers = self._writer(number), READERS[entries.readers]
-            where = self.where("publish", name)
+            where = self.where("publish", names[refused])
             invariants.future_unread_overwritten(rows, unread, writer, self.by("publish"), readers, **where)
             raise unexplained("FutureMap", "publish", UNREAD_OVERWRITTEN)
         return numbers
 
     def check_read(
-        self,
-        requests: Requests,
-        names: Iterable[str],
-        reader: int,
-        stream: Stream,
-        operation: str,
+        self, requests: Requests, names: Sequence[str], reader: int, stream: Stream, operation: str
     ) -> Numbers | None:
         """The publishes that entries of live requests come from, which `reader` has not taken.
 
-        To be passed to `come_behind`; None while `stream`, the current one, is the only one. FUTURE_UNWRITTEN,
-        FUTURE_GENERATION, FUTURE_CONSUMED, at `cheap`.
+        To be passed to `come_behind`. FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED, at `cheap`.
         """
-        numbers: Numbers | None = None if stream is self._only else set()
-        for name in names:
-            entries = self.fields[name]
-            row = entries.refused_read(requests, reader, levels.cheap, numbers)
-            if row < 0:
-                if levels.cheap:
-                    tally(times_checked, READ_CODES)
-                continue
-            rows, generations = requests.handles()
-            number, by, where = entries.arrays["number"][rows], self.by(operation), self.where(operation, name)
-            writer, taken = self._writer(number), (entries.arrays["taken"][rows] & reader) != 0
-            invariants.future_unwritten(rows, number != 0, by, **where)
-            invariants.future_generation(rows, entries.arrays["generation"][rows], generations, writer, by, **where)
-            invariants.future_consumed(rows, taken, writer, by, **where)
-            raise unexplained("FutureMap", operation, READ_CODES[0])
+        numbers = self.numbers(stream)
+        refused = refused_read([self.fields[name] for name in names], requests, reader, levels.cheap, numbers)
+        if levels.cheap:
+            tally(times_checked, READ_CODES * len(names))
+        if refused >= 0:
+            self.refuse_read(requests, names[refused], reader, operation)
         return numbers
+
+    def refuse_read(self, requests: Requests, name: str, reader: int, operation: str) -> NoReturn:
+        """Raises for the entries of a field that `reader` may not take."""
+        entries, (rows, generations) = self.fields[name], requests.handles()
+        number, by, where = entries.arrays["number"][rows], self.by(operation), self.where(operation, name)
+        writer, taken = self._writer(number), (entries.arrays["taken"][rows] & reader) != 0
+        invariants.future_unwritten(rows, number != 0, by, **where)
+        invariants.future_generation(rows, entries.arrays["generation"][rows], generations, writer, by, **where)
+        invariants.future_consumed(rows, taken, writer, by, **where)
+        raise unexplained("FutureMap", operation, READ_CODES[0])
 
     def verify(self) -> None:
         """Every entry belongs to a live slot: FUTURE_GENERATION."""
@@ -187,7 +189,7 @@ class RelayEntries(SlotListener):
         for use in uses:
             if key not in use.ordered:
                 self._runtime.wait(self._fence_of(use), stream=stream)
-                use.ordered.add(key)
+                use.ordered = (*use.ordered, key)
             if key not in use.ordered and levels.cheap:
                 missing, where = f"a wait for {use.by}", self.where(operation)
                 invariants.future_order(False, use.by, self.by(operation, stream), missing, **where)
@@ -207,7 +209,10 @@ class RelayEntries(SlotListener):
             publish = self.publishes.get(number)
             if publish is None and read.fence is None:
                 read.fence = self._runtime.record(stream)
-            (self._older if publish is None else publish.reads)[stream.key] = read
+            if publish is None:
+                self._older[stream.key] = read
+            else:
+                publish.reads = {**publish.reads, stream.key: read}
 
     def published(self, numbers: Numbers | None) -> list[Use]:
         """Those of the publishes that are told apart."""
@@ -233,13 +238,15 @@ class RelayEntries(SlotListener):
 
         The last one of these on each stream is behind the others, so nothing is asked of the device.
         """
-        for number in [*self.publishes][:KEPT]:
-            publish = self.publishes.pop(number)
+        publishes = [*self.publishes.items()]
+        self.publishes = dict(publishes[KEPT:])
+        # While there is one stream, no read was noted, and the last publish is behind all.
+        for _, publish in publishes[KEPT - 1 if self._only is not None else 0 : KEPT]:
             for use in (publish, *publish.reads.values()):
                 before = self._older.get(use.stream.key)
                 if before is None or before.number < use.number:
                     self._older[use.stream.key] = use
-            publish.reads = {}
+            publish.reads = NO_READS
         for use in self._older.values():
             self._fence_of(use)
         if len(self._older) > MOST_STREAMS:
@@ -265,10 +272,10 @@ class RelayEntries(SlotListener):
         """
         if levels.cheap:
             times_checked[FUTURE_ORDER] += 1
-            shared = self._last
-            if shared is not None and shared.fence is fence and not fence.query():
+            last = self._last
+            if last is not None and last.fence is fence and not fence.query():
                 by, missing = self.by("publish", stream), "a fence for each publish"
-                invariants.future_order(False, shared.by, by, missing, **self.where("publish"))
+                invariants.future_order(False, last.by, by, missing, **self.where("publish"))
         publish = self._add(fence, stream)
         for name in names:
             self.fields[name].publish(requests, publish.number, HOST if name in to_host else 0)
@@ -281,8 +288,7 @@ class RelayEntries(SlotListener):
             self.fields[name].clear(rows, publish.number)
 
     def take(self, requests: Requests, names: Iterable[str], reader: int) -> None:
-        for name in names:
-            self.fields[name].take(requests, reader)
+        take_entries([self.fields[name] for name in names], requests, reader)
 
     def clear(self, rows: Ints, names: Iterable[str]) -> None:
         for name in names:

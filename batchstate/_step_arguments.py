@@ -17,6 +17,7 @@ from batchstate.kv.pages import PagePool
 from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import ALIGNMENT
 from batchstate.tables import TableWrite
+from batchstate.violations import Code
 
 if TYPE_CHECKING:
     from batchstate.future_map import FutureMap
@@ -39,6 +40,7 @@ class Declared:
         places: int64[most], where id i of a request lies behind the first element of its slot.
         least: the fewest ids that the relay has of a request; fewer than `most` where the last field is ragged.
         rules: the same, for the core.
+        asked: the invariants that `inputs` asks of requests which the relay feeds.
     """
 
     pages: PagePool
@@ -58,6 +60,7 @@ class Declared:
     least: int = attrs.field(init=False, default=0)
     rules: StepRules = attrs.field(init=False)
     slots: Indices = attrs.field(init=False)
+    asked: tuple[Code, ...] = attrs.field(init=False)
     runtime: Runtime = attrs.field(init=False)
     transaction: Transaction = attrs.field(init=False)
 
@@ -94,7 +97,11 @@ class Declared:
             places=self.places,
             epochs=pages.epochs.rows,
             shares=pages.shares.rows,
+            written=NO_IDS.copy() if table is None else table._written,
+            read=[] if relay is None else [relay._entries.fields[name] for name in self.read],
         )
+        codes = (Code.FUTURE_UNWRITTEN, Code.FUTURE_GENERATION, Code.FUTURE_CONSUMED)
+        put(asked=(Code.SLOT_STALE_HANDLE, Code.DERIVED_STALE, Code.FUTURE_CONSUMED, *codes * len(self.read)))
         put(rules=rules)
 
     @property

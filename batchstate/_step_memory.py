@@ -47,7 +47,7 @@ def _references() -> int:
 
 
 HELD = _references()
-"""Python's references to a tensor that a tuple of views has and nobody else, as `_counted` sees them."""
+"""Python's references to a tensor that a tuple of views has and nobody else, as `StepMemory.held` sees them."""
 
 
 def _alone() -> Any:
@@ -87,7 +87,7 @@ class StepMemory:
             forward may write into its inputs.
         sent: the fence behind the last copy of it, and the stream that ran it; None before it was sent.
         others: further streams that use it since then, by their keys.
-        counts: how many hold it when it is free.
+        counts: how many hold it when it is free, but for views that it keeps.
     """
 
     __slots__ = (
@@ -96,9 +96,11 @@ class StepMemory:
         "_fences",
         "_handed",
         "_heads",
+        "_objects",
         "_runtime",
         "_shared",
         "_storage",
+        "_table_views",
         "_views",
         "array",
         "block",
@@ -121,7 +123,7 @@ class StepMemory:
         self._fences: tuple[Stream, list[Fence]] | None = None
         self.sent: tuple[Fence, Stream] | None = None
         self.others: dict[object, Stream] = {}
-        self.counts: tuple[int, ...] = ()
+        self.counts = 0
         self._renew()
 
     def _renew(self) -> None:
@@ -138,12 +140,23 @@ class StepMemory:
         """Makes no view yet."""
         self._heads: dict[int, torch.Tensor] = {}
         self._views: dict[tuple[int, int, int], Views] = {}
+        self._table_views: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._handed: tuple[torch.Tensor, ...] = ()
+        self._objects = self.block, self.array, self.array.base, self._storage  # numpy takes the base for that of views
         self._shared = 0  # how many of those that share the storage are views here
 
-    def counted(self) -> tuple[int, ...]:
-        """How many hold it, but for views that it keeps. To be called as `free` is, on an item of one list."""
-        return _counted(self)
+    def held(self) -> int:
+        """How many hold it, but for views that it keeps: never fewer than `counts`. Called on an item of one list.
+
+        Python's references to it, its parts and the tensors that were handed out last, and torch's count of tensors
+        that share the storage.
+        """
+        handed = self._handed
+        held: int = _sharing(self._storage._cdata) - self._shared
+        held += getrefcount(self) + sum(map(getrefcount, self._objects))
+        if _users is not None:
+            held += sum(map(_users, handed)) - len(handed)
+        return held + sum(map(getrefcount, handed)) - len(handed) * HELD
 
     def numbers(self, at: int, n: int) -> Ints:
         """N elements int64 from element `at` on, a view."""
@@ -193,18 +206,26 @@ class StepMemory:
         self._handed = views
         return views
 
-    def free(self, stream: Stream) -> bool | None:
-        """Whether the next step may be planned here, on `stream`, the current one; None while somebody holds it."""
-        if _counted(self) != self.counts:
-            return None
+    def table_views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The elements of the token table that the step writes, int64[k], and their places, int32[k]: for no holder."""
+        block = self.block
+        at = block.elements, block.places, block.k
+        views = self._table_views.get(at)
+        if views is None:
+            with torch.inference_mode(False):
+                elements = self.wide[block.elements : block.elements + block.k]
+                views = self._table_views[at] = elements, self.narrow[block.places : block.places + block.k]
+            self._shared += 2
+        return views
+
+    def free(self, stream: Stream) -> bool:
+        """Whether the next step may be planned here, where nobody holds it, on `stream`, the current one."""
         if self.sent is None:
             return True
         ready, own = self.sent
         if not ready.query():
             return False
         if self.others or (own is not stream and own != stream):
-            if len(self.others) >= MOST_SYNCHRONISED:  # the first of them are forgotten
-                return None
             if self._fences is None or self._fences[0] != stream:
                 used = [own, *self.others.values()]
                 self._fences = stream, [self._runtime.record(other) for other in used if other != stream]
@@ -214,24 +235,9 @@ class StepMemory:
         self.sent = None
         if not STAYS:
             self._renew()
-        elif len(self._views) + len(self._heads) > MOST_SIZES:
+        elif len(self._views) + len(self._heads) + len(self._table_views) > MOST_SIZES:
             self._forget()
         return True
-
-
-def _counted(memory: StepMemory) -> tuple[int, ...]:
-    """How many hold a memory, but for views that it keeps."""
-    array, handed, storage = memory.array, memory._handed, memory._storage
-    return (
-        getrefcount(memory),
-        getrefcount(memory.block),
-        getrefcount(array),
-        getrefcount(array.base),  # which numpy takes for the base of a view
-        getrefcount(storage),
-        _sharing(storage._cdata) - memory._shared,
-        sum(map(getrefcount, handed)) - len(handed) * HELD,
-        0 if _users is None else sum(map(_users, handed)) - len(handed),
-    )
 
 
 @final
@@ -245,7 +251,7 @@ class StepMemories:
     def __init__(self, runtime: Runtime, columns: Columns) -> None:
         self._runtime, self._columns = runtime, columns
         self._all: list[StepMemory] = []
-        self._counts: tuple[int, ...] = ()
+        self._counts = 0
         self.made_for_holders = 0
         self._made(None, 0, SMALLEST)  # now: its counts are compared with those of memory that is made later
 
@@ -255,13 +261,15 @@ class StepMemories:
         held = 0
         for memory in self._all:
             if free is None or memory.others:  # of those that other streams use each gets its fence soon
-                answer = memory.free(stream)
-                held += answer is None
-                if answer and free is None:
+                # Of more streams than are remembered, the first have been forgotten.
+                if memory.held() != memory.counts or len(memory.others) >= MOST_SYNCHRONISED:
+                    held += 1
+                elif memory.free(stream) and free is None:
                     free = memory
         if free is None or free.size < nbytes:
             free = self._made(free, held, nbytes)
-        self._all.append(self._all.pop(self._all.index(free)))  # so that the one lent longest ago is asked first
+        self._all.remove(free)
+        self._all.append(free)  # so that the one lent longest ago is asked first
         self._runtime.host_accesses(free.staging.tensor, 0, free.size, "plan: fill", writes=True)
         return free
 
@@ -274,12 +282,12 @@ class StepMemories:
             if held >= MOST_MEMORIES:
                 del self._all[0]
         self._all.append(StepMemory(self._runtime, self._columns, max(SMALLEST, 1 << (nbytes - 1).bit_length())))
-        counts: tuple[int, ...] = ()
+        counts = 0
         for memory in self._all:  # as `take` asks
             if memory is self._all[-1]:
-                counts = memory.counted()
+                counts = memory.held()
         # All are held alike while they are free. The least counts: somebody may look at all objects just now.
-        self._counts = tuple(map(min, counts, self._counts or counts))
+        self._counts = min(counts, self._counts or counts)
         for memory in self._all:
             memory.counts = self._counts
         return self._all[-1]

@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,14 @@ _MOST_IN_RECORD = 256
 there a copy of the values into one piece costs more than a launch."""
 
 
+class Run(NamedTuple):
+    """Fields that lie side by side, their name in reports, and their memory [capacity, ...]."""
+
+    names: tuple[str, ...]
+    label: str
+    memory: torch.Tensor
+
+
 @ranges("publish", "gather", "prefetch", "resolve", "resolve_forward_inputs")
 @final
 class FutureMap(OfThisProcess):
@@ -89,7 +97,7 @@ class FutureMap(OfThisProcess):
         self._source = Source(self.runtime, self._fields, repr(self), slots.pool_id)
         self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=self._source.label)
         self._transaction = slots.transaction
-        self._labels: dict[Sequence[str], str] = {}
+        self._runs_of: dict[tuple[str, ...], list[Run]] = {}
         self._private = self.runtime.stream(f"{name}: to the host")
         slots.add_listener(self._entries)
         weakref.finalize(self, slots.remove_listener, self._entries).atexit = False
@@ -189,7 +197,7 @@ class FutureMap(OfThisProcess):
                 host[name] = self.host_values(name, value, (n, publishing.num_rows))
         if not values:
             raise DeclarationError(f"{self.name}: publish of no field", None, f"name one of: {', '.join(self._fields)}")
-        numbers = self._entries.check_overwrite(requests, values, stream)
+        numbers = self._entries.check_overwrite(requests, tuple(values), stream)
         if not n:
             return self.prefetch(publishing.handles(), *results) if results else None
         if others:
@@ -229,24 +237,24 @@ class FutureMap(OfThisProcess):
             invariants.sentinel_escaped(array.reshape(-1), **self._entries.where("publish", name))
         return array
 
-    def _named(self, run: tuple[str, ...]) -> str:
-        label = self._labels.get(run)
-        if label is None:
-            label = self._labels[run] = f"{self.name}: {', '.join(run)}"
-        return label
+    def _runs(self, names: tuple[str, ...]) -> list[Run]:
+        """The fields in runs that lie side by side in the record; a field that is not in it is a run of its own."""
+        runs = self._runs_of.get(names)
+        if runs is None:
+            parts: list[list[str]] = []
+            end = -1
+            for place, name in sorted((self._places.get(name, slice(-2, -3)).start, name) for name in names):
+                if place != end or len(names) < 3:  # two launches take no longer than one and a copy into one piece
+                    parts.append([])
+                parts[-1].append(name)
+                end = self._places[name].stop if name in self._places else -1
+            runs = self._runs_of[names] = [self._run(tuple(part)) for part in parts]
+        return runs
 
-    def _runs(self, names: Collection[str]) -> list[tuple[str, ...]]:
-        """The names in runs that lie side by side in the record; a field that is not in it is a run of its own."""
-        if len(names) < 3:
-            return [(name,) for name in names]
-        runs: list[list[str]] = []
-        end = -1
-        for place, name in sorted((self._places.get(name, slice(-2, -3)).start, name) for name in names):
-            if place != end:
-                runs.append([])
-            runs[-1].append(name)
-            end = self._places[name].stop if name in self._places else -1
-        return [tuple(run) for run in runs]
+    def _run(self, names: tuple[str, ...]) -> Run:
+        with torch.inference_mode(False):  # it is kept, and used outside of that mode too
+            memory = self._memory[names[0]] if len(names) == 1 else self._part_of_record(names)
+        return Run(names, f"{self.name}: {', '.join(names)}", memory)
 
     def put(
         self,
@@ -269,13 +277,15 @@ class FutureMap(OfThisProcess):
             entries.come_behind(numbers, stream, "publish", to_write=True)
         self._transaction.operation = "publish"
         try:
-            for run in self._runs(values):
-                label, memory, part = self._named(run), self._memory_of(run[0], stream), values[run[0]]
-                if len(run) > 1:
-                    parts, memory = [values[name] for name in run], self._part_of_record(run)
+            for names, label, memory in self._runs(tuple(values)):
+                if stream is not self._zeroed_on:
+                    self._memory_of(names[0], stream)
+                part = values[names[0]]
+                if len(names) > 1:
+                    parts = [values[name] for name in names]
                     part = runtime.launch(_as_record, parts, reads=parts, name=label)
                 runtime.launch(put_rows, memory, index, part, reads=(index, part), writes=(memory,), name=label)
-                written += run
+                written += names
             # On this stream, where what is published may be written over later; one fence is behind both.
             download = runtime.download(sent, name=self.name, stream=stream) if sent else None
             fence = runtime.record(stream) if download is None else download.done
@@ -334,18 +344,18 @@ class FutureMap(OfThisProcess):
                     where = self._entries.where("gather", field)
                     invariants.sentinel_escaped(self.runtime.inspect(part).reshape(-1), **where)
 
-    def gathering(self, requests: Requests, names: Sequence[str], stream: Stream) -> None:
-        """Before entries are gathered for live requests on `stream`, the current one: they are there, and it waits.
+    def gathering(self, names: Sequence[str], numbers: Numbers | None, stream: Stream) -> None:
+        """Before entries of these publishes are gathered on `stream`, the current one: it comes behind them.
 
         Notes the read: a later writer on another stream waits for what the stream has by then. For `StepPlanner`.
         """
-        numbers = self._entries.check_read(requests, names, DEVICE, stream, "gather")
+        entries = self._entries
         if numbers is not None:
-            self._entries.come_behind(numbers, stream, "gather")
+            entries.come_behind(numbers, stream, "gather")
         if stream is not self._zeroed_on:
             for name in names:
                 self._memory_of(name, stream)
-        self._entries.note_read(numbers, stream)
+        entries.note_read(numbers, stream)
 
     def flat_ids(self, fields: Sequence[str]) -> tuple[torch.Tensor, int, list[int]] | None:
         """Fields of one dtype as one vector: entry i of field f of slot s is its element `s * width + offsets[f] + i`.
@@ -383,10 +393,8 @@ class FutureMap(OfThisProcess):
         self._transaction.operation = "prefetch"
         entries.take(requests, fields, HOST)
         self._transaction.operation = None
-        rows, publishes = None if parts is not None else tensors, entries.published(numbers)
-        return Prefetched(
-            self._source, fields, requests.n, lambda: live, download, publishes, (stream, read), rows, parts
-        )
+        arrived = Prefetched(self._source, fields, requests.n, lambda: live, download, entries.published(numbers))
+        return arrived.selected((stream, read), None if parts is not None else tensors, parts)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy."""
@@ -517,17 +525,11 @@ class FutureMap(OfThisProcess):
 
     def check_first(self, requests: Requests, names: Iterable[str], stream: Stream) -> Numbers | None:
         """The publishes that those of requests that join come behind, for `put`."""
-        return self._entries.check_overwrite(requests, names, stream)
+        return self._entries.check_overwrite(requests, tuple(names), stream)
 
     def selected(self, field: str, index: torch.Tensor) -> torch.Tensor:
         """The entries of a field that `gathering` has checked."""
         return self._end_to_end((field,), index)
-
-    def take_entries(self, requests: Requests, names: Iterable[str]) -> None:
-        """Notes that the next forward has taken entries."""
-        self._transaction.operation = "inputs"
-        self._entries.take(requests, names, DEVICE)
-        self._transaction.operation = None
 
     def check_known_lengths(self, plan: ForwardPlan, lengths: str) -> None:
         """MIRROR_EQUAL, at `full`: the last forward published other lengths than those that the host has."""

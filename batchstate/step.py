@@ -245,9 +245,7 @@ class StepPlanner(OfThisProcess):
 
         # A draft of the step, in memory that nobody reads, and its copy.
         stream = runtime.current_stream
-        memory, state, new = self._drafted(
-            batch, index, joined, takes, tokens, n, num_rows, pad_tokens, further, stream
-        )
+        memory, state = self._drafted(batch, index, joined, takes, tokens, n, num_rows, pad_tokens, further, stream)
         step = PlannedStep(declared, self._kind, memory, state, tokens, n, further, batch._open_windows())
         if isinstance(query_lens, MirroredTensor) and query_lens.row_set is not None:
             rows = RowSet(0, (step.rows, step.generations), slots.pool_id)
@@ -266,8 +264,8 @@ class StepPlanner(OfThisProcess):
 
         # The changes, which cannot fail.
         self._transaction.operation = OPERATION
-        if new is not None:
-            self._pages._holders.note(new)
+        if memory.block.new is not None:
+            self._pages._holders.note(memory.block.new)
         memory.block.commit(declared.rules, self._pages.epochs.last, self._pages.shares.last)
         if takes:
             slots.note_taken(step.rows[kept:])
@@ -370,11 +368,8 @@ class StepPlanner(OfThisProcess):
         pad_tokens: SupportsIndex | None,
         further: Further,
         stream: Stream,
-    ) -> tuple[StepMemory, RowState, Ints | None]:
-        """The step, written into memory that nobody reads, its rows, and the pages that it will take.
-
-        Each row was looked at, and nothing changed.
-        """
+    ) -> tuple[StepMemory, RowState]:
+        """The step, written into memory that nobody reads, and its rows: each was looked at, and nothing changed."""
         declared, cheap = self._declared, levels.cheap
         moved = was = batch._state
         if was.device or was.objects or joined is not None:
@@ -387,7 +382,9 @@ class StepPlanner(OfThisProcess):
             moved.pad_device(num_rows - n)
             self._add_needs(further, moved)
         rules, other, checks = declared.rules, None if joined is None else joined.state.block, cheap + (cheap and exact)
-        nbytes = self._usual
+        padded = -1 if pad_tokens is None else counted(pad_tokens, "StepPlanner: pad_tokens")
+        numbers, told, samples, ids = tokens.numbers, tokens.told, tokens.samples, tokens.ids
+        own, pads, nbytes = was.block, self._layout.pads, self._usual
         if num_rows > self._usual_rows:
             nbytes = max(nbytes, self._layout.nbytes(num_rows))
         if further.arrays:
@@ -395,29 +392,29 @@ class StepPlanner(OfThisProcess):
         while True:
             memory = self._memories.take(nbytes, stream)
             block = memory.block
-            numbers, told, samples = tokens.numbers, tokens.told, tokens.samples
-            own, pads = was.block, self._layout.pads
-            rule = block.draft(rules, own, index, other, pads, num_rows, takes, numbers, told, samples, checks, bounds)
+            rows = own, index, other, pads, num_rows, takes
+            rule = block.draft(rules, *rows, numbers, told, samples, checks, bounds, padded, ids)
             if rule is not None:
                 self._refuse(str(rule), moved.on(block), tokens, n, takes)
-            padded = block.t if pad_tokens is None else counted(pad_tokens, "StepPlanner: pad_tokens", least=block.t)
-            new = self._pages._rows.next_pages(block.new_pages) if block.new_pages else None
-            if not self._plain:
-                self._add_derived(further, moved.on(block), tokens, n, num_rows, padded, new, exact)
-            nbytes = self._usual = block.lay_arrays(padded, declared.has_ids)
-            if further.arrays:
-                nbytes += further.nbytes
+            nbytes = self._usual = block.need
             if nbytes <= memory.size:
-                break
+                if pad_tokens is not None:
+                    counted(pad_tokens, "StepPlanner: pad_tokens", least=block.t)
+                if not self._plain:
+                    self._add_derived(further, moved.on(block), tokens, n, num_rows, exact)
+                if not further.arrays:
+                    break
+                nbytes += further.nbytes
+                if nbytes <= memory.size:
+                    break
         self._usual_rows = num_rows
         tally(times_checked, _LOOKED_AT[checks])
-        block.fill(rules, new, tokens.ids)
         if declared.int32:
             starts = {"positions": block.positions, "slot_mapping": block.mapping, "last_token_indices": block.last}
             for name in declared.int32 & starts.keys():
                 array = further.arrays[name]
                 array[...] = memory.numbers(starts[name], array.size)
-        return memory, moved, new
+        return memory, moved
 
     def _bounds(self, moved: RowState, tokens: StepTokens, n: int) -> int:
         """Moves the device side of bounded lengths on; tokens of each request whose true length comes without ids."""
@@ -445,23 +442,21 @@ class StepPlanner(OfThisProcess):
         tokens: StepTokens,
         n: int,
         num_rows: int,
-        padded: int,
-        new: Ints | None,
         exact: bool,
     ) -> None:
         """Arrays that only some planners send: layouts of attention kernels, narrow indices, what bounds need."""
         declared, arrays = self._declared, further.arrays
         block: Any = state.block
         sampling = num_rows if block.s == n else block.s
-        sizes = {"positions": padded, "slot_mapping": padded, "last_token_indices": sampling}
+        sizes = {"positions": block.padded, "slot_mapping": block.padded, "last_token_indices": sampling}
         for name in declared.int32 & sizes.keys():
             arrays[name] = np.zeros(sizes[name], dtype=np.int32)
         queries, rows = tokens.each(n), state.column(str(self._layout.slots))[:n]
-        lens = state.column(declared.seq_lens)[:n].astype(np.int64) + queries
+        lens = state.column(declared.seq_lens)[:n].astype(np.int64)  # with those of the step
         offset = None if declared.kv_offset is None else state.column(declared.kv_offset)[:n].astype(np.int64)
         if self._layouts:
             totals = lens if offset is None else np.where(lens > 0, lens + offset, 0)
-            table = self._pages.tables_with(rows, n - block.takes, totals, NO_PAGES if new is None else new)
+            table = self._pages.tables_with(rows, n - block.takes, totals, NO_PAGES if block.new is None else block.new)
             bounded = block.fed > 0 and not exact
             laid = layout_arrays(self._layouts, table, lens, self._pages.page_size, num_rows, offset, bounded)
             _check_names(laid.keys() & (further.named.keys() | further.token_arrays.keys()))

@@ -45,6 +45,8 @@ from batchstate.errors import (
 from batchstate.invariants import times_checked
 from batchstate.kv._page_state import PageHolders
 from batchstate.mirror import Slots
+from batchstate.races import RaceRuntime
+from batchstate.races.sim import SimRuntime
 from batchstate.runtime import Stream
 from batchstate.testing.fences import LateRuntime
 from tests.doubles import refused
@@ -608,6 +610,48 @@ def test_refusals_of_names_and_results(rt: Runtime) -> None:
     tokens = world.tokens()
     refuses(DeclarationError, "positions", lambda: world.planner.plan(world.batch, **tokens, extras=extras))
     assert world.state() == before
+
+
+def strided_results(rt: Runtime) -> None:
+    """A result of a single request is a column of a wider tensor: torch calls it contiguous, and keeps its stride."""
+    world = World.planned(rt)
+    world.join([3])
+    step = world.planner.plan(world.batch)
+    ids = step.inputs().input_ids
+    step.publish(last=torch.stack([ids, ids + 1], 1)[:, 1])
+    assert step.results["last"].np.tolist() == [11]
+
+
+def test_strided_results(rt: Runtime) -> None:
+    """On each device that records what is done."""
+    strided_results(rt)
+    with RaceRuntime() as traced:
+        strided_results(traced)
+    with SimRuntime() as simulated:
+        strided_results(simulated)
+
+
+@pytest.mark.parametrize("write", ["plain", "data", "numpy", "dlpack"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_write_into_inputs_spoils_no_other_step(rt: Runtime, write: str, inference: bool) -> None:
+    """A forward writes into its slots, in a way that torch counts or not: later steps index by the host's rows."""
+    world, read = World.planned(rt), []
+    with checks("cheap"), torch.inference_mode(inference):
+        world.join([5, 3])
+        for turn in range(3):
+            step = world.planner.plan(world.batch)
+            inputs: Any = step.inputs()
+            if turn == 0:
+                slots = inputs.slots
+                slots = {"data": slots.data, "dlpack": torch.utils.dlpack.from_dlpack(slots)}.get(write, slots)
+                if write == "numpy" and rt.device.type == "cpu":
+                    slots.numpy()[0] = 2
+                else:
+                    slots[0] = 2
+            read.append(inputs.input_ids.tolist())
+            step.publish(last=inputs.input_ids + 1)
+            world.batch = step.batch
+    assert read == [[10, 20], [11, 21], [12, 22]]
 
 
 def test_arguments_that_would_be_lost_are_refused(rt: Runtime) -> None:

@@ -6,6 +6,7 @@ may change it; the two sides of the batch stay what they are.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, final
 
 import attrs
@@ -75,21 +76,12 @@ class ForwardInputs:
         arrays: name -> [num_padded_tokens, ...], the plan's token arrays.
     """
 
-    __slots__ = (
-        "_ids",
-        "_source",
-        "arrays",
-        "block_table",
-        "kv_last_page_len",
-        "kv_lens",
-        "kv_page_indices",
-        "kv_page_indptr",
-        "kv_start_loc",
-        "last_token_indices",
-        "positions",
-        "query_start_loc",
-        "slot_mapping",
-    )
+    kv_start_loc: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    kv_page_indptr: torch.Tensor | None = None
+    kv_page_indices: torch.Tensor | None = None
+    kv_last_page_len: torch.Tensor | None = None
+    arrays: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     def __init__(
         self,
@@ -105,12 +97,6 @@ class ForwardInputs:
         self._source, self._ids = source, ids
         self.positions, self.query_start_loc, self.kv_lens = positions, query_start_loc, kv_lens
         self.last_token_indices, self.slot_mapping = last_token_indices, slot_mapping
-        self.kv_start_loc: torch.Tensor | None = None
-        self.block_table: torch.Tensor | None = None
-        self.kv_page_indptr: torch.Tensor | None = None
-        self.kv_page_indices: torch.Tensor | None = None
-        self.kv_last_page_len: torch.Tensor | None = None
-        self.arrays: Mapping[str, torch.Tensor] = NO_ARRAYS
 
     def put(self, tensors: Mapping[str, torch.Tensor], token_arrays: Collection[str]) -> None:
         """For the library: further arrays of the plan, and others in place of those that are there."""
@@ -346,10 +332,13 @@ class ForwardInputs:
             invariants.mirror_equal(column[rows].astype(true.dtype), true, **where)
 
 
-NO_ARRAYS: Mapping[str, torch.Tensor] = {}
-
 _ALWAYS = "positions", "query_start_loc", "kv_lens", "last_token_indices"
-_ARRAYS = frozenset(ForwardInputs.__slots__) - {"_ids", "_source", "arrays"}
+_ARRAYS = frozenset(
+    {
+        *("positions", "query_start_loc", "kv_lens", "last_token_indices", "slot_mapping", "kv_start_loc"),
+        *("block_table", "kv_page_indptr", "kv_page_indices", "kv_last_page_len"),
+    }
+)
 
 _CORRECTED = ("input_ids", "positions", "kv_lens", "slot_mapping", "kv_start_loc")
 """Tensors that the device sets right where the host knows bounds; ids of requests come from the relay in any case."""

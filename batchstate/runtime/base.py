@@ -109,6 +109,7 @@ class Counters:
 
 
 _STAGING_REUSED = Code.STAGING_REUSED
+FLAT = (1,)  # the strides of a vector
 MOST_STEPS = 64  # in flight: there are as many staging blocks of each size
 MOST_SYNCHRONISED = 64  # streams that are remembered as synchronised with one tensor
 
@@ -191,11 +192,10 @@ class Download(OfThisProcess):
                     invariants.staging_reused(self._lending, lent, object=self, operation="resolve", step=self.step)
             arrays, start, block = [], 0, self._block
             for dtype, shape, nbytes in self._kinds:
-                end = start + nbytes
-                self._runtime.host_accesses(block.tensor, start, end, "download: take out", writes=False)
-                array = block.bytes[start:end].copy().view(dtype)  # as bytes: a number may not be aligned in the block
+                array = block.bytes[start : start + nbytes].copy().view(dtype)  # as bytes: it may not be aligned there
                 arrays.append(array if len(shape) == 1 else array.reshape(shape))
-                start = end
+                start += nbytes
+            self._runtime.host_accesses(block.tensor, 0, start, "download: take out", writes=False)
             self._arrays = arrays
             self._landing.give_up(block)
         return self._arrays
@@ -521,11 +521,11 @@ class Runtime(OfThisProcess, abc.ABC):
             stream = self.current_stream
         kinds, parts = [], []
         for tensor in tensors:
-            nbytes = tensor.nbytes
-            kinds.append((numpy_dtype(tensor.dtype), tensor.shape, nbytes))
-            if nbytes:
-                flat = tensor.ndim == 1 and tensor.is_contiguous()
-                parts.append(tensor if flat else tensor.contiguous().view(-1))
+            kinds.append((numpy_dtype(tensor.dtype), tensor.shape, tensor.nbytes))
+            if tensor.stride() != FLAT:  # not by a view: torch keeps the stride of a single element, whatever it is
+                tensor = tensor.contiguous().as_strided((tensor.numel(),), FLAT)
+            if tensor.numel():
+                parts.append(tensor)
         packed = parts[0] if parts else None
         if len(parts) > 1:
             parts = [part.view(torch.uint8) for part in parts]
