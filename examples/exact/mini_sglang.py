@@ -190,13 +190,19 @@ class MiniSGLang:
 
 @contextlib.contextmanager
 def mended() -> Iterator[None]:
-    """A window without the fault of pull request #142: an unfinished request that has computed what the radix tree
-    has by now goes on with the pages of the tree, since its own are freed.
+    """A window without two faults.
+
+    Pull request #142: an unfinished request that has computed what the radix tree has by now goes on with the pages of
+    the tree, since its own are freed. And with overlap, a request that is aborted while its last batch is under way
+    has given everything back; its result gives nothing back a second time.
     """
-    manager = modules().scheduler.cache.CacheManager
-    cached = manager.cache_req
+    scheduling = modules().scheduler
+    manager, scheduler = scheduling.cache.CacheManager, scheduling.scheduler.Scheduler
+    cached, freed_all = manager.cache_req, scheduler._free_req_resources
 
     def cache_req(self: Any, request: Any, *, finished: bool) -> None:
+        if getattr(request, "released", False):
+            return
         free, freed = self._free, list[torch.Tensor]()
         self._free = lambda pages: freed.append(pages.clone())
         try:
@@ -205,12 +211,20 @@ def mended() -> Iterator[None]:
             self._free = free
         for pages in freed:
             free(pages)
+        request.released = finished
         if not finished:
             kept = request.cache_handle
             if kept.cached_len:
                 self.page_table[request.table_idx, : kept.cached_len] = kept.get_matched_indices()
 
-    with mock.patch.object(manager, "cache_req", cache_req):
+    def free_req_resources(self: Any, request: Any) -> None:
+        if not getattr(request, "released", False):
+            freed_all(self, request)
+
+    with (
+        mock.patch.object(manager, "cache_req", cache_req),
+        mock.patch.object(scheduler, "_free_req_resources", free_req_resources),
+    ):
         yield
 
 

@@ -91,8 +91,10 @@ class _Cache:
         """See `Cache.attend`."""
         self._kv.store(layer, self._view, keys[0], values[0])
         fetched = [self._kv.fetch(layer, run) for run in self._runs]
-        read = Read(*(torch.cat([part.flatten(0, 1) for part in parts])[None] for parts in zip(*fetched, strict=True)),
-                    self._visible, self._columns)  # fmt: skip
+        all_keys, all_values = (
+            torch.cat([part.flatten(0, 1) for part in parts])[None] for parts in zip(*fetched, strict=True)
+        )
+        read = Read(all_keys, all_values, self._visible, self._columns)
         if self._verifier is not None and self._requests:
             mine = Read(read.keys[:, self._used], read.values, self._visible, self._columns[:, self._used])
             rows = torch.cat([run.kv_rows.flatten() for run in self._runs])[self._used]

@@ -137,6 +137,8 @@ class Generate:
         batch, self._waiting = self._waiting[:count], self._waiting[count:]
         if not batch:
             return {}
+        self._lm.requests = lambda: [request.number for request in batch]
+        self._lm.guesses = self._assistant is not None
         width = max(len(request.prompt) for request in batch)
         pads = [width - len(request.prompt) for request in batch]
         output = self._lm.generate(

@@ -45,8 +45,9 @@ class ExactLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """Runs a `LanguageModel` over the caches of transformers.
 
     Attributes:
-        verifier: told of what is read by a paged forward.
+        verifier: told of what is read.
         requests: called for whose it is.
+        guesses: whether all queries of a forward but its first may be drafts.
         error_rate: share of the tokens that are another one than the model's, as those of a draft model are.
     """
 
@@ -60,6 +61,7 @@ class ExactLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.anchor = torch.nn.Parameter(torch.zeros(1, dtype=model.dtype), requires_grad=False)  # of dtype and device
         self.exact, self.verifier, self.error_rate = model, verifier, error_rate
         self.requests: Callable[[], list[int]] = list
+        self.guesses = False
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         """There are none."""
@@ -93,7 +95,7 @@ class ExactLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             hidden = hidden[:, logits_to_keep]
         logits = self.exact.logits(hidden)
         if self.error_rate:
-            errs = torch.remainder(hidden >> 8, 1000) < 1000 * self.error_rate
+            errs = torch.remainder(logits.argmax(-1) * 7919, 1000) < 1000 * self.error_rate
             logits = torch.where(errs.unsqueeze(-1), logits.roll(1, -1), logits)
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
 
@@ -161,7 +163,20 @@ class _Padded:
         mask = self._mask["full_attention"] if isinstance(self._mask, dict) else self._mask
         if mask is not None:
             visible = mask[:, 0, :, :n] if mask.ndim == 4 else visible & mask[:, None, -n:].bool()
-        return Read(keys, values, visible, self._positions[:, -1:] - (last - 1 - numbers))
+        read = Read(keys, values, visible, self._positions[:, -1:] - (last - 1 - numbers))
+        if self._lm.verifier is not None:
+            self._look(layer, read, self._lm.verifier)
+        return read
+
+    def _look(self, layer: int, read: Read, verifier: Verifier) -> None:
+        """What the last query of each request sees; there are no pages, and an entry's row is its place."""
+        guesses = read.visible.shape[1] - 1 if self._lm.guesses else 0
+        for row, request in enumerate(self._lm.requests()):
+            places = read.visible[row, -1].nonzero()[:, 0]
+            part = slice(row, row + 1)
+            keys, values = read.keys[part, places], read.values[part, places]
+            mine = Read(keys, values, read.visible[part], read.columns[part, places])
+            verifier.look(layer, mine, [request], [len(places)], places, 1, [min(guesses, len(places))])
 
     def advance(self, layer: int, inputs: torch.Tensor) -> torch.Tensor:
         """See `Cache.advance`. Padding on the left leaves the state at its beginning."""
@@ -171,6 +186,10 @@ class _Padded:
         else:
             before = torch.zeros_like(inputs[:, 0])
         used = None if self._mask is None else self._mask[:, -inputs.shape[1] :].bool()
+        if self._lm.verifier is not None:
+            count = inputs.shape[1] if used is None else used.sum(-1)
+            past, requests = (self._positions[:, -1] + 1 - count).tolist(), self._lm.requests()
+            self._lm.verifier.look_at_states(layer, before, requests, past, torch.arange(len(before)))
         states = advanced(before, inputs, used)
         self._cache.update_recurrent_state(octets(states[:, -1], self._lm.exact.dtype), layer)
         return states

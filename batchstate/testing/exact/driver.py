@@ -27,7 +27,8 @@ from batchstate.testing.runner import error_of, same_examples
 
 __all__ = ["ExactReport", "histories", "hunt"]
 
-_DOCUMENTS = 6
+_DOCUMENTS = (1, 2, 6)
+"""The prompts of a history are pieces of so many; with one each prompt begins as others do."""
 _BATCH = 40
 """Histories that Hypothesis makes at a time; between them it is asked whether there were enough."""
 
@@ -36,14 +37,18 @@ def histories(engine: EngineUnderTest) -> st.SearchStrategy[History]:
     """Histories for an engine: waves of requests with prefixes in common, cold ones and ones that come again."""
     longest = engine.longest_prompt
     lengths = st.one_of(st.integers(1, min(8, longest)), st.integers(1, longest))
-    pieces = st.lists(st.tuples(st.integers(0, _DOCUMENTS - 1), lengths), min_size=1, max_size=3).map(tuple)
-    arrivals = st.builds(
-        Arrival, pieces, st.integers(1, engine.longest_answer), st.sampled_from(list(engine.temperatures))
-    )
     aborts = st.lists(st.integers(0, 7), max_size=2).map(tuple) if engine.aborts else st.just(())
-    waves = st.builds(Wave, st.lists(arrivals, max_size=8).map(tuple), st.integers(0, 40), aborts)
     chosen = st.fixed_dictionaries({name: st.sampled_from(list(values)) for name, values in engine.choices.items()})
-    return st.builds(History, chosen, st.lists(waves, min_size=1, max_size=8).map(tuple))
+
+    def with_documents(documents: int) -> st.SearchStrategy[History]:
+        pieces = st.lists(st.tuples(st.integers(0, documents - 1), lengths), min_size=1, max_size=3).map(tuple)
+        arrivals = st.builds(
+            Arrival, pieces, st.integers(1, engine.longest_answer), st.sampled_from(list(engine.temperatures))
+        )
+        waves = st.builds(Wave, st.lists(arrivals, max_size=8).map(tuple), st.integers(0, 40), aborts)
+        return st.builds(History, chosen, st.lists(waves, min_size=1, max_size=8).map(tuple))
+
+    return st.sampled_from(_DOCUMENTS).flatmap(with_documents)
 
 
 @final
