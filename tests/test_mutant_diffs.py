@@ -14,7 +14,7 @@ import pytest
 from batchstate.errors import DeclarationError
 from tests.interpreted import interpreted_core
 from tests.selfcheck.mutants import MUTANTS
-from tests.selfcheck.mutants.diffs import Change, Diff, changes, changed, read
+from tests.selfcheck.mutants.diffs import Change, Diff, changed, changes, read
 from tests.selfcheck.mutants.registry import Patch
 
 SAMPLE = """

@@ -31,7 +31,7 @@ class ExampleAdapter:
                 max_running=settings["max_running"],
                 num_pages=-(-settings["kv_tokens"] // size),
                 page_size=size,
-                max_tokens_per_request=120,
+                max_tokens_per_request=settings["room"],
                 max_tokens_per_step=settings["step_tokens"],
                 overlap=settings["overlap"],
                 mixed=settings["mixed"],
@@ -109,6 +109,7 @@ EXAMPLE = EngineUnderTest(
         "prebuilt": (False, True),
         "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
         "words": (1, 2),
+        "room": (120,),
     },
     lambda settings: ExactSpec(heads=settings["words"]),
 )
