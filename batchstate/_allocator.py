@@ -1,11 +1,11 @@
-r"""The bookkeeping that slots, pages and states have in common: `Allocator` over `_core.Indices`, and `Transaction`.
+r"""The part that slots, pages and states have in common: `Allocator` over `_core.Indices`, and `Transaction`.
 
     FREE --take--> LIVE --release--> FREE
                      \--release(after=fence)--> PENDING --fence complete--> FREE
 
 Each index is in one state, recorded twice on purpose: once in an array of states and once by the list it stands in.
 Checks compare the two, so that a bug in either is found. Every operation costs O(indices that change), whatever the
-size.
+size. All that is let go behind one fence is one group, of slots, states and pages, and comes back in one call.
 
 Each operation of a pool goes in three phases. First it queries fences and reads its arguments: that is code of the
 engine, which may call the pool itself. Then it checks everything, and runs no code of the engine. Then it changes the
@@ -16,7 +16,6 @@ stays, and the pool refuses every later call. Outside of the mark nothing is hal
 
 import itertools
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -28,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._arrays import count
-from batchstate._core import STATES, Indices
+from batchstate._arrays import count, read_only
+from batchstate._core import STATES, Indices, Left, Requests, tally
+from batchstate._launches import Launches
 from batchstate._source_lines import Line, users_line
 from batchstate.errors import (
     ArgumentError,
@@ -41,7 +41,7 @@ from batchstate.errors import (
     unexplained,
 )
 from batchstate.invariants import times_checked
-from batchstate.mirror import Handles, MirroredTensor, Slots
+from batchstate.mirror import Handles, MirroredTensor, Slots, pools
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, Runtime
 from batchstate.violations import Code, Where
@@ -54,8 +54,10 @@ MOST_TOKENS = 2**62  # of one pool: sums of two such numbers are still int64
 _, FREE, PENDING, LIVE, RETIRED = STATES
 
 _CONSERVATION, _IN_FLIGHT = Code.SLOT_CONSERVATION, Code.SLOT_IN_FLIGHT
-_OUT_OF_RANGE, DOUBLE_FREE = Code.SLOT_OUT_OF_RANGE, Code.SLOT_DOUBLE_FREE
+DOUBLE_FREE = Code.SLOT_DOUBLE_FREE
 STALE_HANDLE = Code.SLOT_STALE_HANDLE
+_RELEASED, _DEFERRED = (_CONSERVATION,), (_CONSERVATION, _IN_FLIGHT)
+_REAPED = Code.SLOT_OUT_OF_RANGE, DOUBLE_FREE, _IN_FLIGHT, _CONSERVATION
 
 
 def size_of(value: SupportsIndex, subject: str, *, least: int = 0, most: int = MOST_INDICES) -> int:
@@ -70,9 +72,11 @@ class Transaction:
     Attributes:
         operation: name of the operation that changes the pool, or was interrupted in it; None while the pool is whole.
         undoing: whether indices released now count as never taken.
+        groups: what was let go behind fences that are not complete, oldest first.
+        launches: the forwards that use the slots.
     """
 
-    __slots__ = ("_asking", "_last", "_owner", "_runtime", "label", "operation", "undoing")
+    __slots__ = ("_asking", "_owner", "_runtime", "groups", "label", "launches", "operation", "undoing")
 
     def __init__(self, runtime: Runtime, label: str) -> None:
         self._runtime = runtime
@@ -80,8 +84,9 @@ class Transaction:
         self.label = label
         self.operation: str | None = None
         self.undoing = False
+        self.groups: list[Group] = []
+        self.launches = Launches(runtime, np.zeros(1, dtype=np.int64))
         self._asking: Any = (False for _ in ())  # the generator that asks fences
-        self._last: QueriedFence | None = None
 
     def enter(self, operation: str) -> None:
         """Begins a call of the pool, or refuses it: OwnerThreadError, PoolBrokenError."""
@@ -106,12 +111,42 @@ class Transaction:
         self.operation = None
 
     def watch(self, fence: Fence) -> QueriedFence:
-        """The answer of a fence behind which something is freed now: one for all that a step frees behind it."""
-        last, runtime = self._last, self._runtime
-        if last is None or last.fence is not fence or last.complete or last.step != runtime.step:
-            group, step = runtime.agreement, runtime.step
-            last = self._last = QueriedFence(fence, step) if group is None else group.watch(fence, step)
-        return last
+        """A fence, and its answer from now on."""
+        group, step = self._runtime.agreement, self._runtime.step
+        return QueriedFence(fence, step) if group is None else group.watch(fence, step)
+
+    def behind(self, fence: Fence) -> Left:
+        """What is let go behind a fence: one group for all that a step lets go."""
+        for group in self.groups[-1:]:
+            if group.fence.fence is fence and not group.fence.complete:
+                return group.left
+        group = Group(self.watch(fence), Left())
+        self.groups.append(group)
+        return group.left
+
+    def reap(self) -> "Sequence[Group]":
+        """Makes free what is behind complete fences, of all pools, and returns it. Never waits.
+
+        Fences are code of the engine, and may call the pool: to be called before anything is checked. If one raises,
+        nothing has changed. Called by a fence that it queries, it does nothing; nor does it under capture.
+        """
+        if not self.groups or self._runtime.capturing:
+            return ()
+        groups = tuple(self.groups)
+        done = [*itertools.compress(groups, self.query([group.fence for group in groups]))]
+        cheap = levels.cheap
+        for group in done:
+            if cheap and not group.fence.complete:
+                group.refuse_in_flight("reap")
+            tally(times_checked, _REAPED)
+            self.operation = "reap"
+            wrong = group.left.reap(cheap)
+            if wrong < 0:
+                self.groups.remove(group)
+            self.operation = None
+            if wrong != -1:
+                group.refuse_reaped()
+        return done
 
     def query(self, fences: Sequence[Fence | QueriedFence]) -> list[bool]:
         """Whether each fence is complete, or, in a group of ranks, agreed to be. Never waits.
@@ -166,11 +201,28 @@ def joined(*fences: Fence | None) -> Fence | None:
 @final
 @attrs.define(eq=False)
 class Group:
-    """The `count` indices behind one fence, a chain of the core from `head` on."""
+    """All that was let go behind one fence."""
 
     fence: QueriedFence
-    head: int = 0
-    count: int = 0
+    left: Left
+
+    def parts(self) -> "list[tuple[HandlePool, Ints]]":
+        """Pools, and the indices or pages of each, int64[n]. For reports: it looks for them among all pools."""
+        parts = [(pool, self.left.of(pool.core)) for pool in pools.values()]
+        return [(pool, numbers) for pool, numbers in parts if numbers.size]
+
+    def refuse_in_flight(self, operation: str) -> None:
+        """Raises SLOT_IN_FLIGHT for what is there."""
+        behind = f"{self.fence.fence!r}, freed in step {self.fence.step}"
+        for pool, numbers in self.parts():
+            in_flight = np.ones(numbers.size, dtype=np.bool_)
+            invariants.slot_in_flight(numbers, in_flight, behind=behind, **pool.where(operation))
+
+    def refuse_reaped(self) -> NoReturn:
+        """Raises what is wrong where the core finds its own numbers broken."""
+        for pool, numbers in self.parts():
+            pool.refuse_reaped(numbers)
+        raise unexplained("a fence", "reap", repr(self.left))
 
 
 _MOST_LINES = 12  # stack frames kept per take: the library's own, and some of the engine
@@ -201,27 +253,41 @@ class TakenAt:
 
 
 _pool_ids = itertools.count(1)
-_pools: "weakref.WeakValueDictionary[int, HandlePool]" = weakref.WeakValueDictionary()
 
 
 class HandlePool(Protocol):
-    """A pool whose handles carry its id: of slots, or of pages."""
+    """A pool whose handles carry its id: of slots, or of pages.
+
+    `refuse_reaped` raises what is wrong with indices or pages that a complete fence makes free, or with the counts.
+    """
 
     runtime: Runtime
+    transaction: Transaction
     name: str
     pool_id: int
+    core: Any
 
     def where(self, operation: str) -> Where: ...
+    def check_kept(self, handles: Any, operation: str) -> None: ...
+    def refuse_reaped(self, numbers: Ints) -> None: ...
 
 
 def new_pool_id(pool: HandlePool) -> int:
     pool_id = next(_pool_ids)
-    _pools[pool_id] = pool
+    pools[pool_id] = pool
     return pool_id
 
 
-def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool) -> Ints:
-    """The numbers of handles that are of this pool, or with `padded` all padding, int64[n]."""
+def note_launch(slots: Slots, rows: Ints) -> None:
+    """A forward that uses slots int64[n] is given to the current stream."""
+    pool, runtime = pools.get(slots.pool_id), slots.runtime
+    if pool is not None and not runtime.capturing:
+        launches = pool.transaction.launches
+        launches.used[rows] = launches.begin(runtime.current_stream)
+
+
+def check_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool = False) -> None:
+    """Refuses handles that are not of this pool, nor with `padded` all padding."""
     if not isinstance(handles, kind):
         if isinstance(handles, MirroredTensor) and handles.unit is not None:
             invariants.unit_mismatch(str(kind.unit), str(handles.unit), **pool.where(operation))
@@ -231,16 +297,17 @@ def numbers_of_pool(pool: HandlePool, handles: object, kind: type[Handles], oper
         handles.check(operation)
     if handles._windows:
         handles._check_fresh("host")
-    rows: Ints = handles._host_side()
+    if handles._pool_id == pool.pool_id and handles.runtime is pool.runtime:
+        return
+    rows = handles._host_side()
     if handles.runtime is not pool.runtime:
         raise another_runtime(pool.name, handles)
-    if handles._pool_id != pool.pool_id and (np.count_nonzero(rows) if padded else rows.size):
-        other = _pools.get(handles._pool_id)
+    if np.count_nonzero(rows) if padded else rows.size:
+        other = pools.get(handles._pool_id)
         whose = "no pool" if other is None else f"pool {other.name!r}"
         problem = f"{operation}: expected {kind.unit}s of pool {pool.name!r}, got {kind.unit}s of {whose}"
         remedy = f"use {kind.unit}s with the pool that returned them, and with the tables and pools made over it"
         raise ArgumentError(problem, handles, remedy)
-    return rows
 
 
 @final
@@ -255,7 +322,6 @@ class Allocator:
 
     Attributes:
         core: the numbers; those of them that have a property here are described in `SlotStats`.
-        groups: those behind a fence, oldest first.
         label: of the pool, in reports.
         name: of the pool, in messages.
         pool_id: which the handles carry.
@@ -281,18 +347,15 @@ class Allocator:
         self.states: npt.NDArray[np.uint8] = self.core.arrays["state"]
         self._rows: Ints = self.core.arrays["rows"]
         self._gens: Ints = self.core.arrays["gens"]
-        self._front: tuple[int, Ints, Ints] = 0, self._rows[:0], self._gens[:0]
         self._outside = outside
-        self.groups: list[Group] = []
-        self._deferred = 0  # indices of all groups
         self._taken_at = TakenAt()
         self._generations_seen: Ints = np.zeros(self.capacity, dtype=np.int64)  # at the last `verify`
-        self.pool_id = new_pool_id(self)
+        self.pool_id = self.core.pool = new_pool_id(self)
 
     @staticmethod
     def of_pool(pool_id: int) -> "Allocator | None":
         """The one whose handles carry this id, if there is one."""
-        pool = _pools.get(pool_id)
+        pool = pools.get(pool_id)
         return pool if isinstance(pool, Allocator) else None
 
     free_reserved = property(attrgetter("core.free_reserved"))
@@ -314,11 +377,13 @@ class Allocator:
 
     def pending_groups(self) -> list[tuple[QueriedFence, Ints]]:
         """The fences that indices are behind, each with these, oldest first. Queries nothing."""
-        return [(group.fence, self._chain(group)) for group in self.groups]
+        parts = [(group.fence, self.left_of(group)) for group in self.transaction.groups]
+        return [(fence, indices) for fence, indices in parts if indices.size]
 
-    def _chain(self, group: Group) -> Ints:
-        rows = np.empty(group.count, dtype=np.int64)
-        return rows[self.core.chain(group.head, rows) :]
+    def left_of(self, group: Group) -> Ints:
+        """Those in a group, int64[n]."""
+        indices: Ints = group.left.of(self.core)
+        return indices
 
     # Taking
 
@@ -349,29 +414,26 @@ class Allocator:
             self._refuse_taken(wrong, self.size + 1, operation)
         return self._rows[:n].copy(), self._gens[:n].copy()
 
-    def take(self, n: int, operation: str, *, reserved: bool = False) -> tuple[Ints, Ints]:
-        """Takes `n`, of the reserve first if `reserved`. Their indices and generations int64[n]; queries no fence."""
+    def take(self, n: int, operation: str, *, reserved: bool = False) -> Requests:
+        """Takes `n`, of the reserve first if `reserved`; their handles. Queries no fence."""
         transaction, outside = self.transaction, self._outside
         if n >= self.capacity or outside is not None:  # the number may be too large for the core
             self.check_available(n, reserved=reserved)
         if outside is not None:
             self._rows[:n] = outside.top(n)
         times_checked[_IN_FLIGHT] += 1
-        before, transaction.operation = transaction.operation, operation
-        wrong = self.core.take(n, reserved, levels.cheap)
-        if wrong != -1:
-            transaction.operation = before
+        transaction.operation = operation
+        taken = self.core.take(n, reserved, levels.cheap)
+        if type(taken) is int:
+            transaction.operation = None
             self.check_available(n, reserved=reserved)
-            self._refuse_taken(wrong, self.capacity if reserved else self.size + 1, operation)
-        if n != self._front[0]:  # most takes are of one size, and a view takes as long as its copy
-            self._front = n, self._rows[:n], self._gens[:n]
-        _, rows, generations = self._front
-        rows, generations = rows.copy(), generations.copy()
+            self._refuse_taken(taken, self.capacity if reserved else self.size + 1, operation)
         if outside is not None:
             outside.drop(n)
         if levels.full or self._taken_at.lines or self.runtime.agreement is not None:
-            self.note_taken(rows)
-        return rows, generations
+            self.note_taken(taken.handles()[0])
+        handles: Requests = taken
+        return handles
 
     def note_taken(self, indices: Ints) -> None:
         """Notes for later reports that the core has taken `indices` int64[n]."""
@@ -390,43 +452,38 @@ class Allocator:
 
     # Releasing
 
-    def release(self, indices: Ints, after: Fence | None, operation: str) -> None:
+    def release(self, handles: Requests, after: Fence | None, operation: str) -> None:
         """Frees live indices, each once, at once or when `after` is complete."""
-        core, n = self.core, indices.size
-        if not n:
+        core = self.core
+        if not handles.n:
             return
         if self.runtime.agreement is not None:
-            self.runtime.agreement.note(indices)
+            self.runtime.agreement.note(handles.handles()[0])
         if after is None:
-            wrong = core.release(indices)
-            if wrong < 0 and self._outside is not None:
-                self._outside.push(indices[self.states[indices] == FREE])
+            wrong = core.release(handles, levels.cheap)
         else:
-            wrong = self._defer(indices, self.transaction.watch(after))
-        if wrong >= 0:
-            self.refuse(indices, operation, wrong, freed_from=LIVE)
+            wrong = self.transaction.behind(after).defer(core, handles, levels.cheap)
+        if wrong != -1:
+            self._refuse_released(handles.handles()[0], wrong, operation)
         if self.transaction.undoing:
-            core.undone(n)
+            core.undone(handles.n)
         if levels.cheap:
-            if after is not None:
-                times_checked[_IN_FLIGHT] += 1
-                if core.first_not_in(indices, PENDING) >= 0:
-                    invariants.slot_in_flight(indices, self.states[indices] != PENDING, **self.where(operation))
+            tally(times_checked, _RELEASED if after is None else _DEFERRED)
+        if self._outside is not None:
+            self._put_outside(self._outside, operation)
+
+    def _put_outside(self, outside: FreeIndices, operation: str) -> None:
+        outside.push(self.core.take_returned())
+        if levels.cheap:
             self.check_conservation(operation)
 
-    def _defer(self, indices: Ints, fence: QueriedFence) -> int:
-        """The first row that is wrong, or -1."""
-        groups = self.groups
-        group = groups[-1] if groups and groups[-1].fence.fence is fence.fence else Group(fence)
-        head: int = self.core.defer(indices, group.head)
-        if head < 0:
-            return -1 - head
-        if not group.count:
-            groups.append(group)
-        group.head = head
-        group.count += indices.size
-        self._deferred += indices.size
-        return -1
+    def _refuse_released(self, indices: Ints, wrong: int, operation: str) -> NoReturn:
+        if wrong >= 0:
+            self.refuse(indices, operation, wrong, freed_from=LIVE)
+        if wrong < -2:
+            invariants.slot_in_flight(indices, self.states[indices] != PENDING, **self.where(operation))
+        self.check_conservation(operation)
+        raise unexplained(self.label, operation, "the counts")
 
     def check_none_pending(self, operation: str) -> None:
         """Refuses (SLOT_IN_FLIGHT) if indices are behind a fence that was open in the last `reap`; names it."""
@@ -435,44 +492,18 @@ class Allocator:
             invariants.slot_in_flight(indices, in_flight, behind=behind, **self.where(operation))
 
     def reap(self) -> int:
-        """Makes free the indices behind complete fences; says how many. Never waits, queries nothing under capture.
-
-        If a fence raises, nothing has changed. Called by a fence that it queries, it does nothing.
-        """
-        if not self.groups or self.runtime.capturing:
-            return 0
-        asked, reaped = tuple(self.groups), 0
-        answers = self.transaction.query([group.fence for group in asked])
-        done = [group for group, complete in zip(asked, answers, strict=True) if complete]
-        for group in done:
-            if levels.cheap and not group.fence.complete:
-                indices = self._chain(group)
-                invariants.slot_in_flight(indices, np.ones(indices.size, dtype=np.bool_), **self.where("reap"))
-        for group in done:
-            times_checked[_OUT_OF_RANGE] += 1
-            times_checked[DOUBLE_FREE] += 1
-            self.transaction.operation = "reap"
-            wrong = self.core.reap(group.head, group.count)
-            if wrong < 0:
-                self.groups.remove(group)
-                self._deferred -= group.count
-                if self._outside is not None:
-                    indices = self._chain(group)
-                    self._outside.push(indices[self.states[indices] == FREE])
-            self.transaction.operation = None
-            if wrong >= 0:
-                self._refuse_reaped(group, wrong)
-            reaped += group.count
-        if done and levels.cheap:
-            self.check_conservation("reap")
+        """`Transaction.reap`; how many of these indices it has made free."""
+        reaped = sum(group.left.freed(self.core) for group in self.transaction.reap())
+        if reaped and self._outside is not None:
+            self._put_outside(self._outside, "reap")
         return reaped
 
-    def _refuse_reaped(self, group: Group, wrong: int) -> NoReturn:
-        indices = self._chain(group)
-        lost = group.count - indices.size
+    def refuse_reaped(self, numbers: Ints) -> None:
+        invariants.slot_double_free(numbers, self.states[numbers] == PENDING, **self.where("reap"))
+        lost = self.core.deferred - sum(indices.size for _, indices in self.pending_groups())
         if lost:
-            self.check_live(self.live - lost, "reap", problem=f"a fence has lost {lost} of {group.count} indices")
-        self.refuse(indices, "reap", wrong, freed_from=PENDING)
+            self.check_live(self.live - lost, "reap", problem=f"a fence has lost {lost} indices")
+        self.check_conservation("reap")
 
     # Handles
 
@@ -484,23 +515,33 @@ class Allocator:
         """Handles of the present owners of `rows`, int64[n]: for checks."""
         return Slots.of_pool(self.runtime, rows, self.of(rows), pool_id=self.pool_id, name=self.name)
 
+    def check_kept(self, handles: Handles, operation: str) -> None:
+        """Refuses handles of this pool that are not held still, but for padded rows at the end."""
+        rows = handles._host_side()
+        owned = np.count_nonzero(rows)
+        self.check_held(rows[:owned], handles.generations[:owned], operation)
+
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """See `SlotPool.rows_of`."""
-        numbers = numbers_of_pool(self, slots, Slots, operation, padded)
-        held: Ints = slots._generations  # type: ignore[assignment]
+        self.check(slots, operation, unique, padded)
+        return read_only(slots._host_side())
+
+    def check(self, slots: Slots, operation: str, unique: bool = False, padded: bool = False) -> Requests:
+        """The handles, which are live and of this pool; see `SlotPool.rows_of`."""
+        check_of_pool(self, slots, Slots, operation, padded)
+        handles = slots.requests
         times_checked[STALE_HANDLE] += 1
-        wrong = self.core.first_not_held(numbers, held, padded, unique)
+        wrong = self.core.first_not_held(handles, padded, unique)
         if wrong >= 0:
-            owned = np.count_nonzero(numbers) if padded else numbers.size
-            self.refuse(numbers[:owned], operation, wrong, held[:owned])
-        rows = numbers.view()
-        rows.setflags(write=False)
-        return rows
+            rows, held = handles.handles()
+            owned = np.count_nonzero(rows) if padded else rows.size
+            self.refuse(rows[:owned], operation, wrong, held[:owned])
+        return handles
 
     def check_held(self, rows: Ints, held: Ints, operation: str) -> None:
         """Refuses rows int64[n] that are not live, or not of the generations `held`."""
         times_checked[STALE_HANDLE] += 1
-        wrong = self.core.first_not_held(rows, held)
+        wrong = self.core.first_not_held(Requests(rows, held))
         if wrong >= 0:
             self.refuse(rows, operation, wrong, held)
 
@@ -538,16 +579,16 @@ class Allocator:
     def check_conservation(self, operation: str) -> None:
         """Checks that free + pending + live = size + reserve, by three counts kept apart: SLOT_CONSERVATION."""
         times_checked[_CONSERVATION] += 1
-        outside = self._outside
-        if self.core.whole(self._deferred) and (outside is None or outside.count == self.core.free):
+        outside, core = self._outside, self.core
+        if core.whole() and (outside is None or outside.count == core.free):
             return
         free, where = self.free if outside is None else outside.count, self.where(operation)
-        for pending in (self.pending, self._deferred):
+        for pending in (self.pending, core.deferred):
             invariants.slot_conservation(free, pending, self.live, self._total, **where)
         raise unexplained(self.label, operation, "the counts")
 
     def expect_idle(self, operation: str) -> None:
-        self.reap()
+        self.transaction.reap()
         if self.live:
             self.check_live(0, operation, leaked=self.live_indices(), named=self._taken_at.named)
 

@@ -74,21 +74,22 @@ class Requests:
     first_slot: cython.Py_ssize_t  # where those of the first row lie
     first_gen: cython.Py_ssize_t
     first: cython.Py_ssize_t  # where the row of the first request lies in `order`, unless that is -1: all are in order
+    pool = cython.declare(cython.longlong, visibility="readonly")  # whose handles they are, or 0
 
-    def __init__(self, slots: Any, generations: Any) -> None:
-        """From slots and generations, int64[n] each."""
-        self.slots, self.gens, self.n = _view(slots), _view(generations), len(slots)
+    def __init__(self, slots: Any, generations: Any, pool: int = 0) -> None:
+        """From slots and generations, int64[n] each, which nobody writes any more."""
+        self.slots, self.gens, self.n, self.pool = _view(slots), _view(generations), len(slots), pool
         self.first_slot, self.first_gen, self.first = 0, 0, -1
 
     @cython.cfunc
     @cython.inline
-    @cython.exceptval(-1, check=False)
+    @cython.exceptval(-1)
     def slot(self, i: cython.Py_ssize_t) -> cython.longlong:
         return self.slots[self.first_slot + (i if self.first < 0 else self.order[self.first + i])]
 
     @cython.cfunc
     @cython.inline
-    @cython.exceptval(-1, check=False)
+    @cython.exceptval(-1)
     def gen(self, i: cython.Py_ssize_t) -> cython.longlong:
         return self.gens[self.first_gen + (i if self.first < 0 else self.order[self.first + i])]
 
@@ -103,6 +104,42 @@ class Requests:
             rows[i], gens[i] = self.slot(i), self.gen(i)
         return slots, generations
 
+    @staticmethod
+    def joined(parts: list[Any]) -> Any:
+        """The handles of all parts in order, or None: where a part is None, or of another pool than the first."""
+        first: Requests = parts[0]
+        part: Requests
+        i: cython.Py_ssize_t
+        at: cython.Py_ssize_t = 0
+        for other in parts:
+            if other is None:
+                return None
+            part = other
+            if part.pool != first.pool:
+                return None
+            at += part.n
+        memory: cython.longlong[::1] = _view(np.empty(2 * at, INT64))
+        every: Requests = _handles_in(memory, 0, at, at, first.pool)
+        at = 0
+        for other in parts:
+            part = other
+            for i in range(part.n):
+                memory[at], memory[every.n + at] = part.slot(i), part.gen(i)
+                at += 1
+        return every
+
+
+@cython.cfunc
+def _handles_in(
+    memory: cython.longlong[::1], slots: cython.Py_ssize_t, gens: cython.Py_ssize_t, n: cython.Py_ssize_t,
+    pool: cython.longlong,
+) -> Requests:  # fmt: skip
+    """The `n` handles whose slots and generations lie there in some memory."""
+    handles: Requests = Requests.__new__(Requests)
+    handles.slots = handles.gens = memory
+    handles.first_slot, handles.first_gen, handles.n, handles.pool, handles.first = slots, gens, n, pool, -1
+    return handles
+
 
 @cython.final
 @cython.cclass
@@ -113,8 +150,8 @@ class Indices:
     `link`, which its first index stands for. The generation of an index rises each time that it is taken. One that
     comes back with the last generation is retired: no list has it, and it is never taken again.
 
-    Where `listed` is False somebody else keeps the free ones: `rows` says which are taken, and the caller of `release`
-    and `reap` puts back those whose state is FREE.
+    Where `listed` is False somebody else keeps the free ones: `rows` says which are taken, and `take_returned` which
+    have come back.
     """
 
     size = cython.declare(cython.longlong, visibility="readonly")
@@ -123,6 +160,7 @@ class Indices:
     free = cython.declare(cython.longlong, visibility="readonly")  # of `size`
     free_reserved = cython.declare(cython.longlong, visibility="readonly")
     pending = cython.declare(cython.longlong, visibility="readonly")
+    deferred = cython.declare(cython.longlong, visibility="readonly")  # the pending ones, as their groups count them
     live = cython.declare(cython.longlong, visibility="readonly")
     retired = cython.declare(cython.longlong, visibility="readonly")
     taken_total = cython.declare(cython.longlong, visibility="readonly")  # but for takes that were undone, as the next
@@ -134,12 +172,17 @@ class Indices:
     state: cython.uchar[::1]
     generation: cython.longlong[::1]
     link: cython.int[::1]
-    stack: cython.int[::1]  # the first `free` of them, the next one to be taken last
+    forward: cython.longlong[::1]  # the last forward of a step that uses each index, by number; 0 for none
+    stack: cython.int[::1]  # the first `free` of them, the next one to be taken last; those returned if not `listed`
+    returned: cython.longlong
     reserved: cython.int[::1]  # likewise
     seen: cython.longlong[::1]  # the call that has named each index last
     stamp: cython.longlong
     rows: cython.longlong[::1]  # the handles of the last `look`
     gens: cython.longlong[::1]
+    made: cython.longlong[::1]  # memory for handles of the next takes, which is written once
+    used: cython.Py_ssize_t  # of it
+    pool = cython.declare(cython.longlong, visibility="public")  # the number that the handles carry
     arrays = cython.declare(dict, visibility="readonly")  # by name: for Python
 
     def __init__(self, size: int, reserve: int = 0, listed: bool = True) -> None:
@@ -147,11 +190,11 @@ class Indices:
         self.size, self.reserve, self.capacity = size, reserve, total + 1
         self.free, self.free_reserved, self.pending, self.live, self.retired = size, reserve, 0, 0, 0
         self.taken_total, self.freed_total, self.takes, self.peak_live, self.peak_before = 0, 0, 0, 0, 0
-        self.listed, self.stamp = listed, 0
+        self.listed, self.stamp, self.deferred, self.returned, self.used, self.pool = listed, 0, 0, 0, 0, 0
         state: Any = np.full(total + 1, FREE, dtype=np.uint8)
         state[0] = PADDING
         # Both lists have room for all, so that putting an index back cannot fail.
-        stack: Any = np.zeros(total if listed else 0, dtype=np.int32)
+        stack: Any = np.zeros(total, dtype=np.int32)
         reserved: Any = np.zeros(total if listed and reserve else 0, dtype=np.int32)
         if listed:
             stack[:size] = np.arange(size, 0, -1)
@@ -160,6 +203,7 @@ class Indices:
             "state": state,
             "generation": np.zeros(total + 1, dtype=np.int64),
             "link": np.zeros(total + 1, dtype=np.int32),
+            "forward": np.zeros(total + 1, dtype=np.int64),
             "seen": np.zeros(total + 1, dtype=np.int64),
             "rows": np.zeros(total, dtype=np.int64),
             "gens": np.zeros(total, dtype=np.int64),
@@ -168,8 +212,10 @@ class Indices:
         }
         self.state, self.generation = _view(state), _view(self.arrays["generation"])
         self.link, self.seen = _view(self.arrays["link"]), _view(self.arrays["seen"])
+        self.forward = _view(self.arrays["forward"])
         self.rows, self.gens = _view(self.arrays["rows"]), _view(self.arrays["gens"])
         self.stack, self.reserved = _view(stack), _view(reserved)
+        self.made = _view(np.empty(0, INT64))
 
     # Questions of one index, for loops
 
@@ -223,7 +269,7 @@ class Indices:
     @cython.cfunc
     @cython.inline
     @cython.exceptval(-1)
-    def leave(self, slot: cython.longlong, head: cython.longlong) -> cython.longlong:
+    def wait(self, slot: cython.longlong, head: cython.longlong) -> cython.longlong:
         """Takes the owner of an index away, behind a fence: it comes before `head`, and is the head now."""
         self.state[slot] = PENDING
         self.link[slot] = cython.cast(cython.int, head)
@@ -248,6 +294,9 @@ class Indices:
         else:
             if self.listed:
                 self.stack[self.free] = cython.cast(cython.int, slot)
+            else:
+                self.stack[self.returned] = cython.cast(cython.int, slot)
+                self.returned += 1
             self.free += 1
         return 0
 
@@ -281,16 +330,23 @@ class Indices:
                 return i  # it would make the handles of the former owner valid again
         return -1
 
-    def take(self, n: cython.Py_ssize_t, reserve: cython.bint, checked: cython.bint) -> cython.Py_ssize_t:
-        """Takes `n`, whose handles are then in `rows` and `gens`. A take that `look` refuses changes nothing."""
+    def take(self, n: cython.Py_ssize_t, reserve: cython.bint, checked: cython.bint) -> Any:
+        """Takes `n`, and returns their handles. A take that `look` refuses changes nothing, and returns its answer."""
         i: cython.Py_ssize_t
         wrong: cython.Py_ssize_t = self.look(n, reserve, checked)
         if wrong != -1:
             return wrong
+        at: cython.Py_ssize_t = self.used
+        if at + 2 * n > self.made.shape[0]:
+            self.made = _view(np.empty(max(2 * n, 128), INT64))
+            at = 0
+        handles: Requests = _handles_in(self.made, at, at + n, n, self.pool)
+        self.used = at + 2 * n
         for i in range(n):
+            self.made[at + i], self.made[at + n + i] = self.rows[i], self.gens[i]
             self.own(self.rows[i])
         self.count_taken(n)
-        return -1
+        return handles
 
     @cython.ccall
     def count_taken(self, n: cython.Py_ssize_t) -> cython.void:
@@ -309,116 +365,59 @@ class Indices:
 
     # Handles
 
-    @cython.ccall
     def first_not_held(
-        self,
-        rows: cython.const[cython.longlong][::1],
-        gens: cython.const[cython.longlong][::1],
-        padded: cython.bint = False,
-        unique: cython.bint = False,
+        self, handles: Requests, padded: cython.bint = False, unique: cython.bint = False
     ) -> cython.Py_ssize_t:
         """The first handle that is not that of its index's owner, or -1; where `padded` the last ones may be padding.
 
         Where `unique` the first that names the index of an earlier one counts too.
         """
-        if not cython.compiled:
-            rows, gens = memoryview(rows), memoryview(gens)
-        n: cython.Py_ssize_t = rows.shape[0]
+        n: cython.Py_ssize_t = handles.n
         i: cython.Py_ssize_t
-        while padded and n > 0 and rows[n - 1] == 0:
+        while padded and n > 0 and handles.slot(n - 1) == 0:
             n -= 1
         self.stamp += 1
         for i in range(n):
-            if not self.held(rows[i], gens[i]) or (unique and not self.once(rows[i])):
+            if not self.held(handles.slot(i), handles.gen(i)) or (unique and not self.once(handles.slot(i))):
                 return i
         return -1
 
-    def first_gone(self, requests: Requests) -> cython.Py_ssize_t:
-        """The first request that does not own its index any more, or -1."""
+    @cython.cfunc
+    def first_not_live(self, handles: Requests) -> cython.Py_ssize_t:
+        """The first row whose index is out of range, not live, or that of an earlier row; or -1."""
         i: cython.Py_ssize_t
-        for i in range(requests.n):
-            if not self.held(requests.slot(i), requests.gen(i)):
-                return i
-        return -1
-
-    def first_not_to_free(
-        self, rows: cython.const[cython.longlong][::1], gens: cython.const[cython.longlong][::1]
-    ) -> cython.Py_ssize_t:
-        """The first handle that is not that of its index's owner, or names the index of an earlier one; or -1."""
-        return self.first_not_held(rows, gens, False, True)
-
-    @cython.ccall
-    def first_not_in(self, rows: cython.const[cython.longlong][::1], state: cython.int) -> cython.Py_ssize_t:
-        """The first row whose index is out of range, in another state, or that of an earlier row; or -1."""
-        if not cython.compiled:
-            rows = memoryview(rows)
-        i: cython.Py_ssize_t
+        slot: cython.longlong
         self.stamp += 1
-        for i in range(rows.shape[0]):
-            if not (0 < rows[i] < self.capacity and self.state[rows[i]] == state and self.once(rows[i])):
+        for i in range(handles.n):
+            slot = handles.slot(i)
+            if not (0 < slot < self.capacity and self.state[slot] == LIVE and self.once(slot)):
                 return i
         return -1
 
     # Giving back
 
-    def release(self, rows: cython.const[cython.longlong][::1]) -> cython.Py_ssize_t:
-        """Makes live indices free, so that they are taken next and in this order. If a row is wrong: which, else -1."""
-        if not cython.compiled:
-            rows = memoryview(rows)
+    def release(self, handles: Requests, checked: cython.bint) -> cython.Py_ssize_t:
+        """Makes live indices free, so that they are taken next and in this order.
+
+        Answers with the first row that is not live, and nothing has changed; where `checked` with -2 if the counts are
+        not whole then; else with -1.
+        """
         i: cython.Py_ssize_t
-        n: cython.Py_ssize_t = rows.shape[0]
-        wrong: cython.Py_ssize_t = self.first_not_in(rows, LIVE)
+        n: cython.Py_ssize_t = handles.n
+        wrong: cython.Py_ssize_t = self.first_not_live(handles)
         if wrong >= 0:
             return wrong
         for i in range(n - 1, -1, -1):
-            self.put_back(rows[i])
+            self.put_back(handles.slot(i))
         self.live -= n  # apart from the others, so that the sum shows where one is left out
         self.freed_total += n
-        return -1
+        return -1 if not checked or self.whole() else -2
 
-    def defer(self, rows: cython.const[cython.longlong][::1], head: cython.longlong) -> cython.longlong:
-        """Puts live indices behind the fence of the chain `head`, 0 for none; its new head. Wrong row i: -1 - i."""
-        if not cython.compiled:
-            rows = memoryview(rows)
-        i: cython.Py_ssize_t
-        wrong: cython.Py_ssize_t = self.first_not_in(rows, LIVE)
-        if wrong >= 0:
-            return -1 - wrong
-        for i in range(rows.shape[0]):
-            head = self.leave(rows[i], head)
-        self.freed_total += rows.shape[0]
-        return head
-
-    def reap(self, head: cython.longlong, n: cython.Py_ssize_t) -> cython.Py_ssize_t:
-        """Makes the `n` indices of a chain free. If it has others or another number: where that shows, else -1."""
-        i: cython.Py_ssize_t
-        slot: cython.longlong = head
-        after: cython.longlong
-        self.stamp += 1
-        for i in range(n):
-            if not (0 < slot < self.capacity and self.state[slot] == PENDING and self.once(slot)):
-                return i
-            slot = self.link[slot]
-        if slot != 0:
-            return n
-        slot = head
-        while slot != 0:
-            after = self.link[slot]
-            self.put_back(slot)
-            slot = after
-        self.pending -= n
-        return -1
-
-    def chain(self, head: cython.longlong, rows: cython.longlong[::1]) -> cython.Py_ssize_t:
-        """Fills in the indices of a chain, those deferred first in front; how many rows in front are too many."""
-        if not cython.compiled:
-            rows = memoryview(rows)
-        i: cython.Py_ssize_t = rows.shape[0]
-        while i > 0 and head != 0:
-            i -= 1
-            rows[i] = head
-            head = self.link[head] if 0 < head < self.capacity else 0
-        return i
+    def take_returned(self) -> Any:
+        """Those that have come back since this was last called, int64[n], where somebody else keeps the free ones."""
+        rows = self.arrays["stack"][: self.returned].astype(np.int64)
+        self.returned = 0
+        return rows
 
     def sort(self) -> None:
         """Makes the free ones come in ascending order again."""
@@ -426,10 +425,11 @@ class Indices:
             entries: Any = self.arrays[name][:n]
             entries[:] = np.sort(entries)[::-1]
 
-    def whole(self, deferred: cython.longlong) -> cython.bint:
-        """Whether the counts give the size, and as many are pending as its caller has deferred."""
+    @cython.ccall
+    def whole(self) -> cython.bint:
+        """Whether the counts give the size, and as many are pending as wait for fences."""
         counted: cython.longlong = self.free + self.free_reserved + self.pending + self.live + self.retired
-        return counted == self.capacity - 1 and self.live >= 0 and self.free >= 0 and self.pending == deferred
+        return counted == self.capacity - 1 and self.live >= 0 and self.free >= 0 and self.pending == self.deferred
 
 
 @cython.final
@@ -479,8 +479,8 @@ class SlotStates:
             self.newest[slot] = self.table[slot * self.width]
         self.owned += at
 
-    def leave(self, rows: cython.const[cython.longlong][::1]) -> cython.Py_ssize_t:
-        """Takes their states from slots, and writes them into `left`: how many."""
+    def leave(self, rows: cython.const[cython.longlong][::1]) -> Any:
+        """Takes their states from slots; they are good up to the next call."""
         if not cython.compiled:
             rows = memoryview(rows)
         i: cython.Py_ssize_t
@@ -496,7 +496,7 @@ class SlotStates:
                 self.table[slot * self.width + k] = 0  # left behind it would name states of another slot by then
             self.owned -= self.count[slot]
             self.count[slot] = 0
-        return n
+        return _handles_in(self.left, 0, 0, n, 0)
 
 
 @cython.final
@@ -769,9 +769,8 @@ class PageRows:
         return -1
 
     @cython.cfunc
-    def _look_counted(self, counts: cython.int[::1], named: cython.const[cython.longlong][::1]) -> cython.Py_ssize_t:
-        """The first of the pages that is named more often than it counts; or as many as there are."""
-        i: cython.Py_ssize_t
+    def _count_down(self, counts: cython.int[::1], named: cython.const[cython.longlong][::1]) -> cython.Py_ssize_t:
+        """Takes 1 from each of the pages, up to the first that is named more often than it counts: how many."""
         n: cython.Py_ssize_t = 0
         page: cython.longlong
         while n < named.shape[0]:
@@ -780,9 +779,17 @@ class PageRows:
                 break
             counts[page] -= 1
             n += 1
+        return n
+
+    @cython.cfunc
+    def _count_up(
+        self, counts: cython.int[::1], named: cython.const[cython.longlong][::1], n: cython.Py_ssize_t
+    ) -> cython.int:
+        """Gives it back to the first `n`: they were only looked at."""
+        i: cython.Py_ssize_t
         for i in range(n):
             counts[named[i]] += 1
-        return n
+        return 0
 
     @cython.cfunc
     def _let_go(self, named: cython.const[cython.longlong][::1], leaves: cython.bint) -> cython.int:
@@ -808,33 +815,33 @@ class PageRows:
                     self._free_page(page)
         return 0
 
-    def drop(self, pages: Any, leaves: cython.bint) -> int:
+    def drop(self, pages: Any, leaves: cython.bint, checked: cython.bint) -> int:
         """Takes a holder from each of pages int64[n], which may be named several times; behind a fence it leaves.
 
-        Answers with the first that is named more often than it has holders.
+        Answers with the first that is named more often than it has holders, and nothing has changed; where `checked`
+        with -2 if the counts are not whole then; else with -1.
         """
         named: cython.const[cython.longlong][::1] = _view(pages)
-        row: cython.Py_ssize_t = self._look_counted(self.holders, named)
-        if row < named.shape[0]:
-            return row
+        n: cython.Py_ssize_t = self._count_down(self.holders, named)
+        self._count_up(self.holders, named, n)
+        if n < named.shape[0]:
+            return n
         self._let_go(named, leaves)
-        return -1
+        return -1 if not checked or self.whole() else -2
 
-    def reap(self, pages: Any) -> int:
-        """The fence that holders of pages int64[n] left behind is complete. Answers as `drop`."""
+    @cython.cfunc
+    def arrive(self, named: cython.const[cython.longlong][::1]) -> cython.longlong:
+        """The fence that holders of pages left behind is complete; how many of them are free now."""
         i: cython.Py_ssize_t
         page: cython.longlong
-        named: cython.const[cython.longlong][::1] = _view(pages)
-        row: cython.Py_ssize_t = self._look_counted(self.leaving, named)
-        if row < named.shape[0]:
-            return row
+        before: cython.longlong = self.free
         for i in range(named.shape[0] - 1, -1, -1):
             page = named[i]
             self.leaving[page] -= 1
             if self.leaving[page] == 0 and self.holders[page] == 0:
                 self.pending -= 1
                 self._free_page(page)
-        return -1
+        return self.free - before
 
     # Keys
 
@@ -861,7 +868,8 @@ class PageRows:
                 self._free_page(page)
             self.cached[page] = 0
 
-    def whole(self) -> bool:
+    @cython.ccall
+    def whole(self) -> cython.bint:
         """Whether free + pending + live are all pages, by counts that are kept apart."""
         counted: cython.longlong = self.free + self.pending + self.live
         return counted == self.num_pages and self.free >= self.idle >= 0 and self.pending >= 0 and self.live >= 0
@@ -950,11 +958,11 @@ class PageRows:
                 return i
         return -1 if self.look_free(self.needed) else total.shape[0]
 
-    def extend(self, rows: Any, numbers: Any, adds: cython.bint) -> Any:
-        """Gives rows pages for `numbers` tokens in all, or so many that it `adds`: int, or int64[n]; and commits them.
+    def extend(self, rows: Requests, numbers: Any, adds: cython.bint, checked: cython.bint) -> Any:
+        """Gives slots pages for `numbers` tokens in all, or so many that it `adds`: int, or int64[n]; and commits them.
 
-        Returns positions and locations int64[t] of the new tokens, and how many each row got, int64[n]. If a row may
-        not get them, the answer of `look`, and nothing has changed.
+        Returns how many tokens each row got, and the positions and locations of all, int64[n + t + t]. If a row may not
+        get them, the answer of `look`, and nothing has changed; where `checked`, -2 if the counts are not whole then.
         """
         i: cython.Py_ssize_t
         at: cython.Py_ssize_t = 0
@@ -964,14 +972,14 @@ class PageRows:
         each: cython.longlong = 0
         several: cython.bint = not isinstance(numbers, int)
         amount: cython.const[cython.longlong][::1]
-        number: cython.const[cython.longlong][::1] = _view(rows)
+        n: cython.Py_ssize_t = rows.n
         if several:
             amount = _view(numbers)
         else:
             each = numbers
         self.needed = self.tokens = self.unplaced = 0
-        for i in range(number.shape[0]):
-            row = number[i]
+        for i in range(n):
+            row = rows.slot(i)
             start = self.committed[row]
             total = amount[i] if several else each
             if adds and total <= self.most:  # else the sum may wrap around
@@ -979,23 +987,21 @@ class PageRows:
             if not self._fits(row, start, total, True):
                 return i
         if not self.look_free(self.needed):
-            return number.shape[0]
-        new = np.empty(number.shape[0], dtype=np.int64)
-        positions, locations = np.empty(self.tokens, dtype=np.int64), np.empty(self.tokens, dtype=np.int64)
-        position: cython.longlong[::1] = _view(positions)
-        location: cython.longlong[::1] = _view(locations)
-        count: cython.longlong[::1] = _view(new)
-        for i in range(number.shape[0]):
-            row = number[i]
+            return n
+        laid = np.empty(n + 2 * self.tokens, INT64)
+        count: cython.longlong[::1] = _view(laid)
+        position: cython.longlong[::1] = count[n : n + self.tokens]
+        location: cython.longlong[::1] = count[n + self.tokens :]
+        for i in range(n):
+            row = rows.slot(i)
             start = self.committed[row]
             total = (amount[i] if several else each) + (start if adds else 0)
             while self.count[row] * self.page_size < total:
                 self.append_page(row)
-            self.accepted[row] = start
-            self.committed[row] = total
+            self.accepted[row] = self.committed[row] = total
             count[i] = total - start
             at = self._lay_row(row, start, total, position, location, at)
-        return positions, locations, new
+        return laid if not checked or self.whole() else -2
 
     def grow(self, rows: Any, totals: Any) -> None:
         """Gives rows the pages that they lack."""
@@ -1006,16 +1012,15 @@ class PageRows:
             while self.count[number[i]] * self.page_size < total[i]:
                 self.append_page(number[i])
 
-    def commit(self, rows: Any, totals: Any, accepts: cython.bint) -> None:
-        """Rows have `totals` tokens. All of them are accepted, or without `accepts` those that they had before."""
+    def commit(self, rows: Any, totals: Any) -> None:
+        """Rows have `totals` tokens, which are accepted."""
         i: cython.Py_ssize_t
         row: cython.longlong
         number: cython.const[cython.longlong][::1] = _view(rows)
         total: cython.const[cython.longlong][::1] = _view(totals)
         for i in range(number.shape[0]):
             row = number[i]
-            self.accepted[row] = total[i] if accepts else self.committed[row]
-            self.committed[row] = total[i]
+            self.accepted[row] = self.committed[row] = total[i]
 
     def launch(self, rows: Any, starts: Any, stops: Any) -> bool:
         """Work that writes the tokens up to `stops` is launched; with `starts` those from there on.
@@ -1084,26 +1089,46 @@ class PageRows:
         return 0
 
     @cython.cfunc
+    def _loses(
+        self, row: cython.longlong, keep: cython.longlong, front: cython.longlong, total: cython.longlong
+    ) -> cython.bint:
+        """Whether a row that keeps `total` tokens, and the pages from `front` to `keep`, has more of either."""
+        return keep < self.count[row] or front > self.first[row] or total < self.committed[row]
+
+    @cython.cfunc
     def cut_lengths(self, row: cython.longlong, total: cython.longlong) -> cython.int:
-        self.committed[row] = total
+        """A row is left `total` tokens: the others were rejected, and these are accepted."""
+        self.committed[row] = self.accepted[row] = total
         self.launched[row] = min(self.launched[row], total)
-        self.accepted[row] = min(self.accepted[row], total)
         return 0
 
-    def cut(self, rows: Any, totals: Any, firsts: Any, leaves: cython.bint, loses: Any) -> tuple[int, Any]:
-        """Leaves rows `totals` tokens, or none, and the pages of the positions from `firsts` on; drops the others.
+    @cython.cfunc
+    @cython.inline
+    def _kept(self, row: cython.longlong, end: cython.longlong) -> cython.longlong:
+        """The pages of a row that stay with `end` tokens; all where it is -1."""
+        return self.count[row] if end < 0 else self._pages_for(end)
 
-        Returns the first row whose lengths are out of order, and None; or the first page that has no such holder, or
-        -1, and all of the pages, int64[k]. Rows that lose anything are 1 in `loses` uint8[n].
+    def cut(
+        self, rows: Any, totals: Any, firsts: Any, leaves: cython.bint, checked: cython.bint
+    ) -> tuple[int, Any, Any]:
+        """Leaves rows `totals` tokens, and the pages of the positions from `firsts` on; drops the others.
+
+        With neither all goes; with `firsts` alone what lies behind them stays, pages without a token too.
+
+        Returns the first row whose lengths are out of order, and None; or the answer of `drop`, the pages int64[k], and
+        the rows that lose anything, int64[m], None for no row.
         """
         i: cython.Py_ssize_t
+        k: cython.Py_ssize_t = 0
         row: cython.longlong
-        keep: cython.longlong = 0
+        keep: cython.longlong
         front: cython.longlong
+        end: cython.longlong = -1 if firsts is not None else 0
+        length: cython.longlong
         number: cython.const[cython.longlong][::1] = _view(rows)
-        lost: cython.uchar[::1] = _view(loses)
         total: cython.const[cython.longlong][::1]
         first: cython.const[cython.longlong][::1]
+        lost: cython.longlong[::1]
         has_totals: cython.bint = totals is not None
         has_firsts: cython.bint = firsts is not None
         at: cython.Py_ssize_t = 0
@@ -1115,34 +1140,45 @@ class PageRows:
             row = number[i]
             front = self.first[row]
             if has_totals:
-                keep = self._pages_for(total[i])
-                if total[i] < front * self.page_size or total[i] > self.committed[row] or keep > self.count[row]:
-                    return i, None
-                if has_firsts:
-                    if first[i] < 0 or first[i] > total[i]:
-                        return i, None
-                    front = max(front, self.column(first[i]))
-            lost[i] = (
-                keep < self.count[row] or front > self.first[row] or (has_totals and total[i] < self.committed[row])
-            )
+                end = total[i]
+                if end < front * self.page_size or end > self.committed[row] or self._pages_for(end) > self.count[row]:
+                    return i, None, None
+            length = self.committed[row] if end < 0 else end
+            if has_firsts:
+                if first[i] < 0 or first[i] > length:
+                    return i, None, None
+                front = max(front, self.column(first[i]))
+            keep = self._kept(row, end)
+            k += self._loses(row, keep, front, length)
             at += self.count[row] - max(keep, self.first[row]) + front - self.first[row]
-        pages = np.empty(at, dtype=np.int64)
+        losing = np.empty(k, INT64) if k else None
+        pages = np.empty(at, INT64)
         named: cython.longlong[::1] = _view(pages)
         at = 0
         for i in range(number.shape[0]):
             row = number[i]
-            keep = self._pages_for(total[i]) if has_totals else 0
+            keep = self._kept(row, total[i] if has_totals else end)
             at = self.list_pages(row, keep, self.column(first[i]) if has_firsts else 0, named, at)
-        at = self._look_counted(self.holders, named)
+        at = self._count_down(self.holders, named)
+        self._count_up(self.holders, named, at)
         if at < named.shape[0]:
-            return at, pages
+            return at, pages, None
+        if k:
+            lost = _view(losing)
+        k = 0
         for i in range(number.shape[0]):
             row = number[i]
-            keep = self._pages_for(total[i]) if has_totals else 0
-            self.clear_pages(row, keep, self.column(first[i]) if has_firsts else 0)
-            self.cut_lengths(row, total[i] if has_totals else 0)
+            if has_totals:
+                end = total[i]
+            keep, front = self._kept(row, end), self.column(first[i]) if has_firsts else 0
+            if self._loses(row, keep, front, self.committed[row] if end < 0 else end):
+                lost[k] = row
+                k += 1
+            self.clear_pages(row, keep, front)
+            if end >= 0:
+                self.cut_lengths(row, end)
         self._let_go(named, leaves)
-        return -1, pages
+        return -1 if not checked or self.whole() else -2, pages, losing
 
     def owners(self, rows: Any) -> Any:
         """How many pages each row has, int64[n], those given back in front left out."""
@@ -1285,6 +1321,143 @@ class PageRows:
                     value[at] = position + shift
                     at += 1
         return index, values
+
+
+@cython.final
+@cython.cclass
+class Left:
+    """All that was let go behind one fence: indices, a chain through `link` for each of their pools, and pages.
+
+    A page stands there for each holder that it lost.
+    """
+
+    pools: list[Any]  # of the parts: `Indices` or `PageRows`
+    numbers: list[Any]  # of each: its chain is `head, n` for indices; pages int64[n] are an array
+    counts: list[int]  # of each: how many `reap` has made free
+
+    def __init__(self) -> None:
+        self.pools, self.numbers, self.counts = [], [], []
+
+    def defer(self, pool: Indices, handles: Requests, checked: cython.bint) -> cython.Py_ssize_t:
+        """Makes live indices pending. Answers as `Indices.release`; where `checked` -3 - i for a row that is not."""
+        i: cython.Py_ssize_t
+        k: cython.Py_ssize_t = 0
+        n: cython.Py_ssize_t = handles.n
+        head: cython.longlong = 0
+        wrong: cython.Py_ssize_t = pool.first_not_live(handles)
+        if wrong >= 0:
+            return wrong
+        while k < len(self.pools) and self.pools[k] is not pool:
+            k += 1
+        if k == len(self.pools):
+            self.pools.append(pool)
+            self.numbers.append((0, 0))
+        head, before = self.numbers[k]
+        for i in range(n):
+            head = pool.wait(handles.slot(i), head)
+        self.numbers[k] = head, before + n
+        pool.freed_total += n
+        pool.deferred += n
+        for i in range(n if checked else 0):
+            if pool.state[handles.slot(i)] != PENDING:
+                return -3 - i
+        return -1 if not checked or pool.whole() else -2
+
+    def add(self, pool: PageRows, pages: Any) -> None:
+        """Holders of pages int64[n] have left."""
+        self.pools.append(pool)
+        self.numbers.append(pages)
+
+    @cython.cfunc
+    def _look_chain(self, pool: Indices, head: cython.longlong, n: cython.Py_ssize_t) -> cython.bint:
+        """Whether a chain has `n` pending indices, each once."""
+        i: cython.Py_ssize_t
+        pool.stamp += 1
+        for i in range(n):  # noqa: B007
+            if not (0 < head < pool.capacity and pool.state[head] == PENDING and pool.once(head)):
+                return False
+            head = pool.link[head]
+        return head == 0
+
+    @cython.cfunc
+    def _free_chain(self, pool: Indices, head: cython.longlong, n: cython.Py_ssize_t) -> cython.int:
+        after: cython.longlong
+        while head != 0:
+            after = pool.link[head]
+            pool.put_back(head)
+            head = after
+        pool.pending -= n
+        pool.deferred -= n
+        return 0
+
+    def reap(self, checked: cython.bint) -> cython.Py_ssize_t:
+        """The fence is complete: makes all free. The first part whose numbers are broken, with no change; or -1.
+
+        A part is a pool, and what it has let go. Where `checked`, -2 if the counts of a pool are not whole then.
+        """
+        k: cython.Py_ssize_t
+        j: cython.Py_ssize_t
+        n: cython.Py_ssize_t
+        wrong: cython.Py_ssize_t = -1
+        indices: Indices
+        pages: PageRows
+        for k in range(len(self.pools)):
+            if isinstance(self.pools[k], PageRows):
+                pages = self.pools[k]
+                n = pages._count_down(pages.leaving, _view(self.numbers[k]))
+                if n < len(self.numbers[k]):
+                    pages._count_up(pages.leaving, _view(self.numbers[k]), n)
+                    wrong = k
+            else:
+                indices = self.pools[k]
+                head, length = self.numbers[k]
+                if not self._look_chain(indices, head, length):
+                    wrong = k
+            if wrong >= 0:
+                break
+        for j in range(len(self.pools) if wrong < 0 else wrong):
+            if isinstance(self.pools[j], PageRows):
+                pages = self.pools[j]
+                pages._count_up(pages.leaving, _view(self.numbers[j]), len(self.numbers[j]))
+        if wrong >= 0:
+            return wrong
+        for k in range(len(self.pools)):
+            if isinstance(self.pools[k], PageRows):
+                pages = self.pools[k]
+                self.counts.append(pages.arrive(_view(self.numbers[k])))
+            else:
+                indices = self.pools[k]
+                head, length = self.numbers[k]
+                self._free_chain(indices, head, length)
+                self.counts.append(length)
+        for k in range(len(self.pools) if checked else 0):
+            if not self.pools[k].whole():
+                return -2
+        return -1
+
+    def freed(self, pool: Any) -> int:
+        """How many of a pool `reap` has made free."""
+        return sum([n for other, n in zip(self.pools, self.counts) if other is pool])  # noqa: B905
+
+    def of(self, pool: Any) -> Any:
+        """The indices of a pool, those deferred first in front, or its pages; int64[n], without what a chain lost."""
+        i: cython.Py_ssize_t
+        head: cython.longlong
+        parts = [np.empty(0, INT64)]
+        for other, numbers in zip(self.pools, self.numbers):  # noqa: B905
+            if other is pool:
+                if isinstance(pool, Indices):
+                    head, n = numbers
+                    numbers = np.zeros(n, INT64)
+                    link = pool.arrays["link"]
+                    i = n
+                    while i > 0 and 0 < head < pool.capacity:
+                        i -= 1
+                        numbers[i] = head
+                        head = link[head]
+                    numbers = numbers[i:]
+                parts.append(numbers)
+        return np.concatenate(parts)
 
 
 @cython.final
@@ -1760,17 +1933,23 @@ class Block:
         `plain` has the dtype of a column, the shape of a row, and its number.
         """
         start: cython.Py_ssize_t
-        nbytes: cython.Py_ssize_t
         c: cython.int
         rest: Any = {}
         memory: Any = memoryview(self.memory).cast("B")
+        rows: Any = (self.n,)
+        kind: Any = np.ndarray
         for name, value in values.items():
-            if type(value) is np.ndarray and name in plain:
-                dtype, shape, c = plain[name]
-                if value.dtype == dtype and value.shape == (self.n, *shape) and value.flags.c_contiguous:
-                    start, nbytes = self.at[c], value.nbytes
-                    if nbytes:
-                        memory[start : start + nbytes] = value.data.cast("B")
+            column = plain.get(name) if type(value) is kind else None
+            if column is not None:
+                dtype, shape, c = column
+                if value.dtype == dtype and value.shape == (rows + shape if shape else rows):
+                    try:
+                        numbers = memoryview(value).cast("B")
+                    except TypeError:  # one with strides, or of no rows
+                        rest[name] = value
+                        continue
+                    start = self.at[c]
+                    memory[start : start + len(numbers)] = numbers
                     continue
             rest[name] = value
         return rest
@@ -2411,10 +2590,11 @@ class StepBlock(Block):
         requests.first_gen += self.reqs - n
         return requests
 
-    def commit(self, rules: StepRules, epoch: cython.longlong, share: cython.longlong) -> None:
+    def commit(self, rules: StepRules, epoch: cython.longlong, share: cython.longlong, bounded: cython.bint) -> None:
         """Takes the slots and pages that the block names already, and moves the lengths on. Cannot fail.
 
-        `epoch` and `share` are the last changes of pages by now.
+        `epoch` and `share` are the last changes of pages by now. Tokens count as accepted, but for guesses: all of a
+        request that the relay feeds several but the first, and of one whose length is a bound.
         """
         slots: Indices = rules.slots
         pages: PageRows = rules.pages
@@ -2424,6 +2604,7 @@ class StepBlock(Block):
         total: cython.longlong
         before: cython.longlong
         after: cython.longlong
+        told: cython.bint
         first_new: cython.longlong = self.reqs - self.takes
         at: cython.longlong = self.at[self.columns.slots] // 8
         # Names of their own: to a compiler each write into memory may change every attribute.
@@ -2447,14 +2628,16 @@ class StepBlock(Block):
             before, after = total - q, total
             if shifted:
                 before, after = self.in_pages(row, before), self.in_pages(row, after)
+            told = not rules.ids or (self.has_told and self.told[row])
             if row >= first_new:
                 slots.own(slot)
-                pages.launched[slot] = before
+                pages.launched[slot] = accepted[slot] = before
                 pages.sent[slot] = 0
             while count[slot] * size < after:
                 pages.append_page(slot)
             committed[slot] = after
-            accepted[slot] = min(before, after)
+            if told or not bounded:
+                accepted[slot] = before + 1 if q > 1 and not told else after
         self.epoch, self.share = epoch, share
         if self.takes:
             slots.count_taken(self.takes)
@@ -2509,8 +2692,8 @@ class StepBlock(Block):
             if (self.w8[self.lens + row] if self.long_lens else self.w4[self.lens + row]) > 0:
                 rules.written[self.w8[at + row]] = self.w8[self.gens + row]
 
-    def launched(self, rules: StepRules) -> None:
-        """The forward was given to its stream: it writes the tokens of each request that has all before them written.
+    def launched(self, rules: StepRules, number: cython.longlong) -> None:
+        """Forward `number` was given to its stream: it writes tokens of each request that has all before them written.
 
         The places of its pages have been written into the token table, and it has taken the entries of the relay.
         """
@@ -2532,8 +2715,10 @@ class StepBlock(Block):
         sent: cython.int[::1] = pages.sent
         size: cython.longlong = pages.page_size
         written: cython.bint = rules.table > 0
+        forward: cython.longlong[::1] = rules.slots.forward
         for row in range(self.reqs):
             slot, after = w8[at + row], (w8[lens + row] if is_long else w4[lens + row])
+            forward[slot] = number
             before = after - (self.numbers[row] if has_numbers else each)
             if shifted:
                 before, after = self.in_pages(row, before), self.in_pages(row, after)

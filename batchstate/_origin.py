@@ -24,6 +24,8 @@ Ints = npt.NDArray[np.int64]
 Handles = tuple[Ints, Ints]
 
 _DERIVED_STALE = Code.DERIVED_STALE
+KEPT = 64
+"""Changes whose operations reports can still name."""
 
 
 @final
@@ -36,7 +38,7 @@ class Changes:
         what: whose rows, for reports.
         last: number of the last change.
         rows: int64[capacity], number of the last change of each row; 0 before the first.
-        by: object[capacity], the operation that made it, and its step.
+        by: number of a change -> the operation that made it, and its step; of the last `KEPT`.
     """
 
     __slots__ = ("by", "last", "rows", "what")
@@ -45,13 +47,14 @@ class Changes:
         self.what = subject
         self.last = 0
         self.rows = np.zeros(capacity, dtype=np.int64)
-        self.by: npt.NDArray[np.object_] = np.full(capacity, None, dtype=np.object_)
+        self.by: dict[int, tuple[str, int]] = {}
 
     def note(self, rows: Ints, operation: str, step: int) -> None:
         """Numbers a change of rows int64[n]."""
-        self.last += 1
-        self.rows[rows] = self.last
-        self.by[rows] = f"{operation} in step {step}"
+        self.last = last = self.last + 1
+        self.rows[rows] = last
+        self.by[last] = operation, step
+        self.by.pop(last - KEPT, None)
 
     def since(self, rows: Ints, then: int) -> npt.NDArray[np.bool_]:
         """Whether each row has changed since change number `then` was the last, bool[n]."""
@@ -213,8 +216,11 @@ class Origin:
 
         def explain(row: int) -> tuple[str, object, object]:
             slot = int(slots[row])
+            number = int(changes.rows[slot])
+            by = changes.by.get(number)
             problem = f"{self!r} was derived from the {changes.what} of index {slot}, which have changed since"
-            return problem, f"change {then} or before", f"change {changes.rows[slot]}: {changes.by[slot]}"
+            made = "" if by is None else f": {by[0]} in step {by[1]}"
+            return problem, f"change {then} or before", f"change {number}{made}"
 
         invariants.derived_stale(changes.since(slots, then), explain, slots=slots, **where)
 

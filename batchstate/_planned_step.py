@@ -335,8 +335,9 @@ class PlannedStep:
             inputs.check(runtime)
         if not pages.writes.only(stream):
             pages.writes.note(self.rows, stream)
+        number = declared.transaction.launches.begin(stream)
         declared.transaction.operation = INPUTS
-        block.launched(declared.rules)
+        block.launched(declared.rules, number)
         declared.transaction.operation = None
         self._used = True
         if self._plan is not None:
@@ -445,7 +446,7 @@ class PlannedStep:
             runtime.refuse_capture("publishing what a step has found")
         requests = sampled.requests
         times_checked[STALE_HANDLE] += 1
-        if declared.slots.first_gone(requests) >= 0:
+        if declared.slots.first_not_held(requests) >= 0:
             declared.pages.slots.check_rows(*requests.handles(), "publish")
         self._results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
 

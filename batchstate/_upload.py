@@ -14,7 +14,7 @@ from batchstate._core import Block
 from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, Layout, RowState
 from batchstate.errors import ArgumentError, another_runtime, one_of
-from batchstate.mirror import DeviceSide, MirroredTensor, rows_of, write_count
+from batchstate.mirror import DeviceSide, Handles, MirroredTensor, rows_of, write_count
 from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import ALIGNMENT, PackedUpload, ReadyTensor, view_at
 from batchstate.tables import TableWrite
@@ -444,11 +444,13 @@ def extra_array(name: str, values: object, subject: str = "upload") -> Array:
 
     Raises:
         ContractError: indices that the host does not know.
-        Violation: SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE. Else as `as_array`.
+        Violation: SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE; SLOT_STALE_HANDLE: of another owner by now. Else as `as_array`.
     """
     label = f"{subject}: extra {name!r}"
     if not isinstance(values, MirroredTensor) or values.unit is None:
         return as_array(values, label)
+    if isinstance(values, Handles):
+        values.check_kept(label)
     indices, runtime = values.exact_host(label), values.runtime
     runtime.check_indices(indices, values.unit, object=values, operation=subject, column=name, step=runtime.step)
     return indices

@@ -290,6 +290,7 @@ class FutureMap(OfThisProcess):
             download = runtime.download(sent, name=self.name, stream=stream) if sent else None
             fence = runtime.record(stream) if download is None else download.done
             publish = entries.publish(requests, written, fence, stream, to_host)
+            self._transaction.launches.ended(stream, fence)
         except Exception:
             if written:  # a device takes no launch back
                 entries.mark_failed(requests, written, runtime.record(stream), stream)

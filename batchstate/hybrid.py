@@ -17,7 +17,7 @@ from batchstate._allocator import Allocator, size_of
 from batchstate._arrays import amounts, count
 from batchstate._core import SlotStates
 from batchstate.errors import ArgumentError
-from batchstate.mirror import Slots
+from batchstate.mirror import Contract, Slots, StateRow, state_type
 from batchstate.nvtx import ranges
 from batchstate.pools import Ints, SlotListener, SlotPool, SlotStats
 from batchstate.runtime.base import Fence, Runtime
@@ -47,14 +47,11 @@ class StateOwner(SlotListener):
         self.states = SlotStates(slots.capacity, per_slot)
         arrays: dict[str, Ints] = self.states.arrays
         self.counts, self.mapping, self.turns = arrays["count"], arrays["table"], arrays["turns"]
-        self.newest, self._left = arrays["newest"], arrays["left"]
+        self.newest = arrays["newest"]
         invariants.table_capacity(len(self.mapping), slots.capacity, **self.allocator.where("mapping"))
         slots.add_listener(self)
         slots.runtime.declare_indices(kind, self.allocator.capacity)
         self.table = slots.table(f"{slots.name} {self.title}", (per_slot,), torch.int32, holds=kind, host=True)
-
-    def before_take(self) -> None:
-        self.allocator.reap()
 
     def check_take(self, n: int) -> None:
         """PoolExhaustedError where there are too few states for `n` slots."""
@@ -69,8 +66,7 @@ class StateOwner(SlotListener):
         return n * self.per_slot if self.wanted is None else int(self.wanted.sum())
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
-        states = self._left[: self.states.leave(rows)]
-        self.allocator.release(states, after, "free")
+        self.allocator.release(self.states.leave(rows), after, "free")
 
     def check_clear(self, operation: str) -> None:
         self.allocator.check_none_pending(operation)
@@ -190,9 +186,8 @@ class HybridSlotPool(SlotPool):
     def state_stats(self, kind: str | None = None) -> SlotStats:
         """The states in numbers; `stats` has the slots."""
         self.transaction.enter(f"{self.name}: state_stats")
-        allocator = self._owner(kind).allocator
-        allocator.reap()
-        return SlotStats.of(allocator)
+        self.transaction.reap()
+        return SlotStats.of(self._owner(kind).allocator)
 
     def take(
         self,
@@ -241,7 +236,7 @@ class HybridSlotPool(SlotPool):
             for kind, owner in self._owners.items() if write else ():
                 owner.table.write(slots, None, self.states_of(slots, kind))
         except BaseException:
-            self.give_back(slots.np, slots.generations, "take")
+            self.give_back(slots, "take")
             raise
         return slots
 
@@ -257,16 +252,27 @@ class HybridSlotPool(SlotPool):
             wanted[kind] = each
         return wanted
 
-    def reap(self) -> int:
-        """Makes free the pending slots and states whose fences are complete; says how many slots."""
-        self.transaction.enter(f"{self.name}: reap")
-        for owner in self._owners.values():
-            owner.allocator.reap()
-        return super().reap()
-
     def states_of(self, slots: Slots, kind: str | None = None) -> Ints:
         """The states of live slots, int64[n, states_per_slot], 0 where a slot has fewer."""
         return self._owner(kind).mapping[self.rows_of(slots, "states_of")]
+
+    def state_rows(self, slots: Slots, kind: str | None = None) -> StateRow:
+        """The state that each request has written last, `host_only` int64[n]; 0 where it has none.
+
+        They ask their owner where they are used: as extras of a step, in a table that holds the kind, in `Sender.send`.
+        Once the request has left they are refused (SLOT_STALE_HANDLE).
+        """
+        rows, states = self.rows_of(slots, "state_rows"), self._owner(kind)
+        numbers = states.mapping[rows, states.turns[rows] % np.maximum(states.counts[rows], 1)]
+        allocator = states.allocator
+        return state_type(states.kind).of_pool(
+            self.runtime,
+            numbers,
+            allocator.of(numbers),
+            pool_id=allocator.pool_id,
+            contract=Contract.HOST_ONLY,
+            name=states.title,
+        )
 
     def state_entry(self, slots: Slots, kind: str | None = None) -> TableWrite:
         """The write of the slots' rows of `state_table`, to be packed with a batch's upload."""

@@ -13,8 +13,9 @@ import enum
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, Unpack, final
+from typing import Any, ClassVar, NoReturn, Protocol, Self, SupportsIndex, Unpack, final
 
 import attrs
 import numpy as np
@@ -41,7 +42,6 @@ from batchstate._arrays import (
     concatenate,
     converted,
     count,
-    joined_rows,
     kept_rows,
     natural_dtype,
     padding_row,
@@ -53,6 +53,7 @@ from batchstate._arrays import (
     signed_twin,
     slices_of,
 )
+from batchstate._core import Requests
 from batchstate._origin import RowSet, joined
 from batchstate.errors import (
     ArgumentError,
@@ -92,6 +93,7 @@ class Contract(enum.Enum):
 
 
 _BY_STRENGTH = [Contract.DEVICE_ONLY, Contract.UPPER_BOUND, Contract.EXACT, Contract.HOST_ONLY]
+_NUMBERS, _SAME = torch.int64, Contract.EXACT
 _EXACT = _BY_STRENGTH[2:]
 """Contracts with an exact host side, of which the device side can be made."""
 
@@ -224,14 +226,15 @@ class MirroredTensor(OfThisProcess):
     unit: ClassVar[str | None] = None
 
     runtime: Runtime
-    _host: Array | None
+    _array: Array | None  # the host side, once it is there
     _side: DeviceSide | Callable[[], DeviceSide] | None  # made of the host side, or by a function, at first use
     dtype: torch.dtype
     shape: tuple[int, ...]
     contract: Contract = Contract.EXACT
     name: str = ""
     _windows: tuple[StaleWindow, ...] = ()  # some of them closed by now
-    _generations: Array | None = None  # of handles, int64[n], which move with the rows
+    # Of handles, int64[n], which move with the rows; once they are there.
+    _gens: Array | None = attrs.field(default=None, alias="generations")
     _pool_id: int = 0  # of the pool that made the indices
     _row_set: RowSet | None = None  # the requests that the rows belong to, if known
     # Of a batch: its values whose host side can be written from outside, or may be stale. They add themselves.
@@ -239,6 +242,7 @@ class MirroredTensor(OfThisProcess):
     # The host side when it was handed out as a tensor or when a check first read it, for later checks at `full`.
     _contents: Array | None = None
     _host_tensor: torch.Tensor | None = None  # once it was handed out
+    _plain: Requests | None = None  # of handles that are used on the host alone: as the core takes them
     version: int = attrs.field(init=False, factory=itertools.count(-1, -1).__next__)  # batches have positive ones
 
     @classmethod
@@ -346,16 +350,38 @@ class MirroredTensor(OfThisProcess):
         self._check_fresh("host")
         if self._host_tensor is None:
             self._host_tensor = torch.from_numpy(self._host_side())
+            self._plain = None
             self._expose()
             if levels.full and self._contents is None:
                 self._contents = self._host_side().copy()
         return self._host_tensor
 
+    @property
+    def _host(self) -> Array | None:
+        """The host side, or None. The core makes handles, and their arrays are made when they are first read."""
+        if self._array is None and self._plain is not None:
+            self._array, self._gens = self._plain.handles()
+        return self._array
+
+    @property
+    def _generations(self) -> Array | None:
+        if self._gens is None and self._plain is not None:
+            self._array, self._gens = self._plain.handles()
+        return self._gens
+
     def _host_side(self) -> Array:
-        if self._host is None:
+        host = self._array if self._array is not None else self._host
+        if host is None:
             remedy = "call `resolve()`, which waits for the device, or plan with a bound"
             raise SideMissingError(f"{self!r} has no host side", self.contract.value, remedy)
-        return self._host
+        return host
+
+    def _alone(self) -> Requests | None:
+        """Exact handles of a pool that are used on the host alone, as the core takes them; None for other values."""
+        used = self._side is not None or self._host_tensor is not None or self._windows
+        if self._plain is None and self._gens is not None and self.contract is Contract.EXACT and not used:
+            self._plain = Requests(self._array, self._gens, self._pool_id)
+        return self._plain
 
     def _expose(self) -> None:
         """Tells the batch that has the value, once; a list that its members know would be a cycle."""
@@ -452,7 +478,8 @@ class MirroredTensor(OfThisProcess):
         side = self._side
         if type(side) is not DeviceSide:
             made = DeviceSide(functools.partial(_uploaded, self.runtime, self._host)) if side is None else side()
-            side = self._side = made
+            side, self._plain = made, None
+            self._side = side
         return side
 
     def _own_device(self) -> torch.Tensor:
@@ -507,6 +534,7 @@ class MirroredTensor(OfThisProcess):
         if not reason:
             raise ArgumentError("a stale window without a reason", reason, "say what makes it stale")
         window = StaleWindow(side, reason)
+        self._array, self._gens, self._plain = self._host, self._generations, None
         self._windows = (*self._windows, window)
         self._expose()
         try:
@@ -583,17 +611,12 @@ class MirroredTensor(OfThisProcess):
         if not values:
             raise ArgumentError("cat of no values", values, "pass a list of at least one value")
         first = values[0]
-        pool_id, kind = first._pool_id, type(first)
-        if pool_id and first.contract is Contract.EXACT and not levels.full:
-            alone = [
-                value._host
-                for value in values
-                if value._side is None and value._pool_id == pool_id and type(value) is kind
-                if value._host_tensor is None and not value._windows
-            ]
-            if len(alone) == len(values):  # handles of many requests: nothing to check or to weaken
-                own = joined_rows([value._generations for value in values])
-                return first._derived("cat", joined_rows(alone), None, None, generations=own)
+        if first._pool_id and not levels.full:  # handles of many requests: nothing to check or to weaken
+            handles = Requests.joined([value._plain for value in values])
+            if handles is None:
+                handles = Requests.joined([value._alone() for value in values])
+            if handles is not None:
+                return cls.of_core(first.runtime, handles, first.name)  # type: ignore[attr-defined, no-any-return]
         pool_id = first._check_alike(values[1:], "merge")
         for value in values:
             value.check("cat")
@@ -914,6 +937,15 @@ class Handles(MirroredTensor):
         return handles
 
     @classmethod
+    def of_core(cls, runtime: Runtime, handles: Requests, name: str) -> Self:
+        """For pools: those that the core has made."""
+        value = cls.__new__(cls)  # as `_derived`
+        MirroredTensor.__init__(
+            value, runtime, None, None, _NUMBERS, (handles.n,), _SAME, name, (), None, handles.pool, plain=handles
+        )
+        return value
+
+    @classmethod
     def from_host(
         cls,
         runtime: Runtime,
@@ -934,7 +966,7 @@ class Handles(MirroredTensor):
         if own.shape != handles.shape or len(own.shape) != 1:
             number = int(np.prod(handles.shape))
             raise wrong_shape("generations", (number,), own.shape, f"pass one generation for each {cls.unit}")
-        handles._generations, handles._pool_id = own, pool_id
+        handles._gens, handles._pool_id = own, pool_id
         return handles
 
     @property
@@ -949,12 +981,61 @@ class Handles(MirroredTensor):
         """Id of the pool that made the handles; 0 when none did."""
         return self._pool_id
 
+    def check_kept(self, operation: str) -> None:
+        """Refuses, at `cheap`, handles whose pool has given a number away since; padded rows are nobody's.
+
+        Raises:
+            Violation: SLOT_STALE_HANDLE.
+        """
+        pool = pools.get(self._pool_id) if levels.cheap else None
+        if pool is not None:
+            pool.check_kept(self, operation)
+
+
+class Pool(Protocol):
+    """A pool of handles, which asks whether they are held still."""
+
+    def check_kept(self, handles: Any, operation: str) -> None: ...
+
+
+pools: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""The `Pool` of each id that handles carry."""
+
+
+class _Asking(Handles):
+    """Handles that ask their pool whenever a side is read: what was made of them would name another's memory."""
+
+    __slots__ = ()
+
+    @property
+    def np(self) -> Array:
+        """As `MirroredTensor.np`; SLOT_STALE_HANDLE, at `cheap`, once a number is another's."""
+        self.check_kept("np")
+        return super().np
+
+    @property
+    def host(self) -> torch.Tensor:
+        """As `MirroredTensor.host`; refused as `np`."""
+        self.check_kept("host")
+        return super().host
+
+    @property
+    def device(self) -> torch.Tensor:
+        """As `MirroredTensor.device`; refused as `np`."""
+        self.check_kept("device")
+        return super().device
+
 
 class Slots(Handles):
     """Rows of requests in every slot-indexed table. Made by `SlotPool.take`; padded rows are slot 0."""
 
     unit: ClassVar[str | None] = "slot"
     __slots__ = ()
+
+    @property
+    def requests(self) -> Requests:
+        """The same for the core. For the library."""
+        return self._plain or self._alone() or Requests(self._host_side(), self._gens, self._pool_id)
 
     @property
     def row_set(self) -> RowSet:
@@ -964,15 +1045,21 @@ class Slots(Handles):
         return self._row_set
 
 
-class Pages(Handles):
-    """KV pages. Made by `PagePool.pages_of` and by leases. Page 0 is padding."""
+class Pages(_Asking):
+    """KV pages. Made by `PagePool.pages_of` and by leases. Page 0 is padding.
+
+    They are refused (SLOT_STALE_HANDLE, at `cheap`) wherever a side is read once a page has another owner, or none.
+    """
 
     unit: ClassVar[str | None] = "page"
     __slots__ = ()
 
 
-class Locations(Handles):
-    """Places of tokens in device KV memory, each with the generation of its page. Those of page 0 are padding."""
+class Locations(_Asking):
+    """Places of tokens in device KV memory, each with the generation of its page. Those of page 0 are padding.
+
+    Refused as `Pages`.
+    """
 
     unit: ClassVar[str | None] = "location"
     __slots__ = ()
@@ -983,6 +1070,20 @@ class HostLocations(MirroredTensor):
 
     unit: ClassVar[str | None] = "host_location"
     __slots__ = ()
+
+
+class StateRow(_Asking):
+    """States of requests, as `HybridSlotPool.state_rows` makes them. State 0 is padding. Refused as `Pages`."""
+
+    unit: ClassVar[str | None] = "state"
+    __slots__ = ()
+
+
+@functools.cache
+def state_type(kind: str) -> type[StateRow]:
+    """The type of states of one kind, which is their index space."""
+    name = f"{kind.title()}Row"
+    return StateRow if kind == StateRow.unit else type(name, (StateRow,), {"unit": kind, "__slots__": ()})
 
 
 @functools.cache

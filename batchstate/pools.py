@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 
 from batchstate import _core, _interpreted, invariants, levels
-from batchstate._allocator import DOUBLE_FREE, LIVE, Allocator, SlotListener, Transaction, numbers_of_pool, size_of
+from batchstate._allocator import DOUBLE_FREE, LIVE, Allocator, SlotListener, Transaction, check_of_pool, size_of
 from batchstate._arrays import as_array, count
+from batchstate._core import Requests
+from batchstate._launches import Launches
 from batchstate.errors import DtypeError
 from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
@@ -27,6 +29,7 @@ from batchstate.tables import Table
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
 Ints = npt.NDArray[np.int64]
+_NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 Check = Callable[[Ints, str], None]
 
 
@@ -120,6 +123,7 @@ class SlotPool(OfThisProcess):
             runtime, ordinary, reserve=reserved, label=label, transaction=self.transaction, name=name
         )
         self._core = self._allocator.core
+        self.transaction.launches = Launches(runtime, self._core.arrays["forward"])
         self.size, self.reserve, self.capacity = ordinary, reserved, self._allocator.capacity
         self.pool_id = self._allocator.pool_id
         self._take, self._free, self._release = (f"{name}: {call}" for call in ("take", "free", "release_requests"))
@@ -158,13 +162,13 @@ class SlotPool(OfThisProcess):
         """
         self.transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        if self._allocator.groups or self._before_take:
+        if self.transaction.groups or self._before_take:
             self.query_fences()
         return self._taken(wanted, reserved, None)
 
     def query_fences(self) -> None:
         """Queries fences, before a take is checked: it may run code of the engine. For the library."""
-        self._allocator.reap()
+        self.transaction.reap()
         for query in self._before_take:
             query()
 
@@ -172,43 +176,48 @@ class SlotPool(OfThisProcess):
         """`take` after `query_fences`, with `give(rows)` as the last `on_take` of slots int64[n]. For the library."""
         return self._taken(n, False, give)
 
-    def give_back(self, rows: Ints, generations: Ints, operation: str) -> None:
-        """Releases slots int64[n] of a take that no caller has seen, with all they own. For the library.
+    def give_back(self, slots: Slots, operation: str) -> None:
+        """Releases slots of a take that no caller has seen, with all they own. For the library.
 
         A pool that is marked stays as it is: its change was interrupted.
         """
-        if self.transaction.operation is None and self._core.first_not_held(rows, generations) < 0:
+        if self.transaction.operation is None and self._core.first_not_held(slots.requests) < 0:
             self.transaction.undoing = True
             try:
-                self.release_rows(rows, None, operation)
+                self.release_rows(slots._host_side(), slots.requests, None, operation)
             finally:
                 self.transaction.undoing = False
 
     def _taken(self, wanted: int, reserved: bool, give: Callable[[Ints], None] | None) -> Slots:
-        transaction, allocator = self.transaction, self._allocator
+        allocator = self._allocator
         if self._taking:  # else `allocator.take` asks
             allocator.check_available(wanted, reserved=reserved)
             for listener in self._taking:
                 listener.check_take(wanted)
         if levels.full:
             self._verify_tables("take")
-        rows, generations = allocator.take(wanted, "take", reserved=reserved)
-        done: list[SlotListener] = []
+        slots = Slots.of_core(self.runtime, allocator.take(wanted, "take", reserved=reserved), self.name)
+        if self._listeners or give is not None or levels.full:
+            self._give(slots, give)
+        self.transaction.operation = None
+        return slots
+
+    def _give(self, slots: Slots, give: Callable[[Ints], None] | None) -> None:
+        """Gives slots that were just taken what they own besides, or frees them again."""
+        rows, done = slots._host_side(), list[SlotListener]()
         try:
-            slots = Slots.of_pool(self.runtime, rows, generations, pool_id=self.pool_id, name=self.name)
             for listener in self._taking:
                 listener.on_take(rows)
                 done.append(listener)
             if give is not None:
                 give(rows)
-            transaction.operation = None  # a listener may ask the pool
+            self.transaction.operation = None  # a listener may ask the pool
             if self._counting or levels.full:
                 self._check_after("take")
         except Exception:
-            transaction.operation = "take"
-            self._undo_take(rows, done)
+            self.transaction.operation = "take"
+            self._undo_take(slots, done)
             raise
-        return slots
 
     def check_take(self, n: int) -> None:
         """Refuses a take of `n` slots by a step, if what they need besides is not there. For the library."""
@@ -223,33 +232,37 @@ class SlotPool(OfThisProcess):
         for listener in self._taking:
             listener.on_take(rows)
 
-    def _undo_take(self, rows: Ints, done: list[SlotListener]) -> None:
+    def _undo_take(self, slots: Slots, done: list[SlotListener]) -> None:
         """Frees slots that no caller has got. A Violation here leaves the mark: the pool is not as it was."""
         self.transaction.undoing = True
         for listener in self._listeners:
             if listener in done or listener not in self._taking:
-                listener.on_free(rows, None)
-        self._allocator.release(rows, None, self._take)
+                listener.on_free(slots._host_side(), None)
+        self._allocator.release(slots.requests, None, self._take)
         self.transaction.undoing = False
         self._verify_host()
         self.transaction.operation = None
 
-    def free(self, slots: Slots, *, after: Fence | None = None) -> None:
+    def free(self, slots: Slots, *, after: Fence | None) -> None:
         """Frees slots, at once or when `after` is complete.
 
         Args:
             slots: live handles of this pool, each once.
-            after: the forward-done fence of the last forward that uses them; until then they are pending.
+            after: the forward-done fence of the last forward that uses them; until then they are pending. None where
+                no forward uses them any more.
 
         Raises:
-            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE, UNIT_MISMATCH.
-                Nothing was freed.
+            Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE, UNIT_MISMATCH;
+                SLOT_IN_FLIGHT, at `cheap`: `after` is None, and a forward that took its inputs from the library uses a
+                slot and has not ended. Nothing was freed.
             ArgumentError: slots of another pool, or `after` is not a fence.
         """
         self._leave(slots, after, "free", self._free, self._releasing_alone)
 
-    def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
+    def release_requests(self, slots: Slots, *, after: Fence | None) -> None:
         """Frees slots with all they own, pages of every pool too: a request leaves as a whole, or nothing has changed.
+
+        `after` is as for `free`.
 
         Raises:
             As `free`; and refusals of the owners of the slots' memory, such as TIER_STATE.
@@ -260,35 +273,50 @@ class SlotPool(OfThisProcess):
         self.transaction.enter(label)
         if after is not None:
             check_fence(after, label)
-        rows = numbers_of_pool(self._allocator, slots, Slots, operation, False)
-        held: Ints = slots._generations  # type: ignore[assignment]
-        self.check_leaving(rows, held, operation, checks)
-        self.release_rows(rows, after, operation)
+        check_of_pool(self._allocator, slots, Slots, operation)
+        known = self._listeners or self.transaction.launches.last
+        rows, handles = slots._host_side() if known else _NO_ROWS, slots.requests
+        self.check_leaving(rows, handles, after, operation, checks)
+        self.release_rows(rows, handles, after, operation)
 
     def check_leaving(
-        self, rows: Ints, generations: Ints, operation: str, checks: Sequence[Check] | None = None
+        self,
+        rows: Ints,
+        handles: Requests,
+        after: Fence | None,
+        operation: str,
+        checks: Sequence[Check] | None = None,
     ) -> None:
-        """Queries fences, and refuses handles int64[n] of this pool that cannot leave. For the library.
+        """Queries fences, and refuses handles of this pool that cannot leave behind `after`. For the library.
 
-        `checks` are those of listeners, by default of requests that leave as a whole.
+        Listeners get their `rows`, int64[n]. `checks` are theirs, by default those of requests that leave as a whole.
         """
         for query in self._before_free:
             query(rows)
         times_checked[DOUBLE_FREE] += 1
-        wrong = self._core.first_not_to_free(rows, generations)
+        wrong = self._core.first_not_held(handles, False, True)
         if wrong >= 0:
-            self._allocator.refuse(rows, operation, wrong, generations, freed_from=LIVE)
+            named, generations = handles.handles()
+            self._allocator.refuse(named, operation, wrong, generations, freed_from=LIVE)
+        if after is None:
+            self.check_ended(rows, operation)
         for check in self._releasing_whole if checks is None else checks:
             check(rows, operation)
         if levels.full:
             self._verify_tables(operation)
 
-    def release_rows(self, rows: Ints, after: Fence | None, operation: str) -> None:
-        """Frees rows int64[n] that `check_leaving` has seen. For the library."""
+    def check_ended(self, rows: Ints, operation: str) -> None:
+        """Refuses (SLOT_IN_FLIGHT), at `cheap`, slots int64[n] that a forward may still use. For the library."""
+        launches = self.transaction.launches
+        if launches.last and levels.cheap:
+            launches.check_ended(rows, **self._allocator.where(operation))
+
+    def release_rows(self, rows: Ints, handles: Requests, after: Fence | None, operation: str) -> None:
+        """Frees what `check_leaving` has seen. For the library."""
         self.transaction.operation = operation
-        for listener in self._listeners:
-            listener.on_free(rows, after)
-        self._allocator.release(rows, after, operation)
+        for free in self._freeing:
+            free(rows, after)
+        self._allocator.release(handles, after, operation)
         self.transaction.operation = None
         if self._counting or levels.full:
             self._check_after(operation)
@@ -313,15 +341,16 @@ class SlotPool(OfThisProcess):
             query_free(self.live_slots())
         rows = self.live_slots()
         self._allocator.check_none_pending(operation)
+        self.check_ended(rows, operation)
         for listener in self._listeners:
             listener.check_release(rows, operation)
             listener.check_clear(operation)
         if levels.full:
             self._verify_tables(operation)
         self.transaction.operation = operation
-        for listener in self._listeners:
-            listener.on_free(rows, None)
-        self._allocator.release(rows, None, operation)
+        for free in self._freeing:
+            free(rows, None)
+        self._allocator.release(Requests(rows, rows), None, operation)
         self._core.sort()
         for listener in self._listeners:
             listener.on_clear()
@@ -356,6 +385,7 @@ class SlotPool(OfThisProcess):
         self._taking = those("check_take", "on_take")
         self._releasing_alone = [listener.check_free for listener in those("check_free")]
         self._releasing_whole = [listener.check_release for listener in those("check_free", "check_release")]
+        self._freeing = [listener.on_free for listener in those("on_free")]
         self._counting = those("check_conservation")
 
     # Tables

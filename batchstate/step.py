@@ -18,6 +18,7 @@ padded steps, drafts, requests that leave and join: all go this way.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from types import EllipsisType
 from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
@@ -28,7 +29,7 @@ from batchstate import invariants, levels
 from batchstate._arrays import Amount, Array, Selection, arange_per_row
 from batchstate._arrays import count as counted
 from batchstate._column_inputs import rows_from
-from batchstate._core import tally
+from batchstate._core import Requests, tally
 from batchstate._origin import RowSet
 from batchstate._planned_step import OPERATION, PlannedStep
 from batchstate._rows import RowState, not_counted
@@ -161,7 +162,7 @@ class StepPlanner(OfThisProcess):
         *,
         keep: "Selection | None" = None,
         joining: Joining | None = None,
-        after: Fence | None = None,
+        after: Fence | EllipsisType | None = ...,
         published: Mapping[str, object] | None = None,
         prompt_ids: Sequence[object] | None = None,
         samples: object = None,
@@ -184,7 +185,8 @@ class StepPlanner(OfThisProcess):
             joining: requests that come after those: column -> values, as for `Batch.build`, one row each. Without
                 slots among them, the step takes slots, and pages for the tokens of the column of lengths, whose KV is
                 there, as `PagePool.take_requests`; `step.batch` has the slots. Or a batch, as for `Batch.merge`.
-            after: the forward-done fence of the last forward of those that leave, if any do.
+            after: the forward-done fence of the last forward of those that leave; None where none of them is in a
+                forward any more. To be named if any leave.
             published: relay field -> host values, one entry for each request that joins: the values that its first step
                 starts from, if no forward here has published them. They cross in the same copy.
             query_lens: tokens that each puts in, as for `ForwardPlan.of`.
@@ -210,7 +212,7 @@ class StepPlanner(OfThisProcess):
         self._transaction.enter(OPERATION)
         if runtime.capturing:
             runtime.refuse_capture("planning a step")
-        if after is not None:
+        if after is not None and after is not ...:
             check_fence(after, f"{slots.name}: {OPERATION}")
         n = num_reqs = self._begin(batch)
         index = joined = None
@@ -235,10 +237,14 @@ class StepPlanner(OfThisProcess):
         self._pages.query_fences()
         leaving = None
         if index is not None and kept < num_reqs:
-            leaving = batch._state.block.others(index)
+            if after is ...:
+                remedy = "pass after=, the fence of their last forward, or None where it is known to have ended"
+                raise ArgumentError(f"StepPlanner: plan: {num_reqs - kept} requests leave, and no fence", after, remedy)
+            rows, generations = batch._state.block.others(index)
+            leaving = rows, Requests(rows, generations)
             if joined is not None and joined.pool_id is not None:
-                _check_apart(leaving[0], joined.state.column(str(self._layout.slots)))
-            slots.check_leaving(*leaving, OPERATION)
+                _check_apart(rows, joined.state.column(str(self._layout.slots)))
+            slots.check_leaving(*leaving, after, OPERATION)
         takes = joined.num_reqs if joined is not None and joined.pool_id is None else 0
         if takes:
             slots.check_take(takes)
@@ -266,11 +272,14 @@ class StepPlanner(OfThisProcess):
         self._transaction.operation = OPERATION
         if memory.block.new is not None:
             self._pages._holders.note(memory.block.new)
-        memory.block.commit(declared.rules, self._pages.epochs.last, self._pages.shares.last)
+        bounded = declared.seq_lens in state.device
+        memory.block.commit(declared.rules, self._pages.epochs.last, self._pages.shares.last, bounded)
         if takes:
             slots.note_taken(step.rows[kept:])
-        if leaving is not None:  # under the same mark: a step that has been taken, and whose leavers stay, is a leak
-            slots.release_rows(leaving[0], after, OPERATION)
+        if (
+            leaving is not None and after is not ...
+        ):  # under the same mark: a step that has been taken, and whose leavers stay, is a leak
+            slots.release_rows(*leaving, after, OPERATION)
         self._transaction.operation = None
         if memory.block.new_pages:
             self._pages._holders.check_whole(OPERATION)

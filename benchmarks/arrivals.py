@@ -107,7 +107,7 @@ def one_slot(runtime: Runtime) -> Comparison:
     pool, free = SlotPool(runtime, REQUESTS), deque(range(1, REQUESTS + 1))
 
     def ours() -> None:
-        pool.free(pool.take(1))
+        pool.free(pool.take(1), after=None)
 
     def theirs() -> None:
         free.append(free.popleft())
@@ -128,7 +128,7 @@ def one_extension(runtime: Runtime) -> Comparison:
         total += 1
         pages.extend(slot, total)
         if total == most:
-            pages.release(slot)
+            pages.release(slot, after=None)
             total = 0
 
     def theirs() -> None:

@@ -73,8 +73,8 @@ def _slots(runtime: Runtime, size: int, n: int) -> Turnover:
     pool = SlotPool(runtime, size)
     with checks(Level.OFF):  # leave them in no order
         everything = pool.take(size)
-        pool.free(everything.take(np.random.default_rng(0).permutation(size)))
-    return lambda: pool.free(pool.take(n)), lambda: pool.stats.free
+        pool.free(everything.take(np.random.default_rng(0).permutation(size)), after=None)
+    return lambda: pool.free(pool.take(n), after=None), lambda: pool.stats.free
 
 
 def _pages(runtime: Runtime, size: int, n: int) -> Turnover:
@@ -87,13 +87,13 @@ def _pages(runtime: Runtime, size: int, n: int) -> Turnover:
         pages[-1] = size - PAGES_PER_REQUEST * (most - 1)
         pool.grow(everyone, pages * PAGE_SIZE)
         for some in np.array_split(np.random.default_rng(0).permutation(most), 8):
-            pool.release(everyone.take(some))
-        slots.free(everyone)
+            pool.release(everyone.take(some), after=None)
+        slots.free(everyone, after=None)
     owners = slots.take(n // PAGES_PER_REQUEST)
     lengths = np.full(len(owners), PAGE_SIZE * PAGES_PER_REQUEST)
 
     def turnover() -> None:
         pool.grow(owners, lengths)
-        pool.release(owners)
+        pool.release(owners, after=None)
 
     return turnover, lambda: pool.stats.free

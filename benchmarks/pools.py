@@ -1,6 +1,7 @@
 """Taking and returning slots and pages, against free lists of numbers."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -32,10 +33,10 @@ def slots_against_lists(runtime: Runtime, *, size: int, n: int) -> Comparison:
     lists = _lists((PopList, SliceList, TensorList, LinkedBlocks), runtime, size)
 
     def take_and_free() -> None:
-        pool.free(pool.take(n))
+        pool.free(pool.take(n), after=None)
 
     def verify() -> None:
-        ours = all_numbers(pool.take, pool.free, lambda slots: slots.np.tolist(), size, n)
+        ours = all_numbers(pool.take, partial(pool.free, after=None), lambda slots: slots.np.tolist(), size, n)
         for other in lists:
             _require_same_numbers(other, ours, size, n)
         pool.verify()
@@ -65,24 +66,26 @@ def pages_against_lists(runtime: Runtime, *, size: int, n: int) -> Comparison:
         everyone = slots.take(most_requests)
         pool.grow(everyone, _tokens(size))
         for some in np.array_split(np.random.default_rng(0).permutation(most_requests), 8):
-            pool.release(everyone.take(some))
-        slots.free(everyone)
+            pool.release(everyone.take(some), after=None)
+        slots.free(everyone, after=None)
     owners, lengths = slots.take(requests), _tokens(n)
 
     def take_and_release() -> None:
-        pool.take(n).release()
+        pool.take(n).release(after=None)
 
     def grow_and_release() -> None:
         pool.grow(owners, lengths)
-        pool.release(owners)
+        pool.release(owners, after=None)
 
     def extend_and_release() -> None:
         pool.extend(owners, lengths)
-        pool.release(owners)
+        pool.release(owners, after=None)
 
     def verify() -> None:
         ours = _all_pages(pool, slots, size, n)
-        taken = all_numbers(pool.take, PageLease.release, lambda lease: lease.pages.tolist(), size, n)
+        taken = all_numbers(
+            pool.take, partial(PageLease.release, after=None), lambda lease: lease.pages.tolist(), size, n
+        )
         require_equal("pages of leases", ours, taken)
         for other in lists:
             _require_same_numbers(other, ours, size, n)
@@ -110,7 +113,11 @@ def slots_of_random_sizes(runtime: Runtime, *, size: int) -> Comparison:
     """1 to 64 slots at a time: one of 32 holders after the other gives back what it has and takes others."""
     pool = _shuffled_slots(runtime, size)
     ours = [
-        (f"SlotPool, checks {level.value}", level, Mixed(pool.take, pool.free, lambda slots: slots.np.tolist()))
+        (
+            f"SlotPool, checks {level.value}",
+            level,
+            Mixed(pool.take, partial(pool.free, after=None), lambda slots: slots.np.tolist()),
+        )
         for level in LEVELS
     ]
     return _of_random_sizes("slots", size, ours, (PopList, SliceList, TensorList, LinkedBlocks), runtime, pool.verify)
@@ -124,7 +131,7 @@ def pages_of_random_sizes(runtime: Runtime, *, size: int) -> Comparison:
         (
             f"PagePool {TAKE}, checks {level.value}",
             level,
-            Mixed(pool.take, PageLease.release, lambda lease: lease.pages.tolist()),
+            Mixed(pool.take, partial(PageLease.release, after=None), lambda lease: lease.pages.tolist()),
         )
         for level in LEVELS
     ]
@@ -212,7 +219,7 @@ def _shuffled_slots(runtime: Runtime, size: int) -> SlotPool:
     pool = SlotPool(runtime, size)
     with checks(Level.OFF):
         everything = pool.take(size)
-        pool.free(everything.take(np.random.default_rng(0).permutation(size)))
+        pool.free(everything.take(np.random.default_rng(0).permutation(size)), after=None)
     return pool
 
 
@@ -225,8 +232,8 @@ def _all_pages(pool: PagePool, slots: SlotPool, size: int, n: int) -> list[int]:
         pool.grow(owners, _tokens(count))
         return owners
 
-    result = all_numbers(take, pool.release, lambda owners: _pages_of(pool, owners.np), size, n)
-    slots.free(held)
+    result = all_numbers(take, partial(pool.release, after=None), lambda owners: _pages_of(pool, owners.np), size, n)
+    slots.free(held, after=None)
     return result
 
 

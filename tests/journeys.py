@@ -138,7 +138,7 @@ def kv_row_between_workers() -> Steps:
 JOURNEYS: dict[Journey, int] = {
     keep_through_filter: 7,
     slot_from_take_to_reap: 11,
-    token_to_the_host: 12,  # results on their way to the host have a file of their own
+    token_to_the_host: 13,  # results on their way to the host have a file of their own, as have forwards that end
     page_to_the_device: 16,
     mirror_equal_to_the_report: 6,
     kv_row_between_workers: 12,

@@ -51,7 +51,7 @@ class World:
         self.batch = Found.build(rt, slots=self.ordinary, lens=[20], hidden=hidden)
         self.other = SlotPool(rt, 8).take(1)
         self.gone = self.slots.take(1)
-        self.slots.free(self.gone)
+        self.slots.free(self.gone, after=None)
 
     def state(self) -> list[object]:
         """All that a call could have changed, as far as it shows."""
@@ -72,11 +72,14 @@ class World:
 Call = Callable[[World, dict[str, Any]], object]
 
 
+FREEING = {"release_requests", "truncate", "finish"}
+
+
 def slotted(name: str, of: Callable[[World], Any], which: str = "ready") -> Call:
     """A method that takes slots first."""
 
     def call(world: World, given: dict[str, Any]) -> object:
-        given = {"slots": getattr(world, which)} | given
+        given = {"slots": getattr(world, which)} | ({"after": None} if name in FREEING else {}) | given
         return getattr(of(world), name)(given.pop("slots"), **given)
 
     return call

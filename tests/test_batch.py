@@ -108,8 +108,8 @@ def test_slots_are_replaced_by_handles(rt: Runtime, pool: SlotPool, abcd: Decode
     assert abcd.__replace__(top_k=[9, 9, 9, 9]).top_k.np.tolist() == [9, 9, 9, 9]
     assert abcd.replace(slots=Slots.from_host(rt, [11, 12, 13, 14])).slots.np.tolist() == [11, 12, 13, 14]
     fresh = abcd.replace(slots=pool.take(4))
-    pool.free(fresh.slots)
-    pool.free(abcd.slots)
+    pool.free(fresh.slots, after=None)
+    pool.free(abcd.slots, after=None)
 
 
 def test_device_columns_are_gathered_only_when_read(rt: Runtime, pool: SlotPool, abcd: Decode) -> None:
@@ -134,7 +134,7 @@ def test_device_columns_do_not_pile_up(rt: Runtime, pool: SlotPool) -> None:
         joined = Decode.build(rt, **rows(pool, "b"))
         batch = batch.merge(joined)
         batch.upload()
-        pool.free(batch.split([1, 1])[0].slots)
+        pool.free(batch.split([1, 1])[0].slots, after=None)
         batch = batch.filter([1])
         assert len(batch.device_side.state.device["last_token"].sources) <= 10
     assert rt.inspect(batch.last_token.device).tolist() == [100]
@@ -366,7 +366,7 @@ def test_stale_windows_cover_derived_batches(rt: Runtime, pool: SlotPool, abcd: 
                 assert len(batch.top_k.np)
             assert abcd.replace(seq_lens=[1, 2, 3, 4]).seq_lens.np.tolist() == [1, 2, 3, 4]
         assert [len(getattr(batch.seq_lens, side)) for batch in derived] == [1, 4, 2, 6, 1, 5]
-        pool.free(derived[5].filter([0]).slots)
+        pool.free(derived[5].filter([0]).slots, after=None)
 
 
 def test_declarations_that_would_be_lost_are_refused() -> None:
@@ -624,9 +624,9 @@ def test_requests_that_have_left_are_found_in_each_batch() -> None:
             batch.upload()
         pool.check_handles(joined.slots, "a call")
         assert invariants.times_checked[Code.SLOT_STALE_HANDLE] == asked + 5
-        pool.free(other)
+        pool.free(other, after=None)
         joined.upload()
-        pool.free(decode.slots.take([1]))
+        pool.free(decode.slots.take([1]), after=None)
         for batch in (decode.filter([1]), joined, joined.pad(8)):
             refused(Code.SLOT_STALE_HANDLE, batch.upload)
         pool.take(1)

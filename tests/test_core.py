@@ -134,18 +134,18 @@ LIVE = _core.STATES[3]
 def test_first_not_held(core: ModuleType, rows: list[int], held: list[int], first: int) -> None:
     """The first handle that is not live, not of the present owner, or of no slot; arrays may be read-only."""
     numbers, generations = np.array(rows, dtype=np.int64), np.array(held, dtype=np.int64)
-    assert indices(core).first_not_held(numbers, generations) == first
+    assert indices(core).first_not_held(core.Requests(numbers, generations)) == first
     numbers.setflags(write=False)
     generations.setflags(write=False)
-    assert indices(core).first_not_held(numbers, generations) == first
+    assert indices(core).first_not_held(core.Requests(numbers, generations)) == first
 
 
 @pytest.mark.parametrize("core", CORES)
 def test_padding_and_repeats(core: ModuleType) -> None:
     """Handles of padded rows may come last, where that is said, and a handle twice is refused, where that is said."""
-    some, numbers, held = indices(core), np.array([2, 1, 2, 0, 0]), np.array([12, 11, 12, 0, 0])
-    assert [some.first_not_held(numbers, held, *flags) for flags in ((False,), (True,), (True, True))] == [3, -1, 2]
-    assert some.first_not_held(np.array([1, 0, 2]), np.array([11, 0, 12]), True) == 1
+    some, handles = indices(core), core.Requests(np.array([2, 1, 2, 0, 0]), np.array([12, 11, 12, 0, 0]))
+    assert [some.first_not_held(handles, *flags) for flags in ((False,), (True,), (True, True))] == [3, -1, 2]
+    assert some.first_not_held(core.Requests(np.array([1, 0, 2]), np.array([11, 0, 12])), True) == 1
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -153,7 +153,7 @@ def test_a_mistake_of_ours_is_an_exception(core: ModuleType) -> None:
     """Fewer generations than handles, or an index that is none, are an IndexError, not memory that is not ours."""
     some = indices(core)
     with pytest.raises(IndexError):
-        some.first_not_held(np.array([1, 2]), np.array([11]))
+        some.first_not_held(core.Requests(np.array([1, 2]), np.array([11])))
     some.arrays["stack"][3] = 99
     with pytest.raises(IndexError):
         some.look(1, False, False)
@@ -208,11 +208,11 @@ def test_a_bug_in_the_core_is_switched_on(rt: Runtime) -> None:
     with changed("_core:Indices.held", " and self.generation[slot] == gen", ""):
         pool = SlotPool(rt, 1)
         stale_handle = pool.take(1)
-        pool.free(stale_handle)
+        pool.free(stale_handle, after=None)
         pool.take(1)
-        pool.free(stale_handle)
+        pool.free(stale_handle, after=None)
     pool = SlotPool(rt, 1)
     stale_handle = pool.take(1)
-    pool.free(stale_handle)
+    pool.free(stale_handle, after=None)
     pool.take(1)
-    refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(stale_handle))
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(stale_handle, after=None))

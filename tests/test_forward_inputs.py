@@ -463,7 +463,7 @@ def test_requests_that_left_are_refused(rt: Runtime, world: ForwardWorld) -> Non
         slots = world.slots.take(2)
         world.publish(slots)
         plan, uploaded = world.planned(slots, [8, 8], prompt_ids=ids)
-        world.slots.free(slots)
+        world.slots.free(slots, after=None)
         before = rt.counters.snapshot()
         for level in ("off", "cheap"):
             with checks(level):
@@ -602,7 +602,7 @@ def test_pages_that_were_taken_back_are_noticed(rt: Runtime, world: ForwardWorld
     slots = world.take([9])
     world.publish(slots)
     plan, uploaded = world.planned(slots, [9], pages=world.pages)
-    world.pages.truncate(slots, 2)
+    world.pages.truncate(slots, 2, after=None)
     violation = refused(Code.DERIVED_STALE, lambda: world.resolve(plan, uploaded))
     assert (violation.row, violation.slot) == (0, int(slots.np[0]))
     assert "truncate in step" in str(violation.actual)

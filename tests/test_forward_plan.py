@@ -160,7 +160,7 @@ def test_a_window_reads_what_is_left(rt: Runtime) -> None:
     """Without its window a plan over pages that were given back is refused; with it they are page 0 in page lists."""
     world = ForwardWorld.of(rt, page_size=4)
     slots = world.take([11, 3])
-    world.pages.truncate(slots, first=[6, 0])
+    world.pages.truncate(slots, first=[6, 0], after=None)
     table = world.pages.page_table[slots.np]
     for wide in (None, 8):
         with pytest.raises(Violation, match="PAGE_RELEASED"):

@@ -413,7 +413,7 @@ def test_an_entry_belongs_to_its_owner(rt: Runtime, pool: SlotPool, relay: Futur
     relay.publish(slots, tokens=on_device(rt, [5]))
     entries = relay._entries.fields["tokens"]
     kept = {part: entries.arrays[part].copy() for part in ("generation", "number")}
-    pool.free(slots)
+    pool.free(slots, after=None)
     for part, array in kept.items():
         entries.arrays[part][:] = array
     violation = refused(Code.FUTURE_GENERATION, relay.check)
@@ -531,7 +531,7 @@ def test_dead_and_foreign_slots_change_nothing(rt: Runtime, device: str, pool: S
     """Freed, repeated and foreign slots, and other indices, are refused by every operation."""
     gone = pool.take(2)
     relay.publish(gone, lens=on_device(rt, [5, 6], torch.int32))
-    pool.free(gone)
+    pool.free(gone, after=None)
     others, distant = SlotPool(rt, 8, name="others"), SlotPool(open_device(device), 8)
     live = pool.take(2)
     mixed = live.pad(3).take([2, 0, 1])  # padding is at the end; elsewhere a zero is a mistake
@@ -598,7 +598,7 @@ def test_over_a_hybrid_pool(rt: Runtime, full: None) -> None:
     slots = pool.take(2)
     relay.publish(slots, tokens=on_device(rt, [5, 6]))
     assert relay.resolve(slots, "tokens").tolist() == [5, 6]
-    pool.free(slots)
+    pool.free(slots, after=None)
     assert states(relay, pool.take(2), "tokens") == [["unwritten"] * 2]
 
 
@@ -611,7 +611,7 @@ def test_two_relays_over_one_pool(rt: Runtime, pool: SlotPool, full: None) -> No
     assert rt.inspect(two.gather(slots, "lens")).tolist() == [7, 8]
     assert states(one, slots, "lens") == [["published"] * 2]
     assert rt.inspect(one.gather(slots, "lens")).tolist() == [5, 6]
-    pool.free(slots)
+    pool.free(slots, after=None)
     again = pool.take(2)
     for relay in (one, two):
         assert states(relay, again, "lens") == [["unwritten"] * 2]
@@ -721,7 +721,7 @@ def test_a_read_is_waited_for_however_many_publishes_follow(
     first, second = pool.take(1), pool.take(1)
     lanes.on(forward, lambda: relay.publish(first, lens=lens))
     lanes.on(other, lambda: relay.gather(first, "lens"))
-    pool.free(first)
+    pool.free(first, after=None)
     for _ in range(100):
         lanes.on(forward, lambda: relay.publish(second, lens=lens))
         lanes.on(forward, lambda: relay.gather(second, "lens"))
@@ -768,7 +768,7 @@ def test_a_publish_comes_behind_the_reads_before_it(lanes: Lanes, between: str) 
     elif between == "discard":
         relay.discard(slots)
     else:
-        lanes.pool.free(slots)
+        lanes.pool.free(slots, after=None)
         slots, writer = lanes.pool.take(4), schedule
     _, waited, _ = lanes.on(writer, lambda: relay.publish(slots, tokens=[1, 2, 3, 4]))
     assert read in waited
@@ -921,7 +921,7 @@ def test_a_dropped_relay_leaves_its_pool(rt: Runtime) -> None:
     assert len(pool._listeners) == 0
     kept = FutureMap(pool, {"x": relay_field(torch.int64)})
     assert len(pool._listeners) == 1
-    pool.free(pool.take(2))
+    pool.free(pool.take(2), after=None)
     assert kept.fields["x"].dtype is torch.int64
 
 

@@ -199,7 +199,7 @@ def test_refusals_say_what_to_do(world: World) -> None:
         tier.map_last_location(slots, 6)
     for leave in (tier.finish, tier.abort, world.pages.release_requests):
         with pytest.raises(ArgumentError, match="in a plan whose backup was not launched"):
-            leave(slots)
+            leave(slots, after=None)
     tier.back_up(plan)
     with pytest.raises(ArgumentError, match="not the plan of this step"):
         tier.back_up(plan)
@@ -213,6 +213,8 @@ def test_foreign_handles_and_threads(rt: Runtime, world: World) -> None:
     calls |= {"admit_staged": (1,), "map_last_location": (4,), "finish": (), "abort": ()}
     for name, arguments in calls.items():
         call = getattr(tier, name)
+        if name in ("finish", "abort"):
+            call = functools.partial(call, after=None)
         with pytest.raises(ArgumentError, match="expected slots of pool"):
             call(foreign, *arguments)
         assert isinstance(in_a_thread(functools.partial(call, mine, *arguments)), OwnerThreadError)
@@ -297,7 +299,7 @@ def test_shared_pages_are_never_ring_rows(rt: Runtime, world: World) -> None:
     before = world.snapshot()
     refused(Code.PAGE_OWNER, lambda: world.tier.map_last_location(ready, 7))
     assert world.snapshot() == before
-    lease.release()
+    lease.release(after=None)
     world.step(ready)
     world.check(ready)
 
@@ -313,7 +315,7 @@ def test_slot_used_again_is_not_settled_by_an_old_copy() -> None:
     world.tier.admit_staged(slots, 9)
     assert world.tier.poll_staged() == 0
     rt.synchronize()
-    world.pages.release_requests(slots)  # the copy is over, and the tier has not been polled
+    world.pages.release_requests(slots, after=None)  # the copy is over, and the tier has not been polled
     again = world.prefill([4])
     world.tier.admit_staged(again, 9)
     assert world.tier.poll_staged() == 0
@@ -328,7 +330,7 @@ def test_a_staged_request_that_left_unpolled_is_passed_over(rt: Runtime) -> None
     world = World.on(rt, size=1)
     gone = world.prefill([9])
     world.tier.admit_staged(gone, 20)
-    world.tier.abort(gone)
+    world.tier.abort(gone, after=None)
     rt.synchronize()
     again = world.prefill([7])
     world.tier.admit_staged(again, 20)
@@ -375,7 +377,7 @@ def test_a_plain_fence_of_a_writer_has_to_be_complete(rt: Runtime) -> None:
     refused(Code.TIER_STATE, lambda: world.tier.admit_direct(slots))
     writer.complete()
     world.tier.admit_direct(slots)
-    world.tier.finish(slots)
+    world.tier.finish(slots, after=None)
     rt.synchronize()
     world.expect_idle()
 
@@ -396,7 +398,7 @@ def test_backups_of_every_stream_are_waited_for() -> None:
     world.tier.admit_staged(other, 9, after=done)
     rt.complete(9, world.tier._stream)
     assert world.tier.poll_staged() == 1
-    world.tier.finish(decoding)
+    world.tier.finish(decoding, after=None)
     assert world.host.stats.pending == 40
     rt.complete(99, forward)
     rt.complete(99)
@@ -456,7 +458,7 @@ def test_capture() -> None:
     assert world.snapshot() == before
     world.tier.back_up(plan, uploaded)
     world.tier.verify()
-    world.tier.finish(ready)
+    world.tier.finish(ready, after=None)
 
 
 # Costs
@@ -592,8 +594,8 @@ def test_what_the_tier_waits_for_is_one_question() -> None:
     found = {one.what: (one.slots.tolist(), one.tokens) for one in tier.in_flight()}
     assert found == {"staging": ([1], 10), "arriving": ([2], 5), "backup": ([], 0)}
     refused(Code.SLOT_CONSERVATION, tier.expect_idle)
-    tier.abort(arriving)
-    tier.abort(staged)
+    tier.abort(arriving, after=None)
+    tier.abort(staged, after=None)
     found = {one.what: (one.slots.tolist(), one.tokens) for one in tier.in_flight()}
     assert found["pending"][0] == []
     assert sum(one.tokens for one in tier.in_flight()) == 15
@@ -605,7 +607,7 @@ def test_what_the_tier_waits_for_is_one_question() -> None:
     assert tier.stats.host.free == tier.stats.host.size
     lone = world.host.take([2], [0])
     refused(Code.SLOT_CONSERVATION, tier.expect_idle)
-    world.host.free(lone)
+    world.host.free(lone, after=None)
 
 
 class Stepping(Batch):

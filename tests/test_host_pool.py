@@ -57,7 +57,7 @@ def test_whole_pages_in_one_run(make: Make, page_size: int) -> None:
     assert pool.owner_of([0, page_size, 2 * page_size, 6 * page_size - 1, 6 * page_size]).tolist() == [0, 7, 8, 8, 0]
     assert counts(pool) == (15 * page_size, 0, 5 * page_size)
     assert pool.stats.live == 5 * pool.page_size
-    pool.free([one, two])
+    pool.free([one, two], after=None)
     pool.verify()
     pool.expect_idle()
     assert pool.stats == HostStats(20 * page_size, 20 * page_size, 0, 0, 20 * page_size)
@@ -67,7 +67,7 @@ def test_best_fit_and_fragments(make: Make) -> None:
     """The shortest free run that is long enough is used; where none is, several are, and positions go across them."""
     pool = make(12)
     ranges = pool.take([2, 1, 4, 1, 4], [1, 2, 3, 4, 5])
-    pool.free([ranges[0], ranges[2], ranges[4]])
+    pool.free([ranges[0], ranges[2], ranges[4]], after=None)
     assert pool.stats.largest_free_range == 4
     fit = pool.take(2, 6)[0]
     assert fit.table.tolist() == [[1, 2]]
@@ -82,7 +82,7 @@ def test_best_fit_and_fragments(make: Make) -> None:
     with pytest.raises(ArgumentError):
         pieces.locations(-1, 1)
     assert not pieces.starts.flags.writeable
-    pool.free([fit, pieces, ranges[1], ranges[3]])
+    pool.free([fit, pieces, ranges[1], ranges[3]], after=None)
     assert pool.stats.largest_free_range == 12
 
 
@@ -128,17 +128,17 @@ def test_misuse_of_ranges_is_refused(make: Make, rt: Runtime) -> None:
     """Runs are freed once, whole, in the pool that made them, and by who took them last; an error frees nothing."""
     pool, other = make(8), make(8)
     one, two = pool.take([2, 3], [1, 2])
-    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free([one, one]))
+    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free([one, one], after=None))
     with pytest.raises(ArgumentError, match="did not return"):
-        pool.free(other.take(1, 1)[0])
+        pool.free(other.take(1, 1)[0], after=None)
     part = attrs.evolve(two, starts=two.starts, lengths=two.lengths - 1)
-    refused(Code.SLOT_CONSERVATION, lambda: pool.free([one, part]))
+    refused(Code.SLOT_CONSERVATION, lambda: pool.free([one, part], after=None))
     assert counts(pool) == (3, 0, 5)
-    pool.free(one)
-    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free([two, one]))
+    pool.free(one, after=None)
+    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free([two, one], after=None))
     again = pool.take(2, 3)[0]
     assert again.table.tolist() == one.table.tolist()
-    refused(Code.SLOT_STALE_HANDLE, lambda: pool.free([two, one]))
+    refused(Code.SLOT_STALE_HANDLE, lambda: pool.free([two, one], after=None))
     refused(Code.SLOT_STALE_HANDLE, lambda: pool.check_held(one, "look"))
     pool.check_held(two, "look")
     refused(Code.SLOT_OUT_OF_RANGE, lambda: pool.owner_of([9]))
@@ -188,7 +188,7 @@ def test_late_write_is_found_when_handed_out(make: Make, full: None) -> None:
     """At `full` a write into free memory is found before it is handed out, wherever that is."""
     pool = make(8)
     ranges = pool.take([2, 1, 5], [1, 2, 3])
-    pool.free([ranges[0], ranges[2]])
+    pool.free([ranges[0], ranges[2]], after=None)
     numbers(pool, 1)[1] = 5
     # The two go into the short run although five are free elsewhere: each part is looked at, not the longest run alone.
     violation = refused(Code.TRANSFER_LATE_WRITE, lambda: pool.take([2, 1], [4, 5]))
@@ -220,7 +220,7 @@ def test_below_full_memory_is_left_alone(make: Make) -> None:
         before = invariants.times_checked[Code.TRANSFER_LATE_WRITE]
         ranges = pool.take(2, 1)[0]
         numbers(pool)[1] = 5
-        pool.free(ranges)
+        pool.free(ranges, after=None)
         pool.take(2, 1)
         assert numbers(pool)[1].tolist() == [5, 5]
         assert invariants.times_checked[Code.TRANSFER_LATE_WRITE] == before
@@ -232,7 +232,7 @@ def test_one_thread_and_no_capture(make: Make, monkeypatch: pytest.MonkeyPatch) 
     ranges = pool.take(1, 1)[0]
     for act in (
         lambda: pool.take(1, 1),
-        lambda: pool.free(ranges),
+        lambda: pool.free(ranges, after=None),
         pool.reap,
         pool.verify,
         pool.expect_idle,
@@ -317,7 +317,7 @@ def test_memory_of_a_writer_waits_for_its_end(make: Make) -> None:
     assert counts(pool) == (6, 2, 0)
     writer.complete()
     assert counts(pool) == (8, 0, 0)
-    pool.free(pool.take(2, 1, writer=writer.record()))
+    pool.free(pool.take(2, 1, writer=writer.record()), after=None)
     assert counts(pool) == (6, 2, 0)
     writer.complete()
     assert counts(pool) == (8, 0, 0)

@@ -61,7 +61,7 @@ def test_capture_refuses_the_write(rt: Runtime, pool: HybridSlotPool, monkeypatc
         patch.setattr(type(rt), "capturing", property(lambda self: True))
         with pytest.raises(CaptureError):
             pool.take(1)
-        pool.free(pool.take(1, write=False))
+        pool.free(pool.take(1, write=False), after=None)
     assert pool.stats.live == pool.state_stats().live == 0
 
 
@@ -94,7 +94,7 @@ def test_a_second_thread_changes_nothing(rt: Runtime) -> None:
 
 def test_a_state_entry_that_was_not_taken_along_is_found(rt: Runtime, pool: HybridSlotPool) -> None:
     """A slot that is taken again without its entry still maps to the states of its last owner, on the device."""
-    pool.free(pool.take(4))
+    pool.free(pool.take(4), after=None)
     slots = pool.take(2, write=False)
     pool.verify()
     refused(Code.ROW_UNWRITTEN, lambda: pool.state_table().device_for(slots))
@@ -133,7 +133,7 @@ def test_turns_are_used_once_and_in_order(pool: HybridSlotPool) -> None:
     assert (violation.row, violation.slot) == (1, int(slots.np[1]))
     refused(Code.STATE_TURN, late.launched)
     pool.state_turns(slots).launched()
-    pool.free(slots)
+    pool.free(slots, after=None)
     refused(Code.SLOT_STALE_HANDLE, late.launched)
     refused(Code.SLOT_STALE_HANDLE, lambda: pool.state_turns(slots))
     again = pool.take(2)
@@ -157,7 +157,7 @@ def test_several_kinds_of_states(rt: Runtime) -> None:
         pool.take(1)
     one = pool.take(1, states={"window": 0})
     assert (pool.state_stats("mamba").live, pool.state_stats("window").live) == (5, 3)
-    pool.free(Slots.cat([slots, one]))
+    pool.free(Slots.cat([slots, one]), after=None)
     pool.expect_idle()
     for ask in (pool.state_table, pool.state_capacity, pool.state_stats, lambda: pool.states_of(pool.take(0), "swa")):
         with pytest.raises(ArgumentError, match="mamba, window"):

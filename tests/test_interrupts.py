@@ -90,9 +90,9 @@ class World:
             pages.extend(slots, total)
             pages.commit(slots, total)
         cache.insert(past, ["u", "v", "w"])
-        pages.release_requests(past)
+        pages.release_requests(past, after=None)
         self.parts_of_a = pages.hold(self.a, 2), pages.hold(self.a, 4, first=2)
-        pages.release(self.b)
+        pages.release(self.b, after=None)
         self.cache = cache
 
     def add_tier(self, parts: str) -> None:
@@ -185,15 +185,20 @@ class World:
         calls: list[Callable[[], object]] = [self.slots.verify, lambda: self.slots.take(0)]
         if self.tier is not None:
             if _is_broken(self.host.verify):
-                return [_is_broken(lambda: self.host.take(1, 0)), _is_broken(lambda: self.host.free([]))]
+                return [_is_broken(lambda: self.host.take(1, 0)), _is_broken(lambda: self.host.free([], after=None))]
             tier = self.tier
-            calls += [tier.verify, tier.poll_staged, lambda: tier.reserve(none, [], []), lambda: tier.finish(none)]
+            calls += [
+                tier.verify,
+                tier.poll_staged,
+                lambda: tier.reserve(none, [], []),
+                lambda: tier.finish(none, after=None),
+            ]
             return [_is_broken(call) for call in calls]
-        calls += [lambda: self.slots.free(none), lambda: self.slots.stats, lambda: self.relay.discard(none)]
-        calls += [self.pages.verify, lambda: self.pages.take(0).release(), lambda: self.pages.advance(none)]
+        calls += [lambda: self.slots.free(none, after=None), lambda: self.slots.stats, lambda: self.relay.discard(none)]
+        calls += [self.pages.verify, lambda: self.pages.take(0).release(after=None), lambda: self.pages.advance(none)]
         if self.cache is not None:
             cache = self.cache
-            calls += [lambda: cache.match(["x"]).release(), lambda: cache.fit(1)]
+            calls += [lambda: cache.match(["x"]).release(after=None), lambda: cache.fit(1)]
             calls += [lambda: cache.evict(0), lambda: cache.remove([])]
         return [_is_broken(call) for call in calls]
 
@@ -207,7 +212,7 @@ class World:
             if self.tier._open is not None:
                 self.tier.back_up(self.tier._open)
             self.tier.poll_staged()
-        self.pages.release_requests(self.live)
+        self.pages.release_requests(self.live, after=None)
         self.slots.clear()
         if self.tier is not None:
             self.host.reap()
@@ -236,7 +241,7 @@ MORE: dict[str, Any] = {"prompt_ids": [None, [7, 8, 9], None, None], "samples": 
 OPERATIONS: dict[str, tuple[str, Operation]] = {
     "take": ("", lambda w: w.slots.take(2)),
     "take reserved": ("", lambda w: w.slots.take(2, reserved=True, write=False)),
-    "free": ("", lambda w: w.slots.free(w.c)),
+    "free": ("", lambda w: w.slots.free(w.c, after=None)),
     "free behind": ("", lambda w: w.slots.free(w.c, after=w.shut)),
     "reap": ("", lambda w: w.slots.reap()),
     "stats": ("", lambda w: w.slots.stats),
@@ -256,10 +261,10 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
     "release a lease": ("", lambda w: w.lease.release(after=w.shut)),
     "clear": ("ended", lambda w: w.slots.clear()),
     "turns": ("", lambda w: w.slots.state_turns(w.both).launched()),
-    "truncate": ("", lambda w: w.pages.truncate(w.a, 2)),
-    "release": ("", lambda w: w.pages.release(w.both)),
+    "truncate": ("", lambda w: w.pages.truncate(w.a, 2, after=None)),
+    "release": ("", lambda w: w.pages.release(w.both, after=None)),
     "release behind": ("", lambda w: w.pages.release(w.a, after=w.shut)),
-    "release_requests": ("", lambda w: w.pages.release_requests(w.both)),
+    "release_requests": ("", lambda w: w.pages.release_requests(w.both, after=None)),
     "release_requests behind": ("", lambda w: w.pages.release_requests(w.a.merge(w.c), after=w.shut)),
     "publish": ("", lambda w: w.relay.publish(w.both, token=w.values)),
     "publish from the host": ("", lambda w: w.relay.publish(w.c, token=[5], more=[6])),
@@ -267,22 +272,22 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
     "prefetch": ("", lambda w: w.relay.prefetch(w.both, "token", "more")),
     "discard": ("", lambda w: w.relay.discard(w.both)),
     "host take": ("tier", lambda w: w.host.take([3, 1, 6], [1, 2, 3])),
-    "host free": ("tier", lambda w: w.host.free(w.ranges)),
+    "host free": ("tier", lambda w: w.host.free(w.ranges, after=None)),
     "reserve": ("tier", lambda w: w.tier.reserve(w.j, 3, 5)),
     "admit_direct": ("tier", lambda w: w.tier.admit_direct(w.g)),
     "admit_staged": ("tier", lambda w: w.tier.admit_staged(w.i, 9)),
     "poll_staged": ("tier", lambda w: w.tier.poll_staged()),
     "map_last_location": ("tier", lambda w: w.tier.map_last_location(w.h, 7)),
     "back_up": ("tier backup", lambda w: w.tier.back_up(w.plan)),
-    "finish": ("tier", lambda w: w.tier.finish(w.h)),
-    "abort": ("tier", lambda w: w.tier.abort(w.f.merge(w.g))),
-    "free of the tier": ("tier", lambda w: w.slots.free(w.g)),
+    "finish": ("tier", lambda w: w.tier.finish(w.h, after=None)),
+    "abort": ("tier", lambda w: w.tier.abort(w.f.merge(w.g), after=None)),
+    "free of the tier": ("tier", lambda w: w.slots.free(w.g, after=None)),
     "clear of the tier": ("tier ended", lambda w: w.slots.clear()),
     "keep": ("tier", lambda w: w.host.keep(w.ranges[0], w)),
     "plain take": ("plain", lambda w: w.slots.take(2)),
     "plain take reserved": ("plain", lambda w: w.slots.take(2, reserved=True)),
-    "plain free": ("plain", lambda w: w.slots.free(w.c)),
-    "plain release_requests": ("plain", lambda w: w.slots.release_requests(w.both)),
+    "plain free": ("plain", lambda w: w.slots.free(w.c, after=None)),
+    "plain release_requests": ("plain", lambda w: w.slots.release_requests(w.both, after=None)),
     "plain take_requests": ("plain", lambda w: w.pages.take_requests([3, 2])),
     "insert": ("cache", lambda w: w.cache.insert(w.c, ["x", "k"])),
     "insert of a lease": ("cache", lambda w: w.cache.insert(w.lease, ["x", "y"])),
@@ -293,7 +298,7 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
     "remove": ("cache", lambda w: w.cache.remove(["x", "v"])),
     "clear keys": ("cache", lambda w: w.cache.clear()),
     "take and evict": ("cache", lambda w: w.pages.take(w.pages.stats.free - 1)),
-    "release of cached pages": ("cache", lambda w: w.pages.release_requests(w.a)),
+    "release of cached pages": ("cache", lambda w: w.pages.release_requests(w.a, after=None)),
     "rebase": ("cache", lambda w: w.pages.rebase(w.c, w.a, 4, after=w.shut)),
     "split": ("cache", lambda w: w.lease.split(2)),
     "share from leases": ("cache", lambda w: w.pages.share(w.parts_of_a, w.b, 4)),
@@ -326,7 +331,7 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
     "publish of a mixed step": ("steps mixed", lambda w: w.step.publish(token=w.on_device(7))),
     "plan padded": (
         "steps steady",
-        lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, pad_rows=4, **NINE),
+        lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, after=None, pad_rows=4, **NINE),
     ),
     "inputs": ("steps steady", lambda w: w.step.inputs()),
     "publish of a step": ("steps steady", lambda w: w.step.publish(token=w.on_device(7, 8, 9))),

@@ -63,7 +63,7 @@ def test_the_first_forward_writes_the_encoder(rt: Runtime, world: ForwardWorld) 
     refused(Code.PAGE_UNWRITTEN, lambda: world.pages.hold(slots, 8))
     plan, uploaded = world.planned(slots, [3], 3, prompt_ids=[[1, 2, 3]], pages=world.pages, kv_offset=5)
     world.resolve(plan, uploaded)
-    world.pages.hold(slots, 8).release()
+    world.pages.hold(slots, 8).release(after=None)
 
 
 def test_lengths_without_the_encoder_are_not_those_of_the_pages(rt: Runtime, world: ForwardWorld) -> None:

@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "runtime": ("runtime",),
     "core": ("_core", "_cython"),
     "mirrored values": ("_arrays", "_origin", "mirror"),
-    "pools": ("tables", "_allocator", "pools", "hybrid"),
+    "pools": ("tables", "_launches", "_allocator", "pools", "hybrid"),
     "batches": ("columns", "_rows", "_column_inputs", "_upload", "batch", "static"),
     "KV memory": ("kv",),
     "forward inputs": ("_step_tokens", "forward"),
@@ -60,11 +60,11 @@ OUTSIDE = {
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "ground": (LAYERS["ground"], 1_760),
-    "runtime": (("runtime",), 1_640),
-    "core": (LAYERS["core"], 2_530),
+    "runtime": (("runtime",), 1_660),
+    "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_010,
+        12_400,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_000),
@@ -75,13 +75,16 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
-The core had 2,320 lines: 140 for a draft in one call, and for requests that the relay asks in the block of their step.
+The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
+step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080:
+320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are.
 """
 
-MOST_LINES, MOST_FILES = 38_460, 133
-BESIDE = {"tests/selfcheck": 12_000, "examples/traffic": 1_200}
-"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package."""
-OTHER_TESTS = 36_650
+MOST_LINES, MOST_FILES = 39_200, 134
+BESIDE = {"tests/selfcheck": 12_500, "examples/traffic": 1_200}
+"""Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
+of owning."""
+OTHER_TESTS = 37_200
 
 MOST_FLOORS = 12
 

@@ -170,7 +170,7 @@ def test_a_pair_that_aliases_is_reported(rt: Runtime, full: None) -> None:
     if rt.device.type != "cpu":
         pytest.skip("host and device memory cannot alias on an accelerator")
     value = MirroredTensor.from_host(rt, [1, 2, 3])
-    value._host = value.device.numpy()
+    value._array = value.device.numpy()
     value._contents = None
     refused(Code.MIRROR_ALIASED, lambda: value.check())
 

@@ -39,7 +39,7 @@ def test_a_plan_older_than_a_release(rt: Runtime, world: ForwardWorld) -> None:
     one, other = world.take([5]), world.take([5])
     world.publish(one)
     plan, uploaded = world.planned(one, [5], pages=world.pages)
-    world.pages.release(one)
+    world.pages.release(one, after=None)
     world.pages.extend(other, 9)  # takes the page that `plan` writes
     world.pages.extend(one, 5)  # as many tokens as before: allocated, committed and live
     violation = nothing_moves(rt, lambda: world.resolve(plan, uploaded))
@@ -58,9 +58,9 @@ def test_a_write_older_than_its_pages(rt: Runtime, world: ForwardWorld, change: 
     extension = world.pages.extend(one, 5)
     write = extension.entry()
     if change == "truncate":
-        world.pages.truncate(one, 4)
+        world.pages.truncate(one, 4, after=None)
     else:
-        world.pages.release(one)
+        world.pages.release(one, after=None)
     if change == "shared anew":
         world.pages.extend(other, 8)
         world.pages.commit(other, 8)
@@ -80,9 +80,9 @@ def test_what_adds_keeps_everything_good(rt: Runtime, world: ForwardWorld) -> No
     world.pages.advance(one, 3)
     first.entry()
     world.resolve(plan, uploaded)
-    world.pages.truncate(one, 9)  # as many as there are: the pages that were not in use go
+    world.pages.truncate(one, 9, after=None)  # as many as there are: the pages that were not in use go
     assert world.pages.epochs.rows[one.np].tolist() == [1]
-    world.pages.release_requests(other)
+    world.pages.release_requests(other, after=None)
     assert world.pages.epochs.rows[[one.np[0], other.np[0]]].tolist() == [1, 2]
     refused(Code.DERIVED_STALE, first.entry)
 
@@ -162,7 +162,7 @@ def test_results_go_by_handle(world: ForwardWorld, results: tuple[Running, Prefe
     assert turned.tighten("seq_lens", found["lens"].np + 1, slots=found.slots).seq_lens.np.tolist() == [8, 4]
     assert turned.seq_lens.tighten(found["lens"]).np.tolist() == [7, 3]
     assert batch.seq_lens.filter([1]).tighten(found["lens"]).np.tolist() == [5]
-    world.pages.truncate(turned.slots, found["lens"])
+    world.pages.truncate(turned.slots, found["lens"], after=None)
     assert world.pages.committed(batch.slots).tolist() == [3, 9, 7]
 
 
@@ -179,14 +179,14 @@ def test_a_result_of_a_former_owner(rt: Runtime, world: ForwardWorld, results: t
     """A request that left keeps its results: the next owner of its slot has none, and is named."""
     batch, found = results
     left = batch.filter([1]).slots
-    world.pages.release_requests(left)
+    world.pages.release_requests(left, after=None)
     joined = world.take([9])
     assert int(joined.np[0]) == int(left.np[0])
     now = batch.filter([0, 2]).merge(Running.build(rt, slots=joined, seq_lens=[9]))
     for late in (
         lambda: found["lens"].aligned(now.slots),
         lambda: now.tighten("seq_lens", found["lens"]),
-        lambda: world.pages.truncate(now.slots, found["lens"]),
+        lambda: world.pages.truncate(now.slots, found["lens"], after=None),
     ):
         violation = refused(Code.DERIVED_STALE, late)
         assert (violation.row, violation.slot) == (2, int(joined.np[0]))
@@ -234,9 +234,9 @@ def test_a_graph_whose_pages_or_requests_went(rt: Runtime, world: ForwardWorld) 
     replay = buffers.bind(lambda: None)
     batch.to_static(buffers, extras=plan.extras)
     replay(batch)
-    world.pages.truncate(slots, [3, 4])
+    world.pages.truncate(slots, [3, 4], after=None)
     assert nothing_moves(rt, lambda: replay(batch)).row == 1
-    world.pages.release_requests(slots)
+    world.pages.release_requests(slots, after=None)
     nothing_moves(rt, lambda: replay(batch), Code.SLOT_STALE_HANDLE)
 
 
@@ -258,7 +258,7 @@ def test_rows_gathered_from_a_table_that_was_written(rt: Runtime, world: Forward
         values.clear(slots.filter([0]))
         nothing_moves(rt, lambda: again.device)
         third = values.gather(slots)
-        world.slots.free(slots)
+        world.slots.free(slots, after=None)
         nothing_moves(rt, lambda: third.device, Code.SLOT_STALE_HANDLE)
 
 

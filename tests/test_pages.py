@@ -90,10 +90,10 @@ def test_only_what_is_written_is_given_to_others(slots: SlotPool, pages: PagePoo
     pages.commit(one, 8)
     given(one)
     if publish in ("locations", "wait_written"):  # else the pages have another holder now
-        pages.truncate(one, 5)
+        pages.truncate(one, 5, after=None)
         pages.extend(one, 8)
         refused(Code.PAGE_UNWRITTEN, lambda: given(one))
-    pages.release_requests(one)
+    pages.release_requests(one, after=None)
     successor = slots.take(1)
     pages.extend(successor, 8)
     refused(Code.PAGE_UNWRITTEN, lambda: given(successor))
@@ -110,7 +110,7 @@ def test_pages_taken_for_a_cache_are_written_before_they_are_shared(slots: SlotP
     refused(Code.PAGE_UNWRITTEN, lambda: pages.share(lease, slots.take(1), 12))
     refused(Code.LENGTH_ORDER, lambda: pages.commit(lease, 13))
     refused(Code.LENGTH_ORDER, lambda: pages.commit(lease, -1))
-    lease.release()
+    lease.release(after=None)
     with pytest.raises(ArgumentError, match="does not hold"):
         pages.commit(lease, 12)
 
@@ -125,14 +125,14 @@ def test_pages_may_come_back_to_a_slot_as_shared_ones(slots: SlotPool, pages: Pa
     pages.commit(former, 8)
     slots.verify()
     before = pages.page_table[former.np].tolist()
-    pages.release_requests(former)
+    pages.release_requests(former, after=None)
     pages.extend(other, 8)
     pages.commit(other, 8)
     new = slots.take(1)
     pages.share(other, new, 8)
     assert (new.np.tolist(), pages.page_table[new.np].tolist()) == (former.np.tolist(), before)
     slots.verify()
-    pages.release_requests(other)
+    pages.release_requests(other, after=None)
     slots.verify()
     noted = pages.shares.rows.copy()
     pages.hold(new, 8)
@@ -205,8 +205,8 @@ def test_too_few_pages_take_none(slots: SlotPool, pages: PagePool) -> None:
     assert (pages.stats.free, pages.stats.leases) == (4, 1)
     none = pages.take(0)
     assert (none.pages.size, none.tokens) == (0, 0)
-    none.release()
-    first.release()
+    none.release(after=None)
+    first.release(after=None)
     pages.expect_idle()
     pages.verify()
 
@@ -237,14 +237,16 @@ def test_misused_leases_of_taken_pages_are_refused(rt: Runtime, slots: SlotPool,
     foreign = other.take(2)
     with levels.checks(level):
         lease = pages.take(2)
-        lease.release()
+        lease.release(after=None)
         again = pages.take(2)  # the pages are another's by now
-        refused(Code.SLOT_DOUBLE_FREE, lease.release)
-        refused(Code.SLOT_DOUBLE_FREE, copy.copy(again).release)  # another object, which holds nothing
+        refused(Code.SLOT_DOUBLE_FREE, lambda: lease.release(after=None))
+        refused(
+            Code.SLOT_DOUBLE_FREE, lambda: copy.copy(again).release(after=None)
+        )  # another object, which holds nothing
         for given in (lease, foreign):
             with pytest.raises(ArgumentError, match="does not hold"):
                 pages.share(given, slots.take(1), 4)
-        for act in (lambda: pages.take(1), again.release):
+        for act in (lambda: pages.take(1), lambda: again.release(after=None)):
             assert isinstance(in_a_thread(act), OwnerThreadError)
         assert not again.released
         assert (pages.stats.live, pages.stats.leases, other.stats.live) == (2, 1, 2)
@@ -255,7 +257,7 @@ def test_pages_are_taken_under_capture(slots: SlotPool, pages: PagePool, monkeyp
     """Taking and releasing pages touches the host alone, so that a captured stream does not stand against it."""
     monkeypatch.setattr(type(pages.runtime), "capturing", property(lambda self: True))
     lease = pages.take(2)
-    lease.release()
+    lease.release(after=None)
     assert pages.stats.free == 12
 
 
@@ -265,7 +267,7 @@ def test_pages_of_every_pool_leave_with_their_request(rt: Runtime, slots: SlotPo
     one, two = slots.take(1), slots.take(1)
     for pool, total in ((pages, 8), (window, 4)):
         pool.extend(Slots.cat([one, two]), total)
-    refused(Code.SLOT_CONSERVATION, lambda: slots.free(one))
+    refused(Code.SLOT_CONSERVATION, lambda: slots.free(one, after=None))
     assert [pages.committed(one).tolist(), window.committed(one).tolist()] == [[8], [4]]
     forward = Gate()
     pages.release_requests(one, after=forward)
@@ -338,13 +340,13 @@ def test_pages_before_a_window_are_given_back(slots: SlotPool, pages: PagePool) 
     refused(Code.PAGE_RELEASED, lambda: pages.hold(one, 8))
     refused(Code.PAGE_RELEASED, lambda: pages.share(one, slots.take(1), 4))
     refused(Code.DERIVED_STALE, lambda: extension.locations)
-    refused(Code.LENGTH_ORDER, lambda: pages.truncate(one, 7))
+    refused(Code.LENGTH_ORDER, lambda: pages.truncate(one, 7, after=None))
     assert pages.advance(both).positions.tolist() == [11, 6]
-    pages.truncate(one, 9, first=9)
+    pages.truncate(one, 9, first=9, after=None)
     assert pages.committed(one).tolist() == [9]
     forward.done = True
     assert pages.stats.pending == 0
-    pages.release(one)
+    pages.release(one, after=None)
     assert pages.first_positions(one).tolist() == [0]
     assert pages.extend(one, 5).positions.tolist() == [0, 1, 2, 3, 4]
 
@@ -382,11 +384,12 @@ def test_the_chain_of_a_window_and_its_states(rt: Runtime, slots: SlotPool, page
     broken = refused(Code.TABLE_LINK, lambda: pages.advance(one))
     assert (broken.slot, broken.actual, broken.column) == (here.np[3], there.np[4], "full_to_swa")
     full_to_swa.write(here.take([3]), None, there.take([3]))
-    swa.truncate(one, first=6)
-    assert refused(Code.TABLE_LINK, lambda: pages.advance(one)).actual == there.np[0]
+    begins = there.np[0]
+    swa.truncate(one, first=6, after=None)
+    assert refused(Code.TABLE_LINK, lambda: pages.advance(one)).actual == begins
     full_to_swa.clear(here.take([0, 1, 2, 3]))
     pages.advance(one)
-    states.truncate(one, first=9)
+    states.truncate(one, first=9, after=None)
     assert refused(Code.TABLE_LINK, lambda: swa.advance(one)).column == "state_loc"
 
 
@@ -427,9 +430,9 @@ def test_no_rows_is_fine(slots: SlotPool, pages: PagePool) -> None:
     assert len(pages.extend(none, [])) == 0
     pages.grow(none, 5)
     pages.commit(none, 5)
-    pages.truncate(none, 5)
-    pages.release(none)
-    pages.release_requests(none)
+    pages.truncate(none, 5, after=None)
+    pages.release(none, after=None)
+    pages.release_requests(none, after=None)
     assert pages.stats == before
 
 
@@ -457,7 +460,7 @@ def test_a_row_names_no_place_of_another_request(rt: Runtime, slots: SlotPool) -
     pages = PagePool(rt, slots, 12, 4, max_tokens_per_request=14, req_to_token=table)
     other = slots.take(2)
     pages.extend(other, 14).entry().launch()
-    pages.release_requests(other)
+    pages.release_requests(other, after=None)
     slots.take(1)  # not in the order in which they were freed
     here = slots.take(1)
     for n in (1, 1, 0, 3, 1, 5):
@@ -520,8 +523,8 @@ def test_nothing_touches_the_device(rt: Runtime, slots: SlotPool, pages: PagePoo
         pages.advance(two)
         pages.commit(two, 6)
         pages.share(two.take([0]), slots.take(1), 4)
-        pages.truncate(two, 2)
-        pages.release_requests(two)
+        pages.truncate(two, 2, after=None)
+        pages.release_requests(two, after=None)
     assert rt.counters == before
     assert repr(pages) == "PagePool('pages', 12 pages of 4, free=11, pending=0, live=1)"
 
@@ -555,11 +558,11 @@ def test_a_fence_that_fails_changes_nothing(slots: SlotPool, pages: PagePool, op
         pages.release(first, after=fence)
         fence.lost = True
         actions: dict[str, Callable[[], object]] = {
-            "release": lambda: pages.release(second),
-            "release_requests": lambda: pages.release_requests(second),
-            "truncate": lambda: pages.truncate(second, 4),
+            "release": lambda: pages.release(second, after=None),
+            "release_requests": lambda: pages.release_requests(second, after=None),
+            "truncate": lambda: pages.truncate(second, 4, after=None),
             "extend": lambda: pages.extend(second, 12),
-            "lease": lease.release,
+            "lease": lambda: lease.release(after=None),
         }
         table, before = pages.page_table.copy(), pages.committed(second).tolist()
         with pytest.raises(RuntimeError, match="device lost"):
@@ -569,9 +572,9 @@ def test_a_fence_that_fails_changes_nothing(slots: SlotPool, pages: PagePool, op
         assert not lease.released
         pages.verify()
         fence.lost = False
-        pages.release_requests(second)
-        lease.release()
-        slots.free(first)
+        pages.release_requests(second, after=None)
+        lease.release(after=None)
+        slots.free(first, after=None)
         pages.expect_idle()
         pages.verify()
 
@@ -584,7 +587,8 @@ def test_a_handle_is_named_once_at_every_level(slots: SlotPool, pages: PagePool,
     twice = one.take([0, 0])
     act = getattr(pages, operation)
     with levels.checks("off"):
-        refused(Code.SLOT_SHARED, lambda: act(twice) if operation == "release" else act(twice, 4))
+        arguments = {} if operation in ("extend", "grow", "commit", "advance") else {"after": None}
+        refused(Code.SLOT_SHARED, lambda: act(*([twice] if operation == "release" else [twice, 4]), **arguments))
     pages.verify()
 
 
@@ -593,7 +597,7 @@ def test_the_owners_of_an_extension_are_checked_again(slots: SlotPool, pages: Pa
     table = slots.table("tokens", (16,), holds="location")
     one = slots.take(1)
     added = pages.extend(one, 4)
-    pages.release_requests(one)
+    pages.release_requests(one, after=None)
     slots.take(1)
     refused(Code.SLOT_STALE_HANDLE, lambda: added.entry(table))
 
@@ -633,20 +637,20 @@ def test_refusals_say_what_was_asked_for(slots: SlotPool, pages: PagePool) -> No
         "`truncate` takes tokens back, `advance` adds": lambda: pages.extend(one, 3),
         "105 tokens asked for, a request may have 16": lambda: pages.advance(one, 100),
         "9 tokens are to be committed, 8 are allocated": lambda: pages.commit(one, 9),
-        "truncation to 9 tokens, of 5": lambda: pages.truncate(one, 9),
+        "truncation to 9 tokens, of 5": lambda: pages.truncate(one, 9, after=None),
         "a prefix of 8 tokens asked for, 5 are committed": lambda: pages.share(one, other, 8),
         "a prefix of 8 tokens asked for, 4 are": lambda: pages.share(lease, other, 8),
     }
     for words, action in told.items():
         assert words in str(refused(Code.LENGTH_ORDER, action))
-    report = refused(Code.SLOT_CONSERVATION, lambda: slots.free(one))
+    report = refused(Code.SLOT_CONSERVATION, lambda: slots.free(one, after=None))
     assert report.slot == one.np[0]
     assert "1 of these slots still own 2 pages: [1]" in str(report)
     assert "pages.release_requests(slots, after=...)" in str(report)
-    pages.truncate(one, 3)
+    pages.truncate(one, 3, after=None)
     for write in (pages.advance, lambda one: pages.extend(one, 5), lambda one: pages.commit(one, 4)):
         assert refused(Code.PAGE_OWNER, functools.partial(write, one)).slot == lease.pages[0]
-    pages.release_requests(one)
+    pages.release_requests(one, after=None)
     assert "1 leaked" in str(refused(Code.SLOT_CONSERVATION, pages.expect_idle))
     with pytest.raises(ArgumentError, match="use slots with the pool that returned them"):
         pages.extend(SlotPool(slots.runtime, 2).take(1), 3)
@@ -689,6 +693,6 @@ def test_a_lease_may_be_longer_than_a_request(rt: Runtime) -> None:
     pool.share(lease, slot, 4)
     assert pool.committed(slot).tolist() == [4]
     refused(Code.LENGTH_ORDER, lambda: pool.share(lease, slots.take(1), 6))
-    lease.release()
-    pool.release_requests(slot)
+    lease.release(after=None)
+    pool.release_requests(slot, after=None)
     pool.verify()

@@ -113,9 +113,9 @@ def test_ranks_that_came_to_other_requests(ranks: list[ForwardWorld]) -> None:
     slots = both(ranks, [3, 6, 9])
     data = planned(ranks[0], slots[0]).to_bytes()
     world = ranks[1]
-    world.pages.truncate(slots[1].take([1]), 5)
+    world.pages.truncate(slots[1].take([1]), 5, after=None)
     refused(Code.DERIVED_STALE, lambda: ForwardPlan.from_bytes(data, world.slots, pages=world.pages))
-    world.pages.release_requests(slots[1].take([1]))
+    world.pages.release_requests(slots[1].take([1]), after=None)
     refused(Code.SLOT_STALE_HANDLE, lambda: ForwardPlan.from_bytes(data, world.slots))
     world.slots.take(1)
     refused(Code.SLOT_STALE_HANDLE, lambda: ForwardPlan.from_bytes(data, world.slots))

@@ -27,7 +27,7 @@ def test_last_freed_is_first_taken(rt: Runtime) -> None:
     """Reuse is last in, first out; generations make that safe."""
     pool = SlotPool(rt, 8)
     first = pool.take(4)
-    pool.free(first.take([1, 2]))
+    pool.free(first.take([1, 2]), after=None)
     assert pool.take(2).np.tolist() == first.np[[1, 2]].tolist()
 
 
@@ -102,10 +102,10 @@ def test_reports_name_row_slot_and_generation(rt: Runtime) -> None:
     pool = SlotPool(rt, 2)
     old, other = pool.take(1), pool.take(1)
     pool.free(old, after=Gate(done=True))
-    report = refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(other.merge(old)))
+    report = refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(other.merge(old), after=None))
     assert (report.row, report.slot) == (1, 1)
     pool.take(1)
-    report = refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(old))
+    report = refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(old, after=None))
     assert (report.slot, report.generation) == (1, 1)
     assert "generation 2" in str(report)
 
@@ -114,9 +114,9 @@ def test_refuses_other_pools_and_runtimes(rt: Runtime, device: str) -> None:
     """Slots of another pool and of another runtime are typed errors; the message names both pools."""
     pool, other = SlotPool(rt, 4, name="mine"), SlotPool(rt, 4, name="theirs")
     with pytest.raises(ArgumentError, match=r"'mine', got slots of pool 'theirs'"):
-        pool.free(other.take(1))
+        pool.free(other.take(1), after=None)
     with pytest.raises(DeviceError):
-        pool.free(SlotPool(open_device(device), 4).take(1))
+        pool.free(SlotPool(open_device(device), 4).take(1), after=None)
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
@@ -137,17 +137,17 @@ def test_arguments_are_checked_at_level_off(rt: Runtime) -> None:
     with levels.checks("off"):
         pool = SlotPool(rt, 2)
         slots = pool.take(1)
-        pool.free(slots)
-        refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
+        pool.free(slots, after=None)
+        refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots, after=None))
         pool.take(1)
-        refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(slots))
+        refused(Code.SLOT_STALE_HANDLE, lambda: pool.free(slots, after=None))
 
 
 def test_statistics_add_up(rt: Runtime) -> None:
     """The sum of free, pending and live is size + reserve; totals, the peak and the number of calls are kept."""
     pool = SlotPool(rt, 6, reserve=2)
     slots = pool.take(5)
-    pool.free(slots.take([0]))
+    pool.free(slots.take([0]), after=None)
     pool.free(slots.take([1, 2]), after=Gate())
     stats = pool.stats
     assert (stats.free, stats.free_reserved, stats.pending, stats.live) == (4, 2, 2, 2)
@@ -182,7 +182,7 @@ def test_refuses_what_is_out_of_range(rt: Runtime, operation: str) -> None:
     """A handle whose number lies outside is refused, however far, and whatever generation it says."""
     pool = SlotPool(rt, 3)
     pool.take(3)
-    given = {"operation": "x"} if operation == "rows_of" else {}
+    given: dict[str, object] = {"operation": "x"} if operation == "rows_of" else {"after": None}
     far = 4 * pool.capacity
     for row in (*range(-far, 0), *range(pool.capacity, far), 2**62, -(2**62)):
         forged = Slots.from_host(rt, [row], generations=[1], pool_id=pool.pool_id)
@@ -239,7 +239,7 @@ def test_a_damaged_table_refuses_without_a_change(rt: Runtime, full: None) -> No
     slots = pool.take(1)
     table.memory[0] = 7
     refused(Code.SLOT_ZERO_DIRTY, lambda: pool.take(1))
-    refused(Code.SLOT_ZERO_DIRTY, lambda: pool.free(slots))
+    refused(Code.SLOT_ZERO_DIRTY, lambda: pool.free(slots, after=None))
     with levels.checks("off"):
         assert (pool.stats.free, pool.stats.live) == (3, 1)
         assert pool.is_live(slots.np).all()
@@ -251,10 +251,10 @@ def test_belongs_to_one_thread(rt: Runtime) -> None:
     slots = pool.take(1)
     for call in (
         lambda: pool.take(1),
-        lambda: pool.free(slots),
+        lambda: pool.free(slots, after=None),
         lambda: pool.rows_of(slots, "x", unique=True),
         lambda: pool.check_handles(slots, "x"),
-        lambda: pool.release_requests(slots),
+        lambda: pool.release_requests(slots, after=None),
         lambda: pool.clear(),
     ):
         assert isinstance(in_a_thread(call), OwnerThreadError)
@@ -332,7 +332,7 @@ def test_a_leak_is_named_with_the_line_that_took_it(rt: Runtime) -> None:
         kept = pool.take(1)
         grown(kept)
     with levels.checks("cheap"):
-        pool.free(pool.take(2))
+        pool.free(pool.take(2), after=None)
         pool.take(1)
     slots, owned = (refused(Code.SLOT_CONSERVATION, one.expect_idle) for one in (pool, pages))
     found = re.findall(r"(\d+)(?: \(taken at \S*test_pools.py:\d+ in (\w+)\))?[,;]", slots.problem)
@@ -356,7 +356,7 @@ def test_a_slot_with_the_last_generation_is_retired(rt: Runtime, reserved: bool,
     assert (stats.free, stats.pending, stats.live, stats.retired) == (2, 0, 0, 1)
     assert "retired=1" in repr(pool)
     refused(Code.SLOT_STALE_HANDLE, lambda: pool.check_handles(slots, "use"))
-    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots))
+    refused(Code.SLOT_DOUBLE_FREE, lambda: pool.free(slots, after=None))
     rest = pool.take(2, reserved=True)
     assert slot not in rest.np
     with pytest.raises(PoolExhaustedError, match=f"can never succeed: the pool has {2 if reserved else 1}"):

@@ -46,14 +46,14 @@ def test_a_cached_page_is_free_and_found(pages: PagePool, level: str) -> None:
         ada = prefilled(pages, 10)
         assert cache  # `if self.cache:` is true before the first page
         assert cache.insert(ada, ["a", "ab"]) == 0
-        pages.release_requests(ada)
+        pages.release_requests(ada, after=None)
         assert (pages.stats.free, cache.stats.idle, len(cache), "ab" in cache) == (9, 2, 2, True)
         hit = cache.match(["a", "ab", "abc"])
         assert (hit.pages.tolist(), cache.stats.queried, cache.stats.hits) == ([1, 2], 3, 2)
-        hit.release()
+        hit.release(after=None)
         taken = pages.take(8)  # the end of the prefix goes first
         assert (taken.pages.tolist()[-1], "a" in cache, "ab" in cache, cache.stats.evicted) == (2, True, False, 1)
-        taken.release()
+        taken.release(after=None)
         pages.expect_idle()
         pages.verify()
 
@@ -77,8 +77,8 @@ def test_keys_of_evicted_pages_are_handed_out_once(pages: PagePool) -> None:
     ada, bob = prefilled(pages, 12), prefilled(pages, SIZE)
     cache.insert(ada, ["a", "ab", "abc"])
     cache.insert(bob, ["b"])
-    pages.release_requests(ada)
-    pages.release_requests(bob)
+    pages.release_requests(ada, after=None)
+    pages.release_requests(bob, after=None)
     assert cache.take_evicted() == []
     lease = pages.take(7)  # five pages have no key
     assert cache.take_evicted() == ["abc", "ab"]
@@ -86,7 +86,7 @@ def test_keys_of_evicted_pages_are_handed_out_once(pages: PagePool) -> None:
         pages.take(3)
     assert (cache.remove(["a"]), cache.evict(1), cache.take_evicted(), cache.take_evicted()) == (1, 1, ["b"], [])
     assert cache.stats.evicted == 3
-    lease.release()
+    lease.release(after=None)
 
 
 def test_notices_are_asked_for(pages: PagePool) -> None:
@@ -104,7 +104,7 @@ def test_a_lease_is_committed_to_no_fewer_tokens(pages: PagePool) -> None:
     cache.insert(lease, ["a", "ab"])
     refused(Code.LENGTH_ORDER, lambda: pages.commit(lease, 4))
     pages.commit(lease, 8)
-    lease.release()
+    lease.release(after=None)
     pages.verify()
 
 
@@ -113,7 +113,7 @@ def test_what_is_cached_is_not_written(pages: PagePool) -> None:
     cache = PrefixCache(pages)
     ada = prefilled(pages, 8)
     cache.insert(ada, ["ab"], first=1)
-    pages.truncate(ada, 6)
+    pages.truncate(ada, 6, after=None)
     refused(Code.PAGE_OWNER, lambda: pages.advance(ada))
     assert cache.remove(["ab", "unknown"]) == 1
     pages.advance(ada)
@@ -127,16 +127,16 @@ def test_a_second_copy_is_put_onto_the_first(pages: PagePool) -> None:
     old = pages.extend(bob, 11)
     lease = cache.match(["a", "ab"])
     moved = pages.rebase(bob, lease, lease.tokens, after=steps.record())
-    lease.release()
+    lease.release(after=None)
     assert moved.locations.np.tolist() == list(range(4, 12))
     assert pages.page_table[bob.np, :3].tolist() == [[1, 2, 6]]
     assert (pages.stats.shared, pages.stats.pending) == (2, 2)
     refused(Code.DERIVED_STALE, old.entry)
     steps.complete()
     pages.verify()
-    assert pages.rebase(bob, ada, 8).locations.np.tolist() == list(range(4, 12))  # it is there already
-    refused(Code.PAGE_ALIGNMENT, lambda: pages.rebase(bob, ada, 7))
-    refused(Code.LENGTH_ORDER, lambda: pages.rebase(bob, ada, 12))
+    assert pages.rebase(bob, ada, 8, after=None).locations.np.tolist() == list(range(4, 12))  # it is there already
+    refused(Code.PAGE_ALIGNMENT, lambda: pages.rebase(bob, ada, 7, after=None))
+    refused(Code.LENGTH_ORDER, lambda: pages.rebase(bob, ada, 12, after=None))
 
 
 def test_leases_of_ranges(pages: PagePool) -> None:
@@ -144,19 +144,19 @@ def test_leases_of_ranges(pages: PagePool) -> None:
     ada = prefilled(pages, 12)
     head, tail = pages.hold(ada, 4), pages.hold(ada, 12, first=4)
     assert (head.pages.tolist(), tail.pages.tolist()) == ([1], [2, 3])
-    pages.release_requests(ada)
+    pages.release_requests(ada, after=None)
     middle, end = tail.split(4)
     assert (tail.released, middle.pages.tolist(), end.pages.tolist(), pages.stats.live) == (True, [2], [3], 3)
     bob = pages.slots.take(1)
     assert pages.share([head, middle, end], bob, 12).locations.np.tolist() == list(range(4, 16))
-    refused(Code.SLOT_DOUBLE_FREE, tail.release)
+    refused(Code.SLOT_DOUBLE_FREE, lambda: tail.release(after=None))
     refused(Code.PAGE_ALIGNMENT, lambda: end.split(1))
     refused(Code.LENGTH_ORDER, lambda: end.split(8))
     with pytest.raises(ArgumentError, match="does not hold"):
         pages.share([head, tail], pages.slots.take(1), 4)
     for lease in (head, middle, end):
-        lease.release()
-    pages.release_requests(bob)
+        lease.release(after=None)
+    pages.release_requests(bob, after=None)
     pages.expect_idle()
 
 
@@ -204,7 +204,7 @@ class VllmCache:
             return None
         slot, hit = self.pages.slots.take(1), self.cache.match(keys)
         self.pages.share(hit, slot, hit.tokens)
-        hit.release()
+        hit.release(after=None)
         self.pages.extend(slot, len(tokens))
         return slot, hit.tokens
 
@@ -215,7 +215,7 @@ class VllmCache:
 
     def free(self, slot: Slots) -> None:
         """The request leaves; its blocks stay until they are needed."""
-        self.pages.release_requests(slot)
+        self.pages.release_requests(slot, after=None)
 
 
 class NanoCache(VllmCache):
@@ -273,7 +273,7 @@ class RadixCache:
         """An unfinished request's prefix is cached; what the tree had already takes the place of its own copy."""
         path, whole = self.match(tokens), len(tokens) // SIZE * SIZE
         found = sum(len(node.tokens) for node in path)
-        self.pages.rebase(slot, [node.lease for node in path], found)
+        self.pages.rebase(slot, [node.lease for node in path], found, after=None)
         if whole > found:
             parent = path[-1] if path else self.root
             node = Node(tokens[found:whole], self.pages.hold(slot, whole, first=found), parent)
@@ -284,7 +284,7 @@ class RadixCache:
         """The least recently used leaves go until so many pages are free, or none is left."""
         while self.pages.stats.free < num_pages and (leaves := [node for node in self.nodes() if not node.children]):
             oldest = min(leaves, key=lambda node: node.used)
-            oldest.lease.release()
+            oldest.lease.release(after=None)
             del oldest.parent.children[tuple(oldest.tokens[:SIZE])]
 
     def nodes(self) -> list[Node]:
@@ -331,7 +331,7 @@ def test_policy_of_a_radix_tree(pages: PagePool, level: str) -> None:
         tree.insert(cleo, other)
         assert sorted(len(node.tokens) for node in tree.nodes()) == [4, 4, 4]
         for slot in (ada, bob, cleo):
-            pages.release_requests(slot)
+            pages.release_requests(slot, after=None)
         assert pages.stats.live == 3
         tree.evict(8)
         assert [node.tokens for node in tree.nodes()] in ([prompt[:4]], [prompt[:4], other[4:8]])
@@ -350,14 +350,14 @@ def test_a_request_has_a_page_at_one_place(pages: PagePool, level: str) -> None:
         with pytest.raises(ArgumentError, match="at two places"):
             pages.share([one, both], eve, 12)
         with pytest.raises(ArgumentError, match="at two places"):
-            pages.rebase(ada, [one, one], 8)
+            pages.rebase(ada, [one, one], 8, after=None)
         with pytest.raises(ArgumentError, match="at two places"):
-            pages.rebase(ada, second, 4)
+            pages.rebase(ada, second, 4, after=None)
         pages.share([one, both], eve, 4)
-        pages.release_requests(ada)
-        pages.release_requests(eve)
+        pages.release_requests(ada, after=None)
+        pages.release_requests(eve, after=None)
         for lease in (one, both, second):
-            lease.release()
+            lease.release(after=None)
         pages.verify()
         assert pages.stats.free == 9
 
@@ -376,9 +376,9 @@ def test_calls_of_a_hit_do_not_grow(pages: PagePool) -> None:
             lease = pages.take(64)
             pages.commit(lease, 64 * SIZE)
             cache.insert(lease, chain)
-            lease.release()
+            lease.release(after=None)
         assert pages.stats.free == cache.stats.idle == 256
-        hits = [fewest(lambda n=n: cache.match(keys[5][:n]).release()) for n in (2, 64)]  # type: ignore[misc]
-        takes = [fewest(lambda n=n: pages.take(n).release()) for n in (2, 64)]  # type: ignore[misc]
+        hits = [fewest(lambda n=n: cache.match(keys[5][:n]).release(after=None)) for n in (2, 64)]  # type: ignore[misc]
+        takes = [fewest(lambda n=n: pages.take(n).release(after=None)) for n in (2, 64)]  # type: ignore[misc]
         assert hits[0] == hits[1] <= 57
         assert max(takes) <= 49

@@ -517,11 +517,11 @@ def test_any_violation_is_explained(run: Run) -> None:
         def test_double_free():
             pool = SlotPool(open_runtime("cpu"), 4, name="requests")
             slots = pool.take(1)
-            pool.free(slots)
+            pool.free(slots, after=None)
             found = []
             for _ in range(2):
                 try:
-                    pool.free(slots)
+                    pool.free(slots, after=None)
                 except RuntimeError as error:
                     found.append(error)
             raise ExceptionGroup("all", found)

@@ -237,7 +237,7 @@ def test_a_listener_may_count(rt: Runtime, level: str) -> None:
     seen: list[int] = []
     pool.add_listener(Counting())
     with levels.checks(level):
-        pool.free(pool.take(2))
+        pool.free(pool.take(2), after=None)
         assert (pool.stats.free, set(seen)) == (4, {0})
 
 
@@ -252,18 +252,18 @@ def test_a_fence_that_frees_what_is_being_used(rt: Runtime, call: str) -> None:
         def query(self) -> bool:
             if not self.done:
                 self.done = True
-                pages.release_requests(request)
-                lease.release()
+                pages.release_requests(request, after=None)
+                lease.release(after=None)
             return True
 
     pages.extend(other, 2)
     pages.release(other, after=Freeing())
     calls: dict[str, Callable[[], object]] = {
-        "free": lambda: slots.free(request),
+        "free": lambda: slots.free(request, after=None),
         "extend": lambda: pages.extend(request, 6),
-        "truncate": lambda: pages.truncate(request, 2),
-        "release_requests": lambda: pages.release_requests(request),
-        "lease": lease.release,
+        "truncate": lambda: pages.truncate(request, 2, after=None),
+        "release_requests": lambda: pages.release_requests(request, after=None),
+        "lease": lambda: lease.release(after=None),
     }
     with levels.checks("off"), pytest.raises(BatchStateError):
         calls[call]()

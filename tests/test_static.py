@@ -418,7 +418,7 @@ def test_sources_of_device_columns_do_not_pile_up(pool: SlotPool) -> None:
         batch = batch.next_batch(
             keep=np.arange(len(batch)) > 0, joining=joining, advance=["seq_lens", "kv_lens", "last_token"]
         )
-        pool.free(leaving.slots)
+        pool.free(leaving.slots, after=None)
         batch.to_static(buffers)
         padded = batch.pad(ROWS)
         assert held(buffers) == {name: rt.inspect(padded[name].device).tolist() for name in buffers}

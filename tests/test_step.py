@@ -179,7 +179,7 @@ def test_a_token_table_that_was_written_token_by_token_is_filled_to_the_end_of_e
     world.batch.upload(writes=[entry])
     for k in range(9):
         if k == 5:  # a token goes back, and comes again
-            world.pages.truncate(world.batch.slots, world.batch.seq_lens.np - 1)
+            world.pages.truncate(world.batch.slots, world.batch.seq_lens.np - 1, after=None)
             world.batch = world.batch.advance("seq_lens", -1)
         world.run(world.planner.plan(world.batch))
         world.check_table()
@@ -211,7 +211,7 @@ def test_what_is_broken_is_reported_as_by_the_parts(rt: Runtime, by_parts: bool)
     gone = world.batch
     world.leave([0])
     refused(Code.SLOT_STALE_HANDLE, lambda: world.planner.plan(gone))
-    refused(Code.SLOT_DOUBLE_FREE, lambda: world.planner.plan(gone, keep=[1]))
+    refused(Code.SLOT_DOUBLE_FREE, lambda: world.planner.plan(gone, keep=[1], after=None))
     world.step()
 
     step = world.planner.plan(world.batch)
@@ -229,7 +229,7 @@ def test_a_plan_is_refused_once_its_pages_have_changed(rt: Runtime, by_parts: bo
     world = World.planned(rt, by_parts=by_parts)
     world.join([3, 4])
     step = world.planner.plan(world.batch)
-    world.pages.truncate(world.batch.slots, [3, 4])
+    world.pages.truncate(world.batch.slots, [3, 4], after=None)
     refused(Code.DERIVED_STALE, step.inputs)
     world.batch = world.batch.replace(seq_lens=[3, 3])
     if not by_parts:
@@ -535,12 +535,12 @@ PLANNED: dict[str, tuple[Expected, str, Options]] = {
     "one leaves and joins": (
         ArgumentError,
         r"leave and join, in slots \[1\]",
-        lambda w: {"keep": [1], "joining": w.batch.filter([0])},
+        lambda w: {"keep": [1], "joining": w.batch.filter([0]), "after": None},
     ),
     "columns of one who leaves": (
         ArgumentError,
         r"leave and join, in slots \[2\]",
-        lambda w: with_slots(w, w.batch.filter([1]).slots),
+        lambda w: with_slots(w, w.batch.filter([1]).slots) | {"after": None},
     ),
     "a slot of another pool": (ArgumentError, "slots of pool", lambda w: with_slots(w, SlotPool(w.rt, 3).take(1))),
     "columns without lengths": (DeclarationError, "seq_lens", joining(seq_lens=None)),
@@ -737,7 +737,7 @@ def test_requests_arrive_with_pages(rt: Runtime) -> None:
     too_narrow = world.slots.table("too narrow", (7,), torch.int64, holds="location")
     with pytest.raises(RowIndexError):
         world.pages.entry(slots, too_narrow)
-    world.pages.release_requests(slots)
+    world.pages.release_requests(slots, after=None)
     world.slots.expect_idle()
 
 
@@ -766,7 +766,7 @@ def test_joined_handles_are_checked_once_a_side_was_read(rt: Runtime) -> None:
             assert joined.device.tolist() == [*first.np.tolist(), *second.np.tolist()]
             (theirs.tensor(rt) if side == "device_side" else theirs).add_(1)
             refused(Code.MIRROR_FOREIGN_WRITE, lambda first=first, second=second: Slots.cat([first, second]))  # type: ignore[misc]
-            pool.free(first)
+            pool.free(first, after=None)
         first, second = pool.take(1), pool.take(1)
         with second.stale("host", reason="being resolved"):
             joined = Slots.cat([first, second])
@@ -831,7 +831,7 @@ def test_what_a_step_finds_is_published_for_its_own_requests_alone(rt: Runtime, 
         world.join([3, 4])
         step = world.planner.plan(world.batch)
         ids = step.inputs().input_ids + 1
-        world.pages.release_requests(world.batch.filter([0]).slots)
+        world.pages.release_requests(world.batch.filter([0]).slots, after=None)
         refused(Code.SLOT_STALE_HANDLE, step.inputs)
         refused(Code.SLOT_STALE_HANDLE, lambda: step.publish(last=ids))
         later = world.slots.take(1)
@@ -923,7 +923,7 @@ class Meddling:
     def act(self) -> None:
         if self.row >= 0:
             row, self.row = self.row, -1
-            self.world.pages.release_requests(self.world.batch.slots.filter([row]))
+            self.world.pages.release_requests(self.world.batch.slots.filter([row]), after=None)
 
     def query(self) -> bool:
         self.act()

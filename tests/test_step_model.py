@@ -225,20 +225,23 @@ class Model:
             n = source.tokens
         if n <= encoder:
             if how == "cached":
-                source.release()
+                source.release(after=None)
             return [], None, None
         slots = self.slots.take(1)
         self.pages.share(source, slots, n)
         if how == "cached":
-            source.release()
+            source.release(after=None)
         req = self.drawn_request(self.dice.randrange(1, 6), prefix=tokens[: n - encoder], encoder=encoder)
         req.length = req.bound = n - encoder
         return [req], {"slots": slots, **self.columns([req])}, None
 
     def settled(self) -> list[tuple[int, Request]]:
-        """Requests with KV, whose length the host knows."""
-        rows = enumerate(self.running)
-        return [(row, req) for row, req in rows if 0 < req.length == req.bound and self.done is not None]
+        """Requests with KV, whose length the host knows: none of their guesses was rejected."""
+        rows = [row for row, req in enumerate(self.running) if 0 < req.length == req.bound and self.done is not None]
+        if rows:
+            held = [self.running[row].held for row in rows]
+            self.pages.truncate(self.batch.slots.filter(rows), held, after=self.done)
+        return [(row, self.running[row]) for row in rows]
 
     def keys(self, tokens: Sequence[int], encoder: int, most: int) -> list[Any]:
         """A key of each page."""
@@ -498,7 +501,7 @@ class Model:
         if keys and self.cache.insert(slots, keys):
             hit = self.cache.match(keys)
             moved = self.pages.rebase(slots, hit, hit.tokens, after=self.done)
-            hit.release()
+            hit.release(after=None)
             pages = self.pages.page_table[int(slots.np[0])][: hit.tokens // SIZE]
             assert moved.locations.np.tolist()[::SIZE] == (pages * SIZE).tolist()
             self.moved.add(req.tag)

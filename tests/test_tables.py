@@ -260,7 +260,7 @@ def test_a_write_is_checked_again_when_it_is_launched(pool: SlotPool) -> None:
     table = pool.table("a", host=True)
     slots = pool.take(1)
     entry = table.entry(slots, None, [7])
-    pool.free(slots)
+    pool.free(slots, after=None)
     assert pool.take(1).np.tolist() == slots.np.tolist()
     refused(Code.SLOT_STALE_HANDLE, entry.launch)
     assert table.host_memory is not None
@@ -307,7 +307,7 @@ def test_an_upload_refuses_what_is_not_of_its_time_or_runtime(rt: Runtime, devic
     with pytest.raises(DeviceError, match="another runtime"):
         batch.upload(writes=[theirs])
     stale = table.entry(slots, None, [7])
-    pool.free(slots)
+    pool.free(slots, after=None)
     refused(Code.SLOT_STALE_HANDLE, lambda: batch.upload(writes=[stale]))
     assert rt.counters.host_to_device_copies == 0
 
@@ -324,7 +324,7 @@ def test_the_adapter_of_the_last_request_is_not_read(rt: Runtime, pool: SlotPool
     with_adapter = pool.take(1)
     adapters.write(with_adapter, None, [3])
     assert adapters.device_for(with_adapter)[with_adapter.np[0]] == 3
-    pool.free(with_adapter)
+    pool.free(with_adapter, after=None)
     without = pool.take(1)
     assert without.np.tolist() == with_adapter.np.tolist()
     violation = refused(Code.ROW_UNWRITTEN, lambda: adapters.device_for(without))
@@ -343,7 +343,7 @@ def test_rows_belong_to_their_owners_on_the_host_too(rt: Runtime, pool: SlotPool
     refused(Code.ROW_UNWRITTEN, lambda: table.host_for(slots))
     table.write(slots, None, [[1, 2], [3, 4]])
     assert table.host_for(slots.take([1])).tolist() == [[3, 4]]
-    pool.free(slots.take([1]))
+    pool.free(slots.take([1]), after=None)
     refused(Code.SLOT_STALE_HANDLE, lambda: table.host_for(slots))
     assert table.written(slots.take([0])).tolist() == [True]
     with pytest.raises(ArgumentError, match="host=True"):
@@ -399,7 +399,7 @@ def test_a_batch_of_a_request_that_left_is_not_uploaded(rt: Runtime, pool: SlotP
     batch = Rows.build(rt, slots=slots)
     buffers = StaticBuffers(rt, Rows, rows=4)
     batch.pad(4).upload()
-    pool.free(slots.take([1]))
+    pool.free(slots.take([1]), after=None)
     before = rt.counters.snapshot()
     for again in (False, True):
         if again:
@@ -428,12 +428,13 @@ def test_a_stale_map_to_the_window_is_not_read(rt: Runtime, pool: SlotPool, page
     prompt = pages.extend(gone, 6).locations
     full_to_window.write(prompt, None, prompt.np + 100)
     assert full_to_window.device_for(prompt)[4:10].tolist() == [104, 105, 106, 107, 108, 109]
-    pages.release_requests(gone)
+    places = prompt.np
+    pages.release_requests(gone, after=None)
     refused(Code.SLOT_STALE_HANDLE, lambda: full_to_window.device_for(prompt))
     refused(Code.SLOT_STALE_HANDLE, lambda: full_to_window.write(prompt, None, [0] * 6))
     here = pool.take(1)
     again = pages.extend(here, 6)
-    assert sorted(again.locations.np // 4) == sorted(prompt.np // 4)
+    assert sorted(again.locations.np // 4) == sorted(places // 4)
     violation = refused(Code.ROW_UNWRITTEN, lambda: full_to_window.device_for(again.locations))
     assert violation.slot == again.locations.np[0]
     batch = Rows.build(rt, slots=here)
@@ -450,15 +451,15 @@ def test_a_shared_prefix_is_mapped_once(pool: SlotPool, pages: PagePool) -> None
     pages.commit(one, 4)
     table.write(pages.pages_of(one), None, [[1.0, 2.0]])
     lease = pages.hold(one, 4)
-    pages.release_requests(one)
+    pages.release_requests(one, after=None)
     pages.share(lease, two, 4)
     table.device_for(pages.pages_of(two))
     assert table.host_for(pages.pages_of(lease)).tolist() == [[1.0, 2.0]]
     named = pages.pages_of(two)
-    lease.release()
+    lease.release(after=None)
     with pytest.raises(ArgumentError, match="does not hold"):
         pages.pages_of(lease)
-    pages.release_requests(two)
+    pages.release_requests(two, after=None)
     refused(Code.SLOT_STALE_HANDLE, lambda: table.device_for(named))
     refused(Code.ROW_UNWRITTEN, lambda: table.device_for(pages.pages_of(pages.take(3))))
 

@@ -26,8 +26,8 @@ def test_shared(rt: Runtime) -> None:
     """Two requests and a lease hold one page; each gives it back."""
     world = Shared.of(Pools.of(rt))
     assert world.pools.pages.stats.live == 2
-    world.lease.release()
-    world.pools.pages.release_requests(world.first.merge(world.second))
+    world.lease.release(after=None)
+    world.pools.pages.release_requests(world.first.merge(world.second), after=None)
     world.pools.pages.expect_idle()
 
 

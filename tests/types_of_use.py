@@ -83,4 +83,4 @@ def refused(rt: Runtime, pool: SlotPool, pages: PagePool, batch: Decode, other: 
     pages.extend(batch.seq_lens, [1])  # type: ignore[arg-type]
     pages.extend(batch.slots, "1")  # type: ignore[arg-type]
     pool.take("three")  # type: ignore[arg-type]
-    pool.free([1, 2])  # type: ignore[arg-type]
+    pool.free([1, 2], after=None)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
+from batchstate._allocator import note_launch
 from batchstate._arrays import arange_per_row, put_rows, select_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError
@@ -204,11 +205,16 @@ class ForwardInputs:
             inputs.correct_lengths(uploaded, true, relayed.device, width, req_to_token, put_in)
         if levels.full:
             inputs.check(runtime)
+        rows = slots.np[: plan.num_reqs]
         if plan.pages is not None:
-            rows, ends = plan.slots.np[: plan.num_reqs], plan.kv_ends
+            ends = plan.kv_ends
             if plan.bounded:
                 ends = np.minimum(ends, plan.pages.committed_lengths[rows])
             plan.pages.writes.launched(rows, ends, plan.kv_starts)
+            guessed = plan.relay_rows[plan.query_lens[plan.relay_rows] > 1]
+            if guessed.size and not plan.bounded:
+                plan.pages.guess(rows[guessed], plan.kv_starts[guessed] + 1)
+        note_launch(plan.slots, rows)
         return inputs
 
     def check(self, runtime: Runtime) -> None:

@@ -13,6 +13,14 @@ def explained(problem: str, remedy: str) -> Explain:
 
 UNCOMMITTED = explained("{0} tokens are to be committed, {1} are allocated", "`grow` first, or use `extend`")
 SHORT_PREFIX = explained("a prefix of {0} tokens asked for, {1} are committed", "commit them first, or ask for fewer")
+GUESSED = explained(
+    "a prefix of {0} tokens asked for, {1} are accepted",
+    "`truncate` to those that verification has accepted first; what lies behind may be a rejected guess",
+)
+ACCEPTED = explained(
+    "a write from token {1} on, of {0} that are accepted: others may read them",
+    "write behind them, or `truncate` to what stays",
+)
 TRUNCATED = explained("truncation to {0} tokens, of {1} that are committed", "pass 0 to what is committed")
 BEYOND = explained(
     "position {0} is to be the first, of {1} tokens", "pass 0 to as many as stay committed, or `release`"

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._allocator import SlotListener, TakenAt, joined, new_pool_id, numbers_of_pool
+from batchstate._allocator import SlotListener, TakenAt, check_of_pool, joined, new_pool_id
 from batchstate._arrays import read_only
 from batchstate._core import PageRows
 from batchstate._origin import Changes
 from batchstate.errors import PoolExhaustedError, unexplained
 from batchstate.invariants import times_checked
 from batchstate.kv._lengths import AHEAD
-from batchstate.mirror import Contract, Handles
+from batchstate.mirror import Contract, Handles, Pages
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, Runtime, Stream
 from batchstate.violations import Code, Where
@@ -122,7 +122,7 @@ class PageHolders(SlotListener):
 
     def __init__(self, slots: "SlotPool", rows: PageRows, name: str) -> None:
         self.runtime, self.transaction = slots.runtime, slots.transaction
-        self.rows = rows
+        self.rows = self.core = rows
         self.table: npt.NDArray[np.int32] = rows.arrays["table"].reshape(-1, rows.width)
         self.leases: dict[int, PageLease] = {}
         self.cache: PrefixCache | None = None
@@ -131,7 +131,6 @@ class PageHolders(SlotListener):
         self.name, self.label = name, f"PagePool {name!r}"
         self.pool_id = new_pool_id(self)
         self._slots = slots
-        self._leaving: dict[int, tuple[QueriedFence, list[Ints]]] = {}  # by id of the fence, the oldest first
         self._taken_at = TakenAt()
         self._seen: tuple[npt.NDArray[Any], ...] = ()  # arrays at the last `verify`
 
@@ -144,6 +143,24 @@ class PageHolders(SlotListener):
         invariants.slot_out_of_range(pages, self.rows.num_pages + 1, **where)
         invariants.slot_zero_allocated(pages, **where)
         return where
+
+    def check_kept(self, handles: Handles, operation: str) -> None:
+        """Refuses pages, or locations on them, that are not held still, but for padded rows at the end."""
+        rows = handles._host_side()
+        owned = np.count_nonzero(rows)
+        per_page = 1 if isinstance(handles, Pages) else self.rows.page_size
+        self.check_held(rows[:owned], handles.generations[:owned], per_page, operation)
+
+    def check_held(self, numbers: Ints, held: Ints, per_page: int, operation: str) -> None:
+        """Refuses (SLOT_STALE_HANDLE) numbers, `per_page` of a page, whose pages are not live, or were taken since."""
+        times_checked[STALE_HANDLE] += 1
+        if self.rows.look_held(numbers, held, per_page) >= 0:
+            pages = numbers // per_page
+            where = self.check_numbers(pages, operation)
+            arrays = self.rows.arrays
+            now = np.where(arrays["holders"][pages] > 0, arrays["generation"][pages], -1)
+            invariants.slot_stale_handle(pages, held, now, **where)
+            raise unexplained(self.name, operation, "pages")
 
     # Taking and holding
 
@@ -206,85 +223,62 @@ class PageHolders(SlotListener):
     def drop(self, pages: Ints, after: Fence | None, operation: str) -> None:
         """Takes a holder from each of `pages` (a page may be named several times), at once or behind `after`.
 
-        The caller has called `query_fences` before it checked anything: nothing here asks a fence.
+        Nothing here asks a fence.
         """
         self.transaction.operation = operation
-        self._dropped(self.rows.drop(pages, after is not None), pages, after, operation)
+        self._dropped(self.rows.drop(pages, after is not None, levels.cheap), pages, after, operation)
 
     def cut(self, rows: Ints, totals: Ints | None, firsts: Ints | None, after: Fence | None, operation: str) -> bool:
         """Leaves rows int64[n] `totals` tokens, or none, and pages from position `firsts` on; see `PageRows.cut`.
 
         Those that lose something have another epoch then. False, and no change, where the lengths are out of order.
         """
-        loses = np.empty(rows.size, dtype=np.bool_)
         self.transaction.operation = operation
-        row, pages = self.rows.cut(rows, totals, firsts, after is not None, loses.view(np.uint8))
+        wrong, pages, losing = self.rows.cut(rows, totals, firsts, after is not None, levels.cheap)
         if pages is None:
             self.transaction.operation = None
             return False
-        self._dropped(row, pages, after, operation)
-        losing = rows[loses]
-        if losing.size:
+        self._dropped(wrong, pages, after, operation)
+        if losing is not None:
             self.epochs.note(losing, operation, self.runtime.step)
         return True
 
-    def _dropped(self, row: int, pages: Ints, after: Fence | None, operation: str) -> None:
-        if row >= 0:
+    def _dropped(self, wrong: int, pages: Ints, after: Fence | None, operation: str) -> None:
+        if wrong >= 0:
             self._explain_counted(pages, "holders", operation)
         if pages.size:
             if self.runtime.agreement is not None:
                 self.runtime.agreement.note(pages)
             if after is not None:
-                self._leaving.setdefault(id(after), (self.transaction.watch(after), []))[1].append(pages)
-        self.check_whole(operation)
-
-    def query_fences(self) -> int:
-        """Lets those go whose fences are complete; says how many pages are free now. Never waits.
-
-        Fences are code of the engine, and may call the pool: to be called before anything is checked. If one raises,
-        nothing has changed. Called by a fence that it queries, it does nothing; nor does it under capture.
-        """
-        if not self._leaving or self.runtime.capturing:
-            return 0
-        asked = tuple(self._leaving.items())
-        answers = self.transaction.query([fence for _, (fence, _) in asked])
-        done = [group for group, complete in zip(asked, answers, strict=True) if complete]
-        if not done:
-            return 0
+                self.transaction.behind(after).add(self.rows, pages)
         if levels.cheap:
-            times_checked[IN_FLIGHT] += 1
-            for _, (fence, parts) in done:
-                if not fence.complete:
-                    pages = np.concatenate(parts)
-                    invariants.slot_in_flight(pages, np.ones(pages.size, np.bool_), **self.where("reap"))
-        self.transaction.operation = "reap"
-        free = self.rows.free
-        for key, (_, parts) in done:
-            del self._leaving[key]
-            for pages in parts:
-                if self.rows.reap(pages) >= 0:
-                    self._explain_counted(pages, "leaving", "reap")
-        self.transaction.operation = None
-        self.check_whole("reap")
-        return int(self.rows.free - free)
+            times_checked[CONSERVATION] += 1
+            if wrong < -1:
+                self._check_live(self.rows.live, operation)
 
     def pending_groups(self) -> list[tuple[Ints, Fence, int]]:
         """The pages that nobody holds any more, by the fences that they wait for; the oldest first. Queries nothing.
 
         Pages int64[n] come with their fences as one, and the step in which the first holder left.
         """
-        behind: dict[int, tuple[QueriedFence, ...]] = {}
-        for fence, parts in self._leaving.values():
-            for page in dict.fromkeys(np.concatenate(parts).tolist()):
+        behind: dict[int, dict[int, QueriedFence]] = {}
+        for group in self.transaction.groups:
+            for page in dict.fromkeys(group.left.of(self.rows).tolist()):
                 if self.rows.arrays["holders"][page] == 0:
-                    behind[page] = (*behind.get(page, ()), fence)
-        groups: dict[tuple[QueriedFence, ...], list[int]] = {}
+                    behind.setdefault(page, {}).setdefault(id(group.fence.fence), group.fence)
+        groups: dict[tuple[int, ...], tuple[list[int], list[QueriedFence]]] = {}
         for page, fences in behind.items():
-            groups.setdefault(fences, []).append(page)
+            groups.setdefault(tuple(fences), ([], list(fences.values())))[0].append(page)
         return [
             (np.array(numbers), cast(Fence, joined(*(queried.fence for queried in fences))), fences[0].step)
-            for fences, numbers in groups.items()
+            for numbers, fences in groups.values()
         ]
+
+    def refuse_reaped(self, numbers: Ints) -> None:
+        arrays, where = self.rows.arrays, self.check_numbers(numbers, "reap")
+        times = np.bincount(numbers, minlength=self.rows.num_pages + 1)[numbers]
+        invariants.slot_double_free(numbers, times <= arrays["leaving"][numbers], **where)
+        self._check_live(self.rows.live, "reap")
 
     def _explain_counted(self, pages: Ints, counts: str, operation: str) -> NoReturn:
         """Raises that one of `pages` is named more often than it is held, or than holders of it have left."""
@@ -295,8 +289,8 @@ class PageHolders(SlotListener):
     # Slots are taken without pages and get them by growing; they leave with them, or without.
 
     def before_free(self, rows: Ints) -> None:
-        """Queries the fences that pages wait for; nothing that follows asks one."""
-        self.query_fences()
+        """Pages that are free by now come back first."""
+        self.transaction.reap()
 
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses (SLOT_CONSERVATION) to free slots alone that have pages, which would never be released."""
@@ -314,9 +308,8 @@ class PageHolders(SlotListener):
         self.cut(rows, None, None, after, "release_requests")
 
     def check_clear(self, operation: str) -> None:
-        for fence, parts in self._leaving.values():
-            pages, behind = np.concatenate(parts), f"{fence.fence!r}, freed in step {fence.step}"
-            invariants.slot_in_flight(pages, np.ones(pages.size, np.bool_), behind=behind, **self.where(operation))
+        for group in self.transaction.groups:
+            group.refuse_in_flight(operation)
 
     def on_clear(self) -> None:
         """Leases are given back, and the pages come in order again, without keys."""
@@ -344,7 +337,7 @@ class PageHolders(SlotListener):
 
     def expect_idle(self, operation: str) -> None:
         """Checks that nothing is live: SLOT_CONSERVATION, naming some pages that are."""
-        self.query_fences()
+        self.transaction.reap()
         if self.rows.live:
             leaked = self.rows.arrays["holders"].nonzero()[0]
             self._check_live(0, operation, leaked=leaked, named=self._taken_at.named)
@@ -364,7 +357,7 @@ class PageHolders(SlotListener):
         where = self.check_numbers(free, operation)
         invariants.slot_in_flight(free, leaving[free] > 0, **where)
         invariants.slot_shared(free, **where)
-        left = [pages for _, parts in self._leaving.values() for pages in parts]
+        left = [group.left.of(rows) for group in self.transaction.groups]
         invariants.page_owner(np.bincount(np.concatenate([free[:0], *left]), minlength=size), leaving, **where)
         listed = np.bincount(free, minlength=size)
         held = np.bincount(np.concatenate([table.reshape(-1), *leased]), minlength=size)
@@ -457,14 +450,8 @@ class PageSpace:
 
     def rows_of(self, handles: Handles, operation: str, *, padded: bool = False) -> Ints:
         self.transaction.enter(f"{self.name}: {operation}")
-        rows = numbers_of_pool(self._holders, handles, self.kind, operation, padded)
+        check_of_pool(self._holders, handles, self.kind, operation, padded)
+        rows = handles._host_side()
         owned = np.count_nonzero(rows) if padded else rows.size
-        numbers, held = rows[:owned], handles.generations[:owned]
-        times_checked[STALE_HANDLE] += 1
-        if self._holders.rows.look_held(numbers, held, self.per_page) >= 0:
-            pages = numbers // self.per_page
-            where = self._holders.check_numbers(pages, operation)
-            live = self._holders.rows.arrays["holders"][pages] > 0
-            invariants.slot_stale_handle(pages, held, np.where(live, self.generations_of(numbers), -1), **where)
-            raise unexplained(self.name, operation, "pages")
+        self._holders.check_held(rows[:owned], handles.generations[:owned], self.per_page, operation)
         return read_only(rows)

@@ -48,13 +48,16 @@ class PageLease:
         """int64[tokens / page_size], in the order of their tokens; a read-only view."""
         return read_only(self._pages)
 
-    def release(self, *, after: Fence | None = None) -> None:
-        """Gives the references back, at once or when `after` is complete; once, or else SLOT_DOUBLE_FREE."""
+    def release(self, *, after: Fence | None) -> None:
+        """Gives the references back, at once or when `after` is complete; once, or else SLOT_DOUBLE_FREE.
+
+        `after` is the fence of the last work that reads or writes the pages for the holder of the lease; None for none.
+        """
         sharing, operation = self._sharing, "release a lease"
         sharing.transaction.enter(sharing.releasing)
         if after is not None:
             check_fence(after, sharing.releasing)
-        sharing.holders.query_fences()
+        sharing.transaction.reap()
         if sharing.leases.get(id(self)) is not self:
             named = self.pages if self.pages.size else np.zeros(1, dtype=np.int64)
             invariants.slot_double_free(named, np.zeros(named.size, np.bool_), **sharing.holders.where(operation))
@@ -104,7 +107,7 @@ class PageSharing:
     def take(self, n: SupportsIndex) -> PageLease:
         self.transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        self.holders.query_fences()
+        self.transaction.reap()
         if not self._rows.look_free(wanted):
             self.holders.explain_free(wanted, "take")
         pages: Ints = np.empty(wanted, dtype=np.int64)
@@ -117,7 +120,7 @@ class PageSharing:
     def hold(self, slots: Slots, num_tokens: SupportsIndex, first: SupportsIndex) -> PageLease:
         tokens, begin = self.tokens_of(num_tokens, "hold"), self.tokens_of(first, "hold")
         self.transaction.enter(f"{self.pool.name}: hold")
-        pages, writer = self.prefix(slots, tokens, "hold")
+        pages, writer = self.prefix(slots, tokens, "hold", begin)
         pages = pages[self.whole_pages(begin, tokens, "hold") :]
         self.holders.hold(pages, 1, "hold")
         self.note(slots, "hold")
@@ -178,10 +181,10 @@ class PageSharing:
         pool._check_lengths(lengths, lengths, operation)
         self.holders.hold(pages, rows.size, operation)
         self._rows.append(rows, pages)
-        self._rows.commit(rows, lengths, True)
+        self._rows.commit(rows, lengths)
         self.note(source, operation)
         self._writes.begin(rows, tokens, writer)
-        return pool._extension(target, *pool.lay(rows, 0 * lengths, lengths, operation), lengths, operation)
+        return pool._extension_from_start(target, rows, lengths, operation)
 
     def rebase(self, slots: Slots, source: Source, num_tokens: SupportsIndex, after: Fence | None) -> "Extension":
         operation, pool = "rebase", self.pool
@@ -194,6 +197,8 @@ class PageSharing:
         pool._check_lengths(length, pool._committed(rows), operation, SHORT_PREFIX)
         if tokens:
             pool.check_readable(rows, length, operation)
+        if after is None:
+            pool.slots.check_ended(rows, operation)
         pool._check_release(rows, operation)
         own = pool.page_table[row, : int(self._rows.arrays["count"][row])].astype(np.int64)
         own, behind = own[: pages.size], own[pages.size :]
@@ -207,15 +212,18 @@ class PageSharing:
             written = max(tokens, int(self._writes.tokens[row]))
             self._writes.begin(rows, written, self._writes.behind(np.array([writer, self._writes.writers[row]])))
             self.holders.drop(own[changed], after, operation)
-        return pool._extension(slots, *pool.lay(rows, 0 * length, length, operation), length, operation)
+        return pool._extension_from_start(slots, rows, length, operation)
 
     def note(self, source: Source, operation: str) -> None:
         """Pages of the source have further holders from now on, and must not be written by it."""
         if isinstance(source, Slots):
             self.pool.shares.note(source.np, operation, self.pool.runtime.step)
 
-    def prefix(self, source: Source, tokens: int, operation: str) -> tuple[Ints, int]:
-        """The pages of the first `tokens` tokens of a source, checked, a new array; and who wrote them."""
+    def prefix(self, source: Source, tokens: int, operation: str, first: int = 0) -> tuple[Ints, int]:
+        """The pages of the first `tokens` tokens of a source, a new array; and who wrote them.
+
+        They are checked from token `first` on: those before are not used.
+        """
         pool, length = self.pool, np.array([tokens], dtype=np.int64)
         if isinstance(source, PageLease):
             available, pages = source.tokens, self.held(source, operation).pages
@@ -233,11 +241,12 @@ class PageSharing:
         else:
             rows = pool.slots.rows_of(source, operation)
             row = self._one(rows, operation)
-            available, pages = int(pool._committed(rows)[0]), pool.page_table[row]
+            pool.check_given(rows, length, operation)
+            available, pages = tokens, pool.page_table[row]
             written, writer = int(self._writes.tokens[row]), int(self._writes.writers[row])
         number = self.whole_pages(tokens, available, operation)
         if isinstance(source, Slots) and tokens:
-            pool.check_readable(source.np, length, operation)
+            pool.check_readable(source.np, np.array([min(first, tokens)]), operation, window=1)
         pool._check_written(length, np.array([written]), operation)
         return pages[:number].astype(np.int64), writer
 

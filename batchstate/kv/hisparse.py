@@ -342,7 +342,7 @@ class HiSparse(OfThisProcess):
         with self._transaction.changing("poll_staged"):
             if long.any():
                 with requests.releases(rows[long]):
-                    self.pages.truncate(slots.filter(long), self.hot_tokens)
+                    self.pages.truncate(slots.filter(long), self.hot_tokens, after=copied)
                 requests.hot_from[rows[long]] = requests.length[rows[long]]
                 requests.held[rows[long]] = self.hot_tokens
             for row in rows.tolist():
@@ -383,7 +383,7 @@ class HiSparse(OfThisProcess):
         try:
             invariants.length_order(length, held, self.host.num_tokens, **self._where(operation))
         except Violation:
-            self.host.free(taken)
+            self.host.free(taken, after=None)
             raise
         for row, ranges, n in zip(rows.tolist(), taken, length.tolist(), strict=True):
             self._requests.enter(row, ranges, state, n)
@@ -591,7 +591,7 @@ class HiSparse(OfThisProcess):
 
     # Leaving
 
-    def finish(self, slots: Slots, *, after: Fence | None = None) -> None:
+    def finish(self, slots: Slots, *, after: Fence | None) -> None:
         """Frees READY requests with all they own: slots, device pages, host locations. Behind `after` and all copies.
 
         Raises:
@@ -599,7 +599,7 @@ class HiSparse(OfThisProcess):
         """
         self._release(slots, (TierState.READY,), after, "finish")
 
-    def abort(self, slots: Slots, *, after: Fence | None = None) -> None:
+    def abort(self, slots: Slots, *, after: Fence | None) -> None:
         """`finish`, of requests in any state of the tier.
 
         Host locations that a writer may still write stay pending until it has ended, and pages that are being copied
@@ -614,6 +614,8 @@ class HiSparse(OfThisProcess):
         requests.before_free(slots.np)
         rows = self.slots.rows_of(slots, operation, unique=True)
         requests.check_state(rows, allowed, operation)
+        if after is None:
+            self.slots.check_ended(rows, operation)
         staged = rows[requests.states[rows] == TierState.STAGED].tolist()
         with requests.releases(rows):
             self.pages.release_requests(slots, after=requests.fence_of(staged, after))

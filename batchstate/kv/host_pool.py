@@ -18,6 +18,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
 from batchstate._arrays import UNORDERED, amounts, arange_per_row, as_array, read_only
+from batchstate._core import Requests
 from batchstate.errors import ArgumentError, DtypeError, expected
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
@@ -353,7 +354,7 @@ class HostKVPool(OfThisProcess):
         self._allocator.reap()
         self._allocator.check_available(sum(counts))
         self._poison_free()
-        taken, granted = [self._allocator.take(n, "take")[0] for n in counts], list[HostRanges]()
+        taken, granted = [self._allocator.take(n, "take").handles()[0] for n in counts], list[HostRanges]()
         try:
             self._check_poison(np.concatenate([np.empty(0, dtype=np.int64), *taken]), "take")
             for pages, owner in zip(taken, whose.tolist(), strict=True):
@@ -363,7 +364,7 @@ class HostKVPool(OfThisProcess):
                 self._used.pop(ranges.generation)
             for pages in taken:
                 self._forget(pages)
-                self._allocator.release(pages, None, "take")
+                self._allocator.release(Requests(pages, pages), None, "take")
             self._transaction.operation = None
             raise
         self._transaction.operation = None
@@ -389,12 +390,10 @@ class HostKVPool(OfThisProcess):
         """From here on only `keeper` may free these ranges. For the library."""
         self._used[ranges.generation] = self._used[ranges.generation][0], keeper
 
-    def free(
-        self, ranges: HostRanges | Iterable[HostRanges], *, after: Fence | None = None, keeper: object = None
-    ) -> None:
+    def free(self, ranges: HostRanges | Iterable[HostRanges], *, after: Fence | None, keeper: object = None) -> None:
         """Frees ranges, at once or when `after` is complete: behind the copy that may still read or write them.
 
-        Ranges that were taken with `writer=` wait for its end too.
+        None where no copy reads or writes them. Ranges that were taken with `writer=` wait for its end too.
 
         Raises:
             Violation: SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE; SLOT_CONSERVATION: only a part of what `take` returned.
@@ -412,7 +411,7 @@ class HostKVPool(OfThisProcess):
         self._forget(pages)
         for part, its_pages in zip(freed, parts, strict=True):
             self._used.pop(part.generation, None)
-            self._allocator.release(its_pages, joined(after, part.writer), operation)
+            self._allocator.release(Requests(its_pages, its_pages), joined(after, part.writer), operation)
         self._transaction.operation = None
         self._poison_free()
 

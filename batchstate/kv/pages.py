@@ -17,7 +17,7 @@ import torch
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
 from batchstate._arrays import Amount, amounts, as_array, count, read_only, shape_of
-from batchstate._core import PageRows
+from batchstate._core import PageRows, Requests, tally
 from batchstate._origin import Origin
 from batchstate.errors import ArgumentError, ShapeError, another_runtime, expected, unexplained
 from batchstate.invariants import times_checked
@@ -37,6 +37,7 @@ __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
 Ints = npt.NDArray[np.int64]
 
 LENGTH_ORDER = Code.LENGTH_ORDER
+_EXTENDED = LENGTH_ORDER, Code.SLOT_CONSERVATION
 
 
 @final
@@ -75,7 +76,7 @@ class PendingPages:
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Extension:
     """t tokens that an operation added to n requests, those of one request together, in order.
 
@@ -83,23 +84,30 @@ class Extension:
     the locations may be those of another: `locations` and `entry` then refuse (DERIVED_STALE, at `cheap`).
 
     Attributes:
-        positions: int64[t], the position of each token in its request.
-        counts: int64[n], tokens per request.
         owners: the handles of the n requests, which `entry` checks again: a slot may have another owner by then.
     """
 
-    positions: Ints
-    _numbers: Ints
-    counts: Ints
+    _laid: Ints  # int64[n + t + t]: counts, positions, and places in KV memory, as the core has laid them
     owners: Slots
     _pool: "PagePool"
     _origin: Origin
 
     def __len__(self) -> int:
-        return self._numbers.size
+        return (self._laid.size - len(self.owners)) // 2
 
     def __repr__(self) -> str:
-        return f"Extension({len(self)} tokens of {self.counts.size} requests)"
+        return f"Extension({len(self)} tokens of {len(self.owners)} requests)"
+
+    @property
+    def counts(self) -> Ints:
+        """Tokens per request, int64[n]."""
+        return read_only(self._laid[: len(self.owners)])
+
+    @property
+    def positions(self) -> Ints:
+        """The position of each token in its request, int64[t]."""
+        n = len(self.owners)
+        return read_only(self._laid[n : n + len(self)])
 
     @property
     def slots(self) -> Ints:
@@ -112,6 +120,10 @@ class Extension:
         self._origin.check(object=self, operation="locations", step=self.owners.runtime.step)
         return self._pool._locations(self._numbers)
 
+    @property
+    def _numbers(self) -> Ints:
+        return self._laid[len(self.owners) + len(self) :]
+
     def entry(self, table: Table | None = None) -> TableWrite:
         """The write that records the locations in a table [slot, position] -> location, packed with a batch's upload.
 
@@ -123,11 +135,12 @@ class Extension:
             Violation: SLOT_STALE_HANDLE: a request has left since. DERIVED_STALE, at `cheap`: tokens were taken back
                 since. Else see `Table.entry`.
         """
-        pool, owners, got = self._pool, self.owners, self.counts > 0
+        pool, owners, counts, positions = self._pool, self.owners, self.counts, self.positions
+        got = counts > 0
         target, rows = pool._token_table(table), pool.slots.rows_of(owners, "entry")
         self._origin.check(object=self, operation="entry", step=owners.runtime.step)
-        width = max(target.shape[-1], int(self.positions.max(initial=0)) + 1)  # longer requests are refused
-        elements = pool._rows.elements(rows, self.counts, self.positions, self._numbers, width)
+        width = max(target.shape[-1], int(positions.max(initial=0)) + 1)  # longer requests are refused
+        elements = pool._rows.elements(rows, counts, positions, self._numbers, width)
         if np.count_nonzero(got) < got.size:
             held = rows[got], owners.generations[got]
             owners = Slots.of_pool(owners.runtime, *held, pool_id=owners.pool_id, name=owners.name)
@@ -261,17 +274,42 @@ class PagePool(OfThisProcess):
             ArgumentError: not one slot, or `stop` before `first`.
         """
         operation = "locations"
+        rows, start, lengths = self._range(slots, first, stop, operation)
+        self.check_given(rows, lengths, operation)
+        self._check_written(lengths, self.writes.tokens[rows], operation)
+        self.check_readable(rows, start, operation, window=1)
+        return self._locations(self.lay(rows, start, lengths - start, operation)[1])
+
+    def writing(self, slots: Slots, first: SupportsIndex, stop: SupportsIndex) -> Locations:
+        """Where work of the engine is to write the tokens at positions first to stop - 1 of one slot.
+
+        For KV that no forward of a plan writes, such as what is loaded from another memory: `grow` first, give the work
+        to the stream, then `commit`. An `Extension` has the places of its tokens. `host_only` int64[stop - first].
+
+        Raises:
+            Violation: LENGTH_ORDER: some are accepted already, or have no page; PAGE_OWNER: others use a page too.
+            ArgumentError: as for `locations`.
+        """
+        operation = "writing"
+        rows, start, ends = self._range(slots, first, stop, operation)
+        accepted, most = self._rows.arrays["accepted"][rows], self._rows.width * self.page_size
+        invariants.length_order(accepted, start, most, explain=lengths_of.ACCEPTED, **self._where(operation))
+        self._check_allocated(rows, ends, operation)
+        columns = np.arange(int(start[0]) // self.page_size, -(-int(ends[0]) // self.page_size))
+        self.check_unshared(self.page_table[rows[0], columns].astype(np.int64), operation)
+        return self._locations(self.lay(rows, start, ends - start, operation)[1])
+
+    def _range(
+        self, slots: Slots, first: SupportsIndex, stop: SupportsIndex, operation: str
+    ) -> tuple[Ints, Ints, Ints]:
+        """The row of one live slot, and where a range of its positions begins and ends, int64[1] each."""
         label = f"{self.name}: {operation}"
         begin, end = count(first, label), count(stop, label)
         rows = self.slots.rows_of(slots, operation)
         if rows.size != 1 or end < begin:
             problem = f"{label}: expected positions of one slot, got {begin} to {end} of {rows.size} slots"
             raise ArgumentError(problem, (begin, end), "name one slot, and positions in ascending order")
-        start, lengths = np.array([begin]), np.array([end], dtype=np.int64)
-        self._check_lengths(lengths, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
-        self._check_written(lengths, self.writes.tokens[rows], operation)
-        self.check_readable(rows, start, operation, window=1)
-        return self._locations(self.lay(rows, start, lengths - start, operation)[1])
+        return rows, np.array([begin]), np.array([end])
 
     def pages_of(self, owner: Slots | PageLease) -> Pages:
         """The pages of requests, one after the other, or of a lease, in the order of their tokens. O(pages).
@@ -367,7 +405,7 @@ class PagePool(OfThisProcess):
     def reap(self) -> int:
         """Makes free the pending pages whose fences are complete; says how many. Never waits."""
         self.transaction.enter(f"{self.name}: reap")
-        return self._holders.query_fences()
+        return sum(group.left.freed(self._rows) for group in self.transaction.reap())
 
     def pending(self) -> list[PendingPages]:
         """The pending pages, of requests and leases, by the fence that they wait for; see `SlotPool.pending`."""
@@ -396,7 +434,7 @@ class PagePool(OfThisProcess):
 
         def give(rows: Ints) -> None:
             self._holders.grow(rows, totals, needed, operation)
-            self._rows.commit(rows, totals, True)
+            self._rows.commit(rows, totals)
             if needed:
                 self.writes.launched(rows, totals)
 
@@ -475,7 +513,7 @@ class PagePool(OfThisProcess):
         self._look(rows, start, totals, "commit", allocated=True)
         self.transaction.operation = "commit"
         self.writes.launched(rows, totals)
-        self._rows.commit(rows, totals, True)
+        self._rows.commit(rows, totals)
         self._done()
 
     def wait_written(self, slots: Slots) -> None:
@@ -504,20 +542,23 @@ class PagePool(OfThisProcess):
     def _extend(self, slots: Slots, lengths: object, adds: bool, operation: str) -> Extension:
         """Allocates and commits `lengths` tokens in all, or so many more."""
         numbers = self._numbers(slots, lengths, operation)
-        rows = self._begin(slots, operation)
+        handles = self._enter(slots, operation)
         if self._holders.notes:
+            rows = slots._host_side()
             self._look(rows, *self._lengths(rows, numbers, adds), operation)
             self._holders.note(self._rows.next_pages(self._rows.needed))
-        times_checked[LENGTH_ORDER] += 1
         self.transaction.operation = operation
-        laid = self._rows.extend(rows, numbers, adds)
-        if type(laid) is not tuple:
+        laid = self._rows.extend(handles, numbers, adds, levels.cheap)
+        if levels.cheap:
+            tally(times_checked, _EXTENDED)
+        if type(laid) is int:
+            if laid == -2:
+                self._holders.check_whole(operation)
             self.transaction.operation = None
+            rows = slots._host_side()
             self._look(rows, *self._lengths(rows, numbers, adds), operation)
             raise unexplained(self._holders.label, operation, f"row {laid}")
-        self._holders.check_whole(operation)
-        positions, locations, counts = laid
-        return self._extension(slots, positions, locations, counts, operation)
+        return self._extension(slots, laid, operation)
 
     def _lengths(self, rows: Ints, numbers: int | Ints, adds: bool) -> tuple[Ints, Ints]:
         """Tokens of each row before and after, int64[n]."""
@@ -551,14 +592,18 @@ class PagePool(OfThisProcess):
             raise unexplained(holders.label, operation, f"row {row}")
         holders.explain_free(core.needed, operation)
 
-    def _extension(self, owners: Slots, positions: Ints, locations: Ints, counts: Ints, operation: str) -> Extension:
-        """Ends a change by which slots have `counts` tokens more, which are the extension."""
-        self._check_placed(locations, operation)
+    def _extension(self, owners: Slots, laid: Ints, operation: str) -> Extension:
+        """Ends a change by which slots have more tokens, which are the extension: `laid` is int64[n + t + t]."""
+        if self._rows.unplaced:
+            self._check_placed(laid[(laid.size + len(owners)) // 2 :], operation)
         self._done()
-        positions.setflags(write=False)
-        counts.setflags(write=False)
-        origin = Origin("extension", self.runtime.step, owners, self.epochs, self.epochs.last)
-        return Extension(positions, locations, counts, owners, self, origin)
+        epochs = self.epochs
+        return Extension(laid, owners, self, Origin("extension", self.runtime.step, owners, epochs, epochs.last))
+
+    def _extension_from_start(self, owners: Slots, rows: Ints, lengths: Ints, operation: str) -> Extension:
+        """The same, of the first `lengths` int64[n] tokens of each."""
+        positions, locations = self.lay(rows, 0 * lengths, lengths, operation)
+        return self._extension(owners, np.concatenate([lengths, positions, locations]), operation)
 
     # Sharing
 
@@ -597,16 +642,15 @@ class PagePool(OfThisProcess):
         """
         return self._sharing.hold(slots, num_tokens, first)
 
-    def rebase(
-        self, slots: Slots, source: Source, num_tokens: SupportsIndex, *, after: Fence | None = None
-    ) -> Extension:
+    def rebase(self, slots: Slots, source: Source, num_tokens: SupportsIndex, *, after: Fence | None) -> Extension:
         """Puts a live request onto the pages of another that begins alike, and gives its own copies of them back.
 
         As a prefix cache does when it finds, once a prefill is done, that it has the prefix already. Plans and
         extensions of the request that were made before are refused from then on; its token row is to be written anew.
 
         `slots` is one live handle. The source and its tokens are as for `share`, and the request has committed the same
-        tokens. `after` is the forward-done fence of the last forward that uses the pages that it gives back.
+        tokens. `after` is the forward-done fence of the last forward that uses the pages that it gives back; None as
+        for `SlotPool.free`.
 
         Raises:
             Violation: as `share`; PAGE_RELEASED also if the request has given back some of them.
@@ -622,7 +666,7 @@ class PagePool(OfThisProcess):
         total_lens: "Amount | None" = None,
         *,
         first: "Amount | None" = None,
-        after: Fence | None = None,
+        after: Fence | None,
     ) -> None:
         """Takes tokens back: behind, those of rejected speculation, and in front, those before a sliding window.
 
@@ -634,10 +678,11 @@ class PagePool(OfThisProcess):
             total_lens: tokens that stay, at most what is committed; None takes none back. Results of a relay go by
                 handle: those of requests that left are dropped.
             first: the first position that is still read; pages that lie before it are released.
-            after: the forward-done fence of the last forward that uses the pages.
+            after: the forward-done fence of the last forward that uses the pages; None as for `SlotPool.free`.
 
         Raises:
-            Violation: LENGTH_ORDER; DERIVED_STALE: a mirrored value that has no row for a slot.
+            Violation: LENGTH_ORDER; DERIVED_STALE: a mirrored value that has no row for a slot; SLOT_IN_FLIGHT, at
+                `cheap`: pages are given back without a fence while a forward may use them.
         """
         operation = "truncate"
         check_fence(after, f"{self.name}: {operation}")
@@ -649,7 +694,13 @@ class PagePool(OfThisProcess):
         starts = None if begins is None else _each(begins, rows)
         self._check_release(rows, operation)
         times_checked[LENGTH_ORDER] += 1
-        if not self._holders.cut(rows, totals, starts, after, operation):
+        if after is None:
+            stays = self._tokens_of("count", rows) if ends is None else totals
+            loses = stays + self.page_size <= self._tokens_of("count", rows)
+            if starts is not None:
+                loses |= starts >= self._tokens_of("first", rows) + self.page_size
+            self.slots.check_ended(rows[loses], operation)
+        if not self._holders.cut(rows, None if ends is None else totals, starts, after, operation):
             self._check_lengths(totals, committed, operation, lengths_of.TRUNCATED)
             self._check_allocated(rows, totals, operation)
             self._check_lengths(self._tokens_of("first", rows), totals, operation, lengths_of.BEHIND_THE_FRONT)
@@ -658,15 +709,20 @@ class PagePool(OfThisProcess):
             raise unexplained(self._holders.label, operation, "the rows")
         self._done()
 
-    def release(self, slots: Slots, *, after: Fence | None = None) -> None:
-        """Releases every page of the slots, which stay live. See `release_requests` for requests that leave."""
+    def release(self, slots: Slots, *, after: Fence | None) -> None:
+        """Releases every page of the slots, which stay live, at once or behind `after`, as `SlotPool.free`.
+
+        `release_requests` is for requests that leave.
+        """
         check_fence(after, f"{self.name}: release")
         rows = self._begin(slots, "release")
+        if after is None:
+            self.slots.check_ended(rows, "release")
         self._check_release(rows, "release")
         self._holders.cut(rows, None, None, after, "release")
         self._done()
 
-    def release_requests(self, slots: Slots, *, after: Fence | None = None) -> None:
+    def release_requests(self, slots: Slots, *, after: Fence | None) -> None:
         """As `SlotPool.release_requests`: requests leave with their pages, those of other pools and all else."""
         self.slots.release_requests(slots, after=after)
 
@@ -696,8 +752,17 @@ class PagePool(OfThisProcess):
 
     def query_fences(self) -> None:
         """Queries fences, before slots and pages are taken: it may run code of the engine."""
-        self._holders.query_fences()
         self.slots.query_fences()
+
+    def check_given(self, rows: Ints, lengths: Ints, operation: str) -> None:
+        """Refuses (LENGTH_ORDER) to give others tokens int64[n] that are not committed, or guesses still."""
+        self._check_lengths(lengths, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
+        self._check_lengths(lengths, self._rows.arrays["accepted"][rows], operation, lengths_of.GUESSED)
+
+    def guess(self, rows: Ints, accepted: Ints) -> None:
+        """Of the committed tokens at most so many, int64[n], are accepted: the others are guesses."""
+        now = self._rows.arrays["accepted"]
+        now[rows] = np.minimum(now[rows], accepted)
 
     def check_unshared(self, pages: Ints, operation: str) -> None:
         """Refuses (PAGE_OWNER) a write into pages int64[n] if one is shared or cached; 0 stands for none yet."""
@@ -746,16 +811,21 @@ class PagePool(OfThisProcess):
 
     # Parts of operations
 
-    def _begin(self, slots: Slots, operation: str) -> Ints:
-        """Queries fences, then checks the handles, and at `full` what kernels can damage; int64[n].
+    def _enter(self, slots: Slots, operation: str) -> Requests:
+        """Queries fences, then checks the handles, and at `full` what kernels can damage.
 
         From here on no code of the engine runs.
         """
-        self.transaction.enter(f"{self.name}: {operation}")
-        self._holders.query_fences()
+        self.transaction.enter(operation)
+        self.transaction.reap()
         if levels.full:
             self._verify_tables(operation)
-        return self.slots.rows_of(slots, operation, unique=True)
+        return self.slots._allocator.check(slots, operation, True)
+
+    def _begin(self, slots: Slots, operation: str) -> Ints:
+        """The same; their rows int64[n]."""
+        self._enter(slots, operation)
+        return slots._host_side()
 
     def _done(self) -> None:
         """An operation has changed all that it changes."""

@@ -140,7 +140,8 @@ class PrefixCache(OfThisProcess):
         pool, operation = self.pages, "insert"
         named, skipped = _checked(keys, f"{pool.name}: insert"), size_of(first, f"{pool.name}: insert: first")
         pool.transaction.enter(f"{pool.name}: insert")
-        pages, writer = pool._sharing.prefix(owner, (skipped + len(named)) * pool.page_size, operation)
+        tokens = (skipped + len(named)) * pool.page_size
+        pages, writer = pool._sharing.prefix(owner, tokens, operation, skipped * pool.page_size)
         self._settle()
         pages = pages[skipped:]
         there = list(map(self._page_of.get, named))
@@ -172,7 +173,7 @@ class PrefixCache(OfThisProcess):
         """
         pool = self.pages
         pool.transaction.enter(self._match)
-        self._holders.query_fences()
+        self.pages.transaction.reap()
         keys = keys if type(keys) is list else _checked(keys, self._match)
         self._settle()
         pages = self._find(keys)

@@ -80,8 +80,8 @@ class Cache:
         end = time.thread_time()
         self.pages.commit(taken, taken.tokens)
         self.cache.insert(taken, new)
-        taken.release()
-        lease.release()
+        taken.release(after=None)
+        lease.release(after=None)
         if lease.pages.size != len(hot):
             raise LookupError(f"found {lease.pages.size} of {len(hot)} pages")
         return hit - start, end - hit

@@ -8,6 +8,7 @@ methods read one flag, is not.
 
 from array import array
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, final
 
@@ -233,7 +234,7 @@ class TokenAllocator:
         return self._pool.alloc(n)
 
     def free(self, taken: Any) -> None:
-        self._pool.free(taken)
+        self._pool.free(taken, after=None)
 
     def numbers(self, taken: Any) -> list[int]:
         numbers: list[int] = taken.tolist()
@@ -286,7 +287,7 @@ def slots_against_request_pool(runtime: Runtime, *, size: int = 1_000_000, n: in
         def by_request() -> None:
             rows.pool.alloc(requests)
             for request in requests:
-                rows.pool.free(request)
+                rows.pool.free(request, after=None)
 
         return rows, [*contenders, Contender(_of_sglang("ReqToTokenPool, requests"), by_request)]
 
@@ -300,7 +301,7 @@ def _of_sglang(part: str) -> str:
 def _turnover_of(kind: Callable[..., Any], runtime: Runtime, size: int, n: int) -> tuple[Any, list[Contender]]:
     pool = kind(size, runtime.device)
     shuffled(pool, size)
-    return pool, [Contender(_of_sglang(pool.name), lambda: pool.free(pool.take(n)))]
+    return pool, [Contender(_of_sglang(pool.name), lambda: pool.free(pool.take(n), after=None))]
 
 
 def _against(
@@ -317,19 +318,19 @@ def _against(
         pool = SlotPool(runtime, size)
         with checks(Level.OFF):
             everything = pool.take(size)
-            pool.free(everything.take(np.random.default_rng(0).permutation(size)))
+            pool.free(everything.take(np.random.default_rng(0).permutation(size)), after=None)
 
         def verify() -> None:
             for contender in contenders:
                 contender.run()
-            ours = all_numbers(pool.take, pool.free, lambda slots: slots.np.tolist(), size, n)
+            ours = all_numbers(pool.take, partial(pool.free, after=None), lambda slots: slots.np.tolist(), size, n)
             require_equal(f"numbers of {name}", ours, all_numbers(other.take, other.free, other.numbers, size, n))
             pool.expect_idle()
 
         return Comparison(
             task=task,
             ours=[
-                Contender(f"SlotPool, checks {level.value}", lambda: pool.free(pool.take(n)), level)
+                Contender(f"SlotPool, checks {level.value}", lambda: pool.free(pool.take(n), after=None), level)
                 for level in (Level.CHEAP, Level.OFF)
             ],
             baselines=contenders,

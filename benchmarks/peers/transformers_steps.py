@@ -97,7 +97,7 @@ class OurStep:
     def begin(self) -> None:
         """All leave. Others arrive with a prompt whose KV is there, and with their first token."""
         if self._batch is not None:
-            self._pages.release_requests(self._batch.slots)
+            self._pages.release_requests(self._batch.slots, after=None)
         lens = np.full(len(self._tokens), CONTEXT, dtype=np.int64)
         slots = self._pages.take_requests(lens)
         self._pages.entry(slots).launch()

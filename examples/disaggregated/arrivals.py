@@ -220,7 +220,7 @@ class Arrivals:
     def _again(self, arrival: Arrival) -> None:
         lease = arrival.lease
         del self._open[lease.serial], self._by_name[lease.request, lease.attempt]
-        self._tier.abort(arrival.slot)
+        self._tier.abort(arrival.slot, after=None)
         self._failed.append(lease)
         self.retried += 1
         self.waiting.appendleft((arrival.request, lease))

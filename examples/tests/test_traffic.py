@@ -526,7 +526,7 @@ def test_violation_is_printed_and_1(
     def twice(engine: TrafficEngine, leaves: Any) -> Any:
         leaving = engine.batch.filter(leaves)
         requests = release(engine, leaves)
-        engine.pages.release_requests(leaving.slots)
+        engine.pages.release_requests(leaving.slots, after=None)
         return requests
 
     monkeypatch.setattr(TrafficEngine, "give_back", twice)

@@ -169,7 +169,7 @@ class FailureMachine(Machine):
     @rule(at=st.integers(0, 4))
     def end_lease(self, at: int) -> None:
         if self.leases:
-            self.leases.pop(at % len(self.leases)).release()
+            self.leases.pop(at % len(self.leases)).release(after=None)
 
     @rule(at=st.integers(0, 4), late=st.booleans())
     def leave(self, at: int, late: bool) -> None:
@@ -221,7 +221,7 @@ class FailureMachine(Machine):
 
         def call() -> None:
             if freeing:
-                self.pages.release_requests(slots)
+                self.pages.release_requests(slots, after=None)
                 self.forget(slots)
                 self.reached("a fence freed what a call was about")
             else:
@@ -239,7 +239,7 @@ class FailureMachine(Machine):
         calls: dict[str, Callable[[], object]] = {
             "take": lambda: self.give(self.slots.take(1)),
             "hold": lambda: self.leases.append(self.pages.take(1)),
-            "leave": lambda: self.pages.release_requests(slots),
+            "leave": lambda: self.pages.release_requests(slots, after=None),
             "publish": lambda: self.relay.publish(slots, a=values, b=values) if len(slots) else None,
             "clear": self.slots.clear,
         }
@@ -263,9 +263,9 @@ class FailureMachine(Machine):
     @rule()
     def shut_down(self) -> None:
         for lease in self.leases:
-            lease.release()
+            lease.release(after=None)
         for slots in list(self.live):
-            self.pages.release_requests(slots)
+            self.pages.release_requests(slots, after=None)
         self.live, self.leases = [], []
         self.values.clear()
         self.pages.expect_idle()

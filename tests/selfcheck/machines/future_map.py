@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batchstate import Batch, Code, ForwardInputs, ForwardPlan, SlotPool, TokenArray, invariants, levels
+from batchstate import Batch, Code, ForwardInputs, ForwardPlan, SlotPool, TokenArray, Violation, invariants, levels
 from batchstate._relay import DEVICE, HOST
 from batchstate._upload import Extras
 from batchstate.columns import mirrored, slot_column
@@ -221,6 +221,7 @@ class FutureMapMachine(Machine):
         "read a second time refused",
         "handle of a slot used again refused",
         "a slot used by another request",
+        "a request freed under its forward refused",
         "cleared with an entry unread",
         "left with an entry unread",
         "left between launch and results",
@@ -350,7 +351,14 @@ class FutureMapMachine(Machine):
         self._leave(self.requests[at % len(self.requests)], behind)
 
     def _leave(self, req: RelayRequest, behind: str | None) -> None:
-        self.pages.release_requests(req.handle, after=None if behind is None else self.rt.record(self.streams[behind]))
+        after = None if behind is None else self.rt.record(self.streams[behind])
+        try:
+            self.pages.release_requests(req.handle, after=after)
+        except Violation as violation:
+            if after is not None or violation.code is not Code.SLOT_IN_FLIGHT:
+                raise
+            self.reached("a request freed under its forward refused")
+            self.pages.release_requests(req.handle, after=self.rt.record(self.streams["forward"]))
         self._left(req)
 
     def _left(self, req: RelayRequest) -> None:
@@ -750,9 +758,9 @@ class FutureMapMachine(Machine):
         if change == "grow":
             self.pages.grow(handles, _MOST_TOKENS)
         elif change == "truncate":
-            self.pages.truncate(handles, held)
+            self.pages.truncate(handles, held, after=self.rt.record())
         elif change == "release":
-            self.pages.release(handles)
+            self.pages.release(handles, after=self.rt.record())
             batch.upload(writes=[self.pages.extend(handles, held).entry()])
             self.pages.extend(handles, lens + 1 + encoders)  # as many tokens as were planned, elsewhere perhaps
         elif change == "other rows":

@@ -205,16 +205,21 @@ MISUSES = misuses(
     ("admit what has not been reserved", _TIER, lambda it: it[0].admit_direct(it[1]), _not_direct),
     ("stage what is in the tier", _TIER, lambda it: it[0].admit_staged(it[1], 99), _inside),
     ("decode what is not ready", _TIER, lambda it: it[0].map_last_location(it[1], 9), _not_ready),
-    ("finish what is not ready", _TIER, lambda it: it[0].finish(it[1]), _not_ready),
-    ("abort what is outside", _TIER, lambda it: it[0].abort(it[1]), _outside),
-    ("abort one twice", Code.SLOT_SHARED, lambda it: it[0].abort(it[1].take([0, 0])), _inside),
+    ("finish what is not ready", _TIER, lambda it: it[0].finish(it[1], after=None), _not_ready),
+    ("abort what is outside", _TIER, lambda it: it[0].abort(it[1], after=None), _outside),
+    ("abort one twice", Code.SLOT_SHARED, lambda it: it[0].abort(it[1].take([0, 0]), after=None), _inside),
     ("decode two tokens", _LENGTHS, _decode(lambda it: _next(it) + 1), _ready),
     ("confirm what is not there", _LENGTHS, _decode(_next, confirmed=_next), _ready),
     ("decode one twice", Code.SLOT_SHARED, lambda it: it[0].map_last_location(it[1].take([0, 0]), _next(it)), _ready),
-    ("free a request with device pages", Code.SLOT_CONSERVATION, lambda it: it[0].slots.free(it[1]), _ready),
-    ("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1), _paged),
-    ("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1]), _paged),
-    ("free the ranges of a request", ArgumentError, lambda it: it[0].host.free(_ranges(it)), _inside),
+    (
+        "free a request with device pages",
+        Code.SLOT_CONSERVATION,
+        lambda it: it[0].slots.free(it[1], after=None),
+        _ready,
+    ),
+    ("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1, after=None), _paged),
+    ("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1], after=None), _paged),
+    ("free the ranges of a request", ArgumentError, lambda it: it[0].host.free(_ranges(it), after=None), _inside),
     ("locations outside of the tier", _TIER, lambda it: it[0].host_locations(it[1], 1), _outside),
 )
 
@@ -291,7 +296,7 @@ class HostTierMachine(Machine):
         self.tier = HiSparse(self.pages, self.host, self.kv, hot_tokens=hot_tokens)
         strangers = self.host.take([1] * host_pages, [0] * host_pages) if fragmented else []
         self.strangers = strangers[::4]
-        self.host.free([ranges for at, ranges in enumerate(strangers) if at % 4])
+        self.host.free([ranges for at, ranges in enumerate(strangers) if at % 4], after=None)
         self.requests: list[TieredRequest] = []
         self.gone: list[TieredRequest] = []
         self.late_writers: list[PrefillWorker] = []
@@ -777,7 +782,11 @@ class HostTierMachine(Machine):
         if not self._tried(lambda: plans.append(plan_it()), "device pages"):
             return False
         plan = plans[0]
-        early = (plan_it, lambda: self.tier.abort(slots), lambda: self.pages.release_requests(slots))
+        early = (
+            plan_it,
+            lambda: self.tier.abort(slots, after=self.rt.record()),
+            lambda: self.pages.release_requests(slots, after=self.rt.record()),
+        )
         self.refused(ArgumentError, *early)
         owed = int((before - [req.backed for req in requests]).sum())
         added = [self._new(drafts) for _ in requests]
@@ -851,7 +860,7 @@ class HostTierMachine(Machine):
         else:
             self.tier.finish(slots, after=self.last)
         self._left(requests)
-        self.refused(STALE, lambda: self.tier.finish(slots))
+        self.refused(STALE, lambda: self.tier.finish(slots, after=None))
 
     @_INSIDE
     @rule(data=st.data(), ended=st.booleans())
@@ -897,7 +906,7 @@ class HostTierMachine(Machine):
         self._abort(self.of(STAGED, DIRECT, READY), False)
         for request in self.of(OUTSIDE):
             self._leave_outside(request)
-        self.host.free(self.strangers)
+        self.host.free(self.strangers, after=None)
         self.strangers = []
         self._resolve(0)
         self.rt.synchronize()
@@ -947,11 +956,11 @@ class HostTierMachine(Machine):
             lambda: tier.map_last_location(slot, late.length + 1),
             lambda: tier.states(slot),
             lambda: tier.host_locations(slot, 1),
-            lambda: tier.abort(slot),
+            lambda: tier.abort(slot, after=None),
         )
         ranges = late.ranges
         if ranges is not None:
-            self.refused(STALE, lambda: self.host.free(ranges))
+            self.refused(STALE, lambda: self.host.free(ranges, after=None))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), misuse=st.sampled_from(MISUSES))

@@ -50,6 +50,7 @@ class PagePoolMachine(PagesMachine):
         "written on one stream and read on another",
         "cleared with a lease and a request",
         "clearing behind a step in flight refused",
+        "a guess held refused",
     )
     MISUSES = refusals.PAGES
 
@@ -206,12 +207,13 @@ class PagePoolMachine(PagesMachine):
 
     def _use_rows(self, model: TableModel, handles: Handles, *, writes: bool) -> None:
         """Rows by page and by location belong to the holder of the page; the next owner finds them unwritten."""
-        held, pages = self.held_pages(), handles.np // (self.pages.page_size if model is self.by_location else 1)
+        numbers = handles._host_side()  # whoever has them by now
+        held, pages = self.held_pages(), numbers // (self.pages.page_size if model is self.by_location else 1)
         ours = zip(pages.tolist(), handles.generations.tolist(), strict=True)
         good = all(page in held and self.generations[page] == generation for page, generation in ours)
         if not good:
             self.reached("handles of pages that were given back refused")
-            self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.clear(handles))
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: model.table.clear(handles), lambda: handles.np)
         if good and writes:
             self.stamp += 1
             values = self.stamp * 100 + np.arange(len(handles))
@@ -336,8 +338,14 @@ class PagePoolMachine(PagesMachine):
         slots = self.some(data)
         before = self._lengths(slots, 0)
         if self.extend_to(slots, [length + drafts for length in before]):
+            self.pages.guess(self.handles(slots).np, np.array(before) + 1)  # as at the entry of a forward
             fence = self.steps.record()
             self.settle()
+            owner, size = self.requests[slots[0]].owner, self.pages.page_size
+            guessed = (before[0] + drafts) // size * size
+            if guessed > before[0] + 1 and not self.requests[slots[0]].first:
+                self.reached("a guess held refused")
+                self.refused(Code.LENGTH_ORDER, lambda: self.pages.hold(owner, guessed))
             self._cut(slots, [length + min(accepted, drafts) for length in before], fence)
             self.extend_to(slots, self._lengths(slots, 1))
 
@@ -360,13 +368,14 @@ class PagePoolMachine(PagesMachine):
             self.pages.truncate(holder.owner, **ends, first=first, after=fence)
             del holder.tokens[total:]
             holder.written = min(holder.written, total)
-            self.rooms[slot], holder.first = -(-total // size), max(holder.first, first // size * size)
+            self.rooms[slot] = -(-total // size) if back else self.rooms[slot]
+            holder.first = max(holder.first, first // size * size)
         agree(holder.first, int(self.pages.first_positions(holder.owner)[0]), f"first position of slot {slot}")
         self.reached("pages before a window given back", holder.first > 0)
         self._forward([slot])
         if holder.first:
             self.reached("truncated into what was given back refused")
-            self.refused(Code.LENGTH_ORDER, lambda: self.pages.truncate(holder.owner, holder.first - 1))
+            self.refused(Code.LENGTH_ORDER, lambda: self.pages.truncate(holder.owner, holder.first - 1, after=None))
             self.refused(Code.PAGE_RELEASED, lambda: self.pages.hold(holder.owner, size))
             self.refused(Code.PAGE_RELEASED, lambda: self.pages.locations(holder.owner, holder.first - 1, total))
             agree(
@@ -389,7 +398,7 @@ class PagePoolMachine(PagesMachine):
         if holder.first or any(held[page] > 1 for page in self.pages_of(holder)) or not length:
             return
         self._commit(slot, length)
-        self.swa.release(handle)
+        self.swa.release(handle, after=None)
         places = self.swa.extend(handle, length).locations
         here = self.pages.locations(handle, 0, length)
         self.full_to_swa.entry(here, None, places).launch()
@@ -400,7 +409,7 @@ class PagePoolMachine(PagesMachine):
         self.refused(Code.SLOT_OUT_OF_RANGE, lambda: self.full_to_swa.entry(here, None, beyond))
         self._check_chain(slot, 0)
         first = max(0, length - window)
-        self.swa.truncate(handle, first=first)
+        self.swa.truncate(handle, first=first, after=None)
         gone = int(self.swa.first_positions(handle)[0])
         self._clear_map(here.filter(np.arange(gone)))
         self.reached("a map cleared where a window moved on", gone > 0)
@@ -524,7 +533,7 @@ class PagePoolMachine(PagesMachine):
         slots = self.some(data)
         self._finish(slots, self.fence(data))
         if late:
-            self.refused(STALE, lambda: self.pages.release_requests(self.gone[-1]))
+            self.refused(STALE, lambda: self.pages.release_requests(self.gone[-1], after=None))
 
     def _finish(self, slots: list[int], fence: ManualFence | None) -> None:
         self.settle()
@@ -557,7 +566,7 @@ class PagePoolMachine(PagesMachine):
         self.reached("cleared with a lease and a request", bool(self.leases and self.requests))
         self._left(list(self.requests))
         while self.leases:
-            self.refused(Code.SLOT_DOUBLE_FREE, lambda: self.leases.pop().owner.release())
+            self.refused(Code.SLOT_DOUBLE_FREE, lambda: self.leases.pop().owner.release(after=None))
         slots = self.take(2)
         self.extend_to(slots, [self.pages.page_size] * 2)
         pages = [self.pages_of(self.requests[slot]) for slot in slots]
@@ -626,5 +635,5 @@ class PagePoolMachine(PagesMachine):
     def use_gone(self, back: int) -> None:
         """Handles of requests that left are refused everywhere."""
         pages, late = self.pages, self.gone[-min(back, len(self.gone))]
-        calls = (lambda: pages.extend(late, 1), lambda: pages.release(late), lambda: pages.committed(late))
+        calls = (lambda: pages.extend(late, 1), lambda: pages.release(late, after=None), lambda: pages.committed(late))
         self.refused(Code.SLOT_STALE_HANDLE, *calls)

@@ -211,7 +211,7 @@ class PagesMachine(PoolMachine):
         with self.giving_back([holder], fence):
             self.leases.remove(holder)
             holder.owner.release(after=fence)
-        self.refused(Code.SLOT_DOUBLE_FREE, holder.owner.release)
+        self.refused(Code.SLOT_DOUBLE_FREE, lambda: holder.owner.release(after=None))
 
     def settle(self) -> None:
         """Orders both streams, as fences of forwards do for pages that are given back."""
@@ -427,9 +427,9 @@ class SlotMachine(PoolMachine):
     def misuse_handles(self, slots: Slots) -> None:
         """Twice in one call, with padding, of another pool: refused, and not even one slot is freed."""
         if len(slots):
-            self.refused(STALE, lambda: self.pool.free(slots.take([0, 0])))
-        self.refused((Code.SLOT_ZERO_ALLOCATED, *STALE), lambda: self.pool.free(slots.pad(len(slots) + 1)))
-        self.refused(ArgumentError, lambda: self.pool.free(self.foreign))
+            self.refused(STALE, lambda: self.pool.free(slots.take([0, 0]), after=None))
+        self.refused((Code.SLOT_ZERO_ALLOCATED, *STALE), lambda: self.pool.free(slots.pad(len(slots) + 1), after=None))
+        self.refused(ArgumentError, lambda: self.pool.free(self.foreign, after=None))
 
 
 class Rows(Batch):

@@ -147,7 +147,7 @@ class PrefixCacheMachine(PagesMachine):
         agree(self._hits(keys), fit.hits, "pages of a hit foretold")
         lease = self._match(keys)
         self.pages.share(lease, handle, lease.tokens)
-        lease.release()
+        lease.release(after=None)
         holder.tokens = prompt[: lease.tokens]
         holder.written, holder.side = lease.tokens, False
         self.requests[int(handle.np[0])] = holder
@@ -269,7 +269,7 @@ class PrefixCacheMachine(PagesMachine):
             moved = self.pages.rebase(holder.owner, lease, length, after=fence)
         pages = lease.pages.tolist()
         agree([pages[at // size] * size + at % size for at in range(length)], moved.locations.np.tolist(), "locations")
-        lease.release()
+        lease.release(after=None)
         self.reached("rebased onto other pages", before != self.pages_of(holder))
         self._forward(holder)
 
@@ -320,7 +320,7 @@ class PrefixCacheMachine(PagesMachine):
             KVOwner(parts[0], holder.tokens[:cut], holder.first, cut, text=holder.text),
             KVOwner(parts[1], holder.tokens, cut, holder.written, text=holder.text),
         ]
-        self.refused(Code.SLOT_DOUBLE_FREE, holder.owner.release)
+        self.refused(Code.SLOT_DOUBLE_FREE, lambda: holder.owner.release(after=None))
         if begin and self.requests and not self.slots.stats.free:
             self._leave(next(iter(self.requests.values())), None)
         if begin and not holder.first and self.slots.stats.free and holder.tokens:
@@ -370,4 +370,4 @@ class PrefixCacheMachine(PagesMachine):
         self.order, self.behind = [], {}
         lease = self.pages.take(2)
         agree([1, 2], lease.pages.tolist(), "pages after a clear")
-        lease.release()
+        lease.release(after=None)

@@ -149,7 +149,7 @@ class StepMachine(Machine):
     @precondition(lambda self: not self.in_flight)
     @rule()
     def end(self) -> None:
-        self.pages.release_requests(self.batch.slots)
+        self.pages.release_requests(self.batch.slots, after=None)
         self.batch = StepBatch.empty(self.rt)
         self.slots.expect_idle()
         self.pages.expect_idle()
@@ -217,7 +217,7 @@ class StepMachine(Machine):
             self.reached("pages run out")
             self.reached("pages run out for those that arrive", columns and bool(arrived))
             if isinstance(joining, StepBatch):
-                self.pages.release_requests(joining.slots)
+                self.pages.release_requests(joining.slots, after=None)
             while self.in_flight:  # a step without a launch: an engine reads what is under way, and tries again
                 self.read()
             return
@@ -304,7 +304,7 @@ class StepMachine(Machine):
             step = self.planner.plan(self.batch)
         except PoolExhaustedError:
             return
-        self.pages.truncate(self.batch.slots, committed)
+        self.pages.truncate(self.batch.slots, committed, after=None)
         with self.rt.use(self.side):
             self.refused(Code.DERIVED_STALE, step.inputs)
         self.reached("a stale step refused")
@@ -326,7 +326,7 @@ class StepMachine(Machine):
             write_uncounted(step.sent[column], side, 0)
             check_reported(OPERATIONS, chosen, Written(self.planner, step), column, 0)
             self.reached("write from outside found")
-            self.pages.truncate(self.batch.slots, committed)
+            self.pages.truncate(self.batch.slots, committed, after=None)
         self.rt.record().wait()  # no forward comes behind its copy
 
     # The model

@@ -313,7 +313,7 @@ class TransfersMachine(Machine):
             ranges = self.host.take(tokens, [self.named], writer=lease.ended if kept else None)[0] if tokens else None
         except PoolExhaustedError:
             self.receiver.abort(lease)
-            self.states.free(row)
+            self.states.free(row, after=None)
             self.reached("host tokens exhausted")
             return
         kv = {
@@ -330,8 +330,8 @@ class TransfersMachine(Machine):
                 raise
             self.reached("a grant of memory that is not kept refused", not kept)
             self.receiver.abort(lease)
-            self.host.free([ranges] if ranges is not None else [])
-            self.states.free(row)
+            self.host.free([ranges] if ranges is not None else [], after=None)
+            self.states.free(row, after=None)
             return
         self.reached("a grant")
         self.unkept += not kept and ranges is not None
@@ -372,8 +372,8 @@ class TransfersMachine(Machine):
         self.attempts.remove(attempt)
         self.freed += [] if attempt.ended else [attempt]
         if attempt.ranges is not None:
-            self.host.free(attempt.ranges)
-        self.states.free(attempt.row)
+            self.host.free(attempt.ranges, after=None)
+        self.states.free(attempt.row, after=None)
 
     @precondition(lambda self: any(attempt.told is LeaseState.DELIVERED for attempt in self.attempts))
     @rule(times=TURNS)
@@ -444,7 +444,7 @@ class TransfersMachine(Machine):
         """Another request has all memory that is free, for a moment. At `full` pools look at what they hand out."""
         for pool in (self.host, self.states) if levels.full else ():
             if free := pool.stats.free:
-                pool.free(pool.take([free], [0]))
+                pool.free(pool.take([free], [0]), after=None)
 
     def _carry(self, share: float) -> None:
         self.channel += [(False, to, message) for to, message in self.receiver.outbox]
