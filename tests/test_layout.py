@@ -70,7 +70,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "transport": (("transport",), 5_000),
     "watch": (("watch",), 2_400),
     "races": (("races",), 8_500),
-    "fuzz tools": (("testing",), 2_700),
+    "fuzz tools": (("testing",), 4_010),
     "command line": (("cli", "__main__"), 500),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
@@ -78,13 +78,14 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
 step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080:
 320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are.
+Fuzz tools had 2,700: 1,310 are the exact model with its oracle, verifier, driver and shrinker.
 """
 
-MOST_LINES, MOST_FILES = 39_200, 134
+MOST_LINES, MOST_FILES = 40_500, 142
 BESIDE = {"tests/selfcheck": 12_500, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
 of owning."""
-OTHER_TESTS = 37_200
+OTHER_TESTS = 37_300
 
 MOST_FLOORS = 12
 
