@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo disaggregated transformers traffic test nightly lint format types docs pytest fuzz mutants bench gpu peers wheel pins clean
+.PHONY: help setup demo disaggregated transformers exact traffic test nightly lint format types docs pytest fuzz mutants bench gpu peers wheel pins clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -72,6 +72,9 @@ disaggregated: $(READY)  ## prefill in one process, decode in another, KV writte
 
 transformers: $(READY)  ## transformers' continuous batching, with its state on batchstate
 	@$(PY) -m examples.transformers_batching $(ON_DEVICE) $(ARGS)
+
+exact: $(READY)  ## a model whose text says whether the state was right, in each engine that is there
+	@$(PY) -m examples.exact $(ARGS)
 
 traffic: $(READY)  ## an hour of requests through an engine that lacks only the model
 	@$(PY) -m examples.traffic --checks cheap $(ON_DEVICE) $(ARGS)

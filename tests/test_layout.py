@@ -70,7 +70,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "transport": (("transport",), 5_300),
     "watch": (("watch",), 2_400),
     "races": (("races",), 8_500),
-    "fuzz tools": (("testing",), 2_700),
+    "fuzz tools": (("testing",), 4_010),
     "command line": (("cli", "__main__"), 500),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
@@ -80,16 +80,17 @@ step, 185 for handles that the core makes and joins, and for one group behind a 
 320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are, 140 for values by
 bits, a row 0 that is scratch or lost, and arrays asked for their rows, 280 for lengths that follow from what a step
 accepts, fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 are for float8, for arrays that
-say of which dtype they are the bits, and for a stream that is asked whether it has run. 150
-lines of the state, 300 of transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases
-that are ranges of tokens, and ranks that compare what they hold.
+say of which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 300 of
+transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of tokens,
+and ranks that compare what they hold. Fuzz tools had 2,700: 1,310 are the exact model with its oracle, verifier, driver
+and shrinker.
 """
 
-MOST_LINES, MOST_FILES = 40_220, 134
+MOST_LINES, MOST_FILES = 41_540, 144
 BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning."""
-OTHER_TESTS = 39_850
+OTHER_TESTS = 40_500
 
 MOST_FLOORS = 12
 

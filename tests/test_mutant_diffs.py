@@ -14,7 +14,7 @@ import pytest
 from batchstate.errors import DeclarationError
 from tests.interpreted import interpreted_core
 from tests.selfcheck.mutants import MUTANTS
-from tests.selfcheck.mutants.diffs import Change, Diff, _changes, changed, read
+from tests.selfcheck.mutants.diffs import Change, Diff, changed, changes, read
 from tests.selfcheck.mutants.registry import Patch
 
 SAMPLE = """
@@ -172,7 +172,7 @@ def test_lines_that_stay_or_go(sample: ModuleType) -> None:
     assert sample.plain(5) == 6
     with contextlib.ExitStack() as undo:
         patch = Patch(undo)
-        Diff(tuple(_changes(lines, "made")))(patch)
+        Diff(tuple(changes(lines, "made")))(patch)
         assert (sample.plain(5), sample.Slotted().double) == (12, None)
     there = SAMPLE.split("\n")
     begins = [1 + there.index("    return total")], [1 + there.index("        return self.value * 2")]

@@ -46,6 +46,17 @@ def test_engine(tmp_path: Path, device: str, drafts: int) -> None:
     assert (figures["accepted_drafts"] > 0) == (drafts > 0)
 
 
+def test_exact(tmp_path: Path) -> None:
+    """The example engine runs the exact model, and each text is the right one."""
+    from examples.exact.__main__ import main
+
+    figures = figures_of(main, tmp_path, "--engine", "example", "--requests", "30")
+    zeros(figures, "differences")
+    assert figures["engine"] == "example"
+    assert figures["requests"] >= 30
+    assert figures["histories"] > 0
+
+
 def test_traffic(tmp_path: Path, device: str) -> None:
     """Requests come, are retracted and hang up; each token is generated once, and each slot and page is back."""
     from examples.traffic.__main__ import main

@@ -134,7 +134,7 @@ def run_machine(
         verbosity=Verbosity.normal,
     )
     start = time.perf_counter()
-    with _same_examples(), session(runtimes, level=level, on_example=on_example) as ran:
+    with same_examples(), session(runtimes, level=level, on_example=on_example) as ran:
         error = error_of(lambda: run_state_machine_as_test(_named(machine, seed, derandomize), settings=profile))
     seconds = time.perf_counter() - start
     flaky = None
@@ -157,7 +157,7 @@ def run_machine(
 
 
 @contextlib.contextmanager
-def _same_examples() -> Iterator[None]:
+def same_examples() -> Iterator[None]:
     """A window in which Hypothesis draws no numbers and words from the source of the modules that are loaded.
 
     It mixes them in, one draw in twenty: with other modules in the process, the same seed would try other examples.

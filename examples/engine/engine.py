@@ -231,13 +231,15 @@ class Engine:
         batch, width = scheduler.batch, self.settings.decode_len
         if batch.seq_lens.contract is not Contract.UPPER_BOUND or not len(batch):
             return
+        if step.results is not None and not self._in_flight and step.sampling == list(batch.requests):
+            # Nothing is in flight: the lengths are exact, on both sides, those of finished requests too.
+            lens = step.results["seq_lens"]
+            scheduler.pages.truncate(batch.slots, lens.np, after=scheduler.last_step)
+            scheduler.batch = batch.replace(seq_lens=lens)
+            return
         bounds = batch.seq_lens.np.copy()
         for row, request in enumerate(batch.requests):
             if request.state == "running" and request.output:
                 bounds[row] = min(bounds[row], request.kv_len + width * request.in_flight)
         scheduler.pages.truncate(batch.slots, bounds, after=scheduler.last_step)
-        if step.results is not None and not self._in_flight and step.sampling == list(batch.requests):
-            # Nothing is in flight: the lengths are exact, on both sides.
-            scheduler.batch = batch.replace(seq_lens=step.results["seq_lens"])
-        else:
-            scheduler.batch = batch.tighten("seq_lens", bounds, slots=batch.slots)
+        scheduler.batch = batch.tighten("seq_lens", bounds, slots=batch.slots)

@@ -140,10 +140,16 @@ class Scheduler:
             youngest = [request for request, _ in running[fit:]] + youngest
             running, queries = running[:fit], self._queries(running[:fit])
         leaving = len(rows) - len(running)
-        joining = [] if youngest else self._joining(running, queries)
-        if joining:
-            running += [(request, request.kv_len if request.prebuilt else 0) for request in joining]
-            queries = self._queries(running)
+        if joining := [] if youngest else self._joining(running, queries):
+            new = [(request, request.kv_len if request.prebuilt else 0) for request in joining]
+            stayed, queries = len(running), self._queries(running + new)
+            served = queries[
+                stayed:
+            ]  # one that gets no token of this step goes on waiting: nothing would write its row
+            joining = [request for request, tokens in zip(joining, served, strict=True) if tokens]
+            running += [row for row, tokens in zip(new, served, strict=True) if tokens]
+            queries = queries[:stayed] + [tokens for tokens in served if tokens]
+            self._join(joining)
         self._retract(youngest)
         turn = Turn.of(running, queries, joining)
         if leaving:
@@ -226,9 +232,13 @@ class Scheduler:
             joining.append(request)
             tokens -= request.kv_len
         for request in joining:
-            self.waiting.remove(request)
-            request.state, request.fill_ids = "running", request.known_ids()
+            request.fill_ids = request.known_ids()
         return joining
+
+    def _join(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.waiting.remove(request)
+            request.state = "running"
 
     def _retract(self, youngest: Sequence[Request]) -> None:
         """Makes requests wait again. Results in flight for them still count."""

@@ -45,21 +45,24 @@ _HEAD = re.compile(
     r"\[(?P<name>\w+)\] (?P<codes>[A-Z_ ]+?) \| (?P<machine>\w+) \| (?P<origin>[^|]+?)(?: \| (?P<more>.+))?"
 )
 
+OTHERS = ("tests", "examples", "transformers", "minisgl", "nanovllm")
+"""Packages outside of `batchstate` whose functions a diff may change."""
+
 
 @final
 @attrs.frozen
 class Change:
     """The pieces of source that are replaced in one function."""
 
-    where: str  # `module:qualified.name`; a module outside of `tests` and `examples` is one of `batchstate`
+    where: str  # `module:qualified.name`; the module is one of `batchstate`, or of `OTHERS`
     pieces: tuple[tuple[str, str], ...]  # (before, after)
 
     def function(self) -> FunctionType:
         """The function that is changed, without its decorators."""
         module, _, path = self.where.partition(":")
-        ours = module.startswith(("tests.", "examples."))
+        named = module if module.partition(".")[0] in OTHERS else f"batchstate.{module}"
         try:
-            attribute: Any = importlib.import_module(module if ours else f"batchstate.{module}")
+            attribute: Any = importlib.import_module(named)
             for name in path.split("."):
                 attribute = inspect.getattr_static(attribute, name)
         except (ImportError, AttributeError):
@@ -172,7 +175,7 @@ def _register(lines: list[str], group: str, file: str) -> None:
     if len(lines) < 4:
         raise _refused(f"{file}: malformed: {lines[0]!r}", lines[0])
     unseen = lines.pop(2).removeprefix("? ") if lines[2].startswith("? ") else None
-    switch = Diff(tuple(_changes(lines[2:], file)))
+    switch = Diff(tuple(changes(lines[2:], file)))
     register_headed(lines[0], file, switch, mechanism=lines[1], group=group, unseen=unseen)
 
 
@@ -199,7 +202,8 @@ def mutant(head: str, group: str) -> Callable[[Switch], Mutant]:
     return registered
 
 
-def _changes(lines: list[str], file: str) -> Iterator[Change]:
+def changes(lines: list[str], file: str) -> Iterator[Change]:
+    """The changes of a paragraph, without its head."""
     where, pieces, last = "", list[tuple[list[str], list[str]]](), "@"
     for line in [*lines, "@ "]:
         mark, text = line[:1], line[2:]

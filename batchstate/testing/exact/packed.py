@@ -1,0 +1,128 @@
+"""A packed forward: requests one behind the other, each with queries of its own, and KV memory read by rows."""
+
+from collections.abc import Sequence
+from typing import final
+
+import attrs
+import numpy as np
+import torch
+
+from batchstate.testing.exact.hashing import from_octets, octets
+from batchstate.testing.exact.model import Read, advanced
+from batchstate.testing.exact.verify import Verifier
+
+__all__ = ["PackedCache", "PagedMemory"]
+
+
+@final
+@attrs.define(eq=False)
+class PagedMemory:
+    """Keys and values of all layers by row, or the states of a layer of state.
+
+    Attributes:
+        keys, values: for each layer dtype[rows, heads, head_dim]; for a layer of state keys dtype[rows, 8].
+        page_size: rows of a page, for reports.
+    """
+
+    keys: Sequence[torch.Tensor] = attrs.field(repr=False)
+    values: Sequence[torch.Tensor] = attrs.field(repr=False)
+    page_size: int = 1
+
+
+@final
+class PackedCache:
+    """The `Cache` of one packed forward, as the kernels of an engine would see it.
+
+    Args:
+        memory: where entries lie.
+        positions: int64[t], as given to the model.
+        query_lens: queries of each request; what lies behind the last is padding, and attends to nothing.
+        kv_lens: entries of each request, new ones included.
+        read_rows: int64[sum(kv_lens)] -> row of the memory, request by request; None for a kernel that attends to the
+            new entries themselves, as of prompts without a cached prefix.
+        write_rows: int64[t] -> row that takes the entry of a token.
+        windows: for each layer the newest entries that a query sees; None for all.
+        requests: whose they are, for `verifier`; -1 for padding.
+        state_rows: int64[n] -> row of a layer of state, for each request; None where no layer is one.
+        verifier: told of all that is read.
+        guesses: whether all queries of a request but its first may be drafts; what they keep is then not verified.
+    """
+
+    def __init__(
+        self,
+        memory: PagedMemory,
+        positions: torch.Tensor,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        read_rows: torch.Tensor | None,
+        write_rows: torch.Tensor,
+        *,
+        windows: Sequence[object] = (),
+        requests: Sequence[int] = (),
+        state_rows: torch.Tensor | None = None,
+        verifier: Verifier | None = None,
+        guesses: bool = False,
+    ) -> None:
+        self._guesses = guesses
+        self._memory, self._write_rows, self._reads_new = memory, write_rows.long(), read_rows is None
+        self._read_rows = self._write_rows if read_rows is None else read_rows.long()
+        self._windows = windows
+        self._state_rows = torch.zeros(len(query_lens), dtype=torch.int64) if state_rows is None else state_rows
+        self._requests, self._verifier = requests, verifier
+        queries, entries = np.array(query_lens, np.int64), np.array(kv_lens, np.int64)
+        if not queries.all():  # a request without queries takes no part
+            self._read_rows = self._read_rows[torch.from_numpy(np.repeat(queries > 0, entries)).to(positions.device)]
+            entries = np.where(queries > 0, entries, 0)
+        self._query_lens, self._kv_lens = queries.tolist(), entries.tolist()
+        ends = np.cumsum(entries)
+        t, behind = len(positions), np.cumsum(queries)
+        owners = np.repeat(np.arange(len(queries)), queries)
+        stops = np.zeros(t, np.int64)
+        stops[: len(owners)] = ends[owners] - (behind[owners] - 1 - np.arange(len(owners)))
+        starts = np.zeros(t, np.int64)
+        starts[: len(owners)] = (ends - entries)[owners]
+        device = positions.device
+        self._starts, self._stops = torch.from_numpy(starts).to(device), torch.from_numpy(stops).to(device)
+        last = positions.long()[torch.from_numpy(np.maximum(behind - 1, 0)).to(device)]
+        back = torch.from_numpy(np.repeat(ends, entries) - 1 - np.arange(int(entries.sum()))).to(device)
+        self._columns = torch.repeat_interleave(last, torch.from_numpy(entries).to(device)) - back
+
+    def attend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Read:
+        """See `Cache.attend`."""
+        kept = (self._memory.keys[layer], self._memory.values[layer])
+        for memory, new in zip(kept, (keys, values), strict=True):
+            memory.index_copy_(0, self._write_rows, new[0])
+        numbers = torch.arange(len(self._read_rows), device=self._columns.device)
+        starts = self._starts
+        window = self._windows[layer] if self._windows else None
+        if isinstance(window, int):
+            starts = torch.maximum(starts, self._stops - window)
+        visible = (numbers >= starts[:, None]) & (numbers < self._stops[:, None])
+        read_keys, read_values = (keys, values) if self._reads_new else (all_[self._read_rows][None] for all_ in kept)
+        read = Read(read_keys, read_values, visible[None], self._columns[None])
+        if self._verifier is not None:
+            drafts = [max(queries - 1, 0) if self._guesses else 0 for queries in self._query_lens]
+            self._verifier.look(
+                layer, read, self._requests, self._kv_lens, self._read_rows, self._memory.page_size, drafts
+            )
+        return read
+
+    def advance(self, layer: int, inputs: torch.Tensor) -> torch.Tensor:
+        """See `Cache.advance`. A request whose queries are all its entries begins anew, whatever its row holds."""
+        rows, memory = self._state_rows.long(), self._memory.keys[layer]
+        begins = torch.tensor(
+            [queries == entries for queries, entries in zip(self._query_lens, self._kv_lens, strict=True)]
+        )
+        before = torch.where(begins.to(rows.device), 0, from_octets(memory[rows]))
+        if self._verifier is not None:
+            past = [entries - queries for queries, entries in zip(self._query_lens, self._kv_lens, strict=True)]
+            self._verifier.look_at_states(layer, before, self._requests, past, rows)
+        states = torch.zeros_like(inputs)
+        first = 0
+        for row, queries in enumerate(self._query_lens):
+            if queries:
+                part = slice(first, first + queries)
+                states[:, part] = advanced(before[row : row + 1], inputs[:, part])
+                memory[rows[row]] = octets(states[0, part.stop - 1], memory.dtype)
+                first += queries
+        return states

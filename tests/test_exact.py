@@ -1,0 +1,267 @@
+"""The exact model: each text is the right one, a fault of the state changes one, and the verifier names it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+
+from batchstate.errors import ArgumentError
+from batchstate.testing.exact import (
+    AdapterError,
+    Arrival,
+    EngineUnderTest,
+    ExactModel,
+    ExactSpec,
+    History,
+    LanguageModel,
+    Oracle,
+    PackedCache,
+    PagedMemory,
+    Request,
+    Verifier,
+    Wave,
+    hunt,
+    play,
+)
+from batchstate.testing.exact.hashing import decode, encode, from_octets
+
+PAGE = 4
+
+
+class SmallEngine:
+    """Pages, chunks, and a state row for each request; it can do wrong what `bug` says."""
+
+    bug: ClassVar[str] = ""
+
+    def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
+        self.model, self.verifier, self.chunk = model, verifier, settings["chunk"]
+        spec = model.spec
+        shapes = [(64, 8) if kept == "state" else (64, spec.heads, spec.head_dim) for kept in spec.layers]
+        keys, values = ([torch.zeros(shape, dtype=model.dtype) for shape in shapes] for _ in range(2))
+        self.memory = PagedMemory(keys, values, PAGE)
+        self.free, self.rows = list(range(64 // PAGE)), list(range(8))
+        self.waiting: list[Request] = []
+        self.running: list[dict[str, Any]] = []
+
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+        self.waiting.append(request)
+
+    def abort(self, number: int) -> None:
+        """Its client hangs up."""
+        self.waiting = [request for request in self.waiting if request.number != number]
+        for job in [job for job in self.running if job["request"].number == number]:
+            self._leave(job)
+
+    def _leave(self, job: dict[str, Any]) -> None:
+        self.running.remove(job)
+        self.free += job["pages"]
+        self.rows.append(job["row"])
+
+    def _admit(self) -> None:
+        while self.waiting and self.rows:
+            request = self.waiting[0]
+            need = -(-(len(request.prompt) + request.max_new_tokens) // PAGE)
+            if need > len(self.free):
+                return
+            self.waiting.pop(0)
+            pages, self.free = self.free[:need], self.free[need:]
+            self.running.append(
+                {"request": request, "pages": pages, "row": self.rows.pop(), "ids": list(request.prompt), "done": 0}
+            )
+
+    def step(self) -> Mapping[int, Sequence[int]]:
+        """One packed forward of all that run."""
+        self._admit()
+        ids, positions, queries, lens, read, write = ([] for _ in range(6))  # type: ignore[var-annotated]
+        for job in self.running:
+            done, n = job["done"], min(len(job["ids"]) - job["done"], self.chunk)
+            shift = int(self.bug == "position" and done > 0)
+            short = int(self.bug == "length" and done > 0)
+            pages = job["pages"][1::-1] + job["pages"][2:] if self.bug == "swapped" else job["pages"]
+            places = [page * PAGE + row for page in pages for row in range(PAGE)]
+            written = [page * PAGE + row for page in job["pages"] for row in range(PAGE)]
+            ids += job["ids"][done : done + n]
+            positions += range(done - shift, done - shift + n)
+            queries.append(n)
+            lens.append(done + n - short)
+            read += places[: done + n - short]
+            write += written[done : done + n]
+        if not ids:
+            return {}
+        cache = PackedCache(
+            self.memory, torch.tensor(positions), queries, lens, torch.tensor(read), torch.tensor(write),
+            windows=self.model.spec.layers, requests=[job["request"].number for job in self.running],
+            state_rows=torch.tensor([0 if self.bug == "state" else job["row"] for job in self.running]),
+            verifier=self.verifier,
+        )  # fmt: skip
+        hidden = self.model.run(torch.tensor(ids)[None], torch.tensor(positions)[None], cache)
+        last = torch.tensor(queries).cumsum(0) - 1
+        temperatures = torch.tensor([job["request"].temperature for job in self.running])
+        tokens = self.model.sample(self.model.logits(hidden[0, last]), temperatures).tolist()
+        came: dict[int, Sequence[int]] = {}
+        for job, n, token in zip(list(self.running), queries, tokens, strict=True):
+            request, job["done"] = job["request"], job["done"] + n
+            if job["done"] < len(job["ids"]):
+                continue
+            job["ids"].append(token)
+            came[request.number] = [token]
+            if len(job["ids"]) == len(request.prompt) + request.max_new_tokens:
+                self._leave(job)
+            elif self.bug == "freed" and len(job["pages"]) > 1:
+                self.free.append(job["pages"].pop(0))
+                job["pages"].insert(0, self.free[-1])
+        return came
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is to be done."""
+        return bool(self.waiting or self.running)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+SMALL = EngineUnderTest(
+    "small", SmallEngine, {"chunk": (8, 3, 64), "window": (None, 5), "dtype": (torch.float32, torch.bfloat16)},
+    lambda settings: ExactSpec((settings["window"], "state", None), heads=2), longest_prompt=20, longest_answer=9,
+    temperatures=(0.0, 0.7),
+)  # fmt: skip
+BUGS = ("position", "length", "swapped", "state", "freed")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_engine_without_a_fault_is_not_accused(number: int) -> None:
+    """Windows, states, chunks, dtypes, sampling rows and aborts: every text is right, and so is every entry read."""
+    report = hunt(SMALL, requests=150, number=number, verify=True)
+    assert report.failure is None
+    assert report.differences == 0
+    assert report.requests >= 150
+    assert report.as_dict() == {
+        "engine": "small", "requests": report.requests, "differences": 0, "seconds": report.seconds,
+        "histories": report.histories, "failure": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_fault_changes_a_text_and_is_named(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault is found within 60 requests, shrunk to at most three, and the words say who read what."""
+    monkeypatch.setattr(SmallEngine, "bug", bug)
+    report = hunt(SMALL, requests=300)
+    assert report.before is not None
+    assert report.before < 60
+    assert report.failure is not None
+    assert report.failure.requests <= 3
+    assert report.outcome is not None
+    assert "expected" in report.message
+    assert "of its answer is" in report.message
+    assert "read from page" in report.message
+
+
+def test_the_same_number_plays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing history comes again."""
+    monkeypatch.setattr(SmallEngine, "bug", "position")
+    first, second = (hunt(SMALL, requests=100, number=3, shrink=False) for _ in range(2))
+    assert first.failure == second.failure
+    assert first.before == second.before
+
+
+class Forgetful(SmallEngine):
+    """Loses a request that waits."""
+
+    def step(self) -> Mapping[int, Sequence[int]]:
+        """Forgets the others."""
+        came = super().step()
+        self.waiting = []
+        return came
+
+
+class Generous(SmallEngine):
+    """Returns a token too many."""
+
+    def step(self) -> Mapping[int, Sequence[int]]:
+        """Each token twice."""
+        return {number: [*tokens, *tokens] for number, tokens in super().step().items()}
+
+
+class Stranger(SmallEngine):
+    """Returns tokens of a request that never came."""
+
+    def step(self) -> Mapping[int, Sequence[int]]:
+        """One token of nobody."""
+        return {**super().step(), 77: [1]}
+
+
+class Stuck(SmallEngine):
+    """Never ends."""
+
+    def step(self) -> Mapping[int, Sequence[int]]:
+        """Does nothing."""
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        (Forgetful, r"small has nothing left to do, and requests \[2\] have not finished"),
+        (Generous, "small has returned 2 tokens for request 0, expected at most 1"),
+        (Stranger, "small has returned 1 tokens for request 77, expected at most 0"),
+        (Stuck, r"small has made 31 steps without a token; open are \[0, 1, 2\]"),
+    ],
+)
+def test_bad_adapters_are_refused(adapter: type[SmallEngine], words: str) -> None:
+    """One that loses a request, returns too many tokens or never ends gets an error with the request in it."""
+    engine = attrs.evolve(SMALL, open=adapter, patience=30)
+    history = History({"chunk": 64, "window": None, "dtype": torch.float32},
+                      (Wave((Arrival(((0, 20),), 1), Arrival(((1, 20),), 9), Arrival(((2, 20),), 9)), 3),))  # fmt: skip
+    spec = engine.spec(history.settings)
+    with pytest.raises(AdapterError, match=words):
+        play(engine, history, Oracle(spec), ExactModel(spec))
+    report = hunt(engine, requests=20)
+    assert report.differences == 1
+    assert report.failure is not None
+    assert "small has" in report.message
+
+
+def test_an_engine_that_fails_is_a_result() -> None:
+    """Its exception is kept with the history that brought it about."""
+
+    class Failing(SmallEngine):
+        def step(self) -> Mapping[int, Sequence[int]]:
+            raise RuntimeError("no page left")
+
+    report = hunt(attrs.evolve(SMALL, open=Failing), requests=10)
+    assert report.failure is not None
+    assert report.failure.requests == 1
+    assert report.message.endswith("the engine has failed: RuntimeError: no page left")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_words_survive_memory_of_every_dtype(dtype: torch.dtype) -> None:
+    """An entry is the same word again; any other byte is another word, and what is no byte is none."""
+    words = torch.arange(-5, 5) * 0x9E3779B97F4A7C15 % (1 << 62)
+    entries = encode(words, 2, 8, dtype)
+    assert entries.shape == (10, 2, 8)
+    read = decode(entries)
+    assert len(set(read.tolist())) == 10
+    for value in (torch.nan, 0.5, 300.0):
+        spoilt = entries.clone()
+        spoilt[3, 1, 2] = value
+        assert (decode(spoilt) != read).nonzero().tolist() == [[3]]
+    assert int(from_octets(torch.zeros(8, dtype=dtype))) == 0
+
+
+def test_settings_are_refused() -> None:
+    """A shape that is none, and a hunt for nothing."""
+    for shape in ({"layers": ()}, {"heads": 1, "head_dim": 4}, {"heads": 0}):
+        with pytest.raises(ArgumentError, match="an exact model of layers"):
+            ExactSpec(**shape)
+    for refused in ({"layers": (0,)}, {"vocab_size": 1}):
+        with pytest.raises(ArgumentError):
+            ExactSpec(**refused)
+    with pytest.raises(ArgumentError, match="hunt: requests"):
+        hunt(SMALL, requests=0)
+    with pytest.raises(ArgumentError, match="hunt: number"):
+        hunt(SMALL, requests=1, number=-1)
