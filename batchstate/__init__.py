@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from batchstate.mirror import MirroredTensor as MirroredTensor
     from batchstate.mirror import Pages as Pages
     from batchstate.mirror import Slots as Slots
+    from batchstate.mirror import StateRow as StateRow
     from batchstate.nvtx import set_nvtx as set_nvtx
     from batchstate.pools import SlotPool as SlotPool
     from batchstate.runtime import Runtime as Runtime
@@ -72,7 +73,7 @@ else:
             "kv.pages": "PagePool",
             "kv.prefix_cache": "PrefixCache",
             "levels": "Level checks set_checks",
-            "mirror": "Contract HostLocations Locations MirroredTensor Pages Slots",
+            "mirror": "Contract HostLocations Locations MirroredTensor Pages Slots StateRow",
             "nvtx": "set_nvtx",
             "pools": "SlotPool",
             "runtime": "Runtime open_runtime",

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from batchstate import HostLocations, Locations, Pages, open_runtime
+from batchstate import HostLocations, HybridSlotPool, Locations, Pages, open_runtime
 from batchstate.errors import (
     ArgumentError,
     DtypeError,
@@ -28,6 +28,7 @@ from batchstate.errors import (
     TransferError,
 )
 from batchstate.kv.host_pool import HostRanges
+from batchstate.mirror import StateRow
 from batchstate.runtime import Fence
 from batchstate.testing import ManualStream
 from batchstate.transport import sender as sender_module
@@ -50,6 +51,7 @@ from batchstate.transport.wire import (
 )
 from batchstate.transport.workers import Description, Session
 from batchstate.violations import Code, Violation
+from tests.doubles import refused
 from tests.transport_peers import altered
 
 LAYERS = ("keys", "values")
@@ -114,6 +116,11 @@ WRITTEN = RUNTIME.record()
 def at(places: object) -> Locations:
     """Places in KV memory."""
     return Locations.from_host(RUNTIME, np.asarray(places))
+
+
+def state(row: int) -> StateRow:
+    """A row of states."""
+    return StateRow.from_host(RUNTIME, [row])
 
 
 def send(sender: Any, transfer: Any, places: object, first: Any, last: Any) -> None:
@@ -284,12 +291,20 @@ def test_wrong_states_and_stages_change_nothing(wrong: Callable[[Stages, Lease, 
     (transfer,) = sender.poll()
     for last, row in ((True, 0), (False, 5), (True, -1), (True, TOKENS)):
         with pytest.raises((ArgumentError, Violation)):
-            sender.send(transfer, at(np.arange(40, 44)), 0, last, after=WRITTEN, state_row=row)
+            sender.send(transfer, at(np.arange(40, 44)), 0, last, after=WRITTEN, state_row=state(row) if row else None)
         assert (transfer.sent, transfer.state) == (0, TransferState.OPEN)
+    pool = HybridSlotPool(RUNTIME, 2, states=2)
+    slots = pool.take(1)
+    row = pool.state_rows(slots)
+    pool.free(slots, after=None)
+    refused(
+        Code.SLOT_STALE_HANDLE,
+        lambda: sender.send(transfer, at(np.arange(40, 44)), 0, True, after=WRITTEN, state_row=row),
+    )
     side = world.sides["prefill-1"].session
     (other_transfer,) = side.poll()
-    with pytest.raises(ArgumentError, match="expected no state_row, got 5"):
-        side.send(other_transfer, at(np.arange(40, 44)), 0, True, after=WRITTEN, state_row=5)
+    with pytest.raises(ArgumentError, match=r"expected no state_row, got \[5\]"):
+        side.send(other_transfer, at(np.arange(40, 44)), 0, True, after=WRITTEN, state_row=state(5))
     with pytest.raises(HandshakeError, match="stage of worker 'prefill-0'"):
         world.receiver.accept(attrs.evolve(world.side(Sender, "prefill-1", (1,)), name="prefill-0").renamed())
 

@@ -20,7 +20,7 @@ import numpy as np
 from batchstate import invariants, levels
 from batchstate._arrays import converted, count
 from batchstate.errors import ArgumentError, BatchStateError, TransferError
-from batchstate.mirror import HostLocations, Locations
+from batchstate.mirror import HostLocations, Locations, Slots, StateRow
 from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Region, Status
 from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, location_rows, owned_by
@@ -191,7 +191,7 @@ class Sender(Session):
         last: bool,
         *,
         after: Fence,
-        state_row: SupportsIndex = 0,
+        state_row: Slots | StateRow | None = None,
     ) -> None:
         """Starts to write the next tokens of a request. Returns at once; see `poll`.
 
@@ -204,7 +204,8 @@ class Sender(Session):
             after: the fence of the forward that wrote them. It is complete: an engine reads memory in the order of no
                 stream.
             state_row: with the last tokens, the row here that has the request's states, in the buffers of the
-                `per_request` layouts; 0 where this worker has none.
+                `per_request` layouts: `HybridSlotPool.state_rows`, or its slot, of a request that is here; None where
+                this worker has none.
 
         Raises:
             TransferError: it has failed or was aborted, or the engine cannot write: then it has failed now.
@@ -300,7 +301,12 @@ class Sender(Session):
     # Writes
 
     def _planned(
-        self, transfer: Transfer, locations: Locations | HostLocations, first: int, last: bool, state_row: SupportsIndex
+        self,
+        transfer: Transfer,
+        locations: Locations | HostLocations,
+        first: int,
+        last: bool,
+        state_row: Slots | StateRow | None,
     ) -> list[Copies]:
         """The writes, checked."""
         if transfer.state is not TransferState.OPEN:
@@ -333,14 +339,18 @@ class Sender(Session):
                 check_places(parts[-1], ours, other, *names, suffix, object=self, operation="send")
         return chunked(coalesced(Copies.cat(parts)), self._engine.capabilities.max_rows)
 
-    def _states(self, row: SupportsIndex, last: bool) -> Ints:
+    def _states(self, row: Slots | StateRow | None, last: bool) -> Ints:
         """Where the states lie here, int64[1], with the last tokens; int64[0] before, and where this rank has none."""
-        number = count(row, "state_row")
+        states = np.empty(0, dtype=np.int64)
+        if row is not None:
+            row.check_kept("send")
+            states = row.exact_host("send: state_row")
         wanted = last and any(layout.per_request and layout.stage for layout in self._description.layouts)
-        if bool(number) != wanted:
+        if states.size != wanted or not states.all():
             remedy = "if this worker has buffers of states, pass their row with the last tokens, and only then"
-            raise ArgumentError(f"send: expected {'a' if wanted else 'no'} state_row, got {number}", number, remedy)
-        return np.array([number] if number else [], dtype=np.int64)
+            problem = f"send: expected {'a' if wanted else 'no'} state_row, got {states.tolist()}"
+            raise ArgumentError(problem, row, remedy)
+        return states
 
     def _sources(self, locations: Locations | HostLocations) -> Ints:
         """Where the tokens lie, int64[k], in the index space of the regions."""

@@ -24,6 +24,7 @@ from batchstate import Code, Locations, PagePool, SlotPool, Slots, invariants, l
 from batchstate.errors import ArgumentError, HandshakeError, PoolExhaustedError, TransferError
 from batchstate.kv.host_pool import HostKVPool, HostRanges, KVBuffer
 from batchstate.kv.pages import PageLease
+from batchstate.mirror import StateRow
 from batchstate.runtime import Fence
 from batchstate.runtime.memory import bytes_of
 from batchstate.testing.fences import ManualFence, ManualStream
@@ -575,7 +576,8 @@ class TransfersMachine(Machine):
         rows = self._rows(writer.pages[transfer])[transfer.sent : transfer.sent + tokens]
         sources, last = Locations.from_host(self.rt, rows), transfer.sent + tokens == total
         computed = writer.forwards[transfer][0]
-        row = writer.pages[transfer][0] if last and "state" in writer.memories else 0
+        states = last and "state" in writer.memories
+        row = StateRow.from_host(self.rt, writer.pages[transfer][:1]) if states else None
         try:
             writer.sender.send(transfer, sources, transfer.sent, last, after=computed, state_row=row)
         except TransferError:
