@@ -295,11 +295,11 @@ def test_wrong_states_and_stages_change_nothing(wrong: Callable[[Stages, Lease, 
         assert (transfer.sent, transfer.state) == (0, TransferState.OPEN)
     pool = HybridSlotPool(RUNTIME, 2, states=2)
     slots = pool.take(1)
-    row = pool.state_rows(slots)
+    gone = pool.state_rows(slots)
     pool.free(slots, after=None)
     refused(
         Code.SLOT_STALE_HANDLE,
-        lambda: sender.send(transfer, at(np.arange(40, 44)), 0, True, after=WRITTEN, state_row=row),
+        lambda: sender.send(transfer, at(np.arange(40, 44)), 0, True, after=WRITTEN, state_row=gone),
     )
     side = world.sides["prefill-1"].session
     (other_transfer,) = side.poll()
