@@ -233,7 +233,7 @@ class FutureMap(OfThisProcess):
     def publish_in_graph(self, index: torch.Tensor, /, **values: torch.Tensor) -> GraphPublish:
         """Makes a publish part of a graph, where that is captured: a launch for each field.
 
-        What is noted of a publish is noted by the `replay` of what this returns. Rows of slot 0 are padding. Outside of
+        The `replay` of the result notes what a publish notes. Rows of slot 0 are padding. Outside of
         a capture, in a run that warms up, nothing is written, but for the `replay` of a device without graphs, which is
         the function that calls this.
 
@@ -710,7 +710,7 @@ class FutureMap(OfThisProcess):
         """The bytes [rows, nbytes] of the record from the first of these fields to the last, as `_memory_of`."""
         self._memory_of(fields[0])
         places = [self._places[field] for field in fields]
-        return self._record[:, min(place.start for place in places) : max(place.stop for place in places)]
+        return self._record[:, min(part.start for part in places) : max(part.stop for part in places)]
 
     def _taken(self, memory: torch.Tensor, index: torch.Tensor, fields: Sequence[str]) -> torch.Tensor:
         label = f"{self.name}: gather {', '.join(fields)}"
@@ -723,9 +723,9 @@ class FutureMap(OfThisProcess):
         if len(fields) == 1 or not all(field in self._places for field in fields):
             return [self._taken(self._memory_of(field), index, (field,)) for field in fields], None
         places, size = [self._places[field] for field in fields], dtype.itemsize
-        first = min(place.start for place in places)
+        first = min(part.start for part in places)
         rows = self._taken(self._part_of_record(fields).view(dtype), index, fields)
-        return [rows], [slice((place.start - first) // size, (place.stop - first) // size) for place in places]
+        return [rows], [slice((part.start - first) // size, (part.stop - first) // size) for part in places]
 
     def _end_to_end(self, fields: Sequence[str], index: torch.Tensor) -> torch.Tensor:
         """The entries of fields of one dtype, of several end to end for each request, [n, width]."""

@@ -274,8 +274,8 @@ class SlotPool(OfThisProcess):
         if after is not None:
             check_fence(after, label)
         check_of_pool(self._allocator, slots, Slots, operation)
-        known = self._listeners or self.transaction.launches.last
-        rows, handles = slots._host_side() if known else _NO_ROWS, slots.requests
+        needed = self._listeners or self.transaction.launches.last
+        rows, handles = slots._host_side() if needed else _NO_ROWS, slots.requests
         self.check_leaving(rows, handles, after, operation, checks)
         self.release_rows(rows, handles, after, operation)
 

@@ -13,7 +13,7 @@ from batchstate.batch import Batch
 from batchstate.columns import MirroredColumn
 from batchstate.forward.plan import ForwardPlan
 from batchstate.future_map import FutureMap, relay_field
-from batchstate.kv.pages import PagePool
+from batchstate.kv.pages import PageLease, PagePool
 from batchstate.levels import checks
 from batchstate.mirror import MirroredTensor, Slots
 from batchstate.pools import SlotPool
@@ -204,12 +204,14 @@ class World(Pools):
 
     relay: FutureMap = attrs.field(init=False)
     two: Slots = attrs.field(init=False)
+    lease: PageLease = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.relay = FutureMap(self.slots, {"ids": relay_field(torch.int64, read_by="both")})
         self.two = self.slots.take(2)
         self.pages.extend(self.two, [1, 1]).entry().launch()
         self.relay.publish(self.two, ids=[5, 6])
+        self.lease = self.pages.take(1)
         _ = self.two.device
 
 
@@ -228,6 +230,7 @@ BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
         "first_positions": lambda it: it.pages.first_positions(it.two),
         "writing": lambda it: it.pages.writing(it.two, 0, 1),
         "grow": lambda it: it.pages.grow(it.two, [2, 2]),
+        "assign": lambda it: it.pages.assign(it.lease, it.two, 0),
         "wait_written": lambda it: it.pages.wait_written(it.two),
         "extend": lambda it: it.pages.extend(it.two, [2, 2]),
         "advance": lambda it: it.pages.advance(it.two, 1),

@@ -273,4 +273,4 @@ def test_command_refuses_unknown_name(capsys: pytest.CaptureFixture[str]) -> Non
 def test_command_runs_the_mutants_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """After a change of a machine, those that it is to find."""
     assert main(["mutants", "--device", "cpu", "--machine", "ranks", "--clean-examples", "2"]) == 0
-    assert "2 of 2 mutants killed" in capsys.readouterr().out
+    assert "4 of 4 mutants killed" in capsys.readouterr().out
