@@ -72,7 +72,9 @@ class TableWrite:
     """A checked write that is not launched yet: `table.device.view(-1)[index] = values`.
 
     Attributes:
-        table, index, values: int64[n] flat places in the table, and [n] of its dtype; read-only, as they were checked.
+        table: that is written.
+        index: int64[n] flat places in the table; read-only, as they were checked, as are the values.
+        values: [n] of its dtype.
         owners: the handles of its rows, which are written for them. They are checked again before it is launched, since
             a row may belong to another request by then.
         origin: what else its values depend on, which is checked then too: the pages of locations. Or None.
@@ -133,7 +135,7 @@ class TableRows:
 class Table(OfThisProcess):
     """Device memory `[capacity, *row_shape]` indexed by the slots, pages or locations of one pool.
 
-    Made by `table` and `adopt` of `SlotPool` and `PagePool`.
+    Made by `SlotPool.table` and `PagePool.table`, and their `adopt`.
 
     Attributes:
         name: for reports.
