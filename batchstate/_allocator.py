@@ -518,10 +518,10 @@ class Allocator:
         return Slots.of_pool(self.runtime, rows, self.of(rows), pool_id=self.pool_id, name=self.name)
 
     def check_kept(self, handles: Handles, operation: str) -> None:
-        """Refuses handles of this pool that are not held still, but for padded rows at the end."""
+        """Refuses handles of this pool that are not held still, but for rows of padding."""
         rows = handles._host_side()
-        owned = np.count_nonzero(rows)
-        self.check_held(rows[:owned], handles.generations[:owned], operation)
+        owned = rows.nonzero()[0]
+        self.check_held(rows[owned], handles.generations[owned], operation)
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """See `SlotPool.rows_of`."""

@@ -1097,9 +1097,9 @@ class PageRows:
 
     @cython.cfunc
     def cut_lengths(self, row: cython.longlong, total: cython.longlong) -> cython.int:
-        """A row is left `total` tokens: the others were rejected, and these are accepted."""
-        self.committed[row] = self.accepted[row] = total
+        self.committed[row] = total
         self.launched[row] = min(self.launched[row], total)
+        self.accepted[row] = min(self.accepted[row], total)
         return 0
 
     @cython.cfunc

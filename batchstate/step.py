@@ -517,9 +517,10 @@ class StepPlanner(OfThisProcess):
             allocator.next_handles(takes, OPERATION)
         elif rule == "negative":
             pages._check_lengths(starts[row : row + 1], (starts + queries)[row : row + 1], OPERATION)
-        elif rule in ("length", "shrinks"):
-            held = begins if row >= there else np.minimum(begins, pages._committed(rows[:there])[row])
-            pages._check_lengths(held[row : row + 1], ends[row : row + 1], OPERATION)
+        elif rule == "length":
+            pages._check_lengths(begins[row : row + 1], ends[row : row + 1], OPERATION)
+        elif rule == "shrinks":
+            pages._check_lengths(pages._committed(rows[row : row + 1]), ends[row : row + 1], OPERATION)
         elif rule == "derived":
             pages.check_committed(rows[:there], begins[:there], OPERATION)
         elif rule == "owner":

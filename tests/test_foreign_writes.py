@@ -230,6 +230,7 @@ BY_HANDLE: dict[type, dict[str, Callable[[World], object]]] = {
         "first_positions": lambda it: it.pages.first_positions(it.two),
         "writing": lambda it: it.pages.writing(it.two, 0, 1),
         "grow": lambda it: it.pages.grow(it.two, [2, 2]),
+        "accept": lambda it: it.pages.accept(it.two, 0),
         "assign": lambda it: it.pages.assign(it.lease, it.two, 0),
         "wait_written": lambda it: it.pages.wait_written(it.two),
         "extend": lambda it: it.pages.extend(it.two, [2, 2]),

@@ -136,7 +136,7 @@ GIVEN: dict[str, Callable[[World, Any], object]] = {
 
 @pytest.mark.parametrize("way", GIVEN)
 def test_guesses_are_given_to_nobody(rt: Runtime, way: str) -> None:
-    """Of tokens that a step guessed the first alone is accepted; those that a truncation leaves are too."""
+    """The first alone of the tokens that a step guessed is accepted; the engine says which others are."""
     world, planner = drafting(rt)
     step = planner.plan(world.batch, 3)
     step.inputs()
@@ -145,6 +145,9 @@ def test_guesses_are_given_to_nobody(rt: Runtime, way: str) -> None:
     broken = refused(Code.LENGTH_ORDER, lambda: GIVEN[way](world, first))
     assert "a prefix of 8 tokens asked for, 7 are accepted" in broken.problem
     world.pages.truncate(step.batch.slots, [8, 7], after=rt.record())
+    refused(Code.LENGTH_ORDER, lambda: GIVEN[way](world, first))
+    refused(Code.LENGTH_ORDER, lambda: world.pages.accept(first, 9))
+    world.pages.accept(step.batch.slots, [8, 7])
     GIVEN[way](world, first)
 
 
@@ -255,6 +258,20 @@ def test_states_ask_whose_they_are(rt: Runtime) -> None:
     refused(Code.SLOT_STALE_HANDLE, lambda: rows.np)
     refused(Code.SLOT_STALE_HANDLE, lambda: pool.state_rows(slots))
     assert rows.filter([1]).np.size == 1
+    some = HybridSlotPool(rt, 2, states=2)
+    assert some.state_rows(some.take(2, states={"state": [0, 1]})).np.tolist() == [0, 1]
     empty = HybridSlotPool(rt, 4, states=8)
     assert empty.state_rows(empty.take(1)).unit == "state"
     np.testing.assert_array_equal(rows.generations, [1, 1])
+
+
+def test_a_batch_behind_its_pages_is_refused_at_every_level(rt: Runtime) -> None:
+    """A step that is planned from the batch before the last would take tokens back: it is refused in words."""
+    world = World.planned(rt)
+    world.join([5, 6])
+    old = world.batch
+    for _ in range(2):
+        world.run(world.planner.plan(world.batch))
+    with checks("off"):
+        broken = refused(Code.LENGTH_ORDER, lambda: world.planner.plan(old, 1))
+    assert "6 tokens asked for in all, and 7 are committed" in broken.problem

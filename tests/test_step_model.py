@@ -242,7 +242,7 @@ class Model:
         rows = [row for row, req in enumerate(self.running) if 0 < req.length == req.bound and self.done is not None]
         if rows:
             held = [self.running[row].held for row in rows]
-            self.pages.truncate(self.batch.slots.filter(rows), held, after=self.done)
+            self.pages.accept(self.batch.slots.filter(rows), held)
         return [(row, self.running[row]) for row in rows]
 
     def keys(self, tokens: Sequence[int], encoder: int, most: int) -> list[Any]:

@@ -15,7 +15,7 @@ UNCOMMITTED = explained("{0} tokens are to be committed, {1} are allocated", "`g
 SHORT_PREFIX = explained("a prefix of {0} tokens asked for, {1} are committed", "commit them first, or ask for fewer")
 GUESSED = explained(
     "a prefix of {0} tokens asked for, {1} are accepted",
-    "`truncate` to those that verification has accepted first; what lies behind may be a rejected guess",
+    "`accept` those that verification has accepted; what lies behind may be a rejected guess",
 )
 ACCEPTED = explained(
     "a write from token {1} on, of {0} that are accepted: others may read them",

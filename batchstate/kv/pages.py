@@ -153,7 +153,7 @@ class Extension:
 class PagePool(OfThisProcess):
     """Pages 1 to num_pages for the requests of one slot pool. Location t lies on page t // page_size.
 
-    From now on a slot of `slots` that still has pages cannot be freed alone. A request has at most
+    From now on a slot of `slots` that still has pages cannot be freed alone (SLOT_CONSERVATION). A request has at most
     `max_tokens_per_request` tokens. `req_to_token` is the default table of `entry`, [slot, position] -> location.
 
     Attributes:
@@ -522,6 +522,25 @@ class PagePool(OfThisProcess):
         self._rows.commit(rows, totals)
         self._done()
 
+    def accept(self, slots: Slots, total_lens: "Amount") -> None:
+        """Declares that verification has accepted the first `total_lens` tokens of each slot: they are no guesses.
+
+        A step accepts what its requests put in, but for guesses: of several tokens that the relay feeds a request all
+        but the first, and all of one whose length is a bound. The next step accepts the guesses that it goes on from,
+        unless lengths are bounds. Only accepted tokens can be shared, held, cached or sent.
+
+        `slots` are live handles, each once; `total_lens` is one number or int[n], at most what is committed.
+
+        Raises:
+            Violation: LENGTH_ORDER; DERIVED_STALE: a mirrored value that has no row for a slot.
+        """
+        numbers = self._numbers(slots, total_lens, "accept")
+        rows = self._begin(slots, "accept")
+        totals = _each(numbers, rows)
+        self._check_lengths(totals, self._committed(rows), "accept", lengths_of.SHORT_PREFIX)
+        accepted = self._rows.arrays["accepted"]
+        accepted[rows] = np.maximum(accepted[rows], totals)
+
     def wait_written(self, slots: Slots) -> None:
         """Makes the current stream wait, on the device, for the writes of all committed tokens on other streams.
 
@@ -656,8 +675,8 @@ class PagePool(OfThisProcess):
         """Lets `target` begin with the first `num_tokens` tokens of `source`: pages get further holders, with no copy.
 
         The source is one live handle, a lease, or leases of which each goes on where the one before ends. The tokens
-        are whole pages, and at most what it has committed. Targets are live handles without pages. Returns the tokens
-        as those of the targets, for their rows of a token table.
+        are whole pages, and at most what it has committed and accepted (see `accept`). Targets are live handles without
+        pages. Returns the tokens as those of the targets, for their rows of a token table.
 
         Raises:
             Violation: PAGE_ALIGNMENT, LENGTH_ORDER; PAGE_UNWRITTEN, at `cheap`: no work was launched that writes them;
@@ -702,6 +721,8 @@ class PagePool(OfThisProcess):
         after: Fence | None,
     ) -> None:
         """Takes tokens back: behind, those of rejected speculation, and in front, those before a sliding window.
+
+        Guesses among the tokens that stay are guesses still: see `accept`.
 
         Whole pages are released. In front the tokens that stay keep their positions, and count as committed still; the
         pages before cannot be read, shared or held any more, and page 0 stands for them in the page lists of a plan.

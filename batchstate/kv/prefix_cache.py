@@ -169,7 +169,7 @@ class PrefixCache(OfThisProcess):
 
         Raises:
             Violation: SLOT_STALE_HANDLE, at `cheap`: a page was given to another since.
-            ArgumentError: keys that repeat.
+            ArgumentError: keys that repeat among those that are cached.
         """
         pool = self.pages
         pool.transaction.enter(self._match)

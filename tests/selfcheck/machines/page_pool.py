@@ -347,7 +347,9 @@ class PagePoolMachine(PagesMachine):
             if guessed > before[0] + 1 and not self.requests[slots[0]].first:
                 self.reached("a guess held refused")
                 self.refused(Code.LENGTH_ORDER, lambda: self.pages.hold(owner, guessed))
-            self._cut(slots, [length + min(accepted, drafts) for length in before], fence)
+            stay = [length + min(accepted, drafts) for length in before]
+            self._cut(slots, stay, fence)
+            self.pages.accept(self.handles(slots), np.array(stay))
             self.extend_to(slots, self._lengths(slots, 1))
 
     @HAS_REQUESTS
