@@ -234,7 +234,7 @@ class TokenAllocator:
         return self._pool.alloc(n)
 
     def free(self, taken: Any) -> None:
-        self._pool.free(taken, after=None)
+        self._pool.free(taken)
 
     def numbers(self, taken: Any) -> list[int]:
         numbers: list[int] = taken.tolist()
@@ -287,7 +287,7 @@ def slots_against_request_pool(runtime: Runtime, *, size: int = 1_000_000, n: in
         def by_request() -> None:
             rows.pool.alloc(requests)
             for request in requests:
-                rows.pool.free(request, after=None)
+                rows.pool.free(request)
 
         return rows, [*contenders, Contender(_of_sglang("ReqToTokenPool, requests"), by_request)]
 
@@ -301,7 +301,7 @@ def _of_sglang(part: str) -> str:
 def _turnover_of(kind: Callable[..., Any], runtime: Runtime, size: int, n: int) -> tuple[Any, list[Contender]]:
     pool = kind(size, runtime.device)
     shuffled(pool, size)
-    return pool, [Contender(_of_sglang(pool.name), lambda: pool.free(pool.take(n), after=None))]
+    return pool, [Contender(_of_sglang(pool.name), lambda: pool.free(pool.take(n)))]
 
 
 def _against(

@@ -2,8 +2,8 @@
 
 One forward, in the order in which it happens::
 
-    inputs      ids from the host or from the relay, positions and lengths, in the forward's own view
-    read-done   the token table is not read any more: the next step may rewrite it
+    inputs      ids from the host or from the relay, positions and lengths, in the forward's own view; the token
+                table is written here, behind the forward before, which reads it
     model       KV of the new tokens is written, logits come out
     accept      tokens accepted, and so true lengths, as soon as the guesses are verified (speculation only)
     publish     the last token, for the next forward; new tokens, for the host
@@ -107,7 +107,6 @@ class Forward:
             inputs = step.planned.inputs()
             table = self._req_to_token.device_for(plan.slots)
             kv_tokens = table.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
-            self._req_to_token.read_until(runtime.record())  # read-done
             assert inputs.slot_mapping is not None  # the plan has pages
             view = PagedView(
                 inputs.positions,

@@ -10,7 +10,6 @@ import torch
 from batchstate import Code, checks
 from batchstate.races import Race, RaceKind, RaceRuntime
 from batchstate.runtime import DoneFence, Runtime, open_runtime
-from batchstate.tables import Table
 
 pytest.importorskip("transformers")
 
@@ -81,11 +80,6 @@ def test_cost_does_not_grow_with_the_run(device: str) -> None:
 Forget = Callable[[pytest.MonkeyPatch], None]
 
 
-def _read_done(patch: pytest.MonkeyPatch) -> None:
-    """The next step's table writes pass the forward that reads the table."""
-    patch.setattr(Table, "read_until", lambda self, fence: None)
-
-
 def _after(patch: pytest.MonkeyPatch) -> None:
     """Slots and pages change hands while a forward uses them: prebuilt KV is written over them."""
     patch.setattr(Scheduler, "last_step", property(lambda self: DoneFence()))
@@ -104,9 +98,7 @@ def _after(patch: pytest.MonkeyPatch) -> None:
 def _hand_over(patch: pytest.MonkeyPatch) -> None:
     """Prebuilt KV is used on the forward's stream and dropped, and the allocator is not told."""
 
-    def use_on_current_stream(
-        self: Runtime, tensor: torch.Tensor, made_on: Any, ready: Any = None, *, synchronised: Any = None
-    ) -> Any:
+    def use_on_current_stream(self: Runtime, tensor: torch.Tensor, made_on: Any, ready: Any = None, **_: Any) -> Any:
         if made_on != self.current_stream:
             self.wait(ready or self.record(made_on))
         return tensor
@@ -135,7 +127,6 @@ RUNTIME: list[RaceRuntime] = []
 @pytest.mark.parametrize(
     ("forget", "kind"),
     [
-        (_read_done, RaceKind.WRITE_AFTER_READ),
         (_after, None),
         (_hand_over, RaceKind.FREED_IN_USE),
         (_kv_on_two_streams, RaceKind.WRITE_AFTER_WRITE),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from batchstate import Contract, checks
-from batchstate.runtime import Fence, Runtime
+from batchstate.runtime import Runtime
 from batchstate.testing import LateRuntime, no_hidden_sync
 
 pytest.importorskip("transformers")
@@ -262,37 +262,6 @@ def test_forward_changes_no_side_of_the_batch(
 
 
 # Two fences
-
-
-def test_table_is_free_behind_read_done(
-    late: LateRuntime, lagging_model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The token table is rewritten behind the last forward's read-done, long before its forward-done."""
-    settings = attrs.evolve(SMALL, page_size=1)  # a page begins in every step, so the table is written in every step
-    engine = started(late, lagging_model, settings, some_requests(lagging_model, 3, seed=17, longest=8))
-    table, run = engine.scheduler.pages.req_to_token, engine.scheduler.forward.run
-    assert table is not None
-    read_until, read_done, steps = table.read_until, list[Fence](), list[Step]()
-
-    def noted_read(fence: Fence) -> None:
-        read_done.append(fence)
-        read_until(fence)
-
-    def at_launch(step: Step) -> RunningBatch:
-        if steps:  # this step's writes to the table have been sent on their way
-            before = steps[-1]
-            assert before.forward_done is not None
-            assert not read_done[-1].query()
-            late.record().wait()  # on the stream that wrote
-            assert read_done[-1].query(), "the table was written before its reader had read"
-            assert not before.forward_done.query(), "the table was held until the end of the forward"
-        steps.append(step)
-        return run(step)
-
-    monkeypatch.setattr(table, "read_until", noted_read)
-    monkeypatch.setattr(engine.scheduler.forward, "run", at_launch)
-    run_all(engine)
-    assert len(steps) == len(read_done) > 5
 
 
 def test_slots_change_hands_behind_forward_done(late: LateRuntime, lagging_model: Model) -> None:
