@@ -306,11 +306,11 @@ class PageSharing:
         else:
             rows = pool.slots.rows_of(source, operation)
             row = self._one(rows, operation)
-            pool.check_given(rows, length, operation)
-            available, pages = tokens, pool.page_table[row]
+            available, pages = int(pool._committed(rows)[0]), pool.page_table[row]
             written, writer = int(self._writes.tokens[row]), int(self._writes.writers[row])
         number = self.whole_pages(tokens, available, operation)
         if isinstance(source, Slots) and tokens:
+            pool.check_accepted(source.np, length, operation)
             pool.check_readable(source.np, np.array([min(first, tokens)]), operation, window=1)
         pool._check_written(length, np.array([written]), operation)
         return pages[:number].astype(np.int64), writer

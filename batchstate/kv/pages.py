@@ -278,7 +278,8 @@ class PagePool(OfThisProcess):
         """
         operation = "locations"
         rows, start, lengths = self._range(slots, first, stop, operation)
-        self.check_given(rows, lengths, operation)
+        self._check_lengths(lengths, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
+        self.check_accepted(rows, lengths, operation)
         self._check_written(lengths, self.writes.tokens[rows], operation)
         self.check_readable(rows, start, operation, window=1)
         return self._locations(self.lay(rows, start, lengths - start, operation)[1])
@@ -808,9 +809,8 @@ class PagePool(OfThisProcess):
         """Queries fences, before slots and pages are taken: it may run code of the engine."""
         self.slots.query_fences()
 
-    def check_given(self, rows: Ints, lengths: Ints, operation: str) -> None:
-        """Refuses (LENGTH_ORDER) to give others tokens int64[n] that are not committed, or guesses still."""
-        self._check_lengths(lengths, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
+    def check_accepted(self, rows: Ints, lengths: Ints, operation: str) -> None:
+        """Refuses (LENGTH_ORDER) to give others tokens int64[n] that are guesses still."""
         self._check_lengths(lengths, self._rows.arrays["accepted"][rows], operation, lengths_of.GUESSED)
 
     def guess(self, rows: Ints, accepted: Ints) -> None:

@@ -117,6 +117,11 @@ class StepMachine(Machine):
         self.in_flight: deque[Launched] = deque()
         self._drawn = 0
 
+    def _behind(self) -> Fence:
+        """A fence behind all forwards."""
+        with self.rt.use(self.side):
+            return self.rt.record()
+
     # Requests come and go
 
     @rule(prompts=st.lists(st.integers(1, 7), min_size=1, max_size=3))
@@ -304,7 +309,7 @@ class StepMachine(Machine):
             step = self.planner.plan(self.batch)
         except PoolExhaustedError:
             return
-        self.pages.truncate(self.batch.slots, committed, after=None)
+        self.pages.truncate(self.batch.slots, committed, after=self._behind())
         with self.rt.use(self.side):
             self.refused(Code.DERIVED_STALE, step.inputs)
         self.reached("a stale step refused")
@@ -326,7 +331,7 @@ class StepMachine(Machine):
             write_uncounted(step.sent[column], side, 0)
             check_reported(OPERATIONS, chosen, Written(self.planner, step), column, 0)
             self.reached("write from outside found")
-            self.pages.truncate(self.batch.slots, committed, after=None)
+            self.pages.truncate(self.batch.slots, committed, after=self._behind())
         self.rt.record().wait()  # no forward comes behind its copy
 
     # The model
