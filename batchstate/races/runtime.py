@@ -349,9 +349,13 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self._all_is_over()
 
     def _all_is_over(self) -> None:
-        """The host has waited for the whole device."""
+        """The host has waited for the whole device: for each stream that has work, which is judged by itself."""
         self._in_flight.note()
+        host = self._detector.clocks.host
+        entry = self._detector.event(host, EventKind.WAIT, "wait for the device")
         for stream in self._detector.clocks.streams[1:]:
+            if self._detector.waits is not None and not host.knows(stream.number, stream.work):
+                self._detector.waits.note(entry, "all", stream, entry.number, list(host.seen), stream.seen)
             self._tracer.host_waits(stream.seen)
 
     def record(self, stream: Stream | None = None) -> Fence:

@@ -14,7 +14,7 @@ from batchstate.races.report import EventKind
 from batchstate.races.tracing.clocks import StreamClock
 from batchstate.races.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.races.tracing.memory import HOST_KINDS, MemoryKind, Name
-from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.races.tracing.operations import Awaits, MemoryAccess, Operation, tensors_in
 from batchstate.races.tracing.regions import ByteRegion, of_tensor
 from batchstate.races.tracing.runtime import TracedRuntime
 
@@ -170,10 +170,14 @@ class RaceTracer(Tracer[RaceAllocation]):
         if self._converts(call):
             return self._converted(args[0], kwargs)
         accesses: Sequence[MemoryAccess] = ()
-        waits = False
+        awaits = Awaits.NOTHING
         if tensors:
             accesses = self._accesses(call)
-            waits = operation.waits(args, kwargs, self.kind_of)  # before undecided operands become the device's
+            awaits = operation.awaits(args, kwargs, self.kind_of)  # before undecided operands become the device's
+        if awaits is Awaits.BEFORE and MemoryKind.PINNED in call.kinds:  # an index, which is copied ahead of the wait
+            ahead = [access for access in accesses if self.kind_of(access.tensor) is MemoryKind.PINNED]
+            self.access(EventKind.COPY_TO_DEVICE, operation.name, ahead)
+            accesses = [access for access in accesses if not any(access is other for other in ahead)]
         entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
         result = func(*args, **kwargs)
         self.end(entry, checked)
@@ -182,8 +186,12 @@ class RaceTracer(Tracer[RaceAllocation]):
                 allocation = self.allocate_on_device(tensor, entry)
                 if operation.leaves_empty:
                     self.detector.unwritten(allocation, entry)
-        if waits:
+        if awaits is Awaits.RESULT:
             self._synchronise(operation.name, entry.stream.seen)
+        elif awaits is Awaits.BEFORE:
+            seen = list(entry.stream.seen)
+            seen[entry.stream.number] = entry.number - 1  # it is in flight itself
+            self._synchronise(operation.name, seen)
         return result
 
     def _accesses(self, call: TracedCall) -> list[MemoryAccess]:

@@ -305,6 +305,8 @@ def _of_torch() -> Attributes:
         if isinstance(value, torch.Tensor):
             device = value.device if device is None else device
             value = value.tolist() if value.device.type == "cuda" else value
+        elif copies:
+            value = numbers_of(value)
         if device is None:
             device = torch.empty(0).device if torch._C._is_torch_function_mode_enabled() else CPU
         wanted = device_of(device)
@@ -333,6 +335,13 @@ def _of_torch() -> Attributes:
         "Generator": Meta("Generator", (), {"__module__": "torch"}),
         **GENERIC,
     }
+
+
+def numbers_of(value: Any) -> Any:
+    """The data of `torch.tensor`, with tensors among its lists read one by one, as torch does unseen."""
+    if not isinstance(value, list | tuple) or not any(isinstance(part, list | tuple | torch.Tensor) for part in value):
+        return value
+    return [part.tolist() if isinstance(part, torch.Tensor) else numbers_of(part) for part in value]
 
 
 def device_of(device: Any) -> torch.device:
@@ -465,9 +474,12 @@ def _of_tensors(rt: CudaWindow[Any]) -> Attributes:
         return torch.tensor(data, **options)
 
     def type_name(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-            kind = _base.type(torch.empty(0), "torch." + dtype.removeprefix("torch.cuda.")).dtype
-            return to(self, CUDA, kind, non_blocking=non_blocking)
+        name = (
+            dtype if isinstance(dtype, str) else f"{getattr(dtype, '__module__', '')}.{getattr(dtype, '__name__', '')}"
+        )
+        if name.endswith("Tensor") and (on_device(self) or name.startswith("torch.cuda.")):
+            kind = _base.type(torch.empty(0), name.replace("torch.cuda.", "torch.")).dtype
+            return to(self, CUDA if name.startswith("torch.cuda.") else CPU, kind, non_blocking=non_blocking)
         result = _base.type(self) if dtype is None else _base.type(self, dtype, non_blocking, **kwargs)
         return result.replace("torch.", "torch.cuda.") if dtype is None and on_device(self) else result
 

@@ -10,7 +10,7 @@ import torch
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.races.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.races.tracing.memory import A, MemoryKind
-from batchstate.races.tracing.operations import Operation, tensors_of
+from batchstate.races.tracing.operations import Awaits, Operation, tensors_of
 
 CUDA = torch.device("cuda", 0)
 """The `.device` of tensors of the device."""
@@ -270,7 +270,7 @@ class CudaTracer(Tracer[A]):
 
     def _check_capture(self, call: TracedCall, *, copies: bool) -> None:
         operation, _, args, kwargs, *_ = call
-        if operation.waits(args, kwargs, self.kind_of):
+        if operation.awaits(args, kwargs, self.kind_of) is not Awaits.NOTHING:
             self.refuse_capture(f"{operation.name} waits for the device")
         if copies:
             source = args[1] if operation.name == "copy_" else args[0]

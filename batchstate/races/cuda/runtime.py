@@ -162,10 +162,6 @@ class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
     def _changed(self) -> AbstractContextManager[None]:
         return replaced(self)
 
-    def _wait_for_device(self) -> None:
-        self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
-        super()._wait_for_device()
-
     def _is_idle(self, stream: Stream) -> bool:
         clock = self._known_stream(stream)
         return self._detector.clocks.host.knows(clock.number, clock.work)

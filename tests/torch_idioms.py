@@ -1,0 +1,149 @@
+"""Programs in pairs, racy and safe, about how torch really runs them: beside `cuda_idioms`, and judged in the same way.
+
+Operators that wait in the middle, operators whose schema lies, memory that numpy, graphs and kernels share.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as all of torch's own code calls it
+from torch.cuda import Stream, current_stream, synchronize
+
+from batchstate.races.report import RaceKind
+from tests.cuda_idioms import Idiom
+
+PAIRS: dict[str, tuple[RaceKind, Idiom]] = {}
+"""Name -> kind of the race of the racy side, and the program."""
+
+
+def program(kind: RaceKind) -> Callable[[Idiom], Idiom]:
+    """Registers a program by its name."""
+
+    def register(function: Idiom) -> Idiom:
+        PAIRS[function.__name__] = (kind, function)
+        return function
+
+    return register
+
+
+# Operators that wait in the middle: the host waits for what came before, and their last kernel is in flight.
+
+
+def _behind(racy: bool, operate: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """A side stream runs an operator, and the default stream uses its result, with or without a wait."""
+    side = Stream()
+    operand = values.cuda()
+    synchronize()
+    with torch.cuda.stream(side):
+        result = operate(operand)
+        result.record_stream(current_stream())
+    if not racy:
+        current_stream().wait_stream(side)
+    return result.clone()
+
+
+def _set(key: Any, value: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def operate(operand: torch.Tensor) -> torch.Tensor:
+        operand[key() if callable(key) else key] = value() if callable(value) else value
+        return operand
+
+    return operate
+
+
+DOUBLE: Any = torch.DoubleTensor
+NUMBERS = torch.arange(12.0).view(4, 3)
+MASK = torch.tensor([True, False, True, True])
+COUNTS = torch.tensor([1, 3, 2, 3])
+
+MIDDLE: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
+    "rows_of_a_list_are_set": (_set([1, 2], lambda: torch.ones(2, 3, device="cuda")), NUMBERS),
+    "rows_of_a_list_are_taken": (lambda x: x[[1, 2]], NUMBERS),
+    "rows_are_set_to_a_number": (_set(lambda: torch.tensor([1, 2]).cuda(), 5.0), NUMBERS),
+    "rows_of_a_mask_are_taken": (lambda x: x[MASK.cuda()], NUMBERS),
+    "rows_of_a_mask_are_set": (_set(lambda: MASK.cuda(), lambda: torch.ones(3, 3, device="cuda")), NUMBERS),
+    "masked_select": (lambda x: x.masked_select(MASK.cuda()[:, None]), NUMBERS),
+    "nonzero": (lambda x: x.nonzero(), NUMBERS),
+    "where_of_a_condition": (lambda x: torch.where(x > 3)[0], NUMBERS),
+    "argwhere": (torch.argwhere, NUMBERS),
+    "bincount": (torch.bincount, COUNTS),
+    "histc": (lambda x: torch.histc(x, bins=4), NUMBERS),
+    "repeat_interleave": (torch.repeat_interleave, COUNTS),
+    "unique_rows": (lambda x: torch.unique(x, dim=0), NUMBERS),
+    "unique_consecutive_rows": (lambda x: torch.unique_consecutive(x, dim=0), NUMBERS),
+    "multinomial": (lambda x: torch.multinomial(x + 1, 1), NUMBERS),
+    "isin_of_many": (lambda x: torch.isin(x, torch.arange(100.0).cuda() + 0.5), NUMBERS),
+    "embedding_with_a_largest_norm": (
+        lambda x: (F.embedding(torch.tensor([1]).cuda(), x, max_norm=1.0), x)[1],
+        NUMBERS,
+    ),
+}
+"""Name -> an operator that waits for what came before it, and its operand."""
+
+
+def _pair(operate: Callable[[torch.Tensor], Any], values: torch.Tensor) -> Idiom:
+    return lambda racy: _behind(racy, operate, values)
+
+
+PAIRS |= {name: (RaceKind.READ_AFTER_WRITE, _pair(*operands)) for name, operands in MIDDLE.items()}
+
+WHOLE: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
+    "item": (lambda x: x[0, 0].item(), NUMBERS),
+    "equal": (lambda x: torch.equal(x, x), NUMBERS),
+    "allclose": (lambda x: torch.allclose(x, x), NUMBERS),
+    "unique": (lambda x: torch.unique(x), NUMBERS),
+    "unique_consecutive": (lambda x: torch.unique_consecutive(x), NUMBERS),
+    "linalg.solve": (lambda x: torch.linalg.solve(torch.eye(3).cuda(), x.T), NUMBERS),
+    "linalg.eigh": (lambda x: torch.linalg.eigh(x @ x.T), NUMBERS),
+    "a tensor of a tensor": (lambda x: torch.tensor([x[0, 0], 1.0]), NUMBERS),
+    "type": (lambda x: torch.Tensor.type(x, DOUBLE), NUMBERS),
+    "type by name": (lambda x: x.type("torch.FloatTensor"), NUMBERS),
+}
+"""Name -> an operator whose result the host has waited for."""
+
+NEVER: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
+    "rows of a mask set to a number": (_set(lambda: MASK.cuda(non_blocking=True), 5.0), NUMBERS),
+    "rows of a mask of the host": (lambda x: x[MASK], NUMBERS),
+    "masked_fill": (lambda x: x.masked_fill(x > 3, 0), NUMBERS),
+    "histc of a range": (lambda x: torch.histc(x, bins=4, min=0, max=12), NUMBERS),
+    "multinomial with replacement": (lambda x: torch.multinomial(x + 1, 2, replacement=True), NUMBERS),
+    "isin of few": (lambda x: torch.isin(x, x[0, :1]), NUMBERS),
+    "nonzero_static": (lambda x: torch.nonzero_static(x, size=4), NUMBERS),
+    "type": (lambda x: x.type(torch.float64), NUMBERS),
+}
+"""Name -> an operator that never waits."""
+
+
+# Operators whose schema lies: running statistics are written, and it does not say so.
+
+
+@program(RaceKind.READ_AFTER_WRITE)
+def running_statistics_of_a_batch_norm(racy: bool) -> Any:
+    """A side stream trains a layer, and the default stream reads the statistics that it has moved."""
+    side = Stream()
+    batch, mean, variance = torch.ones(4, 3, 2, 2).cuda(), torch.zeros(3).cuda(), torch.ones(3).cuda()
+    synchronize()
+    with torch.cuda.stream(side):
+        F.batch_norm(batch, mean, variance, training=True)
+    if not racy:
+        current_stream().wait_stream(side)
+    return mean.clone()
+
+
+@program(RaceKind.WRITE_AFTER_READ)
+def statistics_read_in_evaluation(racy: bool) -> Any:
+    """In evaluation the same statistics are read alone: two streams may do so at once, and nobody may write them."""
+    side = Stream()
+    batch, mean, variance = torch.ones(4, 3, 2, 2).cuda(), torch.zeros(3).cuda(), torch.ones(3).cuda()
+    synchronize()
+    with torch.cuda.stream(side):
+        result = F.batch_norm(batch, mean, variance, training=False)
+        result.record_stream(current_stream())
+    F.batch_norm(batch, mean, variance, training=False)
+    if not racy:
+        current_stream().wait_stream(side)
+    mean.fill_(1)
+    synchronize()
+    return result
