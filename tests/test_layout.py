@@ -71,7 +71,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "watch": (("watch",), 2_400),
     "races": (("races",), 9_500),
     "fuzz tools": (("testing",), 2_700),
-    "command line": (("cli", "__main__"), 500),
+    "command line": (("cli", "__main__"), 530),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
@@ -79,7 +79,8 @@ The core had 2,320 lines: 270 are for a draft in one call and for requests that 
 step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080:
 320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are. Races had 8,500:
 1,000 are for what torch does while an operation waits, for operators whose schema lies, for host memory that numpy and
-graphs use, and for values that an earlier owner has left.
+graphs use, and for values that an earlier owner has left. The command line had 500: 30
+are for pages of a run, orders made from findings, and declarations.
 """
 
 MOST_LINES, MOST_FILES = 40_200, 138

@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="findings that are accepted: a file that --json has written; only others count",
     )
     parser.add_argument(
+        "--declare",
+        metavar="FILE",
+        type=Path,
+        help="Python code with a function declare(cuda): whose the rows of tensors are, and when steps begin",
+    )
+    parser.add_argument(
         "--max-waits", metavar="N", type=int, help="exit with 1 if calls of torch make the host wait more often"
     )
     parser.add_argument(
@@ -82,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     device = args.device
     _check_device(device)
     if device.partition(":")[0] == "sim":
-        for option in ("baseline", "report", "max_waits", "note_waits"):
+        for option in ("baseline", "report", "declare", "max_waits", "note_waits"):
             if getattr(args, option) not in (None, False):
                 problem = f"--{option.replace('_', '-')} with --device {device}"
                 raise ArgumentError(problem, device, "leave one out: these are of the race detector")
@@ -90,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.script.is_file():
         problem = f"{args.script}: this script does not exist"
         raise ArgumentError(problem, str(args.script), "name a file of Python code")
+    declare = None if args.declare is None else _declaration(args.declare)
     if device == "sim":
         return _compare(args.script, args.arguments, args.seed, args.json)
     settings: dict[str, Any] = {"on_race": "collect", "note_waits": args.note_waits}
@@ -101,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         ) as rt,
         _processes_started() as processes,
     ):
+        if declare is not None:
+            declare(rt)
         error = _run(args.script, args.arguments)
     if isinstance(rt, CudaSimRuntime):
         write_json(args.json, {"format": _ORDERS, "script": str(args.script), "device": device, "error": error})
@@ -152,6 +161,21 @@ def run(args: argparse.Namespace) -> int:
         _say(f"batchstate: {args.script}: {error}")
         return 2
     return 1 if new or too_many else 0
+
+
+def _declaration(path: Path) -> Callable[[Any], object]:
+    """The function `declare` of a file.
+
+    Raises:
+        ArgumentError: it has none.
+        OSError: it cannot be read.
+    """
+    path.read_bytes()
+    declare = runpy.run_path(str(path)).get("declare")
+    if not callable(declare):
+        raise ArgumentError(f"--declare {path}: it has no function declare(cuda)", str(path), "define one")
+    found: Callable[[Any], object] = declare
+    return found
 
 
 def _say(*lines: str) -> None:

@@ -37,6 +37,8 @@ class RaceKind(StrEnum):
     """Memory that a stream may still use is given to another tensor."""
     UNWRITTEN_READ = "read of unwritten memory"
     """Fresh memory is read before any byte of it was written."""
+    LEFTOVER_READ = "leftover read"
+    """A value is read that an earlier owner of the row, or an earlier step, has left."""
 
 
 class EventKind(StrEnum):

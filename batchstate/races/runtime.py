@@ -5,10 +5,13 @@ accesses whether it is ordered, in any run. Fences are complete when the host ha
 behind them, so that a host that reads too early meets a fence that is not.
 """
 
+import functools
+import pkgutil
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, final
+from unittest.mock import patch
 
 import attrs
 import torch
@@ -16,6 +19,7 @@ import torch
 from batchstate.errors import ArgumentError
 from batchstate.races.detector import Detector, OnRace
 from batchstate.races.hints import HintFor, hint_for
+from batchstate.races.owners import Declared, Owners, Valid
 from batchstate.races.report import EventKind, RaceReport
 from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.clocks import Clocks, StreamClock
@@ -279,6 +283,87 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             values = self._inner.inspect(tensor)
         self.counters.check_reads += 1
         return values
+
+    # Whose values
+
+    def rows_of(self, table: torch.Tensor, owner: Owners | None = None, *, valid: Valid | None = None) -> None:
+        """Declares that each row of a table has an owner: reading what another owner has left is a `LEFTOVER_READ`.
+
+        Args:
+            table: contiguous, rows first.
+            owner: returns row -> owner, for rows that have one, or an array with 0 for nobody; it is asked before each
+                access. Left out where `owned_by` tells it. Two turns of one request are two owners: `(request, turn)`.
+            valid: returns what a read counts for: the first so many rows, or row -> its first so many elements. Without
+                it all of a read counts, but for one of the whole tensor, which counts for nothing.
+
+        Raises:
+            ArgumentError: the table is not contiguous, or no memory that the detector knows.
+        """
+        self._declare(table, Declared(table, owner, valid=valid))
+
+    def owned_by(self, table: torch.Tensor, rows: Any, who: Hashable) -> None:
+        """Tells that rows belong to `who` from now on, or with None to nobody. The first call declares the table.
+
+        Raises:
+            ArgumentError: there is no such row; else as `rows_of`.
+        """
+        allocation = self._tracer.allocations.of(table)
+        if allocation is None or not allocation.declared:
+            self.rows_of(table)
+            allocation = self._tracer.allocations.of(table)
+        for declared in allocation.declared if allocation is not None else ():
+            declared.give(rows, who)
+
+    def fresh(self, buffer: torch.Tensor, *, valid: Valid | None = None) -> None:
+        """Declares that each step writes a buffer anew: reading what an earlier one has left is a `LEFTOVER_READ`.
+
+        Values from before the declaration count for every step. Steps begin with `next_step`.
+
+        Args:
+            buffer: contiguous, rows first.
+            valid: see `rows_of`.
+
+        Raises:
+            ArgumentError: as `rows_of`.
+        """
+        self._declare(buffer, Declared(buffer, fresh=True, valid=valid))
+
+    def after(self, method: str, then: Callable[[Any], object]) -> None:
+        """Calls `then(self)` behind each call of a method of the engine, for the length of the window.
+
+        Owners and steps of an engine are declared so from outside: `after("engine.scheduler:Scheduler.schedule",
+        lambda scheduler: cuda.next_step())`.
+
+        Args:
+            method: `module:Class.method`.
+            then: gets the object; what it returns is dropped.
+
+        Raises:
+            ArgumentError: there is no such method, or no window is open.
+        """
+        if self._window is None:
+            raise ArgumentError(f"after {method!r} outside of a window", method, "call it inside of `with`")
+        try:
+            owner, name = pkgutil.resolve_name(method.rpartition(".")[0]), method.rpartition(".")[2]
+            before = getattr(owner, name)
+        except (ImportError, AttributeError, ValueError) as error:
+            problem = f"after names {method!r}: {error}"
+            raise ArgumentError(problem, method, "name a method as `module:Class.method`") from None
+
+        @functools.wraps(before)
+        def both(this: Any, *args: Any, **kwargs: Any) -> Any:
+            result = before(this, *args, **kwargs)
+            then(this)
+            return result
+
+        self._window.enter_context(patch.object(owner, name, both))
+
+    def _declare(self, tensor: torch.Tensor, declared: Declared) -> None:
+        allocation = self._tracer.allocations.of(tensor)
+        if allocation is None:
+            problem = f"a tensor {list(tensor.shape)} of which the detector knows no memory"
+            raise ArgumentError(problem, tuple(tensor.shape), "make it on the device, inside of the window")
+        allocation.declared.append(declared)
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """See `Runtime.name_memory`."""

@@ -120,10 +120,12 @@ class RaceTracer(Tracer[RaceAllocation]):
 
     # Accesses of streams
 
-    def begin(self, kind: EventKind, name: str, accesses: Sequence[MemoryAccess]) -> tuple[Entry, Checked]:
+    def begin(
+        self, kind: EventKind, name: str, accesses: Sequence[MemoryAccess], *, updates: bool = False
+    ) -> tuple[Entry, Checked]:
         """An event of the current stream is about to access memory; `end` it once that has happened.
 
-        Accesses to unchecked memory are left out.
+        Accesses to unchecked memory are left out. `updates` says that it reads what it writes.
         """
         __tracebackhide__ = True
         checked: Checked = []
@@ -137,7 +139,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         called = name if self.launched is None else f"{name} ({self.launched})"
         entry = self.detector.event(self.current(), kind, called, reads=read, writes=written, at=source_line(2))
         if checked:
-            self.detector.check(entry, checked)
+            self.detector.check(entry, checked, updates=updates)
         return entry, checked
 
     def end(self, entry: Entry, checked: Checked) -> None:
@@ -178,7 +180,7 @@ class RaceTracer(Tracer[RaceAllocation]):
             ahead = [access for access in accesses if self.kind_of(access.tensor) is MemoryKind.PINNED]
             self.access(EventKind.COPY_TO_DEVICE, operation.name, ahead)
             accesses = [access for access in accesses if not any(access is other for other in ahead)]
-        entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
+        entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses, updates=operation.updates)
         result = func(*args, **kwargs)
         self.end(entry, checked)
         for tensor in tensors_in(result):

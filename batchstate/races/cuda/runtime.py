@@ -142,7 +142,8 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
         for target, is_new in zip(node.results, node.new, strict=True):
             if is_new and (region := of_tensor(target)) is not None:
                 accesses.append(MemoryAccess(target, region, True))
-        entry, checked = self.begin(EventKind.OPERATION, node.operation.name, accesses)
+        updates = node.operation.updates
+        entry, checked = self.begin(EventKind.OPERATION, node.operation.name, accesses, updates=updates)
         result = node.func(*node.args, **node.kwargs)
         for target, made, is_new in zip(node.results, tensors_in(result), node.new, strict=True):
             if is_new:

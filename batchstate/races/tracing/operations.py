@@ -94,6 +94,28 @@ _ASKED: dict[str, Callable[[Mapping[str, Any]], bool]] = {
 }
 """Operations that wait for some arguments only, then for what came before them."""
 
+_OVERWRITES = frozenset(
+    (
+        "_index_put_impl_",
+        "bernoulli_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "index_copy_",
+        "index_fill_",
+        "index_put_",
+        "masked_fill_",
+        "masked_scatter_",
+        "normal_",
+        "put_",
+        "random_",
+        "scatter_",
+        "uniform_",
+        "zero_",
+    )
+)
+"""Operations in place that read nothing of what they write; all others go on from it."""
+
 _NO_ACCESS = frozenset(
     (
         "_fused_sdp_choice",
@@ -142,6 +164,7 @@ class Operation:
         leaves_empty: whether it allocates, and writes nothing.
         takes_host_index: whether torch accepts a host tensor as index of a device tensor.
         written: arguments that it writes, by position, or by name if they are keyword-only.
+        updates: whether it reads what it writes: `add_`, and not `fill_`.
         returned: for each result the argument that it is, by position or name, or None for a new tensor.
     """
 
@@ -173,6 +196,7 @@ class Operation:
         self.is_metadata = is_view or self.name in _NO_ACCESS
         self.leaves_empty = self.name in _EMPTY
         self.takes_host_index = self.name in _BY_MASK
+        self.updates = self.name.endswith("_") and bool(sets) and self.name not in _OVERWRITES
         self._awaits = _AWAITS.get(self.name)
         self._may_wait = (
             self._awaits is not None or self.takes_host_index or self.name in (*_ASKED, "unique_consecutive")
