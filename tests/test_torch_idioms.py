@@ -2,16 +2,18 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch.cuda import synchronize
 
-from batchstate.races.cuda import cuda_on_cpu
+from batchstate.errors import ArgumentError
+from batchstate.races.cuda import cuda_on_cpu, declared_kernel
 from batchstate.races.sim import LATE, PORTFOLIO, DeviceFault
 from tests.test_cuda_on_sim import values_of
-from tests.torch_idioms import MIDDLE, NEVER, PAIRS, WHOLE
+from tests.torch_idioms import MIDDLE, NEVER, PAIRS, WHOLE, _offloaded
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -69,3 +71,42 @@ def test_which_operators_wait(operators: dict[str, Any], waits: bool, in_flight:
                 waits and name.startswith("type")
             ), name
             assert side.query() is not in_flight, name
+
+
+def test_rows_that_a_kernel_names() -> None:
+    """An index, a list with neighbours, a number from the end, a slice; a name that is no argument is refused."""
+    for rows, free in (([0, 1, -1], 2), (slice(1, 3), 3), (torch.tensor([3]), 0)):
+        with cuda_on_cpu() as rt:
+            side, cache = torch.cuda.Stream(), torch.zeros(4, 2).cuda()
+            named = rows.cuda() if isinstance(rows, torch.Tensor) else rows
+            out = torch.zeros(len(range(4)[rows]) if isinstance(rows, slice) else len(rows), 2).cuda()
+            synchronize()
+            with torch.cuda.stream(side):
+                _offloaded(cache, named, out)
+            cache[free].fill_(1)
+            assert rt.races == ()
+    with pytest.raises(ArgumentError, match="has no argument 'other'"):
+        declared_kernel(rows={"x": "other"})(lambda x: None)
+
+
+def test_a_poll_loop_that_sleeps_gets_on() -> None:
+    """A hundred questions, each behind a `time.sleep`, are enough; the line is told."""
+    with cuda_on_cpu() as rt:
+        done = torch.cuda.Event()
+        torch.zeros(4, device="cuda")
+        done.record()
+        asked = 0
+        while not done.query():
+            asked += 1
+            time.sleep(0)
+        assert 90 < asked < 110
+        ((at, times),) = rt.polled_at.items()
+        assert "in test_a_poll_loop_that_sleeps_gets_on" in at.words()[0]
+        assert times == 1
+
+
+def test_traced_modules_run_as_they_are() -> None:
+    """`torch.jit.trace` in the window returns the code itself."""
+    with cuda_on_cpu():
+        traced = torch.jit.trace(lambda x: x + 1, torch.zeros(2, device="cuda"))
+        assert traced(torch.zeros(2, device="cuda")).tolist() == [1, 1]

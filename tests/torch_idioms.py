@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as all of torch's own code calls it
 from torch.cuda import Stream, current_stream, synchronize
 
+from batchstate.races.cuda import declared_kernel
 from batchstate.races.report import RaceKind
 from tests.cuda_idioms import Idiom
 
@@ -147,3 +148,24 @@ def statistics_read_in_evaluation(racy: bool) -> Any:
     mean.fill_(1)
     synchronize()
     return result
+
+
+# Kernels that torch does not see.
+
+
+@declared_kernel(reads=["cache", "rows"], writes=["out"], rows={"cache": "rows"})
+def _offloaded(cache: torch.Tensor, rows: Any, out: torch.Tensor) -> None:
+    out.numpy()[:] = cache.numpy()[rows.numpy() if isinstance(rows, torch.Tensor) else rows]
+
+
+@program(RaceKind.WRITE_AFTER_READ)
+def rows_of_a_declared_kernel(racy: bool) -> Any:
+    """A kernel offloads some rows of a cache while another stream fills others."""
+    side, cache = Stream(), torch.arange(8.0).view(4, 2).cuda()
+    out, chosen = torch.zeros(2, 2).cuda(), torch.tensor([0, 2]).cuda()
+    synchronize()
+    with torch.cuda.stream(side):
+        _offloaded(cache, chosen, out)
+    cache[2 if racy else 1].fill_(9)
+    synchronize()
+    return out

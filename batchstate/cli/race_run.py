@@ -149,6 +149,10 @@ def run(args: argparse.Namespace) -> int:
     if len(waits) > len(shown):
         notes.append(f"  and those of {len(waits) - len(shown)} more lines; --json FILE lists all")
     notes += [line for wait in wide for line in str(wait).split("\n")]
+    for at, times in rt.polled_at.most_common():
+        notes.append(
+            f"{times} poll{'s' * (times != 1)} until the fence gave in, at {at.words()[0]}: nothing waits there"
+        )
     if processes:
         many = "process was" if len(processes) == 1 else "processes were"
         notes.append(f"{len(processes)} {many} started that {'is' if len(processes) == 1 else 'are'} not watched")

@@ -7,15 +7,17 @@ behind them, so that a host that reads too early meets a fence that is not.
 
 import functools
 import pkgutil
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, Self, TypeVar, final
 from unittest.mock import patch
 
 import attrs
 import torch
 
+from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
 from batchstate.races.detector import Detector, OnRace
 from batchstate.races.hints import HintFor, hint_for
@@ -89,6 +91,9 @@ class InFlight:
 PATIENCE = 10_000
 """Times that a fence is asked before it is complete: code that polls instead of waiting gets on, as on a device."""
 
+SLEPT = 100
+"""Times that a question counts before which the host has called `time.sleep`: it polls with pauses."""
+
 DONE: Fence = DoneFence()
 
 
@@ -113,14 +118,18 @@ class RaceFence:
     _inner: Fence = attrs.field(repr=False)
     _patience: int | None = attrs.field(repr=False)  # None: PATIENCE
     _asked: int = 0
+    _slept: int = 0
 
     def query(self) -> bool:
         """Whether the host knows that everything before it has run. Never waits."""
         self.owner.check_owner("asking a fence")
         if self.owner._is_over(self):
             return True
-        self._asked += 1
+        self._asked += 1 if self._slept == self.owner.slept else SLEPT
+        self._slept = self.owner.slept
         if self._asked >= (PATIENCE if self._patience is None else self._patience) and self._inner.query():
+            if self._patience is None:
+                self.owner.polled_at[source_line()] += 1
             self.owner._host_joins(self)
             return True
         return False
@@ -153,6 +162,10 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             host knows the operations before it and no others: memory freed behind the wrong fence is reused at once.
         note_waits: keep the accesses that need each wait, for `wide_waits`.
         hint_for: words the missing edge and the remedy of a report.
+
+    Attributes:
+        slept: calls of `time.sleep` in the window.
+        polled_at: lines that have asked a fence until it was complete for their patience alone, and how often.
     """
 
     _tracer: RaceTracer
@@ -176,9 +189,24 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         if note_waits:
             self._detector.waits = Waits(self._detector.history)
         self._fences = 0
+        self.slept = 0
+        self.polled_at: Counter[SourceLine] = Counter()
         self._patience = 1 if fences == "eager" else None
         self._in_flight = InFlight(self._detector.clocks)
         super().__init__(inner, steps_in_flight)
+
+    def __enter__(self) -> Self:
+        """From now on the detector is told of the operations of this thread, and of pauses of the host."""
+        super().__enter__()
+        sleep = time.sleep
+
+        def sleeps(seconds: float) -> None:
+            self.slept += 1
+            sleep(seconds)
+
+        if self._window is not None:
+            self._window.enter_context(patch.object(time, "sleep", sleeps))
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -89,7 +89,7 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
             (cuda.nvtx, {"_nvtx": _Silent()}),
             (torch.Tensor, _of_tensors(rt)),
             (torch, _of_torch()),
-            (torch.jit, {"script": _as_it_is}),
+            (torch.jit, {"script": _as_it_is, "trace": _as_it_is, "trace_module": _as_it_is}),
             (torch.version, {"cuda": _VERSION}),
             (torch.amp.autocast_mode.autocast, {"__init__": _autocast(torch.amp.autocast_mode.autocast.__init__)}),
         ):
@@ -355,7 +355,7 @@ def _eager(model: Any = None, **_: Any) -> Any:
 
 
 def _as_it_is(obj: Any, *_: object, **__: object) -> Any:
-    """The result of `torch.jit.script`: inside of a script, a tensor's `.device` would be that of the CPU."""
+    """The result of `torch.jit.script` and `trace`: in a compiled function a tensor's `.device` would be the CPU's."""
     return obj
 
 

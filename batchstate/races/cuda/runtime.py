@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, overload
@@ -306,7 +307,7 @@ def cuda_on_cpu(
 
 
 def declared_kernel(
-    *, reads: Sequence[str] = (), writes: Sequence[str] = ()
+    *, reads: Sequence[str] = (), writes: Sequence[str] = (), rows: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Declares the accesses of a kernel by the names of its arguments; lists and tuples of tensors too.
 
@@ -317,6 +318,8 @@ def declared_kernel(
     Args:
         reads: names of arguments that it reads.
         writes: names of arguments that it writes; arguments that are read and written stand in both.
+        rows: name of an argument -> that of the argument which names the rows of it that are used: an index tensor, a
+            list of numbers or a slice. The others are used as a whole.
 
     Raises:
         ArgumentError: the function has no such argument.
@@ -324,7 +327,8 @@ def declared_kernel(
 
     def declare(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
-        for name in (*reads, *writes):
+        chosen = rows or {}
+        for name in (*reads, *writes, *chosen, *chosen.values()):
             if name not in signature.parameters:
                 problem = f"{function.__name__} has no argument {name!r}"
                 raise ArgumentError(problem, name, "name arguments of the function")
@@ -344,8 +348,8 @@ def declared_kernel(
                     raw_kernel(kernel),
                     *args,
                     *kwargs.values(),
-                    reads=_tensors(arguments, reads),
-                    writes=_tensors(arguments, writes),
+                    reads=_tensors(arguments, reads, chosen),
+                    writes=_tensors(arguments, writes, chosen),
                     name=function.__name__,
                 )
                 return launched
@@ -355,7 +359,19 @@ def declared_kernel(
     return declare
 
 
-def _tensors(arguments: dict[str, Any], names: Sequence[str]) -> list[torch.Tensor]:
-    values = [arguments.get(name) for name in names]
+def _tensors(arguments: dict[str, Any], names: Sequence[str], rows: Mapping[str, str]) -> list[torch.Tensor]:
+    values = [_rows(arguments[name], arguments[rows[name]]) if name in rows else arguments.get(name) for name in names]
     flat = [part for value in values for part in (value if isinstance(value, list | tuple) else (value,))]
     return [part for part in flat if isinstance(part, torch.Tensor)]
+
+
+def _rows(tensor: torch.Tensor, rows: Any) -> list[torch.Tensor]:
+    """The rows of a tensor that an argument names, in pieces of neighbours. The tool's own look orders nothing."""
+    if isinstance(rows, slice):
+        return [tensor[rows]]
+    with untraced():
+        numbers = rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
+        chosen = sorted({number + len(tensor) if number < 0 else number for number in numbers})
+        ends = [row for row, after in itertools.zip_longest(chosen, chosen[1:]) if row + 1 != after]
+        starts = [row for row, before in zip(chosen, [None, *chosen], strict=False) if row - 1 != before]
+        return [tensor[start : end + 1] for start, end in zip(starts, ends, strict=True)]
