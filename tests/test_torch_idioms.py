@@ -26,7 +26,7 @@ def test_a_pair(name: str) -> None:
         assert [race.kind for race in rt.races] == [kind] * racy, "\n".join(map(str, rt.races))
         for race in rt.races:
             assert "torch_idioms.py:" in race.first.site
-            assert "torch_idioms.py:" in race.second.site
+            assert "torch_idioms.py:" in race.second.site, race.second.site
 
 
 def outcome(name: str, racy: bool, device: str) -> str:

@@ -169,3 +169,62 @@ def rows_of_a_declared_kernel(racy: bool) -> Any:
     cache[2 if racy else 1].fill_(9)
     synchronize()
     return out
+
+
+@declared_kernel(reads=["source"], writes=["out"])
+def _mapped_read(source: torch.Tensor, out: torch.Tensor) -> None:
+    out.numpy()[:] = source.numpy()
+
+
+@program(RaceKind.STAGING_REFILLED)
+def pinned_memory_that_a_kernel_reads(racy: bool) -> Any:
+    """A kernel reads pinned memory over the bus (vLLM's `UvaBufferPool`): two buffers, and three steps in flight."""
+    buffers = [torch.zeros(4, pin_memory=True) for _ in range(2)]
+    done = [torch.cuda.Event() for _ in buffers]
+    outs = []
+    for step in range(3):
+        turn = step % 2
+        if not racy:
+            done[turn].synchronize()
+        buffers[turn].numpy()[:] = step + 1
+        outs.append(torch.zeros(4, device="cuda"))
+        _mapped_read(buffers[turn], outs[-1])
+        done[turn].record()
+    synchronize()
+    return outs
+
+
+# Memory that is freed and allocated again under the same tensors.
+
+
+@program(RaceKind.FREED_IN_USE)
+def storage_freed_while_it_is_read(racy: bool) -> Any:
+    """FSDP's way: a gathered parameter is freed by `storage.resize_(0)` while another stream may still read it."""
+    side, parameter = Stream(), torch.ones(256, device="cuda")
+    side.wait_stream(current_stream())
+    with torch.cuda.stream(side):
+        out = parameter * 2
+        out.record_stream(current_stream())
+    if not racy:
+        current_stream().wait_stream(side)
+    parameter.untyped_storage().resize_(0)
+    assert parameter.untyped_storage().size() == 0
+    other = torch.zeros(256, device="cuda")
+    synchronize()
+    return out, other
+
+
+@program(RaceKind.READ_AFTER_WRITE)
+def storage_gathered_again(racy: bool) -> Any:
+    """The next layer is gathered on a side stream into memory that its storage has got again."""
+    side, parameter = Stream(), torch.ones(256, device="cuda")
+    storage = parameter.untyped_storage()
+    nbytes = storage.size()
+    storage.resize_(0)
+    synchronize()
+    with torch.cuda.stream(side):
+        storage.resize_(nbytes)
+        parameter.fill_(3.0)
+    if not racy:
+        current_stream().wait_stream(side)
+    return parameter * 2

@@ -162,9 +162,12 @@ class RaceTracer(Tracer[RaceAllocation]):
         if accesses:
             seen, self.seen = self.seen, None  # a launch inside of another declares for itself
             try:
-                self.access(EventKind.OPERATION, name, accesses)
+                entry = self.access(EventKind.OPERATION, name, accesses)
             finally:
                 self.seen = seen
+            for tensor in reads:
+                if self.kind_of(tensor) is MemoryKind.PINNED:  # the host may write it unseen until the kernel has run
+                    self._reads_source(entry, tensor)
 
     def _on_device(self, call: TracedCall) -> Any:
         __tracebackhide__ = True

@@ -88,6 +88,7 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
             (cuda.graphs.graph, {"default_capture_stream": None}),
             (cuda.nvtx, {"_nvtx": _Silent()}),
             (torch.Tensor, _of_tensors(rt)),
+            (torch.UntypedStorage, _of_storages(rt)),
             (torch, _of_torch()),
             (torch.jit, {"script": _as_it_is, "trace": _as_it_is, "trace_module": _as_it_is}),
             (torch.version, {"cuda": _VERSION}),
@@ -341,7 +342,11 @@ def numbers_of(value: Any) -> Any:
     """The data of `torch.tensor`, with tensors among its lists read one by one, as torch does unseen."""
     if not isinstance(value, list | tuple) or not any(isinstance(part, list | tuple | torch.Tensor) for part in value):
         return value
-    return [part.tolist() if isinstance(part, torch.Tensor) else numbers_of(part) for part in value]
+    return [_numbers(part) if isinstance(part, torch.Tensor) else numbers_of(part) for part in value]
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    return tensor.cpu().tolist() if tensor.ndim else tensor.item()
 
 
 def device_of(device: Any) -> torch.device:
@@ -395,6 +400,25 @@ def _to_dlpack(rt: CudaWindow[Any]) -> list[tuple[Any, Attributes]]:
         for name in ("_to_dlpack", "_to_dlpack_versioned", "to_dlpack")
         if name in vars(owner)
     ]
+
+
+def _of_storages(rt: CudaWindow[Any]) -> Attributes:
+    """Memory that code frees and gets again under the same tensors, as FSDP does."""
+    storage: Any = torch.UntypedStorage
+    resize, size, nbytes = storage.resize_, storage.size, storage.nbytes
+
+    def resize_(self: Any, number: int) -> Any:
+        whole = _base.set_(torch.empty(0, dtype=torch.uint8), self)
+        if _unseen() or not rt.tracer.on_device(whole):
+            return resize(self, number)
+        with rt.lock:
+            rt.tracer.resize(whole, number, lambda: resize(self, number))
+        return self
+
+    def length(before: Callable[[Any], int]) -> Callable[[Any], int]:
+        return lambda self: rt.tracer.resized.get(self._cdata, before(self)) if rt.tracer.resized else before(self)
+
+    return {"resize_": resize_, "size": length(size), "nbytes": length(nbytes)}
 
 
 def _destination(args: list[Any], kwargs: Mapping[str, Any]) -> tuple[Any, torch.dtype | None, bool, bool]:

@@ -2,7 +2,7 @@
 
 import abc
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,12 +66,14 @@ class CudaTracer(Tracer[A]):
 
     Attributes:
         lock: held by the thread that runs an operation.
+        resized: storage -> bytes that it says it has, where it has others.
         ended: whether the window is over; threads that go on run as if there had been none.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.lock = threading.RLock()
+        self.resized: dict[int, int] = {}
         self.ended = False
         self._beside_a_gpu = torch.cuda.is_available()
         self._captures: dict[int, Any] = {}  # thread -> its capture
@@ -239,6 +241,13 @@ class CudaTracer(Tracer[A]):
             if kind is MemoryKind.PINNED:
                 self._read_by_host(tensor, "tolist")
             return tensor.tolist()
+
+    @abc.abstractmethod
+    def resize(self, whole: torch.Tensor, nbytes: int, resize: Callable[[], object]) -> None:
+        """`storage.resize_(nbytes)` of device memory, uint8[all of it]; `resize` does it on the CPU.
+
+        The memory goes back to its stream, and the current stream allocates other memory.
+        """
 
     # Graphs
 

@@ -13,7 +13,7 @@ import torch
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._hints import torch_hint_for
 from batchstate.races.cuda._torch import replaced
-from batchstate.races.cuda._tracer import CudaTracer
+from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
 from batchstate.races.cuda._window import CudaWindow, PlainRaceRuntime, open_window
 from batchstate.races.detector import OnRace, RaceAllocation
 from batchstate.races.devices import PROMPT, RACE, SIM
@@ -94,6 +94,28 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
     def _read_index(self, index: torch.Tensor) -> Any:
         return index.numpy()
 
+    def resize(self, whole: torch.Tensor, nbytes: int, resize: Callable[[], object]) -> None:
+        """See `CudaTracer`: a free, an allocation, and between two sizes a copy."""
+        __tracebackhide__ = True
+        old, kept = self.use_on_device(whole), whole[:nbytes]
+        if nbytes == len(whole):
+            return
+        copied = of_tensor(kept)
+        entry, checked = self.begin(
+            EventKind.OPERATION, "resize_", [MemoryAccess(whole, copied, False)] if copied else []
+        )
+        self.end(entry, checked)
+        self.detector.freed(old)
+        with untraced():
+            resize()
+        new = RaceAllocation(MemoryKind.DEVICE, old.name, entry.stream, entry.source_line)
+        self.allocations.add(whole, new)
+        if nbytes:
+            self.detector.allocates(entry.stream, entry)
+            self.detector.unwritten(new, entry)
+            if copied:
+                self.detector.note(entry, [(new, copied, True)])
+
     # Graphs
 
     def _new_capture(self) -> Capture:
@@ -172,6 +194,19 @@ class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
 @final
 class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
     """Enqueues the device's operations, of code that names its devices. A graph is a list of operations to enqueue."""
+
+    def resize(self, whole: torch.Tensor, nbytes: int, resize: Callable[[], object]) -> None:
+        """See `CudaTracer`: the block stays where it is, and its content is gone once its stream has got here.
+
+        Raises:
+            NotModelledError: it would become larger than it was first.
+        """
+        block = self.use_on_device(whole).block
+        if block is None or nbytes > block.memory.nbytes:
+            raise NotModelledError.of("UntypedStorage.resize_ beyond the first size", "allocate a new tensor")
+        self.resized[whole.untyped_storage()._cdata] = nbytes
+        if not nbytes:
+            self._device.wipe(block.stream, block.memory)
 
     def new(self, like: NewTensor) -> torch.Tensor:
         """New device memory of the current stream; while a graph is captured, of the graph, which keeps it."""

@@ -97,6 +97,10 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
             accesses[0] = accesses[0]._replace(region=LateRegion(accesses[0].region, look_up))
         return accesses
 
+    def resize(self, whole: torch.Tensor, nbytes: int, resize: Callable[[], object]) -> None:
+        """Not noted: torch does it."""
+        resize()
+
     def _held_back(self, result: torch.Tensor) -> None:
         return None
 
