@@ -5,9 +5,11 @@ Operators that wait in the middle, operators whose schema lies, memory that nump
 
 # mypy: disable-error-code="no-untyped-call"
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - as all of torch's own code calls it
 from torch.cuda import Stream, current_stream, synchronize
@@ -228,3 +230,37 @@ def storage_gathered_again(racy: bool) -> Any:
     if not racy:
         current_stream().wait_stream(side)
     return parameter * 2
+
+
+# Host reads of landings that torch does not see.
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "element": lambda landing: float(landing.numpy()[1]),
+    "slice": lambda landing: landing.numpy()[1:].tolist(),
+    "sum": lambda landing: float(landing.numpy().sum()),
+    "arithmetic": lambda landing: (landing.numpy() + 1).tolist(),
+    "index": lambda landing: landing.numpy()[[0, 2]].tolist(),
+    "asarray": lambda landing: np.asarray(landing).tolist(),
+    "concatenate": lambda landing: np.concatenate([landing.numpy(), [1.0]]).tolist(),
+    "pickle": lambda landing: pickle.loads(pickle.dumps(landing)).tolist(),
+    "pickle of an array": lambda landing: pickle.loads(pickle.dumps(landing.numpy())).tolist(),
+}
+"""Name -> reads memory that a copy lands in."""
+
+
+def _landing(read: Callable[[torch.Tensor], Any]) -> Idiom:
+    def program(racy: bool) -> Any:
+        tokens, landing = torch.arange(4.0).cuda(), torch.zeros(4, pin_memory=True)
+        before = landing.numpy()[:2]
+        landing.copy_(tokens, non_blocking=True)
+        landed = current_stream().record_event()
+        if not racy:
+            landed.synchronize()
+        seen = read(landing)
+        landed.synchronize()
+        return seen, before.tolist()
+
+    return program
+
+
+PAIRS |= {f"landing_read_by_{name}": (RaceKind.HOST_READS_EARLY, _landing(read)) for name, read in READS.items()}

@@ -469,14 +469,28 @@ def _of_tensors(rt: CudaWindow[Any]) -> Attributes:
         if not _unseen() and on_device(self):
             problem = "can't convert cuda:0 device type tensor to numpy."
             raise TypeError(f"{problem} Use Tensor.cpu() to copy the tensor to host memory first.")
-        return _base.numpy(self, *args, **kwargs)
+        array = _base.numpy(self, *args, **kwargs)
+        return array if _unseen() or not is_pinned(self) else tracer.seen_by_numpy(array)
+
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        allocation = tracer.allocations.of(tensor)
+        return allocation is not None and allocation.kind is MemoryKind.PINNED
 
     array: Any = torch.Tensor.__array__
 
     def as_array(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _unseen() and on_device(self):
             return numpy(self)
+        if not _unseen() and is_pinned(self):
+            tracer.read_by_numpy(_base.numpy(self.detach()), "np.asarray")
         return array(self, *args, **kwargs)
+
+    reduce: Any = torch.Tensor.__reduce_ex__
+
+    def reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
+        if not _unseen() and is_pinned(self):
+            tracer.read_by_numpy(_base.numpy(self.detach()), "pickle")
+        return reduce(self, protocol)
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
         if on_device(self):
@@ -517,6 +531,7 @@ def _of_tensors(rt: CudaWindow[Any]) -> Attributes:
         "cpu": cpu,
         "numpy": numpy,
         "__array__": as_array,
+        "__reduce_ex__": reduce_ex,
         "tolist": lambda self: _base.tolist(self) if _unseen() else tracer.to_list(self),
         "pin_memory": lambda self, device=None: tracer.pin(self),
         "is_pinned": lambda self, device=None: tracer.kind_of(self) is MemoryKind.PINNED,

@@ -249,6 +249,13 @@ class CudaTracer(Tracer[A]):
         The memory goes back to its stream, and the current stream allocates other memory.
         """
 
+    def seen_by_numpy(self, array: Any) -> Any:
+        """An array of pinned memory as the code gets it."""
+        return array
+
+    def read_by_numpy(self, array: Any, name: str) -> None:
+        """An array of pinned memory is read where torch sees nothing."""
+
     # Graphs
 
     @property

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, overload
@@ -11,6 +12,7 @@ import attrs
 import torch
 
 from batchstate.errors import ArgumentError
+from batchstate.races.cuda._arrays import pinned_array
 from batchstate.races.cuda._hints import torch_hint_for
 from batchstate.races.cuda._torch import replaced
 from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
@@ -93,6 +95,21 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
 
     def _read_index(self, index: torch.Tensor) -> Any:
         return index.numpy()
+
+    def seen_by_numpy(self, array: Any) -> Any:
+        """An array that tells of its reads."""
+        return pinned_array(array, self.read_by_numpy)
+
+    def read_by_numpy(self, array: Any, name: str) -> None:
+        """A read by the host, if any copy to or from its memory is under way."""
+        __tracebackhide__ = True
+        if self.ended or self.host_memory.idle or not array.size:
+            return
+        with self.lock, untraced(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of arrays that cannot be written
+            part = self.allocations.pinned_at(torch.from_numpy(array))
+            if part is not None:
+                self.host_accesses(part, name, writes=False)
 
     def resize(self, whole: torch.Tensor, nbytes: int, resize: Callable[[], object]) -> None:
         """See `CudaTracer`: a free, an allocation, and between two sizes a copy."""

@@ -176,7 +176,7 @@ class PlainTorchMachine(Machine):
     """One object of the class, under the race detector."""
 
     NAME = "plain_torch"
-    rt: CudaRuntime | WatchedCuda | None = None
+    window: CudaRuntime | WatchedCuda | None = None
     TARGETS = (*(f"behind by {way}" for way in WAYS), *SOURCES, "memory lent", "a replay", "rows moved", "owners")
 
     @initialize(scheduler=st.sampled_from(tuple(PORTFOLIO)), seed=st.integers(0, 99))
@@ -192,17 +192,17 @@ class PlainTorchMachine(Machine):
 
     def _owners(self, rt: CudaRuntime | WatchedCuda) -> None:
         """A table whose rows have owners, and a buffer that each step writes."""
-        self.rt = rt
+        self.window = rt
         self.owned, self.static = torch.zeros(4, 2, device="cuda"), torch.zeros(4, device="cuda")
         self.whose: dict[int, int] = {}
         rt.rows_of(self.owned, owner=lambda: self.whose, valid=lambda: 4)
         rt.fresh(self.static, valid=lambda: 4)
 
-    @precondition(lambda self: self.rt is not None)
+    @precondition(lambda self: self.window is not None)
     @rule(row=st.integers(0, 3), who=st.integers(1, 9))
     def serve(self, row: int, who: int) -> None:
         """In a new step a row gets an owner, which writes it and reads it; all of the static buffer is written."""
-        rt = self.rt
+        rt = self.window
         if rt is None:
             return
         rt.next_step()
