@@ -35,7 +35,7 @@ class Launches:
         self._runtime = runtime
         self.used = used
         self.last = 0
-        # Of each forward its stream, its step, and the first fence that is known behind it; by number modulo `KEPT`.
+        # Each forward's stream, its step, and the first fence that is known behind it; by number modulo `KEPT`.
         self._forwards: list[list[Any]] = [[None, 0, DoneFence()]] * KEPT
 
     def begin(self, stream: Stream) -> int:
