@@ -108,6 +108,7 @@ SIDES = {
     RaceKind.HOST_MEMORY_REUSED: (("a", EventKind.COPY_TO_DEVICE, "reads"), ("b", EventKind.COPY_TO_HOST, "writes")),
     RaceKind.FREED_IN_USE: (("b", EventKind.OPERATION, "reads"), (HOST, EventKind.FREE, "frees")),
     RaceKind.UNWRITTEN_READ: (("a", EventKind.ALLOCATION, "allocates"), ("a", EventKind.OPERATION, "reads")),
+    RaceKind.LEFTOVER_READ: (("a", EventKind.OPERATION, "writes"), ("a", EventKind.OPERATION, "reads")),
 }
 """Kind -> lane, kind of event and what it does, of both accesses."""
 

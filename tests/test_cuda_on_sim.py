@@ -20,7 +20,7 @@ from torch.cuda import Event, Stream, current_stream, synchronize
 from batchstate.cli import main
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda import CudaSimRuntime, cuda_on_cpu, declared_kernel
-from batchstate.races.sim import PORTFOLIO, DeviceFault
+from batchstate.races.sim import LATE, PORTFOLIO, DeviceFault
 from tests.cuda_idioms import IDIOMS
 from tests.race_cases import CASES, Case
 from tests.race_cases.plain import PlainCuda
@@ -47,6 +47,9 @@ SHOWN = {
     "empty_that_is_not_filled": " ".join(PORTFOLIO),
 }
 """Idiom -> schedulers under which its racy side comes to wrong values; `LAG` for all that are not named."""
+
+NO_RACE = ("a_safe_module_moved_and_run",)
+"""Idioms of which both sides are safe."""
 
 DRAWS = ("random", "priority", "pct")
 SEEDS = 12
@@ -97,6 +100,16 @@ def test_the_table_of_the_page() -> None:
     shown = Counter(scheduler for name in dependent for scheduler in SHOWN.get(name, LAG).split())
     assert len(dependent) == 33
     assert shown == {"lazy": 25, "newest": 2, "oldest": 24, "random": 31, "priority": 33, "pct": 33}
+
+
+@pytest.mark.parametrize("name", [name for name in IDIOMS if name not in ("empty_that_is_not_filled", *NO_RACE)])
+def test_an_order_for_each_race(name: str) -> None:
+    """Where the stream of the first access is late, each racy idiom is wrong in one run, without a seed."""
+    with cuda_on_cpu(on_race="collect") as rt:
+        IDIOMS[name][1](True)
+    in_order = outcome(name, True, "eager")
+    assert any(outcome(name, True, f"{LATE}{race.first.lane}") != in_order for race in rt.races)
+    assert all(outcome(name, False, f"{LATE}{race.first.lane}") == outcome(name, False, "eager") for race in rt.races)
 
 
 PAIRS = sorted({case.pair for case in CASES.values()})
@@ -308,14 +321,19 @@ def test_a_script_is_compared_in_all_orders(
     script, out = tmp_path / "program.py", tmp_path / "orders.json"
     script.write_text(textwrap.dedent(SCRIPT))
     assert main(["race", "run", "--device", "sim", "--json", str(out), str(script)]) == 1
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "sim:lazy: expected '4', got '0'" in printed
-    assert "3 of 7 orders of the streams give another result" in printed
+    assert "4 of 8 orders of the streams, 1 of them for the races that the detector reports, give another" in printed
     orders = {one["device"]: one["difference"] for one in json.loads(out.read_text())["orders"]}
-    assert {name for name, difference in orders.items() if difference} == {"sim:lazy", "sim:oldest", "sim:pct"}
-    assert main(["race", "run", "--device", "sim", str(script), "--", "ordered"]) == 0
-    assert "0 of 7 orders" in capsys.readouterr().out
-    assert main(["race", "run", "--device", "sim", str(script), "--", "fails"]) == 2
+    assert {name for name, difference in orders.items() if difference} == {
+        "sim:lazy",
+        "sim:oldest",
+        "sim:pct",
+        "sim:late=stream 1",
+    }
+    assert main(["race", "run", "--device", "sim", str(script), "ordered"]) == 0
+    assert "0 of 7 orders" in capsys.readouterr().err
+    assert main(["race", "run", "--device", "sim", str(script), "fails"]) == 2
     assert "AssertionError" in capsys.readouterr().err
 
 
@@ -327,7 +345,7 @@ def test_each_order_has_a_process(
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(SCRIPT))
     assert main(["race", "run", "--device", "sim", str(script)]) == 1
-    assert "1 of 2 orders" in capsys.readouterr().out
+    assert "2 of 3 orders" in capsys.readouterr().err
 
 
 def test_a_script_in_one_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +357,7 @@ def test_a_script_in_one_order(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["race", "run", "--device", "sim:lazy", "--seed", "3", str(script), "fails"]) == 1
     assert "it ended with AssertionError" in capsys.readouterr().err
     assert main(["race", "run", "--device", "sim", "--baseline", "x", str(script)]) == 2
-    assert "--baseline with sim" in capsys.readouterr().err
+    assert "--baseline with --device sim" in capsys.readouterr().err
 
 
 def test_a_test_suite_in_one_order(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

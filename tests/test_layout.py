@@ -69,9 +69,9 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_300),
     "watch": (("watch",), 2_400),
-    "races": (("races",), 8_500),
+    "races": (("races",), 9_500),
     "fuzz tools": (("testing",), 4_010),
-    "command line": (("cli", "__main__"), 500),
+    "command line": (("cli", "__main__"), 530),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
@@ -83,14 +83,15 @@ accepts, fields that may be stale, and publishes of a graph. The runtime had 1,6
 say of which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 300 of
 transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of tokens,
 and ranks that compare what they hold. Fuzz tools had 2,700: 1,310 are the exact model with its oracle, verifier, driver
-and shrinker.
+and shrinker. Races had 8,500: 760 are for operators that wait in the middle, for storages, pinned memory and numpy as
+torch uses them, for one format of findings, and for values that an earlier owner or step has left.
 """
 
-MOST_LINES, MOST_FILES = 41_540, 144
+MOST_LINES, MOST_FILES = 42_420, 147
 BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning."""
-OTHER_TESTS = 40_500
+OTHER_TESTS = 41_600
 
 MOST_FLOORS = 12
 

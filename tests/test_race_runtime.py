@@ -344,16 +344,23 @@ def test_a_copy_that_does_not_block_goes_to_the_device() -> None:
 
 
 def test_an_index_of_the_host_makes_the_host_wait(rt: RaceRuntime) -> None:
-    """It is copied to the device first, and that copy blocks: numbers of a list, and pinned memory too."""
+    """It is copied to the device first, and that copy blocks: numbers of a list, and pinned memory too.
+
+    The index is free then, and what came before is over; rows are taken behind that wait, which nobody has waited for.
+    """
     numbers, (left, right) = table(rt), two(rt)
     places = rt.pinned((2,), torch.int64)
+    other = numbers + 1
+    rt.synchronize()
     with rt.use(left):
+        other.fill_(3)
         numbers[[1, 2]].clone()
         taken = numbers[places]
     places.fill_(1)
     with rt.use(right):
-        taken.add_(1)
-        numbers.fill_(2)
+        other.fill_(2)
+        with pytest.raises(Race, match="add_ on 'right' after index on 'left'"):
+            taken.add_(1)
 
 
 def test_factories_read_only_the_shape_of_their_model(rt: RaceRuntime) -> None:

@@ -1,6 +1,8 @@
 """The commands of `batchstate`, and how a run ends: errors as messages, results as exit codes."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -26,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; by default those of the process.
 
     Returns:
-        0 when all is well, 1 when a violation was found, 2 when the command could not do its work, and 130 when it was
-        interrupted.
+        0 when all is well, 1 when a violation was found, 2 when the command could not do its work, 130 when it was
+        interrupted, and 141 when nobody reads its output any more.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:2] == race_run.NAME.split():  # a command of two words; a report of that name is `./run`
@@ -43,7 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code(program: str, run: Callable[[], int]) -> int:
     """The exit code of a run; an error becomes a message of `program` on stderr, and a code as `main` says."""
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
+        return 128 + signal.SIGPIPE
     except Violation as violation:
         return _failed(program, str(violation), 1)
     except BatchStateError as error:

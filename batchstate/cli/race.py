@@ -1,4 +1,4 @@
-"""`batchstate race`: prints a race report that was kept in a file, or draws it as a page."""
+"""`batchstate race`: prints race reports that were kept in a file, or draws them as a page."""
 
 import argparse
 import sys
@@ -7,28 +7,30 @@ from pathlib import Path
 from batchstate.cli._options import new_file
 
 NAME = "race"
-SUMMARY = "print a race report, or draw it as a page for a browser"
+SUMMARY = "print race reports, or draw them as a page for a browser"
 
 _SUFFIXES = (".html", ".htm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("report", metavar="REPORT", type=_report, help="file that a race report was saved to")
+    parser.add_argument("report", metavar="REPORT", type=_report, help="file of a race report, or of a run's --json")
     parser.add_argument("--out", metavar="FILE", type=_page, help="draw it in FILE instead, a page: .html or .htm")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints or draws the report, and returns 0."""
-    from batchstate.races.render import race_html
-    from batchstate.races.report import RaceReport
+    """Prints or draws the reports, and returns 0."""
+    from batchstate.races.render import race_html, run_html
+    from batchstate.races.report import load_reports
 
-    report = RaceReport.load(args.report)
+    reports = load_reports(args.report)
     if args.out is None:
         encoding = sys.stdout.encoding or "ascii"
-        print(str(report).encode(encoding, "backslashreplace").decode(encoding))
+        words = "\n\n".join(map(str, reports)) or "no findings"
+        print(words.encode(encoding, "backslashreplace").decode(encoding))
     else:
-        args.out.write_text(race_html(report), encoding="utf-8")
+        page = race_html(reports[0]) if len(reports) == 1 else run_html(args.report.name, reports, ())
+        args.out.write_text(page, encoding="utf-8")
     return 0
 
 

@@ -19,6 +19,7 @@ from batchstate import invariants
 from batchstate._source_lines import SourceLine, source_line
 from batchstate.races.hints import HintFor, hint_for
 from batchstate.races.history import Entry, History, Used, rows_of
+from batchstate.races.owners import Declared
 from batchstate.races.report import Access, EventKind, RaceKind, RaceReport
 from batchstate.races.tracing.clocks import HOST, Clocks, StreamClock
 from batchstate.races.tracing.memory import HOST_KINDS, Allocation, MemoryKind, Name
@@ -175,6 +176,7 @@ class RaceAllocation(Allocation):
         fresh: the event that allocated it without writing it; None for all other memory.
         reused: stream -> its newest use of memory that this allocation may have got; None where `fresh` is.
         written: bytes written since `fresh`.
+        declared: whose its elements are, where the code says so.
     """
 
     name: Name
@@ -188,6 +190,7 @@ class RaceAllocation(Allocation):
     fresh: Entry | None = None
     reused: dict[int, int] | None = None
     written: ByteRegion | None = None
+    declared: list[Declared] = attrs.field(factory=list)
 
     def __str__(self) -> str:
         where = "" if self.allocated_at is None or self.allocated_at.line is None else f" at {self.allocated_at.line}"
@@ -264,14 +267,21 @@ class Detector:
 
     # Accesses
 
-    def check(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, ByteRegion, bool]]) -> None:
-        """Compares the accesses of an event with all others; `note` them once it has happened."""
+    def check(
+        self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, ByteRegion, bool]], *, updates: bool = False
+    ) -> None:
+        """Compares the accesses of an event with all others; `note` them once it has happened.
+
+        `updates` says that it reads what it writes: no further race, but perhaps what somebody else has left.
+        """
         __tracebackhide__ = True
         stream, seen = entry.stream, entry.stream.seen
         own, length = stream.number, len(entry.stream.seen)
         for allocation, region, writes in accesses:
             self.accesses += 1
             before = (True, allocation.writes), (False, allocation.reads)
+            if allocation.declared and (updates or not writes):
+                self._check_owner(allocation, entry, region)
             if self.waits is not None:
                 for _, logs in before if writes else before[:1]:
                     for other, log in logs.items():
@@ -302,6 +312,21 @@ class Detector:
                 self.access(entry.number, entry.stream.number, "reads", allocation, region),
             )
 
+    def _check_owner(self, allocation: RaceAllocation, entry: Entry, region: ByteRegion) -> None:
+        """Reports a read of what somebody else has left in declared memory."""
+        __tracebackhide__ = True
+        for declared in allocation.declared:
+            left = declared.leftover(entry, region)
+            if left is not None:
+                self.report(
+                    RaceKind.LEFTOVER_READ,
+                    allocation,
+                    rows_of(allocation.name, left.region),
+                    self.access(left.event, left.stream, "writes", allocation, left.region),
+                    self.access(entry.number, entry.stream.number, "reads", allocation, region),
+                    owners=(left.left, left.wanted),
+                )
+
     def note(self, entry: Entry, accesses: Sequence[tuple[RaceAllocation, ByteRegion, bool]]) -> None:
         """Notes the accesses of an event: later ones are compared with them."""
         own, over = entry.stream.number, self.clocks.streams[0].seen
@@ -309,6 +334,9 @@ class Detector:
         for allocation, region, writes in accesses:
             if writes and allocation.fresh is not None:
                 allocation.written = region if allocation.written is None else union_of([allocation.written, region])
+            if writes:
+                for declared in allocation.declared:
+                    declared.wrote(entry, region)
             logs = allocation.writes if writes else allocation.reads
             mine = logs.get(own)
             if mine is None:
@@ -421,8 +449,16 @@ class Detector:
 
     # Reports
 
-    def report(self, kind: RaceKind, allocation: RaceAllocation, rows: str, first: Access, second: Access) -> None:
-        """Reports a race; one per pair of lines is collected."""
+    def report(
+        self,
+        kind: RaceKind,
+        allocation: RaceAllocation,
+        rows: str,
+        first: Access,
+        second: Access,
+        owners: tuple[str, str] | None = None,
+    ) -> None:
+        """Reports a race; one per pair of lines is collected. `owners` are those of a leftover and of its reader."""
         __tracebackhide__ = True
         key = (kind, first.site, first.caller, first.operation, second.site, second.caller, second.operation)
         if self._on_race == "collect" and key in self._reported:
@@ -431,7 +467,7 @@ class Detector:
         missing, suggestion = self._hint_for(self.history, stream, kind, first, second, allocation.dropped)
         report = RaceReport(
             kind=kind,
-            problem=_problem(kind, first, second),
+            problem=_problem(kind, first, second, owners),
             memory=str(allocation),
             rows=rows,
             first=first,
@@ -461,10 +497,14 @@ _PROBLEMS = {
     RaceKind.HOST_MEMORY_REUSED: "two copies may land in the same host memory, or one where another is still read",
     RaceKind.FREED_IN_USE: "memory may be given to another tensor while it is in use",
     RaceKind.UNWRITTEN_READ: "memory is read that nothing has written",
+    RaceKind.LEFTOVER_READ: "a value is read that somebody else has left",
 }
 
 
-def _problem(kind: RaceKind, first: Access, second: Access) -> str:
+def _problem(kind: RaceKind, first: Access, second: Access, owners: tuple[str, str] | None) -> str:
+    if owners is not None:
+        left, wanted = owners
+        return f"{_PROBLEMS[kind]}: {_short(second)} reads for {wanted} what {_short(first)} wrote for {left}"
     if kind is RaceKind.UNWRITTEN_READ:
         return f"{_PROBLEMS[kind]}: {_short(second)} finds what {_short(first)} left there"
     if first.does == "allocates":

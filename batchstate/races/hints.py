@@ -35,6 +35,11 @@ class HintFor:
                 f"nothing writes any of it between {first.operation} and {second.operation}",
                 "write it first, allocate it with zeros, or read only what was written",
             )
+        if kind is RaceKind.LEFTOVER_READ:
+            return (
+                f"nothing writes it anew between {first.operation} and {second.operation}",
+                "write or clear it when it gets its next owner, or read only what that has written",
+            )
         behind = history.fence_behind(stream, first.event, first.step, named=self.FENCES)
         if kind is RaceKind.FREED_IN_USE and first.does != "allocates":
             where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"

@@ -37,6 +37,8 @@ class RaceKind(StrEnum):
     """Memory that a stream may still use is given to another tensor."""
     UNWRITTEN_READ = "read of unwritten memory"
     """Fresh memory is read before any byte of it was written."""
+    LEFTOVER_READ = "leftover read"
+    """A value is read that an earlier owner of the row, or an earlier step, has left."""
 
 
 class EventKind(StrEnum):
@@ -132,9 +134,14 @@ class Access:
     rows: str = attrs.field(validator=_is_str)
 
     def __str__(self) -> str:
+        return self.words(steps=True)
+
+    def words(self, *, steps: bool) -> str:
+        """The access for people; `steps` says whether the run has any."""
         came = f"\n{'':13}called from {self.caller}" if self.caller else ""
         where = "the host" if self.lane == HOST else f"stream {self.lane!r}"
-        return f"{self.operation} {self.does} {self.rows} on {where}, step {self.step}\n{'':13}at {self.site}{came}"
+        step = f", step {self.step}" * steps
+        return f"{self.operation} {self.does} {self.rows} on {where}{step}\n{'':13}at {self.site}{came}"
 
 
 @final
@@ -170,12 +177,17 @@ class RaceReport:
             self.problem,
             f"  {'memory':<10} {self.memory}",
             f"  {'both touch':<10} {self.rows}",
-            f"  {'first':<10} {self.first}",
-            f"  {'second':<10} {self.second}",
+            f"  {'first':<10} {self.first.words(steps=self.has_steps)}",
+            f"  {'second':<10} {self.second.words(steps=self.has_steps)}",
             f"  {'missing':<10} {self.missing}",
             f"  {'remedy':<10} {self.suggestion}",
         ]
         return "\n".join(printable(line) for line in "\n".join(lines).split("\n"))
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the code told its steps: plain torch has none, and then all is step 0."""
+        return bool(self.first.step or self.second.step or any(event.step for event in self.events))
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for JSON."""
@@ -193,7 +205,7 @@ class RaceReport:
             problem = f"no race report: the format is {got!r}"
             raise ArgumentError(problem, got, f"pass a file that a race report was saved to (format {FORMAT!r})")
         try:
-            fields = {name: value for name, value in values.items() if name != "format"}
+            fields = {name: value for name, value in values.items() if name not in ("format", "accepted")}
             fields["first"], fields["second"] = Access(**values["first"]), Access(**values["second"])
             fields["events"] = [Event(**event) for event in values["events"]]
             return cls(**fields)
@@ -213,56 +225,50 @@ class RaceReport:
             ArgumentError: the file holds no race report.
             OSError: it cannot be read.
         """
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            problem = f"{path}: no JSON: {error}"
-            raise ArgumentError(problem, str(path), "pass a file that a race report was saved to") from None
-        return cls.from_dict(values)
+        return cls.from_dict(_read(path))
 
 
-FINDINGS = "batchstate race findings 1"
+def _read(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        problem = f"{path}: no JSON: {error}"
+        raise ArgumentError(problem, str(path), "pass a file that a race report was saved to") from None
+
+
+FINDINGS = "batchstate race findings 2"
 """First entry of a file of findings; the number is raised when a reader has to know better."""
 
 Identity = tuple[str, ...]
 
 
 def findings(races: Sequence[RaceReport], accepted: frozenset[Identity] = frozenset()) -> list[dict[str, Any]]:
-    """The findings as plain values: kind, both accesses with line and stream, the missing edge, and the remedy."""
-    return [
-        {
-            "kind": str(race.kind),
-            "problem": race.problem,
-            "memory": race.memory,
-            "rows": race.rows,
-            "first": _side(race.first),
-            "second": _side(race.second),
-            "missing": race.missing,
-            "remedy": race.suggestion,
-            "accepted": identity(race) in accepted,
-        }
-        for race in races
-    ]
+    """The findings as plain values: each is its report, with whether the baseline has it."""
+    return [{**race.as_dict(), "accepted": identity(race) in accepted} for race in races]
 
 
-def _side(access: Access) -> dict[str, Any]:
-    return {
-        "does": access.does,
-        "operation": access.operation,
-        "stream": access.lane,
-        "line": access.caller or access.site,
-    }
+def load_reports(path: str | Path) -> list[RaceReport]:
+    """The reports of a file: those of a run (`batchstate race run --json`), or the one that was saved there.
+
+    Raises:
+        ArgumentError: the file holds neither.
+        OSError: it cannot be read.
+    """
+    values = _read(path)
+    if not isinstance(values, Mapping) or values.get("format") != FINDINGS:
+        return [RaceReport.from_dict(values)]
+    return [RaceReport.from_dict(finding) for finding in values.get("findings", ())]
 
 
 def identity(race: RaceReport) -> Identity:
     """A key of a finding that survives moved lines: its kind, and files, functions, operations and streams."""
-    return _identity(str(race.kind), _side(race.first), _side(race.second))
+    return _identity(str(race.kind), attrs.asdict(race.first), attrs.asdict(race.second))
 
 
 def _identity(kind: str, *sides: Mapping[str, Any]) -> Identity:
     parts = [kind]
     for side in sides:
-        parts += [re.sub(r":\d+ in ", " in ", side["line"]), side["operation"], side["stream"]]
+        parts += [re.sub(r":\d+ in ", " in ", side["caller"] or side["site"]), side["operation"], side["lane"]]
     return tuple(parts)
 
 

@@ -5,17 +5,23 @@ accesses whether it is ordered, in any run. Fences are complete when the host ha
 behind them, so that a host that reads too early meets a fence that is not.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import functools
+import pkgutil
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, Self, TypeVar, final
+from unittest.mock import patch
 
 import attrs
 import torch
 
+from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
 from batchstate.races.detector import Detector, OnRace
 from batchstate.races.hints import HintFor, hint_for
+from batchstate.races.owners import Declared, Owners, Valid
 from batchstate.races.report import EventKind, RaceReport
 from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.clocks import Clocks, StreamClock
@@ -85,6 +91,9 @@ class InFlight:
 PATIENCE = 10_000
 """Times that a fence is asked before it is complete: code that polls instead of waiting gets on, as on a device."""
 
+SLEPT = 100
+"""Times that a question counts before which the host has called `time.sleep`: it polls with pauses."""
+
 DONE: Fence = DoneFence()
 
 
@@ -109,14 +118,18 @@ class RaceFence:
     _inner: Fence = attrs.field(repr=False)
     _patience: int | None = attrs.field(repr=False)  # None: PATIENCE
     _asked: int = 0
+    _slept: int = 0
 
     def query(self) -> bool:
         """Whether the host knows that everything before it has run. Never waits."""
         self.owner.check_owner("asking a fence")
         if self.owner._is_over(self):
             return True
-        self._asked += 1
+        self._asked += 1 if self._slept == self.owner.slept else SLEPT
+        self._slept = self.owner.slept
         if self._asked >= (PATIENCE if self._patience is None else self._patience) and self._inner.query():
+            if self._patience is None:
+                self.owner.polled_at[source_line()] += 1
             self.owner._host_joins(self)
             return True
         return False
@@ -149,6 +162,10 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             host knows the operations before it and no others: memory freed behind the wrong fence is reused at once.
         note_waits: keep the accesses that need each wait, for `wide_waits`.
         hint_for: words the missing edge and the remedy of a report.
+
+    Attributes:
+        slept: calls of `time.sleep` in the window.
+        polled_at: lines that have asked a fence until it was complete for their patience alone, and how often.
     """
 
     _tracer: RaceTracer
@@ -172,9 +189,24 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         if note_waits:
             self._detector.waits = Waits(self._detector.history)
         self._fences = 0
+        self.slept = 0
+        self.polled_at: Counter[SourceLine] = Counter()
         self._patience = 1 if fences == "eager" else None
         self._in_flight = InFlight(self._detector.clocks)
         super().__init__(inner, steps_in_flight)
+
+    def __enter__(self) -> Self:
+        """From now on the detector is told of the operations of this thread, and of pauses of the host."""
+        super().__enter__()
+        sleep = time.sleep
+
+        def sleeps(seconds: float) -> None:
+            self.slept += 1
+            sleep(seconds)
+
+        if self._window is not None:
+            self._window.enter_context(patch.object(time, "sleep", sleeps))
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -280,6 +312,87 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self.counters.check_reads += 1
         return values
 
+    # Whose values
+
+    def rows_of(self, table: torch.Tensor, owner: Owners | None = None, *, valid: Valid | None = None) -> None:
+        """Declares that each row of a table has an owner: reading what another owner has left is a `LEFTOVER_READ`.
+
+        Args:
+            table: contiguous, rows first.
+            owner: returns row -> owner, for rows that have one, or an array with 0 for nobody; it is asked before each
+                access. Left out where `owned_by` tells it. Two turns of one request are two owners: `(request, turn)`.
+            valid: returns what a read counts for: the first so many rows, or row -> its first so many elements. Without
+                it all of a read counts, but for one of the whole tensor, which counts for nothing.
+
+        Raises:
+            ArgumentError: the table is not contiguous, or no memory that the detector knows.
+        """
+        self._declare(table, Declared(table, owner, valid=valid))
+
+    def owned_by(self, table: torch.Tensor, rows: Any, who: Hashable) -> None:
+        """Tells that rows belong to `who` from now on, or with None to nobody. The first call declares the table.
+
+        Raises:
+            ArgumentError: there is no such row; else as `rows_of`.
+        """
+        allocation = self._tracer.allocations.of(table)
+        if allocation is None or not allocation.declared:
+            self.rows_of(table)
+            allocation = self._tracer.allocations.of(table)
+        for declared in allocation.declared if allocation is not None else ():
+            declared.give(rows, who)
+
+    def fresh(self, buffer: torch.Tensor, *, valid: Valid | None = None) -> None:
+        """Declares that each step writes a buffer anew: reading what an earlier one has left is a `LEFTOVER_READ`.
+
+        Values from before the declaration count for every step. Steps begin with `next_step`.
+
+        Args:
+            buffer: contiguous, rows first.
+            valid: see `rows_of`.
+
+        Raises:
+            ArgumentError: as `rows_of`.
+        """
+        self._declare(buffer, Declared(buffer, fresh=True, valid=valid))
+
+    def after(self, method: str, then: Callable[[Any], object]) -> None:
+        """Calls `then(self)` behind each call of a method of the engine, for the length of the window.
+
+        Owners and steps of an engine are declared so from outside: `after("engine.scheduler:Scheduler.schedule",
+        lambda scheduler: cuda.next_step())`.
+
+        Args:
+            method: `module:Class.method`.
+            then: gets the object; what it returns is dropped.
+
+        Raises:
+            ArgumentError: there is no such method, or no window is open.
+        """
+        if self._window is None:
+            raise ArgumentError(f"after {method!r} outside of a window", method, "call it inside of `with`")
+        try:
+            owner, name = pkgutil.resolve_name(method.rpartition(".")[0]), method.rpartition(".")[2]
+            before = getattr(owner, name)
+        except (ImportError, AttributeError, ValueError) as error:
+            problem = f"after names {method!r}: {error}"
+            raise ArgumentError(problem, method, "name a method as `module:Class.method`") from None
+
+        @functools.wraps(before)
+        def both(this: Any, *args: Any, **kwargs: Any) -> Any:
+            result = before(this, *args, **kwargs)
+            then(this)
+            return result
+
+        self._window.enter_context(patch.object(owner, name, both))
+
+    def _declare(self, tensor: torch.Tensor, declared: Declared) -> None:
+        allocation = self._tracer.allocations.of(tensor)
+        if allocation is None:
+            problem = f"a tensor {list(tensor.shape)} of which the detector knows no memory"
+            raise ArgumentError(problem, tuple(tensor.shape), "make it on the device, inside of the window")
+        allocation.declared.append(declared)
+
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """See `Runtime.name_memory`."""
         allocation = self._tracer.allocations.of(tensor)
@@ -349,9 +462,13 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self._all_is_over()
 
     def _all_is_over(self) -> None:
-        """The host has waited for the whole device."""
+        """The host has waited for the whole device: for each stream that has work, which is judged by itself."""
         self._in_flight.note()
+        host = self._detector.clocks.host
+        entry = self._detector.event(host, EventKind.WAIT, "wait for the device")
         for stream in self._detector.clocks.streams[1:]:
+            if self._detector.waits is not None and not host.knows(stream.number, stream.work):
+                self._detector.waits.note(entry, "all", stream, entry.number, list(host.seen), stream.seen)
             self._tracer.host_waits(stream.seen)
 
     def record(self, stream: Stream | None = None) -> Fence:

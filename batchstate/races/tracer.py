@@ -14,7 +14,7 @@ from batchstate.races.report import EventKind
 from batchstate.races.tracing.clocks import StreamClock
 from batchstate.races.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.races.tracing.memory import HOST_KINDS, MemoryKind, Name
-from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.races.tracing.operations import Awaits, MemoryAccess, Operation, tensors_in
 from batchstate.races.tracing.regions import ByteRegion, of_tensor
 from batchstate.races.tracing.runtime import TracedRuntime
 
@@ -120,10 +120,12 @@ class RaceTracer(Tracer[RaceAllocation]):
 
     # Accesses of streams
 
-    def begin(self, kind: EventKind, name: str, accesses: Sequence[MemoryAccess]) -> tuple[Entry, Checked]:
+    def begin(
+        self, kind: EventKind, name: str, accesses: Sequence[MemoryAccess], *, updates: bool = False
+    ) -> tuple[Entry, Checked]:
         """An event of the current stream is about to access memory; `end` it once that has happened.
 
-        Accesses to unchecked memory are left out.
+        Accesses to unchecked memory are left out. `updates` says that it reads what it writes.
         """
         __tracebackhide__ = True
         checked: Checked = []
@@ -137,7 +139,7 @@ class RaceTracer(Tracer[RaceAllocation]):
         called = name if self.launched is None else f"{name} ({self.launched})"
         entry = self.detector.event(self.current(), kind, called, reads=read, writes=written, at=source_line(2))
         if checked:
-            self.detector.check(entry, checked)
+            self.detector.check(entry, checked, updates=updates)
         return entry, checked
 
     def end(self, entry: Entry, checked: Checked) -> None:
@@ -160,9 +162,12 @@ class RaceTracer(Tracer[RaceAllocation]):
         if accesses:
             seen, self.seen = self.seen, None  # a launch inside of another declares for itself
             try:
-                self.access(EventKind.OPERATION, name, accesses)
+                entry = self.access(EventKind.OPERATION, name, accesses)
             finally:
                 self.seen = seen
+            for tensor in reads:
+                if self.kind_of(tensor) is MemoryKind.PINNED:  # the host may write it unseen until the kernel has run
+                    self._reads_source(entry, tensor)
 
     def _on_device(self, call: TracedCall) -> Any:
         __tracebackhide__ = True
@@ -170,11 +175,15 @@ class RaceTracer(Tracer[RaceAllocation]):
         if self._converts(call):
             return self._converted(args[0], kwargs)
         accesses: Sequence[MemoryAccess] = ()
-        waits = False
+        awaits = Awaits.NOTHING
         if tensors:
             accesses = self._accesses(call)
-            waits = operation.waits(args, kwargs, self.kind_of)  # before undecided operands become the device's
-        entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses)
+            awaits = operation.awaits(args, kwargs, self.kind_of)  # before undecided operands become the device's
+        if awaits is Awaits.BEFORE and MemoryKind.PINNED in call.kinds:  # an index, which is copied ahead of the wait
+            ahead = [access for access in accesses if self.kind_of(access.tensor) is MemoryKind.PINNED]
+            self.access(EventKind.COPY_TO_DEVICE, operation.name, ahead)
+            accesses = [access for access in accesses if not any(access is other for other in ahead)]
+        entry, checked = self.begin(EventKind.OPERATION, operation.name, accesses, updates=operation.updates)
         result = func(*args, **kwargs)
         self.end(entry, checked)
         for tensor in tensors_in(result):
@@ -182,8 +191,12 @@ class RaceTracer(Tracer[RaceAllocation]):
                 allocation = self.allocate_on_device(tensor, entry)
                 if operation.leaves_empty:
                     self.detector.unwritten(allocation, entry)
-        if waits:
+        if awaits is Awaits.RESULT:
             self._synchronise(operation.name, entry.stream.seen)
+        elif awaits is Awaits.BEFORE:
+            seen = list(entry.stream.seen)
+            seen[entry.stream.number] = entry.number - 1  # it is in flight itself
+            self._synchronise(operation.name, seen)
         return result
 
     def _accesses(self, call: TracedCall) -> list[MemoryAccess]:

@@ -88,8 +88,9 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
             (cuda.graphs.graph, {"default_capture_stream": None}),
             (cuda.nvtx, {"_nvtx": _Silent()}),
             (torch.Tensor, _of_tensors(rt)),
+            (torch.UntypedStorage, _of_storages(rt)),
             (torch, _of_torch()),
-            (torch.jit, {"script": _as_it_is}),
+            (torch.jit, {"script": _as_it_is, "trace": _as_it_is, "trace_module": _as_it_is}),
             (torch.version, {"cuda": _VERSION}),
             (torch.amp.autocast_mode.autocast, {"__init__": _autocast(torch.amp.autocast_mode.autocast.__init__)}),
         ):
@@ -305,6 +306,8 @@ def _of_torch() -> Attributes:
         if isinstance(value, torch.Tensor):
             device = value.device if device is None else device
             value = value.tolist() if value.device.type == "cuda" else value
+        elif copies:
+            value = numbers_of(value)
         if device is None:
             device = torch.empty(0).device if torch._C._is_torch_function_mode_enabled() else CPU
         wanted = device_of(device)
@@ -335,6 +338,17 @@ def _of_torch() -> Attributes:
     }
 
 
+def numbers_of(value: Any) -> Any:
+    """The data of `torch.tensor`, with tensors among its lists read one by one, as torch does unseen."""
+    if not isinstance(value, list | tuple) or not any(isinstance(part, list | tuple | torch.Tensor) for part in value):
+        return value
+    return [_numbers(part) if isinstance(part, torch.Tensor) else numbers_of(part) for part in value]
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    return tensor.cpu().tolist() if tensor.ndim else tensor.item()
+
+
 def device_of(device: Any) -> torch.device:
     """The device of a `device=` argument; a number is one of CUDA."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -346,7 +360,7 @@ def _eager(model: Any = None, **_: Any) -> Any:
 
 
 def _as_it_is(obj: Any, *_: object, **__: object) -> Any:
-    """The result of `torch.jit.script`: inside of a script, a tensor's `.device` would be that of the CPU."""
+    """The result of `torch.jit.script` and `trace`: in a compiled function a tensor's `.device` would be the CPU's."""
     return obj
 
 
@@ -386,6 +400,25 @@ def _to_dlpack(rt: CudaWindow[Any]) -> list[tuple[Any, Attributes]]:
         for name in ("_to_dlpack", "_to_dlpack_versioned", "to_dlpack")
         if name in vars(owner)
     ]
+
+
+def _of_storages(rt: CudaWindow[Any]) -> Attributes:
+    """Memory that code frees and gets again under the same tensors, as FSDP does."""
+    storage: Any = torch.UntypedStorage
+    resize, size, nbytes = storage.resize_, storage.size, storage.nbytes
+
+    def resize_(self: Any, number: int) -> Any:
+        whole = _base.set_(torch.empty(0, dtype=torch.uint8), self)
+        if _unseen() or not rt.tracer.on_device(whole):
+            return resize(self, number)
+        with rt.lock:
+            rt.tracer.resize(whole, number, lambda: resize(self, number))
+        return self
+
+    def length(before: Callable[[Any], int]) -> Callable[[Any], int]:
+        return lambda self: rt.tracer.resized.get(self._cdata, before(self)) if rt.tracer.resized else before(self)
+
+    return {"resize_": resize_, "size": length(size), "nbytes": length(nbytes)}
 
 
 def _destination(args: list[Any], kwargs: Mapping[str, Any]) -> tuple[Any, torch.dtype | None, bool, bool]:
@@ -436,14 +469,28 @@ def _of_tensors(rt: CudaWindow[Any]) -> Attributes:
         if not _unseen() and on_device(self):
             problem = "can't convert cuda:0 device type tensor to numpy."
             raise TypeError(f"{problem} Use Tensor.cpu() to copy the tensor to host memory first.")
-        return _base.numpy(self, *args, **kwargs)
+        array = _base.numpy(self, *args, **kwargs)
+        return array if _unseen() or not is_pinned(self) else tracer.seen_by_numpy(array)
+
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        allocation = tracer.allocations.of(tensor)
+        return allocation is not None and allocation.kind is MemoryKind.PINNED
 
     array: Any = torch.Tensor.__array__
 
     def as_array(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _unseen() and on_device(self):
             return numpy(self)
+        if not _unseen() and is_pinned(self):
+            tracer.read_by_numpy(_base.numpy(self.detach()), "np.asarray")
         return array(self, *args, **kwargs)
+
+    reduce: Any = torch.Tensor.__reduce_ex__
+
+    def reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
+        if not _unseen() and is_pinned(self):
+            tracer.read_by_numpy(_base.numpy(self.detach()), "pickle")
+        return reduce(self, protocol)
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
         if on_device(self):
@@ -465,9 +512,12 @@ def _of_tensors(rt: CudaWindow[Any]) -> Attributes:
         return torch.tensor(data, **options)
 
     def type_name(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-            kind = _base.type(torch.empty(0), "torch." + dtype.removeprefix("torch.cuda.")).dtype
-            return to(self, CUDA, kind, non_blocking=non_blocking)
+        name = (
+            dtype if isinstance(dtype, str) else f"{getattr(dtype, '__module__', '')}.{getattr(dtype, '__name__', '')}"
+        )
+        if name.endswith("Tensor") and (on_device(self) or name.startswith("torch.cuda.")):
+            kind = _base.type(torch.empty(0), name.replace("torch.cuda.", "torch.")).dtype
+            return to(self, CUDA if name.startswith("torch.cuda.") else CPU, kind, non_blocking=non_blocking)
         result = _base.type(self) if dtype is None else _base.type(self, dtype, non_blocking, **kwargs)
         return result.replace("torch.", "torch.cuda.") if dtype is None and on_device(self) else result
 
@@ -481,6 +531,7 @@ def _of_tensors(rt: CudaWindow[Any]) -> Attributes:
         "cpu": cpu,
         "numpy": numpy,
         "__array__": as_array,
+        "__reduce_ex__": reduce_ex,
         "tolist": lambda self: _base.tolist(self) if _unseen() else tracer.to_list(self),
         "pin_memory": lambda self, device=None: tracer.pin(self),
         "is_pinned": lambda self, device=None: tracer.kind_of(self) is MemoryKind.PINNED,

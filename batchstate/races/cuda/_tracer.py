@@ -2,7 +2,7 @@
 
 import abc
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.races.tracing.dispatch import TracedCall, Tracer, untraced
 from batchstate.races.tracing.memory import A, MemoryKind
-from batchstate.races.tracing.operations import Operation, tensors_of
+from batchstate.races.tracing.operations import Awaits, Operation, tensors_of
 
 CUDA = torch.device("cuda", 0)
 """The `.device` of tensors of the device."""
@@ -66,12 +66,14 @@ class CudaTracer(Tracer[A]):
 
     Attributes:
         lock: held by the thread that runs an operation.
+        resized: storage -> bytes that it says it has, where it has others.
         ended: whether the window is over; threads that go on run as if there had been none.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.lock = threading.RLock()
+        self.resized: dict[int, int] = {}
         self.ended = False
         self._beside_a_gpu = torch.cuda.is_available()
         self._captures: dict[int, Any] = {}  # thread -> its capture
@@ -240,6 +242,20 @@ class CudaTracer(Tracer[A]):
                 self._read_by_host(tensor, "tolist")
             return tensor.tolist()
 
+    @abc.abstractmethod
+    def resize(self, whole: torch.Tensor, nbytes: int, resize: Callable[[], object]) -> None:
+        """`storage.resize_(nbytes)` of device memory, uint8[all of it]; `resize` does it on the CPU.
+
+        The memory goes back to its stream, and the current stream allocates other memory.
+        """
+
+    def seen_by_numpy(self, array: Any) -> Any:
+        """An array of pinned memory as the code gets it."""
+        return array
+
+    def read_by_numpy(self, array: Any, name: str) -> None:
+        """An array of pinned memory is read where torch sees nothing."""
+
     # Graphs
 
     @property
@@ -270,7 +286,7 @@ class CudaTracer(Tracer[A]):
 
     def _check_capture(self, call: TracedCall, *, copies: bool) -> None:
         operation, _, args, kwargs, *_ = call
-        if operation.waits(args, kwargs, self.kind_of):
+        if operation.awaits(args, kwargs, self.kind_of) is not Awaits.NOTHING:
             self.refuse_capture(f"{operation.name} waits for the device")
         if copies:
             source = args[1] if operation.name == "copy_" else args[0]

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, overload
@@ -10,9 +12,10 @@ import attrs
 import torch
 
 from batchstate.errors import ArgumentError
+from batchstate.races.cuda._arrays import pinned_array
 from batchstate.races.cuda._hints import torch_hint_for
 from batchstate.races.cuda._torch import replaced
-from batchstate.races.cuda._tracer import CudaTracer
+from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
 from batchstate.races.cuda._window import CudaWindow, PlainRaceRuntime, open_window
 from batchstate.races.detector import OnRace, RaceAllocation
 from batchstate.races.devices import PROMPT, RACE, SIM
@@ -93,6 +96,43 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
     def _read_index(self, index: torch.Tensor) -> Any:
         return index.numpy()
 
+    def seen_by_numpy(self, array: Any) -> Any:
+        """An array that tells of its reads."""
+        return pinned_array(array, self.read_by_numpy)
+
+    def read_by_numpy(self, array: Any, name: str) -> None:
+        """A read by the host, if any copy to or from its memory is under way."""
+        __tracebackhide__ = True
+        if self.ended or self.host_memory.idle or not array.size:
+            return
+        with self.lock, untraced(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of arrays that cannot be written
+            part = self.allocations.pinned_at(torch.from_numpy(array))
+            if part is not None:
+                self.host_accesses(part, name, writes=False)
+
+    def resize(self, whole: torch.Tensor, nbytes: int, resize: Callable[[], object]) -> None:
+        """See `CudaTracer`: a free, an allocation, and between two sizes a copy."""
+        __tracebackhide__ = True
+        old, kept = self.use_on_device(whole), whole[:nbytes]
+        if nbytes == len(whole):
+            return
+        copied = of_tensor(kept)
+        entry, checked = self.begin(
+            EventKind.OPERATION, "resize_", [MemoryAccess(whole, copied, False)] if copied else []
+        )
+        self.end(entry, checked)
+        self.detector.freed(old)
+        with untraced():
+            resize()
+        new = RaceAllocation(MemoryKind.DEVICE, old.name, entry.stream, entry.source_line)
+        self.allocations.add(whole, new)
+        if nbytes:
+            self.detector.allocates(entry.stream, entry)
+            self.detector.unwritten(new, entry)
+            if copied:
+                self.detector.note(entry, [(new, copied, True)])
+
     # Graphs
 
     def _new_capture(self) -> Capture:
@@ -142,7 +182,8 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
         for target, is_new in zip(node.results, node.new, strict=True):
             if is_new and (region := of_tensor(target)) is not None:
                 accesses.append(MemoryAccess(target, region, True))
-        entry, checked = self.begin(EventKind.OPERATION, node.operation.name, accesses)
+        updates = node.operation.updates
+        entry, checked = self.begin(EventKind.OPERATION, node.operation.name, accesses, updates=updates)
         result = node.func(*node.args, **node.kwargs)
         for target, made, is_new in zip(node.results, tensors_in(result), node.new, strict=True):
             if is_new:
@@ -162,10 +203,6 @@ class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
     def _changed(self) -> AbstractContextManager[None]:
         return replaced(self)
 
-    def _wait_for_device(self) -> None:
-        self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
-        super()._wait_for_device()
-
     def _is_idle(self, stream: Stream) -> bool:
         clock = self._known_stream(stream)
         return self._detector.clocks.host.knows(clock.number, clock.work)
@@ -174,6 +211,19 @@ class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
 @final
 class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
     """Enqueues the device's operations, of code that names its devices. A graph is a list of operations to enqueue."""
+
+    def resize(self, whole: torch.Tensor, nbytes: int, resize: Callable[[], object]) -> None:
+        """See `CudaTracer`: the block stays where it is, and its content is gone once its stream has got here.
+
+        Raises:
+            NotModelledError: it would become larger than it was first.
+        """
+        block = self.use_on_device(whole).block
+        if block is None or nbytes > block.memory.nbytes:
+            raise NotModelledError.of("UntypedStorage.resize_ beyond the first size", "allocate a new tensor")
+        self.resized[whole.untyped_storage()._cdata] = nbytes
+        if not nbytes:
+            self._device.wipe(block.stream, block.memory)
 
     def new(self, like: NewTensor) -> torch.Tensor:
         """New device memory of the current stream; while a graph is captured, of the graph, which keeps it."""
@@ -309,7 +359,7 @@ def cuda_on_cpu(
 
 
 def declared_kernel(
-    *, reads: Sequence[str] = (), writes: Sequence[str] = ()
+    *, reads: Sequence[str] = (), writes: Sequence[str] = (), rows: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Declares the accesses of a kernel by the names of its arguments; lists and tuples of tensors too.
 
@@ -320,6 +370,8 @@ def declared_kernel(
     Args:
         reads: names of arguments that it reads.
         writes: names of arguments that it writes; arguments that are read and written stand in both.
+        rows: name of an argument -> that of the argument which names the rows of it that are used: an index tensor, a
+            list of numbers or a slice. The others are used as a whole.
 
     Raises:
         ArgumentError: the function has no such argument.
@@ -327,7 +379,8 @@ def declared_kernel(
 
     def declare(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
-        for name in (*reads, *writes):
+        chosen = rows or {}
+        for name in (*reads, *writes, *chosen, *chosen.values()):
             if name not in signature.parameters:
                 problem = f"{function.__name__} has no argument {name!r}"
                 raise ArgumentError(problem, name, "name arguments of the function")
@@ -347,8 +400,8 @@ def declared_kernel(
                     raw_kernel(kernel),
                     *args,
                     *kwargs.values(),
-                    reads=_tensors(arguments, reads),
-                    writes=_tensors(arguments, writes),
+                    reads=_tensors(arguments, reads, chosen),
+                    writes=_tensors(arguments, writes, chosen),
                     name=function.__name__,
                 )
                 return launched
@@ -358,7 +411,19 @@ def declared_kernel(
     return declare
 
 
-def _tensors(arguments: dict[str, Any], names: Sequence[str]) -> list[torch.Tensor]:
-    values = [arguments.get(name) for name in names]
+def _tensors(arguments: dict[str, Any], names: Sequence[str], rows: Mapping[str, str]) -> list[torch.Tensor]:
+    values = [_rows(arguments[name], arguments[rows[name]]) if name in rows else arguments.get(name) for name in names]
     flat = [part for value in values for part in (value if isinstance(value, list | tuple) else (value,))]
     return [part for part in flat if isinstance(part, torch.Tensor)]
+
+
+def _rows(tensor: torch.Tensor, rows: Any) -> list[torch.Tensor]:
+    """The rows of a tensor that an argument names, in pieces of neighbours. The tool's own look orders nothing."""
+    if isinstance(rows, slice):
+        return [tensor[rows]]
+    with untraced():
+        numbers = rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
+        chosen = sorted({number + len(tensor) if number < 0 else number for number in numbers})
+        ends = [row for row, after in itertools.zip_longest(chosen, chosen[1:]) if row + 1 != after]
+        starts = [row for row, before in zip(chosen, [None, *chosen], strict=False) if row - 1 != before]
+        return [tensor[start : end + 1] for start, end in zip(starts, ends, strict=True)]

@@ -12,7 +12,7 @@ from batchstate.errors import ArgumentError
 from batchstate.races.cuda._hints import torch_hint_for
 from batchstate.races.cuda._names import assigned_name, label_of
 from batchstate.races.cuda._streams import GENERIC
-from batchstate.races.cuda._torch import replace
+from batchstate.races.cuda._torch import numbers_of, replace
 from batchstate.races.cuda._tracer import CudaTracer
 from batchstate.races.cuda._window import PlainRaceRuntime, TorchWindow
 from batchstate.races.detector import OnRace, RaceAllocation
@@ -96,6 +96,10 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
 
             accesses[0] = accesses[0]._replace(region=LateRegion(accesses[0].region, look_up))
         return accesses
+
+    def resize(self, whole: torch.Tensor, nbytes: int, resize: Callable[[], object]) -> None:
+        """Not noted: torch does it."""
+        resize()
 
     def _held_back(self, result: torch.Tensor) -> None:
         return None
@@ -188,6 +192,7 @@ def _observed(rt: "WatchedCuda") -> Iterator[None]:
             (graph, "replay", _before(graph.replay, rt.replays)),
             (tensor, "record_stream", _then(tensor.record_stream, rt.keep_for)),
             (tensor, "tolist", _before(tensor.tolist, rt.host_reads)),
+            (torch, "tensor", _of_numbers(torch.tensor)),
             *((torch, name, kind) for name, kind in GENERIC.items()),
             (c, "_cuda_synchronize", _then(c._cuda_synchronize, rt.all_is_over)),
             (c, "_accelerator_synchronizeDevice", _then(c._accelerator_synchronizeDevice, rt.all_is_over)),
@@ -195,6 +200,11 @@ def _observed(rt: "WatchedCuda") -> Iterator[None]:
         ):
             replace(stack, owner, name, value)
         yield
+
+
+def _of_numbers(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.tensor`, which reads tensors among its numbers without a word."""
+    return lambda data, *args, **kwargs: make(numbers_of(data), *args, **kwargs)
 
 
 def _then(call: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
@@ -335,7 +345,6 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
     def all_is_over(self, *_: object) -> None:
         """`torch.cuda.synchronize()` has returned."""
         with self.lock:
-            self._detector.event(self._detector.clocks.host, EventKind.WAIT, "wait for the device")
             self._all_is_over()
 
     # Events

@@ -1,5 +1,5 @@
-"""The page of a race for a browser, drawn from a `RaceReport` that was kept in a file. Needs no torch."""
+"""The page of a race, or of a run, for a browser, drawn from reports that were kept in a file. Needs no torch."""
 
-from batchstate.races.render.html import race_html
+from batchstate.races.render.html import race_html, run_html
 
-__all__ = ["race_html"]
+__all__ = ["race_html", "run_html"]

@@ -7,6 +7,7 @@ the size of letters, and a screen reader meets a list of events.
 
 import math
 import re
+from collections.abc import Sequence
 from html import escape
 
 from batchstate.races.render.layout import (
@@ -147,7 +148,7 @@ class HtmlPicture:
                 lines.append(_gap(shown, row))
                 step = None
             else:
-                if shown.step != step:
+                if self._report.has_steps and shown.step != step:
                     lines.append(f'<li class="step" style="grid-row:{row}"><span>step {shown.step}</span></li>\n')
                     row, step = row + 1, shown.step
                 if shown.number == self._report.second.event:
@@ -228,7 +229,7 @@ class HtmlPicture:
         access = access_of(self._report, event)
         pairs = [
             ("what", text(event.kind) + (f", the {access[0]} access of the race" if access else "")),
-            ("where", f"{text(where(event.lane))}, step {event.step}"),
+            ("where", text(where(event.lane)) + f", step {event.step}" * self._report.has_steps),
             ("source", site(event.site)),
             ("called from", site(event.caller) if event.caller else ""),
             ("reads", "<br>".join(map(text, event.reads))),
@@ -363,8 +364,8 @@ def _words(report: RaceReport) -> str:
 <section aria-labelledby="accesses">
 <h2 id="accesses">The two accesses</h2>
 <ol class="pair">
-{_access("first", report.first)}<li class="unordered">no edge between them</li>
-{_access("second", report.second)}</ol>
+{_access("first", report.first, report.has_steps)}<li class="unordered">no edge between them</li>
+{_access("second", report.second, report.has_steps)}</ol>
 </section>
 <section class="missing-words" aria-labelledby="missing">
 <h2 id="missing">What is missing</h2>
@@ -386,12 +387,12 @@ def _sentence(report: RaceReport, value: str) -> str:
     return sentence(value, report.first.operation, report.second.operation)
 
 
-def _access(which: str, access: Access) -> str:
+def _access(which: str, access: Access, steps: bool) -> str:
     came = f'<p class="at">called from {site(access.caller)}</p>\n' if access.caller else ""
     return f"""<li class="access">
 <p class="what"><span class="tag">{which}</span> <code><b>{name(access.operation)}</b></code> {text(access.does)}
 {text(access.rows)}</p>
-<p>on {text(where(access.lane))}, step {access.step}</p>
+<p>on {text(where(access.lane))}{f", step {access.step}" * steps}</p>
 <p class="at">{site(access.site)}</p>
 {came}</li>
 """
@@ -452,3 +453,26 @@ def _row(report: RaceReport, event: Event) -> str:
         f'<td class="mono">{name(label(event))}</td><td class="long">{"<br>".join(memory)}</td>'
         f'<td class="long">{site(event.site)}{came}</td></tr>\n'
     )
+
+
+def run_html(script: str, reports: Sequence[RaceReport], notes: Sequence[str]) -> str:
+    """The findings of a run as one page, each folded up with a page of its own inside.
+
+    Args:
+        script: that was run.
+        reports: its findings.
+        notes: lines of the summary.
+
+    Raises:
+        ArgumentError: a report does not hang together.
+    """
+    parts = "".join(
+        f"<details{' open' * (len(reports) == 1)}><summary>{sentence(report.problem)}</summary>\n"
+        f'<iframe title="{text(report.kind)}" srcdoc="{escape(race_html(report), quote=True)}"></iframe></details>\n'
+        for report in reports
+    )
+    lines = "".join(f"<p>{text(line)}</p>\n" for line in notes)
+    style = style_sheet(0, 40) + "iframe{border:0;width:100%;height:90vh}summary{cursor:pointer;padding:.5rem 0}\n"
+    many = f"{len(reports)} race{'s' * (len(reports) != 1)}"
+    content = f"<header>\n<h1>{many} in <code>{text(script)}</code></h1>\n</header>\n<main>\n{lines}{parts}</main>\n"
+    return document(f"{many} in {text(script)}", style, content + _FOOTER)

@@ -5,6 +5,6 @@ It turns races into wrong tokens, on any machine. The race detector says where a
 
 from batchstate.races.sim.device import DeviceFault
 from batchstate.races.sim.runtime import SimRuntime
-from batchstate.races.sim.schedulers import PORTFOLIO
+from batchstate.races.sim.schedulers import LATE, PORTFOLIO
 
-__all__ = ["PORTFOLIO", "DeviceFault", "SimRuntime"]
+__all__ = ["LATE", "PORTFOLIO", "DeviceFault", "SimRuntime"]

@@ -36,6 +36,18 @@ def by_age(newest_first: bool) -> Scheduler:
     return choose
 
 
+def late(name: str) -> Scheduler:
+    """One stream is as late as it can be, all others run at once: what it does first comes last.
+
+    A race of an access on this stream with a later one, of another stream or of the host, has the other order here.
+    """
+
+    def choose(ready: Sequence[DeviceStream], needed: DeviceStream | None) -> DeviceStream | None:
+        return next((stream for stream in ready if stream.name != name), needed)
+
+    return choose
+
+
 _PACES = (0.0, 0.05, 0.3, 0.6, 0.95)
 _LONGEST = 60
 
@@ -116,13 +128,18 @@ PORTFOLIO: dict[str, Callable[[int], Scheduler]] = {
 }
 """Name -> makes the scheduler for a seed."""
 
+LATE = "late="
+"""Begins the name of a scheduler that is made for one stream."""
+
 
 def scheduler_of(name: str, seed: int) -> Scheduler:
-    """A scheduler of `PORTFOLIO`.
+    """A scheduler of `PORTFOLIO`, or `late=STREAM`: see `late`.
 
     Raises:
         ArgumentError: there is none of that name.
     """
+    if name.startswith(LATE):
+        return late(name.removeprefix(LATE))
     if name not in PORTFOLIO:
         raise ArgumentError(f"unknown scheduler {name!r}", name, one_of(PORTFOLIO, name))
     return PORTFOLIO[name](seed)

@@ -16,8 +16,11 @@ _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 """Up to 2.11 torch predicts float32 for its second result, the log-sum-exp; for float64 operands it is float64."""
 
 
-_OTHERS = ("_embedding_bag", "_native_batch_norm", "native_batch_norm", "quantize_per_")
+_OTHERS = ("_embedding_bag", "quantize_per_")
 """Prefixes of operations for which torch predicts another shape or dtype than they return on a CPU."""
+
+_TRIED = ("_native_batch_norm", "native_batch_norm")
+"""The same, of operations whose results have the shapes of a run on zeros."""
 
 
 class NewTensor(NamedTuple):
@@ -60,12 +63,13 @@ def results_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    named = {name: META if name == "device" else _meta(value) for name, value in kwargs.items()}
+    operation = Operation.of(func)
+    like = _zeros if operation.name.startswith(_TRIED) else _meta
+    named = {name: META if name == "device" else like(value) for name, value in kwargs.items()}
     try:
-        result = func(*map(_meta, args), **named)
+        result = func(*map(like, args), **named)
     except (RuntimeError, LookupError, ValueError, TypeError) as error:  # torch refuses with any of these
         raise UnknownError from error
-    operation = Operation.of(func)
     if operation.name.startswith(_OTHERS):
         raise UnknownError("results that are others on a CPU")
     returned = operation.returned
@@ -85,6 +89,12 @@ def _inferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     return new
 
 
+def shapes_of(operation: Operation, result: Any) -> list[Any]:
+    """The same of a result that is there: for operations whose shapes depend on values."""
+    parts = (result,) if len(operation.returned) == 1 else result
+    return [_new(part) if key is None else None for part, key in zip(parts, operation.returned, strict=True)]
+
+
 def _new(value: Any) -> Any:
     if value is None:
         return None
@@ -101,6 +111,10 @@ def _meta(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_meta, value))
     return value
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _key(value: Any) -> Any:

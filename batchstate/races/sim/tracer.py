@@ -13,9 +13,10 @@ from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError, DeviceError
 from batchstate.races.sim.calls import Call, View, packed, written
 from batchstate.races.sim.device import Block, BlockAllocator, Device, DeviceStream, Task, bytes_of, poison, poisoned
-from batchstate.races.sim.shapes import META, NewTensor, UnknownError, results_of
+from batchstate.races.sim.shapes import META, NewTensor, UnknownError, results_of, shapes_of
 from batchstate.races.tracing.dispatch import TracedCall, Tracer
 from batchstate.races.tracing.memory import HOST_KINDS, Allocation, MemoryKind
+from batchstate.races.tracing.operations import Awaits, tensors_in
 from batchstate.races.tracing.runtime import TracedRuntime
 
 
@@ -179,16 +180,34 @@ class SimTracer(Tracer[SimAllocation]):
         operation, func, args, kwargs, *_ = call
         name = operation.name
         self.operations += 1
-        if operation.waits(args, kwargs, self.kind_of):
+        awaits = operation.awaits(args, kwargs, self.kind_of)
+        if awaits is not Awaits.NOTHING:
             self._synchronise(name)
+        if awaits is Awaits.RESULT:
             return self._now(call)
         try:
             new = results_of(func, args, kwargs)
         except UnknownError:
+            if awaits is Awaits.BEFORE or self._masked_by_host(call):
+                with torch.random.fork_rng(devices=[]):
+                    new = shapes_of(operation, func(*args, **kwargs))  # it runs again, behind the wait
+                return self._late(call, new)
             self._wait()
             result = self._now(call)
             self.unmodelled[name] += 1  # only now: a call that torch refuses is no gap of this model
             return result
+        return self._late(call, new)
+
+    def _masked_by_host(self, call: TracedCall) -> bool:
+        """Whether masks of the host name the elements: then the host knows their number without a wait."""
+        if call.operation.name not in ("index", "_unsafe_index"):
+            return False
+        return all(self.kind_of(index) is MemoryKind.HOST for index in tensors_in(call.args[1]))
+
+    def _late(self, call: TracedCall, new: list[Any]) -> Any:
+        """Enqueues an operation whose new results are described; see `results_of`."""
+        operation, func, args, kwargs, *_ = call
+        name = operation.name
         changed = packed(operation.writes(args, kwargs), self._pack_written)
         call_args = packed(args, self.pack)
         call_kwargs = {key: packed(value, self.pack) for key, value in kwargs.items()}

@@ -1,5 +1,6 @@
 """The reads and writes of an operation of torch, taken from its schema; for index operations, which rows."""
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -26,22 +27,52 @@ ReadIndex = Callable[[torch.Tensor], Ints]
 
 Precise = Callable[[Sequence[Any], ReadIndex], ByteRegion | None]
 
-WAITS = frozenset(
-    (
-        "_local_scalar_dense",
-        "_unique2",
-        "argwhere",
-        "bincount",
-        "equal",
-        "histc",
-        "is_nonzero",
-        "masked_select",
-        "nonzero",
-        "unique_consecutive",
-        "unique_dim",
-    )
-)
-"""Operations with a result that the host needs at once: it waits for the stream."""
+
+class Awaits(enum.Enum):
+    """The part of a stream that the host waits for inside of an operation.
+
+    `BEFORE`: what came before the operation, and perhaps a first pass of it that counts; its last kernel is launched
+    behind the wait and is in flight when the call returns.
+    """
+
+    NOTHING = "nothing"
+    BEFORE = "what came before"
+    RESULT = "its result"
+
+
+_AWAITS = {
+    **dict.fromkeys(
+        (
+            "_linalg_check_errors",
+            "_linalg_eigh",
+            "_linalg_eigvals",
+            "_linalg_svd",
+            "_local_scalar_dense",
+            "_unique",
+            "_unique2",
+            "allclose",
+            "equal",
+            "is_nonzero",
+            "linalg_eig",
+        ),
+        Awaits.RESULT,
+    ),
+    **dict.fromkeys(
+        (
+            "argwhere",
+            "bincount",
+            "embedding_renorm_",
+            "masked_select",
+            "nonzero",
+            "unique_dim",
+            "unique_dim_consecutive",
+        ),
+        Awaits.BEFORE,
+    ),
+}
+"""Operations with a result that the host needs at once, or that need a number of the device to go on.
+
+The table in `docs/reference/race-waits.md` has the function of ATen behind each."""
 
 
 def isin_waits(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> bool:
@@ -54,6 +85,36 @@ def isin_waits(elements: Any, test_elements: Any, *, assume_unique: bool = False
     count = elements.numel() if isinstance(elements, torch.Tensor) else 1
     return test_elements.numel() >= int(10 * count**0.145)
 
+
+_ASKED: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "histc": lambda named: named.get("min", 0) == named.get("max", 0),
+    "isin": lambda named: isin_waits(*named.values()) if len(named) == 2 else isin_waits(**named),
+    "multinomial": lambda named: not named.get("replacement", False) or named["num_samples"] == 1,
+    "repeat_interleave": lambda named: named.get("output_size") is None,
+}
+"""Operations that wait for some arguments only, then for what came before them."""
+
+_OVERWRITES = frozenset(
+    (
+        "_index_put_impl_",
+        "bernoulli_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "index_copy_",
+        "index_fill_",
+        "index_put_",
+        "masked_fill_",
+        "masked_scatter_",
+        "normal_",
+        "put_",
+        "random_",
+        "scatter_",
+        "uniform_",
+        "zero_",
+    )
+)
+"""Operations in place that read nothing of what they write; all others go on from it."""
 
 _NO_ACCESS = frozenset(
     (
@@ -69,6 +130,21 @@ _NO_ACCESS = frozenset(
     )
 )
 """Operations that read and write no element, though their schemas do not say so."""
+
+_UNDECLARED = {
+    "batch_norm_gather_stats": None,
+    "batch_norm_gather_stats_with_counts": None,
+    "batch_norm_update_stats": None,
+    "cudnn_batch_norm": "training",
+    "miopen_batch_norm": "training",
+    "native_batch_norm": "training",
+}
+"""Operators that write running statistics though their schemas do not say so -> the flag on which they do, or None.
+
+`tests/schema_sweep.py` calls the operators of ATen on a CPU and compares bytes and versions; those that only a GPU has
+were read."""
+
+_STATISTICS = ("running_mean", "running_var")
 
 _EMPTY = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
 
@@ -88,6 +164,7 @@ class Operation:
         leaves_empty: whether it allocates, and writes nothing.
         takes_host_index: whether torch accepts a host tensor as index of a device tensor.
         written: arguments that it writes, by position, or by name if they are keyword-only.
+        updates: whether it reads what it writes: `add_`, and not `fill_`.
         returned: for each result the argument that it is, by position or name, or None for a new tensor.
     """
 
@@ -103,6 +180,13 @@ class Operation:
             if argument.alias_info is not None and argument.alias_info.is_write
         }
         self.written = frozenset(sets)
+        self._undeclared: frozenset[int] = frozenset()
+        self._flag: int | None = None
+        if self.name in _UNDECLARED:
+            names = [argument.name for argument in arguments]
+            self._undeclared = frozenset(map(names.index, _STATISTICS))
+            flag = _UNDECLARED[self.name]
+            self._flag = None if flag is None else names.index(flag)
         self.returned: tuple[int | str | None, ...] = tuple(
             None if alias is None else next((key for key, of in sets.items() if of == alias.before_set), None)
             for alias in returns
@@ -112,10 +196,15 @@ class Operation:
         self.is_metadata = is_view or self.name in _NO_ACCESS
         self.leaves_empty = self.name in _EMPTY
         self.takes_host_index = self.name in _BY_MASK
-        self._waits = self.name in WAITS
+        self.updates = self.name.endswith("_") and bool(sets) and self.name not in _OVERWRITES
+        self._awaits = _AWAITS.get(self.name)
+        self._may_wait = (
+            self._awaits is not None or self.takes_host_index or self.name in (*_ASKED, "unique_consecutive")
+        )
+        self._names = [argument.name for argument in arguments]
         self._only_shapes = self.name.startswith("new_") or self.name.endswith("_like")
         self._precise = _PRECISE.get(self.name)
-        self._reads_whole = not (sets or self._only_shapes or self._precise)
+        self._reads_whole = not (sets or self._only_shapes or self._precise or self._undeclared)
         self._draws = torch.Tag.nondeterministic_seeded in func.tags
         self._dropout = next((at for at, argument in enumerate(arguments) if argument.name == "dropout_p"), None)
 
@@ -136,7 +225,7 @@ class Operation:
                 if (region := of_strided(tensor)) is not None
             ]
         accesses: list[MemoryAccess] = []
-        written = self.written
+        written = self._written_by(args)
         for key, value in (*enumerate(args), *kwargs.items()) if kwargs else enumerate(args):
             tensors = tensors_in(value)
             if not tensors:
@@ -152,27 +241,45 @@ class Operation:
 
     def writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The arguments that a call writes: tensors, or lists of them."""
-        named = [value for key, value in (*enumerate(args), *kwargs.items()) if key in self.written]
+        written = self._written_by(args)
+        named = [value for key, value in (*enumerate(args), *kwargs.items()) if key in written]
         return [value for value in named if value is not None]
 
-    def waits(
+    def _written_by(self, args: Sequence[Any]) -> frozenset[int | str]:
+        """The arguments that a call writes, by position or name: those of the schema, and those that it leaves out."""
+        if self._undeclared and (self._flag is None or args[self._flag]):
+            return self.written | self._undeclared
+        return self.written
+
+    def awaits(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], kind_of: Callable[[torch.Tensor], MemoryKind | None]
-    ) -> bool:
-        """Whether the host needs the result or its shape, or brings an operand across, and so waits for the stream."""
-        if self._waits:
-            return True
-        if self.name == "repeat_interleave":
-            return kwargs.get("output_size") is None
-        if self.name == "isin":
-            return isin_waits(*args, **kwargs)
-        if not self.takes_host_index:
-            return False
+    ) -> Awaits:
+        """The part that the host waits for, because it needs the result or its shape, or brings an operand across."""
+        if not self._may_wait:
+            return Awaits.NOTHING
+        if self._awaits is not None:
+            return self._awaits
+        if self.takes_host_index:
+            return Awaits.BEFORE if self._index_waits(args, kind_of) else Awaits.NOTHING
+        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if self.name == "unique_consecutive":
+            return Awaits.RESULT if named.get("dim") is None else Awaits.BEFORE
+        return Awaits.BEFORE if _ASKED[self.name](named) else Awaits.NOTHING
+
+    def _index_waits(self, args: Sequence[Any], kind_of: Callable[[torch.Tensor], MemoryKind | None]) -> bool:
+        """Indices of the host are copied first, and the host waits; masks of the host are counted there.
+
+        A number that is written through a mask of the device is a fill; through all else, it is copied first.
+        """
         indices = [index for index in args[1] if index is not None]
-        if any(index.ndim and kind_of(index) in HOST_KINDS for index in indices):
+        masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+        here = [index for index in indices if index.ndim and kind_of(index) in HOST_KINDS]
+        if any(index is mask for index in here for mask in masks) and len(here) == len(indices):
+            return len(args) > 2 and args[2].ndim == 0 and kind_of(args[2]) is not MemoryKind.DEVICE
+        if here:
             return True
-        by_mask = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
         number = len(args) > 2 and args[2].ndim == 0 and kind_of(args[2]) is not MemoryKind.DEVICE
-        return by_mask is not number  # a number written through a mask is a fill; through indices, it is copied first
+        return bool(masks) is not number
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call draws random numbers. Attention does so only with dropout."""

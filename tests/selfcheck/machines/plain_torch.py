@@ -5,17 +5,27 @@ race, so an edge that a front end loses is a race, or on the simulated device a 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - as all of torch's own code calls it
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from batchstate import invariants, levels
 from batchstate.races import runtime as race
-from batchstate.races.cuda import CudaRuntime, WatchedCuda, _streams, _window, cuda_on_cpu, watch_cuda, watching
+from batchstate.races.cuda import (
+    CudaRuntime,
+    WatchedCuda,
+    _streams,
+    _window,
+    cuda_on_cpu,
+    declared_kernel,
+    watch_cuda,
+    watching,
+)
 from batchstate.races.cuda._torch import replace
 from batchstate.races.sim import PORTFOLIO
 from batchstate.watch import watch
@@ -25,11 +35,39 @@ cuda: Any = torch.cuda  # its streams and events have no types
 
 DTYPE = torch.int64
 
-WAYS = ("event", "event by stream", "stream", "event on the host", "stream on the host", "device", "read back")
+WAYS = (
+    "event",
+    "event by stream",
+    "stream",
+    "event on the host",
+    "stream on the host",
+    "device",
+    "read back",
+    "count",
+    "number",
+    "type",
+    "comparison",
+)
 """How a stream comes behind another one."""
 
 SOURCES = ("pageable memory", "pinned until an event is over", "pinned until a stream is idle", "pinned until a wait")
 """The source of a copy to the device, and when it is refilled."""
+
+
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "read back": lambda buffer: buffer.cpu(),
+    "count": lambda buffer: torch.ones_like(buffer).nonzero(),
+    "number": lambda buffer: torch.tensor([buffer[0], 1]),
+    "type": lambda buffer: buffer.type("torch.LongTensor"),
+    "comparison": lambda buffer: torch.allclose(buffer, buffer),
+}
+"""Calls of torch that make the host wait for what came before."""
+
+
+@declared_kernel(reads=["source", "rows"], writes=["target"], rows={"source": "rows", "target": "rows"})
+def moved_rows(source: torch.Tensor, target: torch.Tensor, rows: list[int]) -> None:
+    """A kernel that moves rows, which torch does not see."""
+    target.numpy()[rows] = source.numpy()[rows]
 
 
 def come_behind(stream: Any, last: Any, way: str, buffer: torch.Tensor) -> None:
@@ -54,7 +92,7 @@ def come_behind(stream: Any, last: Any, way: str, buffer: torch.Tensor) -> None:
         cuda.synchronize()
     else:
         with cuda.stream(last):
-            buffer.cpu()
+            READS[way](buffer)
 
 
 class Counts:
@@ -104,6 +142,17 @@ class Counts:
         self.default.wait_stream(self.side)
         self.host = self.host + number
 
+    def move(self, row: int) -> None:
+        """Two streams move rows of their own, which they name, and read the same statistics in evaluation."""
+        table, moved = torch.ones(4, 2, device="cuda"), torch.zeros(4, 2, device="cuda")
+        mean, variance = torch.zeros(2, device="cuda"), torch.ones(2, device="cuda")
+        cuda.synchronize()
+        for stream, rows in ((self.default, [row]), (self.side, [(row + 1) % 4, (row + 2) % 4])):
+            with cuda.stream(stream):
+                moved_rows(table, moved, rows)
+                F.batch_norm(torch.ones(3, 2, device="cuda"), mean, variance, training=False)
+        cuda.synchronize()
+
     def upload(self, number: int, source: str) -> None:
         """A buffer is refilled as soon as the copy from it is over."""
         buffer = torch.zeros(4, dtype=DTYPE) if source == "pageable memory" else self.staging
@@ -127,7 +176,8 @@ class PlainTorchMachine(Machine):
     """One object of the class, under the race detector."""
 
     NAME = "plain_torch"
-    TARGETS = (*(f"behind by {way}" for way in WAYS), *SOURCES, "memory lent", "a replay")
+    window: CudaRuntime | WatchedCuda | None = None
+    TARGETS = (*(f"behind by {way}" for way in WAYS), *SOURCES, "memory lent", "a replay", "rows moved", "owners")
 
     @initialize(scheduler=st.sampled_from(tuple(PORTFOLIO)), seed=st.integers(0, 99))
     def begin(self, scheduler: str, seed: int) -> None:
@@ -138,7 +188,32 @@ class PlainTorchMachine(Machine):
         self.expected = 0
 
     def _open(self, scheduler: str, seed: int) -> None:
-        self._windows.enter_context(cuda_on_cpu())
+        self._owners(self._windows.enter_context(cuda_on_cpu()))
+
+    def _owners(self, rt: CudaRuntime | WatchedCuda) -> None:
+        """A table whose rows have owners, and a buffer that each step writes."""
+        self.window = rt
+        self.owned, self.static = torch.zeros(4, 2, device="cuda"), torch.zeros(4, device="cuda")
+        self.whose: dict[int, int] = {}
+        rt.rows_of(self.owned, owner=lambda: self.whose, valid=lambda: 4)
+        rt.fresh(self.static, valid=lambda: 4)
+
+    @precondition(lambda self: self.window is not None)
+    @rule(row=st.integers(0, 3), who=st.integers(1, 9))
+    def serve(self, row: int, who: int) -> None:
+        """In a new step a row gets an owner, which writes it and reads it; all of the static buffer is written."""
+        rt = self.window
+        if rt is None:
+            return
+        rt.next_step()
+        self.whose[row] = who
+        self.owned[row].fill_(who)
+        self.static[:2].fill_(1)
+        self.static[2:].fill_(2)
+        self.counts.default.synchronize()
+        self.owned + 1
+        self.static + 1
+        self.reached("owners")
 
     @rule(number=st.integers(1, 9), way=st.sampled_from(WAYS))
     def add(self, number: int, way: str) -> None:
@@ -158,6 +233,11 @@ class PlainTorchMachine(Machine):
         self.expected += number
         self.reached("memory lent")
 
+    @rule(row=st.integers(0, 3))
+    def move(self, row: int) -> None:
+        self.counts.move(row)
+        self.reached("rows moved")
+
     @rule(number=st.integers(1, 9), source=st.sampled_from(SOURCES))
     def upload(self, number: int, source: str) -> None:
         self.counts.upload(number, source)
@@ -175,6 +255,7 @@ class PlainTorchOnSimMachine(PlainTorchMachine):
     """The same on the simulated device, in some order of its streams; a watch compares the sides."""
 
     NAME = "plain_torch_on_sim"
+    TARGETS = tuple(target for target in PlainTorchMachine.TARGETS if target != "owners")
 
     def _open(self, scheduler: str, seed: int) -> None:
         self._windows.enter_context(cuda_on_cpu(f"sim:{scheduler}", seed=seed))
@@ -201,7 +282,7 @@ class PlainTorchWatchedMachine(PlainTorchMachine):
 
     def _open(self, scheduler: str, seed: int) -> None:
         device = self._windows.enter_context(cuda_on_cpu(on_race="collect"))
-        self._windows.enter_context(watched_over(device))
+        self._owners(self._windows.enter_context(watched_over(device)))
 
     @rule(row=st.integers(0, 6))
     def write_rows(self, row: int) -> None:
