@@ -18,7 +18,7 @@ ABSENT = (
 )
 """Modules of other devices: an engine asks whether they are there, and has to hear that they are not."""
 
-ENGINES = ("sglang", "vllm", "minisgl", "nanovllm")
+ENGINES = ("sglang", "vllm", "minisgl", "nanovllm", "lmdeploy", "text_generation_server", "exllamav3")
 STOOD_IN: set[str] = set()
 """Modules that were asked for and stood in for."""
 
@@ -103,6 +103,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         top = name.partition(".")[0]
+        if name.rpartition(".")[0] in STOOD_IN:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True) if _adds(name) else None
         if top in ABSENT.split() or top in ENGINES or top in sys.stdlib_module_names or not _engine_asks():
             return None
         if top not in STOOD_IN and top in sys.modules:
@@ -115,6 +117,18 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+def _adds(name: str) -> bool:
+    STOOD_IN.add(name)
+    return True
+
+
+def blank(name: str) -> None:
+    """Puts a stand-in in the place of a module of an engine, and of its parts."""
+    if name not in sys.modules:
+        sys.modules[name] = _Module(name)
+        STOOD_IN.add(name)
 
 
 def _engine_asks() -> bool:
