@@ -68,7 +68,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_000),
-    "watch": (("watch",), 2_400),
+    "watch": (("watch",), 2_960),
     "races": (("races",), 8_500),
     "fuzz tools": (("testing",), 2_700),
     "command line": (("cli", "__main__"), 500),
@@ -77,14 +77,16 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 
 The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
 step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080:
-320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are.
+320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are. The watch had
+2,400: 560 are for what requests say, rows without one, tables of unequal widths, other axes, logs of staged writes,
+and what pools keep beside their pages.
 """
 
-MOST_LINES, MOST_FILES = 39_200, 134
+MOST_LINES, MOST_FILES = 39_760, 136
 BESIDE = {"tests/selfcheck": 12_500, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 500 are mutants
 of owning."""
-OTHER_TESTS = 37_200
+OTHER_TESTS = 37_450
 
 MOST_FLOORS = 12
 

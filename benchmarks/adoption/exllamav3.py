@@ -50,15 +50,43 @@ def running(table: Any) -> list[Any]:
     return jobs
 
 
+def listed(table: Any) -> list[int]:
+    """How many pages are listed as used, and how many in all."""
+    return [len(table.referenced_pages), len({id(page) for page in table.all_pages})]
+
+
+def wrong(table: Any) -> list[int]:
+    """Pages of jobs whose key or whose predecessor is not that of their content, and tables that name other pages."""
+    pages = [
+        page.page_index
+        for job in running(table)
+        for at, page in enumerate(job.allocated_pages[: len(job.page_hashes)])
+        if page.phash != job.page_hashes[at] or (page.prev_hash or None) not in (None, *job.page_hashes[:at])
+    ]
+    jobs = [[page.page_index for page in job.allocated_pages] for job in running(table)]
+    return pages + [row[0] for row, job in zip(jobs, running(table), strict=True) if job_table(job) != row]
+
+
+def job_table(job: Any) -> list[int]:
+    """The page numbers that a kernel gets."""
+    return [] if job.block_index_tensor is None else list(job.block_index_tensor[0].tolist())
+
+
 # fmt: off
 def declare(**options: Any) -> WatchedPool:
     """The declaration."""
     return watch_pages(
         PageTable, after=["deallocate_pages", "num_unreferenced_pages"],
         holders=lambda t: [[page.page_index for page in job.allocated_pages] for job in running(t)],
-        free=lambda t: [page.page_index for page in t.unreferenced_pages.values()],
+        free=lambda _: [], cached=lambda t: [page.page_index for page in t.unreferenced_pages.values()],
         references=lambda t: {page.page_index: page.ref_count for page in t.all_pages},
-        num_pages="max_pages", **options)
+        num_pages="max_pages", page_size=PAGE,
+        lengths=lambda t: [len(job.sequence_ids) + job.new_tokens for job in running(t)],
+        keys=lambda t: {page.page_index: page.phash for page in t.all_pages},
+        index=lambda t: {key: page.page_index for key, page in (t.referenced_pages | t.unreferenced_pages).items()},
+        counters={listed: lambda t: [sum(page.ref_count > 0 for page in t.all_pages), t.max_pages],
+                  wrong: lambda _: []},
+        **options)
 # fmt: on
 
 
@@ -98,11 +126,24 @@ def drive(seed: int, steps: int = 24, after_each: Callable[[Any], object] = id) 
         elif generator.active:
             job = generator.active.pop(drawn.randrange(len(generator.active)))
             table.deallocate_pages(job.allocated_pages)
-        after_each(table)
+        after_each(seen(table))
     for job in list(itertools.chain(generator.active)):
         generator.active.remove(job)
         table.deallocate_pages(job.allocated_pages)
-    after_each(table)
+    after_each(seen(table))
+
+
+def seen(table: Any) -> list[Any]:
+    """Its pages and those of its jobs, without objects that name each other."""
+    names = ("page_index", "phash", "prev_hash", "ref_count", "access_serial", "kv_position", "can_revert")
+    pages = [[getattr(page, name) for name in names] for page in table.all_pages]
+    tables = table.referenced_pages, table.unreferenced_pages
+    listed = [[page.page_index for page in part.values()] for part in tables]
+    jobs = [
+        [[page.page_index for page in job.allocated_pages], job.page_hashes, job.block_index_tensor, job.kv_position]
+        for job in running(table)
+    ]
+    return [str(pages), listed, [str(key) for key in table.unreferenced_pages], str(jobs), table.metrics]
 
 
 DECLARED: dict[str, dict[str, Any]] = {"full": {}}

@@ -30,32 +30,67 @@ SCHEDULER: dict[int, Any] = {}
 INPUTS = "seq_length history_lengths num_ignored_history local_adapter_ids model_metas"
 
 
-def tokens(step: Any) -> Any:
-    """The token of each row, which lies along the second axis."""
-    return step.model_inputs.input_ids[0]
+AXES = {"model_inputs.input_ids": 1, "model_inputs.mrope_pos_ids": 1}
+SAYS: dict[Any, Callable[[Any], Any]] = {
+    "model_inputs.input_ids": lambda seq: seq.ids[-1:],
+    "model_inputs.seq_length": lambda seq: 1,
+    "model_inputs.history_lengths": lambda seq: seq.length,
+    "model_inputs.block_offsets": lambda seq: blocks_of(seq)[: seq.length // BLOCK + 1],
+    "model_inputs.num_ignored_history": lambda seq: seq.ignored,
+    "model_inputs.local_adapter_ids": lambda seq: seq.adapter,
+    "model_inputs.model_metas": lambda seq: {"sequence": seq.number},
+    "model_inputs.mrope_pos_ids": lambda seq: [seq.length] * 3,
+    "stopping_criteria.num_appendable_ids": lambda seq: seq.limit - (len(seq.ids) - seq.prompt),
+    "sampling_delta.num_ignore_eos": lambda seq: seq.least - (len(seq.ids) - seq.prompt),
+    "sampling_delta.random_offsets": lambda seq: len(seq.ids),
+}
+"""What each column holds of a sequence, as the scheduler knows it."""
 
 
-def rope_positions(step: Any) -> Any:
-    """The positions of each row, which lie along the second axis."""
-    return step.model_inputs.mrope_pos_ids.T
+def count(step: Any) -> int:
+    """How many sequences there are."""
+    parts = (step.model_inputs, "seq_length"), (step.stopping_criteria, "num_appendable_ids")
+    return max((len(getattr(part, name)) for part, name in parts if part is not None), default=0)
 
 
-def history(step: Any) -> list[int]:
-    """How many tokens each sequence has in the cache, as the scheduler knows it."""
-    return [SCHEDULER[slot].length for slot in step.model_inputs.state_offsets.tolist()]
+def missing(step: Any) -> list[str]:
+    """Parts that are not there while there are sequences."""
+    return [name for name in ("model_inputs", "stopping_criteria", "sampling_delta") if getattr(step, name) is None]
+
+
+def running(step: Any) -> list[Any]:
+    """The sequence of each row, by the slot of its state."""
+    if step.model_inputs is None:
+        return [None] * count(step)
+    return [SCHEDULER[slot] for slot in step.model_inputs.state_offsets.tolist()]
+
+
+def total(step: Any) -> int:
+    """The entries of the cache that the next step reads."""
+    return sum(seq.length + 1 for seq in running(step))
+
+
+def all_tokens(step: Any) -> Any:
+    """The tokens of each row, wherever in it they stand: `merge_sampling_delta` puts them at its beginning."""
+    return None if step.sampling_delta is None else step.sampling_delta.all_ids.sort(1).values
+
+
+ALIGNED = "sampling_delta.all_ids"
+"""As logits processors read it, from its end: as released they find other tokens there, once lengths differ."""
 
 
 # fmt: off
-def declare(**options: Any) -> Watched:
+def declare(ids: Any = all_tokens, **options: Any) -> Watched:
     """The declaration."""
     return watch(
-        ARStepInputs, after=["merge_prefill", "reindex", "step_decode"],
-        num_rows=lambda s: 0 if s.model_inputs is None else len(s.model_inputs.seq_length),
-        key="model_inputs.state_offsets", moves=["reindex"],
-        pairs=[(history, "model_inputs.history_lengths")],
-        rows=[*(f"model_inputs.{name}" for name in INPUTS.split()), tokens, rope_positions,
-              "stopping_criteria.num_appendable_ids", "sampling_delta.num_ignore_eos", "sampling_delta.random_offsets"],
-        derived={"model_inputs.sum_kv_seqlen": lambda s: int((s.model_inputs.history_lengths + 1).sum())},
+        ARStepInputs, after=["merge_prefill", "reindex", "step_decode"], key=running, axis=AXES, moves=["reindex"],
+        num_rows=count,
+        rows=["model_inputs.state_offsets"],
+        from_requests={**SAYS, ids: lambda seq: seq.ids},
+        upto={ids if isinstance(ids, str) else "all_tokens": lambda s: [-len(seq.ids) for seq in running(s)],
+              "model_inputs.block_offsets": lambda s: [seq.length // BLOCK + 1 for seq in running(s)]},
+        derived={missing: lambda _: [], "model_inputs.sum_kv_seqlen": total},
+        implied={"model_inputs.max_kv_seqlen": lambda s: max(seq.length for seq in running(s)) + 1},
         **options)
 # fmt: on
 

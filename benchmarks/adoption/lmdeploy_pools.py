@@ -42,6 +42,28 @@ def free_blocks(scheduler: Any) -> Any:
     return allocator._free_blocks[allocator._num_blocks - allocator._free_count :]
 
 
+def physical_free(scheduler: Any) -> list[int]:
+    """The blocks of memory that can be handed out."""
+    physical = scheduler.block_manager.allocator._gpu_allocator
+    return sorted(physical._free_blocks[physical._num_blocks - physical._free_count :].tolist())
+
+
+def physical_unused(scheduler: Any) -> list[int]:
+    """The blocks of memory that no block with a holder is mapped to."""
+    memory = scheduler.block_manager.allocator._log_mem
+    return sorted(set(range(BLOCKS)) - set(memory.phy_map[memory.ref_count > 0].tolist()))
+
+
+def alive(scheduler: Any) -> list[int]:
+    """The sequences that the scheduler knows."""
+    return sorted(sequence.seq_id for sequence in all_sequences(scheduler))
+
+
+def in_sessions(scheduler: Any) -> list[int]:
+    """The sequences of all sessions."""
+    return sorted(number for session in scheduler.sessions.values() for number in session.sequences)
+
+
 # fmt: off
 def declare(**options: Any) -> WatchedPool:
     """The declaration."""
@@ -49,7 +71,10 @@ def declare(**options: Any) -> WatchedPool:
         module.Scheduler, after=["schedule", "schedule_running", "end_session", "stop_session"],
         holders=lambda s: [*(seq.logical_blocks.get_real_blocks() for seq in all_sequences(s)), *in_trie(s)],
         free=free_blocks, references=lambda s: dict(enumerate(s.block_manager.allocator._log_mem.ref_count.tolist())),
-        num_pages=BLOCKS, **options)
+        num_pages=BLOCKS, page_size=BLOCK,
+        lengths=lambda s: [seq.num_history_ids if seq.status.name == "RUNNING" else 0 for seq in all_sequences(s)],
+        counters={physical_free: physical_unused, alive: in_sessions},
+        **options)
 # fmt: on
 
 

@@ -31,9 +31,14 @@ from benchmarks.peers.installed import PeerError
 ENGINES = ("tgi", "lmdeploy", "vllm_mrv2", "lmdeploy_pools", "exllamav3")
 
 
+def said(report: str | None) -> str | None:
+    """The code and the problem of a report, without whose row it is."""
+    return None if report is None else report.partition(":")[2].partition(": request")[0].strip()
+
+
 def sweep_of(engine: Any, *, seeds: int) -> dict[str, Any]:
     """The deletions that change the state of an engine, and which way of its declarations reports each."""
-    deletions.MOST_SECONDS = 2
+    deletions.MOST_SECONDS = 1
     with checks("full"):
         rows = judge(engine, seeds=seeds)
     silent = [row for row in rows if row["silent"]]
@@ -49,7 +54,7 @@ def sweep_of(engine: Any, *, seeds: int) -> dict[str, Any]:
         "found": {way: sum(row[way] is not None for row in counted) for way in engine.DECLARED},
         "list": [
             {"statement": f"{row['class']}.{row['method']}: {row['text']}"}
-            | {way: None if row[way] is None else row[way].partition(":")[2].strip()[:80] for way in engine.DECLARED}
+            | {way: said(row[way]) for way in engine.DECLARED}
             for row in counted
         ],
     }

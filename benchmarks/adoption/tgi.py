@@ -29,13 +29,19 @@ module.get_speculate.__globals__["set_speculate"](0)
 module.get_adapter_to_index = lambda: {"lora": 1}
 BLOCK = 4
 
-LISTS = "prefix_offsets read_offsets all_input_ids stopping_criterias prefilling_mask prefill_logprob_tokens"
+LISTS = "prefix_offsets read_offsets stopping_criterias prefilling_mask prefill_logprob_tokens"
+TWINS = ("cache_lengths", "input_lengths", "prompt_lengths", "top_n_tokens")
 CHOOSER = "seeds do_sample fsm_grammar_states grammars grammar_types"
+
+
+def tensor_of(function: Callable[[Any], list[int]], dtype: Any = torch.int64) -> Callable[[Any], Any]:
+    """A derived tensor."""
+    return lambda batch: torch.tensor(function(batch), dtype=dtype)
 
 
 def slot_numbers(batch: Any) -> list[int]:
     """The entry of `slots` that each request writes next."""
-    return [int(start) + length for start, length in zip(batch.cu_slots[:-1], batch.cache_lengths, strict=True)]
+    return [start + length for start, length in zip(slot_starts(batch), batch.cache_lengths, strict=False)]
 
 
 def all_slots(batch: Any) -> list[int]:
@@ -48,19 +54,45 @@ def slot_starts(batch: Any) -> list[int]:
     return list(itertools.accumulate((len(table) * BLOCK for table in batch.block_tables), initial=0))
 
 
+def adapters(batch: Any) -> list[int]:
+    """The number of each request's adapter."""
+    return [int(request.adapter_id == "lora") for request in batch.requests]
+
+
+def segments(batch: Any) -> list[int]:
+    """Where runs of one adapter begin, and where the last one ends."""
+    return list(module.find_segments(adapters(batch))[0])
+
+
+def needed(batch: Any) -> Any:
+    """The length that the longest request may get."""
+    return max(
+        n + limit.max_new_tokens for n, limit in zip(batch.prompt_lengths, batch.stopping_criterias, strict=True)
+    )
+
+
 # fmt: off
 def declare(**options: Any) -> Watched:
     """The declaration."""
     return watch(
         Batch, after=["filter", "concatenate"], num_rows=len, key="requests", moves=["filter", "concatenate"],
-        pairs=[(name, f"{name}_tensor") for name in ("cache_lengths", "input_lengths", "prompt_lengths",
-                                                     "top_n_tokens")],
-        rows=[*LISTS.split(), "input_ids", "position_ids", *(f"next_token_chooser.{name}" for name in CHOOSER.split())],
+        pairs=[*((name, f"{name}_tensor") for name in TWINS),
+               ("block_tables", "block_tables_tensor"), ("all_input_ids", "all_input_ids_tensor"),
+               (slot_numbers, "slot_indices", "relative"), (adapters, "adapter_meta.adapter_indices"),
+               ("cache_lengths", "position_ids"), (lambda b: [ids[-1] for ids in b.all_input_ids], "input_ids")],
+        rows=[*LISTS.split(), *(f"next_token_chooser.{name}" for name in CHOOSER.split())],
+        upto={"block_tables": lambda b: [len(table) for table in b.block_tables],
+              "all_input_ids": lambda b: [len(ids) for ids in b.all_input_ids]},
+        when={"prefill_logprob_tokens": None},
         derived={"requests_idx_mapping": lambda b: {request.id: row for row, request in enumerate(b.requests)},
                  "num_blocks": lambda b: sum(map(len, b.block_tables)),
                  "max_blocks": lambda b: max(map(len, b.block_tables)),
-                 "slot_indices": slot_numbers, "slots": all_slots, "cu_slots": slot_starts,
-                 "prefilling": lambda b: any(b.prefilling_mask)},
+                 "max_input_length": lambda b: max(b.input_lengths),
+                 "slots": tensor_of(all_slots), "cu_slots": tensor_of(slot_starts),
+                 "prefilling": lambda b: any(b.prefilling_mask), "adapter_meta.adapter_set": lambda b: set(adapters(b)),
+                 "adapter_meta.adapter_segments": tensor_of(segments, torch.int32)},
+        implied={"max_current_length": lambda b: max(map(sum, zip(b.cache_lengths, b.input_lengths, strict=True))),
+                 "all_input_ids_tensor.shape.1": needed},
         **options)
 # fmt: on
 

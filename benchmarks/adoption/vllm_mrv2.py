@@ -4,15 +4,18 @@ Rows stay where they are; what changes is staged and applied once a step; block 
 runner below calls them as `GPUModelRunner` does, which cannot be made without a model. The kernels are written here.
 """
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from batchstate.watch import Watched, watch
+from batchstate.watch import POISON, watch, watch_log
 from benchmarks.adoption.placeholders import stand_in
 
 stand_in()
@@ -103,26 +106,74 @@ class Runner:
             self.req_states.last_sampled_tokens[row] = hash(name) % 7
 
 
-def owners(runner: Any) -> list[Any]:
-    """The request of each row."""
-    return [runner.req_states.index_to_req_id.get(row) for row in range(ROWS)]
+STAGED = "req_states.total_len req_states.all_token_ids req_states.num_computed_tokens"
 
 
-HOST_AND_DEVICE = "temperature top_k top_p min_p seeds"
+def tables(runner: Any) -> list[Any]:
+    """The block table of each group."""
+    logs: list[Any] = runner.block_tables.block_tables
+    return logs
+
+
+def blocks_in(group: int, runner: Any) -> Any:
+    """How many blocks each row has."""
+    return runner.block_tables.num_blocks.np[group]
+
+
+def unapplied(runner: Any) -> list[str]:
+    """Logs with writes that have not been applied."""
+    logs = [
+        (name, getter(runner)) for name, getter in zip(STAGED.split(), map(attrgetter, STAGED.split()), strict=True)
+    ]
+    logs += [("block_tables", table) for table in tables(runner)]
+    return [name for name, log in logs if log._staged_write_indices]
+
+
+PARTS = ("indices", "starts", "contents", "cu_lens", "max_len")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
 
 # fmt: off
-def declare(**options: Any) -> Watched:
-    """The declaration."""
-    return watch(
-        Runner, after=["execute_model"], num_rows=lambda _: ROWS, key=owners, buffers=True,
-        pairs=[*((f"sampling_states.{name}.np", f"sampling_states.{name}.gpu") for name in HOST_AND_DEVICE.split()),
-               ("req_states.prompt_len.np", "req_states.prompt_len.gpu"),
-               ("req_states.prefill_len.np", "req_states.prefill_len.gpu"),
+def declare(**options: Any) -> contextlib.ExitStack:
+    """The declaration: of the states, and of the logs of staged writes."""
+    sides = [("req_states.prompt_len", ".np", ".gpu"), ("req_states.prefill_len", ".np", ".gpu"),
+             *((f"sampling_states.{name}", ".np", ".gpu") for name in SAMPLING)]
+    columns = [name + side for name, *ends in sides for side in ends]
+    alone = ["req_states.total_len.gpu", "req_states.all_token_ids.gpu", "req_states.max_seq_len",
+             "req_states.num_computed_prefill_tokens", "sampling_states.num_logprobs",
+             *(f"block_tables.block_tables.{group}.gpu" for group in (0, 1))]
+    watches = contextlib.ExitStack()
+    watches.enter_context(watch(
+        Runner, after=["execute_model"], moves=["finish_requests"], num_rows=lambda _: ROWS, buffers=True,
+        key="req_states.index_to_req_id",
+        pairs=[*((name + host, name + device) for name, host, device in sides),
+               ("block_tables.num_blocks.np", "block_tables.num_blocks.gpu"),
                ("req_states.num_computed_tokens_np", "req_states.num_computed_tokens.gpu", "upper_bound")],
-        rows=["req_states.max_seq_len", "sampling_states.num_logprobs", "sampling_states.seeds_set"],
-        derived={"req_states.index_to_req_id": lambda r: {row: n for n, row in r.req_states.req_id_to_index.items()}},
-        **options)
+        rows=[*alone, "sampling_states.seeds_set"],
+        axis={"block_tables.num_blocks.np": 1, "block_tables.num_blocks.gpu": 1},
+        upto={"req_states.all_token_ids.gpu": "req_states.prefill_len.np",
+              **{f"block_tables.block_tables.{group}.gpu": partial(blocks_in, group)
+                 for group in (0, 1)}},
+        vacant=dict.fromkeys(
+            [*columns, *alone, "req_states.num_computed_tokens_np", "req_states.num_computed_tokens.gpu",
+             "block_tables.num_blocks.np", "block_tables.num_blocks.gpu"], POISON),
+        derived={"req_states.index_to_req_id": lambda r: {row: n for n, row in r.req_states.req_id_to_index.items()},
+                 "req_states.free_indices": free_rows, unapplied: lambda _: []},
+        **options))
+    if not options:
+        watches.enter_context(watch_log(
+            StagedWriteTensor, apply=["apply_write", (buffers.FusedStagedWriter, "apply")], device="gpu",
+            staged=[f"_staged_write_{part}" for part in PARTS],
+            stage={"stage_write": lambda index, start, x: (index, start, x),
+                   "stage_write_elem": lambda index, x: (index, 0, [x])}))
+    return watches
+
+
+def free_rows(runner: Any) -> list[int]:
+    """The rows that no request has, in the order in which they were freed."""
+    states, taken = runner.req_states, runner.req_states.index_to_req_id
+    listed = [row for row in states.free_indices if row not in taken]
+    return listed + [row for row in range(ROWS) if row not in taken and row not in listed]
 # fmt: on
 
 
