@@ -68,7 +68,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_300),
-    "watch": (("watch",), 2_400),
+    "watch": (("watch",), 2_960),
     "races": (("races",), 9_500),
     "fuzz tools": (("testing",), 4_010),
     "command line": (("cli", "__main__"), 530),
@@ -84,14 +84,15 @@ say of which dtype they are the bits, and for a stream that is asked whether it 
 transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of tokens,
 and ranks that compare what they hold. Fuzz tools had 2,700: 1,310 are the exact model with its oracle, verifier, driver
 and shrinker. Races had 8,500: 760 are for operators that wait in the middle, for storages, pinned memory and numpy as
-torch uses them, for one format of findings, and for values that an earlier owner or step has left.
+torch uses them, for one format of findings, and for values that an earlier owner or step has left. The watch had 2,400:
+560 are for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines.
 """
 
-MOST_LINES, MOST_FILES = 42_420, 147
+MOST_LINES, MOST_FILES = 42_990, 149
 BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning."""
-OTHER_TESTS = 41_600
+OTHER_TESTS = 42_300
 
 MOST_FLOORS = 12
 

@@ -12,6 +12,7 @@ import attrs
 import numpy as np
 import torch
 
+from batchstate.errors import BatchStateError
 from batchstate.runtime import Runtime, Stream, open_runtime
 from batchstate.runtime.base import Download
 from batchstate.watch.declaration import CallSite, Declaration, Pair
@@ -88,16 +89,26 @@ class Audit:
             self._hooked.count("skipped")
             return
         declared, read = self._declared, dict[str, Any]()
-        hosts, parts, counted = [], [], bool(declared.upto)
-        for pair, host, device in declared.sides(batch, n):
+        hosts, parts, counted, failing = [], [], bool(declared.upto), None
+        sides = declared.sides(batch, n)
+        while True:
+            try:
+                pair, host, device, whole = next(sides)
+            except StopIteration:
+                break
+            except BatchStateError as error:  # the others are sampled
+                failing = error
+                break
             if isinstance(device, torch.Tensor):
                 counts = declared.counts_of(pair, batch, n) if counted else None
                 if pair.host not in read:
-                    read[pair.host] = copy_of(entries_of(host, n))
+                    read[pair.host] = copy_of(entries_of(host, None if whole else n))
                 hosts.append((pair, read[pair.host], counts))
-                parts.append(device if device.shape[0] == n else device[:n])
+                parts.append(device if whole or device.shape[0] == n else device[:n])
                 if isinstance(counts, torch.Tensor):
                     parts.append(counts)
+        if failing is not None:
+            self._hooked.report(failing)
         if not parts:
             return
         if lane is None:
@@ -145,7 +156,7 @@ class Audit:
         landed = zip(sample.download.resolve(), sample.device_types, strict=True)
         arrays = (array_from(packed, dtype, shape) for packed, (dtype, shape) in landed)
         for pair, host, counts in sample.hosts:
-            device = next(arrays)
+            device: Any = next(arrays)
             if counts is not None:
                 counts = next(arrays) if isinstance(counts, torch.Tensor) else counts
                 host, device = without_tails(host, counts), without_tails(device, counts)

@@ -45,6 +45,7 @@ class Watched(Hooked):
         self.cls = cls
         self.declared = declared
         self._audit = None if lag is None else Audit(declared, self, lag, runtime)
+        self._unsettled: dict[int, list[Rows]] = {}  # moves that the engine applies later, by the batch's identity
 
     def __repr__(self) -> str:
         return f"Watched({self.name}, {'active' if self.active else 'stopped'}, {self.counters.calls} calls)"
@@ -70,9 +71,18 @@ class Watched(Hooked):
         return WatchedSpec(self.declared, {**defaults, **calls})
 
     def stop(self) -> None:
-        """Takes the hooks away, and lets go of the requests that were checked last."""
+        """Takes the hooks away, lets go of the requests that were checked last, and at `full` prints `undeclared`."""
         super().stop()
         self.declared.forget()
+        if levels.full and (names := self.undeclared()):
+            print(f"{self!r}: as long as the batch in every call, and not declared: {', '.join(names)}")
+
+    def undeclared(self) -> list[str]:
+        """Attributes whose length followed `num_rows` in every call at `full`, and that no argument names.
+
+        Those of the batch, and of objects through which declared paths lead. Empty until batches had two lengths.
+        """
+        return self.declared.undeclared()
 
     def flush(self) -> None:
         """Waits for the samples of this thread that are under way, and compares them."""
@@ -98,6 +108,7 @@ class Watched(Hooked):
         began, ended = f"before {name}", f"after {name}"
         added = declared.adds.get(name)
         moving = added is not None or name in declared.moves
+        settling = {column for column, method in declared.settled.items() if method == name}
 
         def run(
             step: int, due: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -125,7 +136,15 @@ class Watched(Hooked):
                 if full and moving:
                     subjects = _objects(cls, (*args, *kwargs.values()))
                     kept = self.ask(began, declared.before, subjects, added)
-                result = function(*args, **kwargs)
+                try:
+                    result = function(*args, **kwargs)
+                except Exception as error:
+                    if after and checked:
+                        raised = CallSite(
+                            self.name, f"{ended}, which raised {type(error).__name__}", step, report, since
+                        )
+                        self.ask(raised.operation, declared.check, subject, raised, full=full)
+                    raise
                 outs = [subject] if result is None else _objects(cls, (result,)) or [subject]
                 for out in outs if checked or (after and outs[0] is not None) else ():
                     checked, now = True, None
@@ -136,6 +155,12 @@ class Watched(Hooked):
                             self.ask(ended, audit.sample, out, site, step)
                     if kept:
                         self.ask(ended, declared.check_kept, kept, out, added, site, whole=after, now=now)
+                        if declared.settled and added is None:
+                            self._unsettled.setdefault(id(out), kept)
+                    if settling and (moved := self._unsettled.pop(id(out), None)) is not None:
+                        self.ask(ended, declared.check_kept, moved, out, None, site, whole=True, only=settling)
+                    if full and declared.vacant:
+                        self.ask(ended, declared.poison, out)
                 return result
             finally:
                 self.leave(subject, checked=checked, compared=full and (compared or site.compared))
@@ -186,12 +211,17 @@ def watch(
     key: Name | None = None,
     moves: Collection[Hook] = (),
     adds: Mapping[str, Mapping[Name, int]] | None = None,
-    when: Mapping[str, Name] | None = None,
+    when: Mapping[str, Name | None] | None = None,
     upto: Mapping[str, Name] | None = None,
     buffers: bool = False,
     indices: Mapping[str, Name | None] | None = None,
-    derived: Mapping[str, Get] | None = None,
+    derived: Mapping[Any, Get] | None = None,
     implied: Mapping[str, Get] | None = None,
+    from_requests: Mapping[Name, Get] | None = None,
+    vacant: Mapping[str, Any] | None = None,
+    axis: Mapping[str, int] | None = None,
+    made_from: Mapping[str, Iterable[Name]] | None = None,
+    settled: Mapping[str, str] | None = None,
     on_violation: OnViolation = "raise",
     every: int = 1,
     lag: int | None = None,
@@ -210,20 +240,33 @@ def watch(
             `(class or module, "name")` for functions elsewhere that take the batch as an argument.
         before: methods before which it is checked.
         pairs: `(host, device)` columns that are one value, or `(host, device, "upper_bound")`. Their dtypes may differ,
-            and a column may be in several pairs.
+            and a column may be in several pairs. Lists of unequal length may stand beside a padded tensor. With
+            `"relative"` in the third place the entries depend on the row: `moves` does not ask that they are kept.
         rows: further columns with one entry per request: tensors, arrays, lists, or dictionaries from row to entry.
-        key: the column with the request of each row: ids, or request objects; None is a row without a request.
+        key: the column with the request of each row: ids, or request objects, or a dictionary from row to request. A
+            row whose request is None, or not in the dictionary, has none: pairs are not compared there.
         moves: methods that move rows and change no entry. At `full` each request has to have what it had; of methods
             that are not in `after`, the device sides of pairs may come later.
         adds: method -> column -> the number that the method adds to each entry of it, compared at `full`. A function of
             the batch that is not in `rows` is called before and after this method alone.
-        when: column -> condition under which it is valid; without it the column and its pairs are left alone.
-        upto: column -> how many entries of each row count, on both sides of a pair; entries behind are garbage.
+        when: column -> condition under which it is valid; without it the column and its pairs are left alone. None says
+            that the column may be None at any time; else `moves` reports one that had entries and is None.
+        upto: column -> how many entries of each row count, on both sides of a pair; entries behind are garbage, and
+            widths may change. A negative number counts from the end of the row.
         buffers: tensors and arrays are longer than the batch, and their first `num_rows` rows count.
         indices: column of row numbers of this batch -> a column of flags that says which rows they are, or None if only
             their range is known.
-        derived: column -> the function that computes it from the rows. None is never wrong.
+        derived: value, a path or a function -> the function that computes it from the rows. None is never wrong.
         implied: column -> its least value: a flag may be set without need, a maximum too large.
+        from_requests: column -> a function of a request that gives its entry; None if it says nothing of it.
+            Compared as a pair is; the function's value may be a list beside a padded row.
+        vacant: column -> what its rows hold that have no request, or whose request says None in `from_requests`: a
+            value, or `POISON`. Then, at `full`, rows without a request are overwritten after each hooked method, and
+            a request whose row still holds that is reported as ROW_UNWRITTEN. Not for flags.
+        axis: column -> the axis along which its rows lie, if it is not the first.
+        made_from: value, such as metadata of a step -> the columns that it was made from: at `full` they have to be
+            what they were when it was made, or changed in place.
+        settled: column -> the method after which moves have been applied to it, if they are recorded and applied later.
         on_violation: `raise`, `log` (once for each place), or a function that gets the violation.
         every: check every n-th call of each method, beginning with the first.
         lag: for production. Pairs are compared at every level but `off`, without a wait: the device sides are packed
@@ -234,7 +277,6 @@ def watch(
 
     Raises:
         ArgumentError: a method does not exist, or the declaration contradicts itself.
-        DeclarationError: a method is watched already.
     """
     name = cls.__name__
     ends, begins = hooks_of(name, cls, after, "after"), hooks_of(name, cls, before, "before")
@@ -257,11 +299,23 @@ def watch(
         implied=implied,
         moves=moving,
         adds=adds,
+        from_requests=from_requests,
+        vacant=vacant,
+        axis=axis,
+        made_from=made_from,
+        settled=settled,
     )
     if lag is not None and lag < 1:
         raise ArgumentError(f"watch of {name}: expected lag=1 or more, got {lag!r}", lag, "1 compares at the next call")
+    if lag is not None and not (declared.pairs or declared.derived):
+        problem = f"watch of {name}: lag={lag} compares pairs and derived tensors, and none is declared"
+        raise ArgumentError(problem, lag, "name them in `pairs`, `from_requests` or `derived`, or leave out `lag`")
     watched = Watched(cls, declared, on_violation, every, lag, runtime)
     hooks = [*begins, *ends, *movers]
+    for column, method in (settled or {}).items():
+        if method not in [end for _, end in ends]:
+            problem = f"watch of {name}: {column!r} is settled by {method!r}, which is not in `after`"
+            raise ArgumentError(problem, method, "name it in `after`: its moves are compared there")
     watched.install(cls, {hook: watched.around(hook[1], hook in begins, hook in ends) for hook in hooks})
     return watched
 
@@ -289,7 +343,6 @@ def audit(
 
     Raises:
         ArgumentError: it has no such operation.
-        DeclarationError: it is audited already.
     """
     batches: Any = cls  # by its public names: without the import, watching loads nothing of the state
     contracts = {name: getattr(column, "contract", None) for name, column in batches.columns().items()}

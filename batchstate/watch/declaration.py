@@ -16,7 +16,8 @@ from batchstate.errors import ArgumentError, BatchStateError, DeclarationError, 
 from batchstate.invariants import Invariant, times_checked
 from batchstate.violations import Code, Violation, Where
 from batchstate.watch._requests import AnswerGroup, OverRequests, RequestAnswers
-from batchstate.watch.paths import Get, Name, Path, Reader, all_of, failed, getter
+from batchstate.watch._vacant import POISON, poison, poisoned
+from batchstate.watch.paths import Along, Get, Name, Path, Reader, all_of, failed, getter
 from batchstate.watch.snapshots import (
     PLAIN_KEYS,
     Array,
@@ -26,16 +27,22 @@ from batchstate.watch.snapshots import (
     address_range,
     alike,
     array_of,
+    beside,
     copy_of,
     dtype_of,
     entries_of,
     keys_of,
     picked,
     rows_of,
+    widened,
+    width_of,
     without_tails,
 )
 
 _DERIVED_STALE, _ROW_KEPT = Code.DERIVED_STALE, Code.ROW_KEPT
+
+MOST_IDLE, MOST_STAMPS = 32, 16
+"""Checks in which a bound may change without its device side; values whose sources are remembered."""
 
 ASK_DERIVED = 8
 """Requests of a batch per call at `cheap` without a check of derived values, and at least four calls: each such check
@@ -46,12 +53,17 @@ are one check together."""
 @final
 @attrs.frozen(eq=False)
 class Pair:
-    """Two columns that are one value: a name for reports, both sides, and whether the host side may be larger."""
+    """Two columns that are one value: a name for reports, both sides, and whether the host side may be larger.
+
+    Attributes:
+        kept: whether an operation that moves rows keeps the entries; not if they are relative to the row.
+    """
 
     name: str
     host: str
     device: str
-    bound: bool
+    bound: bool = False
+    kept: bool = True
 
 
 @final
@@ -140,16 +152,22 @@ class Declaration:
         pairs: Iterable[Sequence[Any]] = (),
         rows: Iterable[Name] | Mapping[str, Get] = (),
         key: Name | None = None,
-        when: Mapping[str, Name] | None = None,
+        when: Mapping[str, Name | None] | None = None,
         upto: Mapping[str, Name] | None = None,
         buffers: bool = False,
         indices: Mapping[str, Name | None] | None = None,
-        derived: Mapping[str, Get] | None = None,
+        derived: Mapping[Any, Get] | None = None,
         implied: Mapping[str, Get] | None = None,
         moves: Collection[str] = (),
         adds: Mapping[str, Mapping[Name, int]] | None = None,
+        from_requests: Mapping[Name, Get] | None = None,
+        vacant: Mapping[str, Any] | None = None,
+        axis: Mapping[str, int] | None = None,
+        made_from: Mapping[str, Iterable[Name]] | None = None,
+        settled: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
+        self._axis = dict(axis or {})
         self.buffers = buffers
         self.moves = frozenset(moves)
         self.columns: dict[str, Get] = {}
@@ -157,6 +175,8 @@ class Declaration:
         self.pairs = [self._pair(pair) for pair in pairs]
         for row_column in list(rows.items()) if isinstance(rows, Mapping) else rows:
             self._column(row_column)
+        self.vacant, self.settled = dict(vacant or {}), dict(settled or {})
+        self._said = {column: self._from_requests(column, says) for column, says in (from_requests or {}).items()}
         self._usual = frozenset(self.columns)
         self.adds = {
             method: {name if isinstance(name, str) else self._column(name): add for name, add in columns.items()}
@@ -166,7 +186,7 @@ class Declaration:
         counts = {count for count in upto.values() if count in self.columns}
         self.pairs.sort(key=lambda pair: not counts & {pair.host, pair.device})
         self.columns = dict(sorted(self.columns.items(), key=lambda column: column[0] not in counts))
-        self._named = {name: get for name, get in self.columns.items() if isinstance(get, attrgetter | Path)}
+        self._named = {name: get for name, get in self.columns.items() if isinstance(get, attrgetter | Path | Along)}
         self._functions = {name: get for name, get in self.columns.items() if name not in self._named}
         self._paired = frozenset(name for pair in self.pairs for name in (pair.host, pair.device))
         self._read_all, self._read_named = self._reader_of(self._usual), Reader(self._named)
@@ -174,13 +194,15 @@ class Declaration:
         self._read_added = {frozenset(columns): self._reader_of(columns) for columns in self.adds.values()}
         self.num_rows = getter(num_rows)
         self.key = None if key is None else getter(key)
-        self.when = {name: _truth(getter(condition)) for name, condition in (when or {}).items()}
+        self.optional = frozenset(name for name, condition in (when or {}).items() if condition is None)
+        conditions = {name: condition for name, condition in (when or {}).items() if condition is not None}
+        self.when = {name: _truth(getter(condition)) for name, condition in conditions.items()}
         self.upto = {name: getter(count) for name, count in upto.items()}
         self.indices = {
             name: (getter(name), flags if flags is None else getter(flags)) for name, flags in (indices or {}).items()
         }
         self.derived = [
-            _Derived(name, getter(name), want, bound)
+            _Derived(name if isinstance(name, str) else name.__name__, getter(name), want, bound)
             for bound, wants in ((False, derived), (True, implied))
             for name, want in (wants or {}).items()
         ]
@@ -196,10 +218,21 @@ class Declaration:
         self._counted_on_device = frozenset(name for name, count in upto.items() if count in sides)
         self._unread: list[tuple[str, str | None, Name | None]] = [
             ("key", None, key),
-            *((f"when[{name!r}]", name, condition) for name, condition in (when or {}).items()),
+            *((f"when[{name!r}]", name, condition) for name, condition in conditions.items()),
             *((f"upto[{name!r}]", name, count) for name, count in upto.items()),
             *((f"indices[{name!r}]", None, path) for name, flags in (indices or {}).items() for path in (name, flags)),
         ]
+        self._relative = frozenset(side for pair in self.pairs if not pair.kept for side in (pair.host, pair.device))
+        self._relative -= {side for pair in self.pairs if pair.kept for side in (pair.host, pair.device)}
+        self._said_hosts = frozenset(pair.host for pair in self._said.values())
+        self._relative |= self._said_hosts
+        self.made_from = {
+            name: (getter(name), [getter(source) for source in sources]) for name, sources in (made_from or {}).items()
+        }
+        self._stamps: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
+        self._idle_bounds: dict[str, tuple[int, Any, Any]] = {}
+        self._lengths = {name: False for name in (key, num_rows) if isinstance(name, str)}
+        self._row_counts: set[int] = set()
         self.dtypes: dict[str, Any] = {}
         self._turn = self._calls = 0
         self._last: tuple[weakref.ref[Any], Rows] | None = None
@@ -217,8 +250,19 @@ class Declaration:
             both = f"{self._declared[label]!r} and {column!r}"
             problem = f"watch of {self.name}: two columns are called {label!r}: {both}"
             raise ArgumentError(problem, label, "give a function a name of its own: ('label', function)")
-        self.columns[label] = getter(column)
+        self.columns[label] = Along(getter(column), self._axis[label]) if label in self._axis else getter(column)
         return label
+
+    def _from_requests(self, column: Any, says: Get) -> Pair:
+        label = self._column(column)
+
+        def wanted(batch: Any) -> list[Any]:
+            with _blaming(f"from_requests[{label!r}]"):
+                return [None if request is None else says(request) for request in self.requests(batch)]
+
+        host = self._column((f"requests' {label}", wanted))
+        self.pairs.append(pair := Pair(f"{host} / {label}", host, label))
+        return pair
 
     def _pair(self, pair: Sequence[Any]) -> Pair:
         parts = () if isinstance(pair, str) else tuple(pair)
@@ -226,11 +270,12 @@ class Declaration:
         if len(parts) not in (2, 3):
             problem = f"{of} (host, device) or (host, device, 'upper_bound'), got {pair!r}"
             raise ArgumentError(problem, pair, "name the host side first: pairs=[(host, device)]")
-        if parts[2:] not in ((), ("exact",), ("upper_bound",)):
-            problem = f"{of} with 'exact' or 'upper_bound' in its third place, got {pair!r}"
-            raise ArgumentError(problem, pair, one_of(("exact", "upper_bound"), parts[2]))
+        if parts[2:] not in ((), ("exact",), ("upper_bound",), ("relative",)):
+            problem = f"{of} with 'exact', 'upper_bound' or 'relative' in its third place, got {pair!r}"
+            raise ArgumentError(problem, pair, one_of(("exact", "upper_bound", "relative"), parts[2]))
         host, device = self._column(parts[0]), self._column(parts[1])
-        return Pair(f"{host} / {device}", host, device, parts[2:] == ("upper_bound",))
+        bound, relative = (parts[2:] == (option,) for option in ("upper_bound", "relative"))
+        return Pair(f"{host} / {device}", host, device, bound, not relative)
 
     def _of_both_sides(self, upto: Mapping[str, Name]) -> dict[str, Name]:
         """A pair is one value: the count of one side holds for the other, unless that has a count of its own."""
@@ -245,6 +290,11 @@ class Declaration:
         unknown = {
             "`when`": set(self.when) - set(self.columns),
             "`upto`": set(self.upto) - set(self.columns),
+            "`when`, as optional": self.optional - set(self.columns),
+            **{
+                f"`{argument}`": set(names) - set(self.columns)
+                for argument, names in (("axis", self._axis), ("vacant", self.vacant), ("settled", self.settled))
+            },
             **{f"`adds` of {method!r}": set(columns) - set(self.columns) for method, columns in self.adds.items()},
         }
         for argument, names in unknown.items():
@@ -252,8 +302,10 @@ class Declaration:
                 listed = ", ".join(sorted(names))
                 problem = f"watch of {self.name}: {listed} in {argument}, and not in `pairs` or `rows`"
                 raise ArgumentError(problem, listed, "name columns of `pairs` or of `rows`")
-        if (self.moves or self.adds or self._by_request) and self.key is None:
-            argument = "moves` or `adds" if self.moves or self.adds else "over_requests"
+        for_rows: list[tuple[str, Any]] = [("moves` or `adds", self.moves or self.adds), ("vacant", self.vacant)]
+        for_rows += [("over_requests", self._by_request), ("from_requests", self._said)]
+        if self.key is None and any(used for _, used in for_rows):
+            argument = next(name for name, used in for_rows if used)
             remedy = "name the column that says whose each row is, as the list of requests or of their ids"
             raise ArgumentError(f"watch of {self.name}: `{argument}` without `key`", None, remedy)
 
@@ -302,6 +354,8 @@ class Declaration:
             value = self.key(batch)
             if on_host and isinstance(value, torch.Tensor) and not value.is_cpu:
                 return []
+            if isinstance(value, Mapping):
+                return [value.get(row) for row in range(self.count(batch))]
             return list(value.tolist() if hasattr(value, "tolist") else value)
         except BatchStateError:
             raise
@@ -437,7 +491,7 @@ class Declaration:
         reader = self._read_all if full else self._read_named
         values = reader.read(batch)
         if not full:
-            self._check_lengths(zip(reader.names, values, strict=True), n, site)
+            self._check_lengths(zip(reader.names, values, strict=True), n, site, batch)
             if self._in_turn:
                 self._calls += 1
                 if self._calls >= 4 and self._calls >= n // ASK_DERIVED:
@@ -454,7 +508,7 @@ class Declaration:
                 apart = self._read_added[frozenset(names)]
                 added = zip(apart.names, apart.read(batch), strict=True)
                 read[1].extend([(name, value) for name, value in added if name not in self._usual])
-        self._check_lengths(read[1], n, site)
+        self._check_lengths(read[1], n, site, batch)
         for value in self._by_batch:
             self._check_derived(value, batch, site)
         now = self.snapshot(batch, n, names=wanted, read=read)
@@ -473,9 +527,15 @@ class Declaration:
             if pair.host in now.columns and pair.device in now.columns:
                 self._check_aliased(pair, raw[pair.host], raw[pair.device], site)
                 self.compare(pair, now.columns[pair.host], now.columns[pair.device], site, now.requests)
+        for name, value in self.vacant.items():
+            self._check_vacant(name, value, batch, n, site)
+        for name, (get, sources) in self.made_from.items():
+            self._check_stamp(name, get(batch), [copy_of(entries_of(source(batch))) for source in sources], site)
+        if n not in self._row_counts:
+            self._note_lengths(batch, n)
         return now
 
-    def _check_lengths(self, columns: Iterable[tuple[str, Any]], n: int, site: CallSite) -> None:
+    def _check_lengths(self, columns: Iterable[tuple[str, Any]], n: int, site: CallSite, batch: Any) -> None:
         dtype_before, buffers, tensor, array = self.dtypes.get, self.buffers, torch.Tensor, np.ndarray
         for name, value in columns:
             kind = type(value)
@@ -485,9 +545,9 @@ class Declaration:
                     continue
             elif value is None or (kind is list and len(value) == n):
                 continue
-            self._check_column(name, value, n, site)
+            self._check_column(name, value, n, site, batch)
 
-    def _check_column(self, name: str, value: Any, n: int, site: CallSite) -> None:
+    def _check_column(self, name: str, value: Any, n: int, site: CallSite, batch: Any) -> None:
         """Checks a column that `_check_lengths` did not see to be right at once."""
         if isinstance(value, Mapping):
             if value and max(value) >= n:
@@ -498,7 +558,9 @@ class Declaration:
             rows = len(value) if not has_dtype else value.shape[0] if value.ndim else -1
         except TypeError as error:
             raise failed(f"column {name!r}", error) from error
-        if rows != n and not (has_dtype and self.buffers and rows > n):
+        if rows != n and not (self.buffers and rows > n):
+            if not self.uses(name, batch):
+                return
             undeclared = has_dtype and name not in self.dtypes and rows > n
             hint = "; or, if columns are buffers longer than the batch, declare buffers=True" if undeclared else ""
             remedy = f"look in {site.suspects} for the line that treats {name!r}: every column moves with the "
@@ -571,11 +633,12 @@ class Declaration:
             return True
         name = repr(value.name)
         problem = f"{name} is not what follows from the rows"
-        remedy = f"{site.suspects} changes rows: let it compute {name} again, or set it to None"
+        remedy = f"{site.method}, or what ran since this was last checked, changes rows: let it compute {name} again, "
+        remedy += "or set it to None"
         if value.bound:
             problem, expected = f"{name} leaves out what the rows need", f"at least {expected}"
             remedy = f"{site.suspects} lets a request in that needs {name}: combine it with that of the others"
-        return _report_stale(site, value.name, problem, expected, actual, remedy)
+        return report_stale(site, value.name, problem, expected, actual, remedy)
 
     def _check_indices(self, name: str, get: Get, flags: Get | None, batch: Any, n: int, site: CallSite) -> None:
         try:
@@ -601,13 +664,27 @@ class Declaration:
             return
         problem = f"{name!r} names other rows than those that are meant"
         remedy = f"row numbers change when rows move: make {name!r} anew in {site.method}, or shift it on a merge"
-        _report_stale(site, name, problem, expected, actual.tolist(), remedy)
+        report_stale(site, name, problem, expected, actual.tolist(), remedy)
 
-    def sides(self, batch: Any, n: int) -> Iterator[tuple[Pair, Any, Any]]:
-        """Both sides of each pair in use, without those that are too short: ROW_COUNT reports them."""
-        values = dict(zip(self._read_paired.names, self._read_paired.read(batch), strict=True))
+    def sides(self, batch: Any, n: int) -> Iterator[tuple[Pair, Any, Any, bool]]:
+        """Both sides of each pair in use, without those that are too short: ROW_COUNT reports them.
+
+        Derived tensors beside what follows from the rows come behind; the last of each says that it has no rows.
+        """
+        try:
+            values: Any = dict(zip(self._read_paired.names, self._read_paired.read(batch), strict=True))
+        except BatchStateError:  # a column cannot be read: the pairs without it are compared
+            values = None
+        failing: BatchStateError | None = None
         for pair in self.pairs:
-            host, device = values[pair.host], values[pair.device]
+            try:
+                host, device = (
+                    self._reader_of([side]).read(batch)[0] if values is None else values[side]
+                    for side in (pair.host, pair.device)
+                )
+            except BatchStateError as error:
+                failing = error
+                continue
             if host is None or device is None:
                 continue
             if self.when and not (self.uses(pair.host, batch) and self.uses(pair.device, batch)):
@@ -617,7 +694,12 @@ class Declaration:
             except Exception as error:
                 raise failed(f"pair {pair.name}", error) from error
             if whole:
-                yield pair, host, device
+                yield pair, host, device, False
+        for value in self._by_batch:
+            if isinstance(actual := value.get(batch), torch.Tensor) and not value.bound:
+                yield Pair(value.name, value.name, value.name), value.want(batch), actual, True
+        if failing is not None:
+            raise failing
 
     def _check_aliased(self, pair: Pair, host: Any, device: Any, site: CallSite) -> None:
         ranges = address_range(host), address_range(device)
@@ -636,7 +718,13 @@ class Declaration:
         site.compared = True
         right = array_of(device)
         if isinstance(host, list):
-            left = np.array(host, dtype=right.dtype).reshape(right.shape[:1] if not host else -1, *right.shape[1:])
+            if right.dtype.kind == "O" and pair.host in self._said_hosts:
+                self._compare_objects(pair, host, right.tolist(), site, requests)
+                return
+            try:
+                left, right = beside(host, right)
+            except ValueError as error:
+                raise failed(f"pair {pair.name}", error) from error
         else:
             left = host
             if left.dtype != right.dtype:
@@ -644,6 +732,14 @@ class Declaration:
                     left, right = left.astype(np.int64), right.astype(np.int64)
                 elif left.dtype.kind == "f" and right.dtype.kind == "f":
                     left = left.astype(right.dtype)
+        if pair.host in self.upto:
+            width = max(width_of(left), width_of(right))
+            left, right = widened(left, width), widened(right, width)
+        if None in requests and left.shape == right.shape:
+            owned = np.array([request is not None for request in requests], bool)
+            left = np.where(owned.reshape(-1, *[1] * (left.ndim - 1)), left, right)
+        if pair.bound:
+            self._check_reached(pair, left, right, site)
         invariant: Invariant[...] = invariants.mirror_bound if pair.bound else invariants.mirror_equal
         if alike(left, right):
             times_checked[invariant.code] += 1
@@ -652,12 +748,104 @@ class Declaration:
         remedy += f"that changes {pair.host!r} or {pair.device!r} without the other"
         site.ask(invariant, left, right, names=requests, column=pair.name, remedy=remedy)
 
+    def _compare_objects(
+        self, pair: Pair, host: list[Any], device: list[Any], site: CallSite, requests: Sequence[Any]
+    ) -> None:
+        """Checks a list beside what requests say, but for rows without a request, or whose request says nothing."""
+        for row, (left, right) in enumerate(zip(host, device, strict=True)):
+            if (requests and requests[row] is None) or left is None or left is right or left == right:
+                continue
+            problem = f"{pair.device!r} differs from {pair.host!r} in row {row}"
+            problem += f": request {_shown(requests[row])}" if requests else ""
+            report_stale(site, pair.name, problem, left, right, f"look in {site.suspects} for who changes one alone")
+            return
+        times_checked[_DERIVED_STALE] += 1
+
+    def _check_reached(self, pair: Pair, host: Array, device: Array, site: CallSite) -> None:
+        """Checks that the device side of a bound moves at all: one that nobody writes is under each bound."""
+        idle, last_host, last_device = self._idle_bounds.get(pair.name, (0, None, None))
+        sides = host.tobytes(), device.tobytes()
+        idle = 0 if sides[1] != last_device else idle + (sides[0] != last_host)
+        self._idle_bounds[pair.name] = (idle, *sides)
+        if idle == MOST_IDLE:
+            problem = f"{pair.device!r} has not changed in {idle} checks in which its bound {pair.host!r} did"
+            remedy = f"look for the write of {pair.device!r} that {site.suspects} leaves out"
+            report_stale(site, pair.name, problem, "a device side that follows its bound", "no change", remedy)
+
+    def _check_vacant(self, name: str, value: Any, batch: Any, n: int, site: CallSite) -> None:
+        """Checks rows without a request, or whose request says nothing; or, if they are poisoned, all others."""
+        column = self.columns[name](batch)
+        if column is None or not self.uses(name, batch):
+            return
+        requests, values = self.requests(batch)[:n], array_of(entries_of(column, n))
+        if value is POISON:
+            counts = np.asarray(entries_of(self.upto[name](batch), n)) if name in self.upto else None
+            bad = poisoned(values, counts, column.dtype) & [request is not None for request in requests]
+            remedy = f"write {name!r} when a request joins, a default too: look in {site.suspects}"
+            rows, written = np.arange(n), (~bad).astype(np.int64)
+            site.ask(
+                invariants.row_unwritten, rows, written, np.ones_like(rows), names=requests, column=name, remedy=remedy
+            )
+            return
+        says = self.columns[self._said[name].host](batch) if name in self._said else requests
+        named = np.array([entry is not None for entry in says], bool).reshape(-1, *[1] * (values.ndim - 1))
+        remedy = f"reset {name!r} to {value!r} in {site.suspects} when its request leaves or no longer needs it"
+        site.ask(invariants.tail_stale, np.where(named, value, values), value, 0, column=name, remedy=remedy)
+
+    def poison(self, batch: Any) -> None:
+        """Overwrites the poisoned columns in rows without a request."""
+        names = [name for name, value in self.vacant.items() if value is POISON]
+        free = [row for row, request in enumerate(self.requests(batch)) if request is None] if names else []
+        for name in names:
+            poison(self.columns[name](batch), free)
+
+    def _check_stamp(self, name: str, value: Any, sources: list[Any], site: CallSite) -> None:
+        """Checks that what a value was made from is what it was then. It was made anew if it is another or differs."""
+        if value is None:
+            return
+        parts = list(vars(value).values()) if hasattr(value, "__dict__") and not hasattr(value, "shape") else [value]
+        content = repr([part.tolist() if hasattr(part, "tolist") else part for part in parts])
+        stamp = self._stamps.get((name, id(value)))
+        if stamp is None or stamp[0] is not value or stamp[1] != content:
+            self._stamps = dict([*self._stamps.items()][-MOST_STAMPS:]) | {(name, id(value)): (value, content, sources)}
+            return
+        if all(_equal(then, now) for then, now in zip(stamp[2], sources, strict=True)):
+            times_checked[_DERIVED_STALE] += 1
+            return
+        problem, remedy = (
+            f"{name!r} was made from other rows",
+            f"make {name!r} anew in {site.method}, or set it to None",
+        )
+        report_stale(site, name, problem, "made from the rows of now", "made before they changed", remedy)
+
+    def _note_lengths(self, batch: Any, n: int) -> None:
+        """Notes which attributes are as long as the batch, of it and of the objects through which columns are read."""
+        self._row_counts.add(n)
+        owners = {path.rpartition(".")[0] for path in self._declared if path.replace(".", "").isidentifier()}
+        for owner in owners | {""}:
+            try:
+                fields = vars(getter(owner)(batch) if owner else batch)
+            except (TypeError, AttributeError, LookupError):  # None, or an object without attributes
+                continue
+            for field, value in fields.items():
+                if isinstance(value, list | torch.Tensor | np.ndarray):
+                    path = f"{owner}.{field}" if owner else field
+                    rows = rows_of(value) if getattr(value, "ndim", 1) else -1
+                    self._lengths[path] = self._lengths.get(path, True) and rows == n
+
+    def undeclared(self) -> list[str]:
+        """See `Watched.undeclared`."""
+        named = {*self._declared, *self.when, *self.upto, *self.indices, *self.made_from}
+        named |= {value.name.removeprefix("not ") for value in self.derived}
+        followed = [path for path, rows in self._lengths.items() if rows and path not in named]
+        return sorted(followed) if len(self._row_counts) > 1 else []
+
     def _check_short(self, names: Collection[str], batch: Any, now: Rows, n: int, site: CallSite) -> None:
         """Checks columns of the host that could not be read whole; the device sides may come later."""
         for name in sorted(set(names).difference(now.columns, (pair.device for pair in self.pairs))):
             value = self.columns[name](batch)
             if value is not None and self.uses(name, batch):
-                self._check_column(name, value, n, site)
+                self._check_column(name, value, n, site, batch)
 
     def check_kept(
         self,
@@ -668,6 +856,7 @@ class Declaration:
         *,
         whole: bool,
         now: Rows | None = None,
+        only: Collection[str] | None = None,
     ) -> None:
         """Checks that each request has the entries that it had before, plus the declared additions.
 
@@ -678,6 +867,7 @@ class Declaration:
             site: for reports.
             whole: whether both sides of a pair have moved by now; else the device side is left alone.
             now: the columns of `batch`, if `check` read them.
+            only: columns that were left until now, since their moves are applied later.
         """
         if now is None:
             n = self.count(batch)
@@ -686,7 +876,8 @@ class Declaration:
             now = self.snapshot(batch, n, names=added)
             self._check_short({name for part in before for name in part.entries()}, batch, now, n, site)
             now.made_of(before)
-        behind = frozenset() if whole else {pair.device for pair in self.pairs}
+        behind = self._relative if whole else self._relative.union(pair.device for pair in self.pairs)
+        behind = behind.union(self.settled if only is None else self.columns.keys() - only)
         same = now.as_before() if added is None and whole else []
         left = now.columns.keys() - same
         site.compared |= bool(same)
@@ -696,10 +887,15 @@ class Declaration:
             site.compared = True
             for name, entries in part.entries().items():
                 if name in behind or name not in left:
+                    if name not in behind and name not in now.columns and added is None:
+                        self._check_there(name, batch, site)
                     continue
                 expected, actual = picked(entries, common[0]), picked(now.columns[name], common[1])
                 if added is not None and (plus := added[name]):
                     expected = [entry + plus for entry in expected] if isinstance(expected, list) else expected + plus
+                if name in self.upto:
+                    width = max(width_of(expected), width_of(actual))
+                    expected, actual = widened(expected, width), widened(actual, width)
                 if alike(expected, actual) or alike(expected, actual := copy_of(actual)):
                     times_checked[_ROW_KEPT] += 1
                     continue
@@ -713,6 +909,17 @@ class Declaration:
         if now.bulk is not None and now.kept:
             kept: dict[str, Any] = dict(zip(now.bulk.lists, now.lists, strict=True))
             self._remember(batch, Rows(now.num_rows, now.requests, kept, answer_groups=now.answer_groups))
+
+    def _check_there(self, name: str, batch: Any, site: CallSite) -> None:
+        """Reports a column that had entries of these requests and is None now, if it is not declared as optional."""
+        if name in self.optional or self.columns[name](batch) is not None or not self.uses(name, batch):
+            return
+        remedy = (
+            f"{site.method} sets {name!r} to None: let it treat {name!r} as it treats the other columns; or, if it "
+        )
+        remedy += f"may be unused, declare when={{{name!r}: None}}"
+        sides = np.array(["entries"], object), np.array([None], object)
+        site.ask(invariants.row_kept, *sides, what="column", column=name, remedy=remedy)
 
     def _last_of(self, batch: Any) -> Rows | None:
         last = self._last  # read once: another thread, or the end of a batch, may take it away
@@ -730,13 +937,15 @@ class Declaration:
 
 
 def _shown(request: Any) -> str:
-    """A request in a report: its id, as SGLang or vLLM calls it."""
+    """A request in a report: its id, as SGLang, vLLM, LMDeploy or TGI calls it."""
     if isinstance(request, PLAIN_KEYS):
         return repr(request)
-    return repr(getattr(request, "rid", getattr(request, "request_id", type(request).__name__)))
+    names = (getattr(request, name, None) for name in ("rid", "request_id", "req_id", "seq_id", "id"))
+    return repr(next((name for name in names if name is not None), type(request).__name__))
 
 
-def _report_stale(site: CallSite, column: str, problem: str, expected: Any, actual: Any, remedy: str) -> bool:
+def report_stale(site: CallSite, column: str, problem: str, expected: Any, actual: Any, remedy: str) -> bool:
+    """Reports DERIVED_STALE: a value that is kept beside what it follows from."""
     breach = np.array(True), lambda _: (problem, expected, actual)
     return site.ask(invariants.derived_stale, *breach, column=column, remedy=remedy)
 

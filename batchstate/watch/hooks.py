@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeAlias, final
 import attrs
 
 from batchstate import levels
-from batchstate.errors import ArgumentError, BatchStateError, DeclarationError
+from batchstate.errors import ArgumentError, BatchStateError, DeclarationError, closest
 from batchstate.violations import Violation
 
 Hook: TypeAlias = str | Callable[..., Any] | tuple[Any, str]
@@ -112,7 +112,6 @@ class Hooked:
 
         Raises:
             ArgumentError: an owner has no such method, or one that cannot be hooked.
-            DeclarationError: a method is watched already.
         """
         with _installing:
             methods = [(where, name, _method(self.name, where, name), hooks[where, name]) for where, name in hooks]
@@ -218,16 +217,15 @@ def _method(watched: str, owner: Any, name: str) -> Any:
     try:
         method = inspect.getattr_static(owner, name)
     except AttributeError:
-        near = [other for other in dir(owner) if other.startswith(name[:4]) and callable(getattr(owner, other, None))]
-        remedy = f"it has {', '.join(near[:5])}" if near else "name one of its methods"
+        methods = [other for other in dir(owner) if other[0] != "_" and callable(getattr(owner, other, None))]
+        near = [other for other in methods if other.startswith(name[:4])]
+        remedy = closest(methods, name) or (f"it has {', '.join(near[:5])}" if near else "name one of its methods")
         raise ArgumentError(f"watch of {watched}: {owner.__name__} has no method {name!r}", name, remedy) from None
     function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
-    if getattr(function, _WATCHER, None) is not None:
-        if name not in vars(owner):  # the base is watched: objects of the subclass are checked by its own declaration
-            whole: Any = vars(function)["__wrapped__"]
-            return type(method)(whole) if isinstance(method, classmethod | staticmethod) else whole
-        remedy = "one watch is enough: declare everything in it, or `stop()` the other first"
-        raise DeclarationError(f"{owner.__name__}.{name} is watched already", name, remedy)
+    if getattr(function, _WATCHER, None) is not None and name not in vars(owner):
+        # The base is watched: objects of the subclass are checked by its own declaration.
+        whole: Any = vars(function)["__wrapped__"]
+        return type(method)(whole) if isinstance(method, classmethod | staticmethod) else whole
     if not callable(function) or isinstance(function, type | property):
         problem = f"watch of {watched}: {owner.__name__}.{name} is a {type(method).__name__}, not a method"
         raise ArgumentError(problem, name, "name a method")

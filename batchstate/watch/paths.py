@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, final
 
-from batchstate.errors import DeclarationError
+import numpy as np
+import torch
+
+from batchstate.errors import DeclarationError, closest
 from batchstate.watch.snapshots import BulkColumns
 
 Get: TypeAlias = Callable[[Any], Any]
@@ -45,6 +48,21 @@ class Path:
             batch = steps[-1](batch)
         self._steps = steps
         return batch
+
+
+@final
+class Along:
+    """Reads a column whose rows lie along another axis than the first."""
+
+    def __init__(self, get: Get, axis: int) -> None:
+        self._get, self._axis = get, axis
+
+    def __call__(self, batch: Any) -> Any:
+        """The value with its rows first; a view."""
+        value = self._get(batch)
+        if isinstance(value, torch.Tensor):
+            return value.movedim(self._axis, 0)
+        return value if value is None else np.moveaxis(np.asarray(value), self._axis, 0)
 
 
 def _is_plain(path: str) -> bool:
@@ -107,4 +125,7 @@ class Reader:
 
 def failed(argument: str, error: Exception) -> DeclarationError:
     """The error of an argument of the declaration whose name or function failed."""
-    return DeclarationError(f"{argument}: {type(error).__name__}: {error}", argument)
+    meant = ""
+    if isinstance(error, AttributeError) and error.name is not None:
+        meant = closest(dir(error.obj), error.name)
+    return DeclarationError(f"{argument}: {type(error).__name__}: {error}{'; ' * bool(meant)}{meant}", argument)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from batchstate import invariants, levels
 from batchstate.errors import ArgumentError
-from batchstate.watch.declaration import CallSite
+from batchstate.watch.declaration import CallSite, report_stale
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.paths import Get, Name, getter
 from batchstate.watch.snapshots import Snapshot, rows_of
@@ -30,10 +30,12 @@ class WatchedPool(Hooked):
         counters: the figures up to now.
     """
 
-    def __init__(self, cls: type, question: Question, watch: str, on_violation: OnViolation, every: int) -> None:
+    def __init__(
+        self, cls: type, question: Question, watch: str, on_violation: OnViolation, every: int, idle: Question
+    ) -> None:
         super().__init__(cls.__name__, on_violation, every)
         self.cls = cls
-        self._question = question
+        self._question, self._idle = question, idle
         self._watch = watch
 
     def __repr__(self) -> str:
@@ -42,6 +44,10 @@ class WatchedPool(Hooked):
     def check(self, pool: object, operation: str = "check") -> None:
         """Checks everything of one object now."""
         self.ask(operation, self._question, pool, CallSite(self.name, operation, None, self.report), ())
+
+    def expect_idle(self, pool: object) -> None:
+        """Checks that no page is held but those that are cached: for the end of a run, or of a test."""
+        self.ask("expect_idle", self._idle, pool, CallSite(self.name, "expect_idle", None, self.report), ())
 
     def around(self, name: str) -> Around:
         """The function that runs instead of a method."""
@@ -75,12 +81,18 @@ def _size_of(size: Name | int | None) -> Get | None:
 
 
 def _install(
-    cls: type, after: Collection[Hook], question: Question, watch: str, on_violation: OnViolation, every: int
+    cls: type,
+    after: Collection[Hook],
+    question: Question,
+    watch: str,
+    on_violation: OnViolation,
+    every: int,
+    idle: Question | None = None,
 ) -> WatchedPool:
     hooks = hooks_of(cls.__name__, cls, after, "after")
     if not hooks:
         raise ArgumentError(f"{watch} of {cls.__name__}: no method is named", None, "name them in `after`")
-    watched = WatchedPool(cls, question, watch, on_violation, every)
+    watched = WatchedPool(cls, question, watch, on_violation, every, idle or question)
     watched.install(cls, {hook: watched.around(hook[1]) for hook in hooks})
     return watched
 
@@ -94,6 +106,11 @@ def watch_pages(
     references: Callable[[Any], Mapping[int, int]] | None = None,
     cached: Name | None = None,
     num_pages: Name | int | None = None,
+    lengths: Name | None = None,
+    page_size: Name | int = 1,
+    keys: Callable[[Any], Mapping[int, Any]] | None = None,
+    index: Callable[[Any], Mapping[Any, int]] | None = None,
+    counters: Mapping[Name, Get] | None = None,
     on_violation: OnViolation = "raise",
     every: int = 1,
 ) -> WatchedPool:
@@ -108,15 +125,46 @@ def watch_pages(
             have any number of holders.
         cached: pages that nobody holds and that are kept for their content.
         num_pages: how many pages there are in all. With it, a page that is nowhere is a leak.
+        lengths: the tokens of the first holders, in the order of `holders`: their pages have to cover them.
+        page_size: tokens of a page.
+        keys: page -> the key of its content. A page in `free` that is not in `cached` too has none.
+        index: key -> page, as a prefix is looked up; the page's key has to be this, and each key has to be in it.
+        counters: name -> a function that counts anew what the name, a path or a function, says.
         on_violation: as for `watch`.
         every: as for `watch`.
 
     Raises:
         ArgumentError: a method does not exist.
-        DeclarationError: a method is watched already.
     """
     read_free, read_cached = getter(free), None if cached is None else getter(cached)
-    size = _size_of(num_pages)
+    size, tokens_of_page = _size_of(num_pages), _size_of(page_size)
+    read_lengths = None if lengths is None else getter(lengths)
+    counted_anew = [
+        (name if isinstance(name, str) else name.__name__, getter(name), count)
+        for name, count in (counters or {}).items()
+    ]
+
+    def content(pool: Any, site: CallSite, free_pages: Ints) -> None:
+        keyed = {} if keys is None else dict(keys(pool))
+        for page in free_pages.tolist():
+            if page in keyed:
+                remedy = f"take the key of a page away in {site.method} when it is freed"
+                report_stale(site, "keys", f"page {page} is free and has a key", "no key", keyed[page], remedy)
+                break
+        if index is None:
+            return
+        found = dict(index(pool))
+        remedy = f"the index and the pages change together: look in {site.suspects}"
+        for key, page in found.items():
+            if keyed.get(page, key) != key or (keys is not None and page not in keyed):
+                problem = f"the index finds page {page} by a key that it has not"
+                report_stale(site, "index", problem, key, keyed.get(page), remedy)
+                return
+        for page, key in keyed.items():
+            if found.get(key, page) != page or key not in found:
+                problem = f"the key of page {page} is not in the index, or finds another page"
+                report_stale(site, "index", problem, page, found.get(key), remedy)
+                return
 
     def question(pool: Any, site: CallSite, _: Sequence[Any]) -> None:
         lists = [_ints(pages) for pages in holders(pool)]
@@ -137,6 +185,19 @@ def watch_pages(
         remedy = f"look at what {site.suspects} frees, shares or takes: a page goes to the free list when its "
         remedy += "last holder has let go, once"
         site.ask(invariants.page_owner, holding - listed, recorded, pages=pages, column="pages", remedy=remedy)
+        if read_lengths is not None and tokens_of_page is not None:
+            held, per_page = [len(pages) for pages in lists], int(tokens_of_page(pool))
+            for row, (tokens, number) in enumerate(zip(read_lengths(pool), held, strict=False)):
+                if number * per_page < tokens:
+                    short = f"holder {row} has {number} pages for {tokens} tokens"
+                    remedy = f"let {site.suspects} take pages before tokens are written"
+                    report_stale(site, "lengths", short, -(-int(tokens) // per_page), number, remedy)
+                    break
+        content(pool, site, np.setdiff1d(freed, kept))
+        for name, get, count in counted_anew:
+            if (actual := get(pool)) != (expected := count(pool)):
+                remedy = f"{name!r} is kept beside what it counts: look in {site.suspects}"
+                report_stale(site, name, f"{name!r} is not what is counted", expected, actual, remedy)
         if size is not None:
             total = int(size(pool))
             lost, problem = total - len(pages), None
@@ -151,7 +212,15 @@ def watch_pages(
             remedy = _LOST.format("pages")
             site.ask(invariants.slot_conservation, *counted, problem=problem, column="pages", remedy=remedy)
 
-    return _install(cls, after, question, "watch_pages", on_violation, every)
+    def idle(pool: Any, site: CallSite, _: Sequence[Any]) -> None:
+        kept = _ints(read_cached(pool)) if read_cached is not None else np.empty(0, np.int64)
+        held = [np.setdiff1d(_ints(pages), kept) for pages in holders(pool)]
+        still = np.unique(np.concatenate(held)) if held else kept[:0]
+        problem = f"{len(still)} pages are held while no request runs: {still[:8].tolist()}" if len(still) else None
+        counted = 0, 0, len(still), 0
+        site.ask(invariants.slot_conservation, *counted, problem=problem, column="pages", remedy=_LOST.format("pages"))
+
+    return _install(cls, after, question, "watch_pages", on_violation, every, idle)
 
 
 def watch_slots(
@@ -179,7 +248,6 @@ def watch_slots(
 
     Raises:
         ArgumentError: a method does not exist.
-        DeclarationError: a method is watched already.
     """
     read_live, read_free, read_size = getter(live), getter(free), _size_of(size)
 
@@ -214,7 +282,6 @@ def watch_copy(
 
     Raises:
         ArgumentError: the method does not exist.
-        DeclarationError: the method is watched already.
     """
     read_host, read_device = getter(host), getter(device)
 

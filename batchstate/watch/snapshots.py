@@ -126,11 +126,49 @@ def array_from(packed: Array, dtype: torch.dtype, shape: torch.Size) -> Array:
     return array if len(shape) == 1 else array.reshape(shape)
 
 
-def without_tails(entries: Array | list[Any], counts: Any) -> Array:
-    """The entries, with zeros behind the first `counts` of each row."""
+def without_tails(entries: Array | list[Any], counts: Any) -> Array | list[Any]:
+    """The entries that count in each row, first, and zeros behind them; a negative number counts from the end."""
+    counts = np.asarray(counts).astype(np.int64)
+    if type(entries) is list:
+        return [row[:count] if count >= 0 else row[count:] for row, count in zip(entries, counts.tolist(), strict=True)]
     entries = np.asarray(entries)
-    inside = np.arange(entries.shape[1]) < np.asarray(counts).astype(np.int64)[:, None]
+    if counts.size and counts.min() < 0:
+        first = np.where(counts < 0, entries.shape[1] + counts, 0)
+        at = (np.arange(entries.shape[1]) + first[:, None]) % entries.shape[1]
+        entries = np.take_along_axis(entries, at, 1)
+    inside = np.arange(entries.shape[1]) < np.abs(counts)[:, None]
     return np.where(inside, entries, np.zeros_like(entries[:1, :1]))
+
+
+def widened(entries: Any, width: int) -> Any:
+    """Rows of at least this width, with zeros behind them."""
+    missing = width - entries.shape[1] if isinstance(entries, np.ndarray) and entries.ndim > 1 else 0
+    return np.pad(entries, [(0, 0), (0, missing)]) if missing > 0 and entries.ndim == 2 else entries
+
+
+def width_of(entries: Any) -> int:
+    """The width of a table; 0 for what is none."""
+    return int(entries.shape[1]) if isinstance(entries, np.ndarray) and entries.ndim == 2 else 0
+
+
+def beside(entries: list[Any], other: Array) -> tuple[Array, Array]:
+    """A list as an array of the other side's dtype, and the other side: where the list has no entry, both are equal.
+
+    A row of the list that is shorter than the other side's says nothing of what is behind it, one that is None says
+    nothing at all.
+    """
+    if other.ndim < 2 or all(entry is None or not hasattr(entry, "__len__") for entry in entries):
+        if None in entries:
+            values = [other[row] if entry is None else entry for row, entry in enumerate(entries)]
+        else:
+            values = entries
+        return np.array(values, dtype=other.dtype).reshape(-1 if entries else 0, *other.shape[1:]), other
+    rows = [() if entry is None else entry for entry in entries]
+    other = widened(other, max(map(len, rows), default=0))
+    filled = other.copy()
+    for row, entry in enumerate(rows):
+        filled[row, : len(entry)] = entry
+    return filled, other
 
 
 def array_of(entries: Array | list[Any]) -> Array:

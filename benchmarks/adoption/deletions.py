@@ -6,6 +6,7 @@ reached, or sets what is set already, changes nothing that could be noticed.
 
 import ast
 import inspect
+import signal
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +18,14 @@ import attrs
 from benchmarks.adoption.state import plain
 
 STATEMENTS = (ast.Assign, ast.AugAssign, ast.Expr, ast.Delete)
+
+
+MOST_SECONDS = 300
+"""CPU time of a call, beyond which a loop in it does not end."""
+
+
+def _endless(*_: object) -> None:
+    raise TimeoutError("it does not end")
 
 
 @final
@@ -47,7 +56,10 @@ def deletions(owner: type, method: str, module: ModuleType) -> Iterator[Deletion
         tree = ast.parse(source)
         text = _without_statement(tree, number) if number < count else _without_name(tree, number - count)
         nodes: dict[str, Any] = {}
-        code = compile(ast.fix_missing_locations(tree), f"<{owner.__name__}.{method} without {text!r}>", "exec")
+        try:
+            code = compile(ast.fix_missing_locations(tree), f"<{owner.__name__}.{method} without {text!r}>", "exec")
+        except SyntaxError:  # a `nonlocal` whose name is gone
+            continue
         exec(code, module.__dict__, nodes)
         yield Deletion(owner, method, text, nodes[method])
 
@@ -91,26 +103,27 @@ def _without_name(tree: ast.AST, number: int) -> str:
 
 
 def outcome(call: Callable[[], object]) -> str | None:
-    """How a call failed, in one line; None if it did not."""
+    """How a call failed, in one line; None if it did not. A loop that does not end fails after some CPU time."""
+    before = signal.signal(signal.SIGVTALRM, _endless)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
     try:
         call()
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
     return None
 
 
 def in_place_of(deletion: Deletion, call: Callable[[], Any]) -> Any:
     """The result of `call` while the statement is missing."""
-    whole = getattr(deletion.owner, deletion.method)
+    whole = vars(deletion.owner)[deletion.method]  # a class method as it stands
     setattr(deletion.owner, deletion.method, deletion.function)
     try:
         return call()
     finally:
         setattr(deletion.owner, deletion.method, whole)
-
-
-def _append(ended: list[list[int]], states: Callable[[], list[int]]) -> None:
-    ended.append(states())
 
 
 def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = None) -> list[dict[str, Any]]:
@@ -122,19 +135,18 @@ def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = N
         fuzz: raises what the fuzzer finds; asked of real deletions.
     """
 
-    def states() -> list[int]:
-        failing: list[int] = []
+    def states(seen: list[int]) -> list[int]:
         for seed in range(seeds // 2):
-            engine.drive(seed, after_each=lambda batch: failing.append(hash(repr(plain(batch)))))
-        return failing
+            engine.drive(seed, after_each=lambda batch: seen.append(hash(repr(plain(batch)))))
+        return seen
 
     def watched(options: dict[str, Any]) -> None:
         with engine.declare(**options):
             for seed in range(seeds):
                 engine.drive(seed)
 
-    whole, rows = states(), []
-    if states() != whole:
+    whole, rows = states([]), []
+    if states([]) != whole:
         raise ValueError("the driver does not do the same twice")
     for options in engine.DECLARED.values():
         if (accused := outcome(partial(watched, options))) is not None:
@@ -143,12 +155,11 @@ def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = N
         for deletion in deletions(owner, method, module):
             if engine.endless(deletion.text):
                 continue
-            ended: list[list[int]] = []
-            crash = in_place_of(deletion, partial(outcome, partial(_append, ended, states)))
-            real = ended != [whole]
-            rows.append(
-                {"class": owner.__name__, "method": method, "text": deletion.text, "real": real, "crash": crash}
-            )
+            seen: list[int] = []
+            crash = in_place_of(deletion, partial(outcome, partial(states, seen)))
+            real = seen != whole
+            row = {"class": owner.__name__, "method": method, "text": deletion.text, "real": real, "crash": crash}
+            rows.append(row | {"silent": seen != whole[: len(seen)]})  # another state before it raised, if it did
             for way, options in engine.DECLARED.items():
                 rows[-1][way] = in_place_of(deletion, partial(outcome, partial(watched, options))) if real else None
             rows[-1]["fuzz"] = in_place_of(deletion, partial(outcome, fuzz)) if real and fuzz is not None else None

@@ -18,7 +18,9 @@ ABSENT = (
 )
 """Modules of other devices: an engine asks whether they are there, and has to hear that they are not."""
 
-ENGINES = ("sglang", "vllm", "minisgl", "nanovllm")
+ENGINES = ("sglang", "vllm", "minisgl", "nanovllm", "lmdeploy", "text_generation_server", "exllamav3")
+BLANK: set[str] = set()
+"""Parts of engines that are stood in for, with all that is below them."""
 STOOD_IN: set[str] = set()
 """Modules that were asked for and stood in for."""
 
@@ -103,6 +105,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         top = name.partition(".")[0]
+        if any(name.startswith(f"{part}.") for part in BLANK):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
         if top in ABSENT.split() or top in ENGINES or top in sys.stdlib_module_names or not _engine_asks():
             return None
         if top not in STOOD_IN and top in sys.modules:
@@ -115,6 +119,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+def blank(name: str) -> None:
+    """Puts a stand-in in the place of a module of an engine, and of its parts."""
+    if name not in sys.modules:
+        sys.modules[name] = _Module(name)
+        BLANK.add(name)
 
 
 def _engine_asks() -> bool:

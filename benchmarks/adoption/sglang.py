@@ -81,6 +81,8 @@ def declare(**options: Any) -> Watched:
                ("seq_lens_cpu", "orig_seq_lens"), ("req_pool_indices_cpu", "req_pool_indices")],
         rows=["input_ids", "multimodal_inputs", "top_logprobs_nums", "token_ids_logprobs", "out_cache_loc",
               *(f"sampling_info.{name}" for name in SAMPLING.split()), penalties],
+        when=dict.fromkeys(["out_cache_loc", "input_ids", "top_logprobs_nums", "token_ids_logprobs",
+                            "penalties", "sampling_info.logit_bias"]),
         indices={"sampling_info.sampling_mask_batch_indices": "sampling_info.return_sampling_masks"},
         derived={"seq_lens_sum": lambda b: int(b.seq_lens_cpu.sum()),
                  "sampling_info.sampling_support_logprobs_capture_indices": support,

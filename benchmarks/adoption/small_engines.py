@@ -6,10 +6,8 @@ comparison of two keys, which is compiled, is written here.
 """
 
 import importlib
-import importlib.util
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,19 +16,10 @@ import torch
 
 from batchstate import Violation
 from batchstate.watch import WatchedPool, watch_pages
+from benchmarks.adoption.checkouts import opened
 from benchmarks.adoption.placeholders import stand_in
 
 NUM_PAGES, STEPS = 64, 60
-
-
-def opened(name: str) -> Any:
-    """A package whose modules can be imported, without its own `__init__`."""
-    if name not in sys.modules:
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            raise ModuleNotFoundError(name)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-    return sys.modules[name]
 
 
 def nano_vllm(seed: int) -> WatchedPool:

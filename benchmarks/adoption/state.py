@@ -10,7 +10,7 @@ DEEPEST = 6
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Attributes, entries and numbers of a value, without times; what has neither by the name of its type."""
+    """Attributes, entries and numbers of a value, without times and addresses; else the name of its type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -26,4 +26,8 @@ def plain(value: Any, depth: int = 0) -> Any:
     fields = getattr(value, "__dict__", None)
     if fields is None or callable(value):
         return type(value).__name__
-    return {name: plain(item, depth + 1) for name, item in fields.items() if "time" not in name}
+    return {name: plain(item, depth + 1) for name, item in fields.items() if not _differs(name)}
+
+
+def _differs(name: str) -> bool:
+    return "time" in name or name.endswith("_ptrs")
