@@ -278,12 +278,12 @@ def new_pool_id(pool: HandlePool) -> int:
     return pool_id
 
 
-def note_launch(slots: Slots, rows: Ints) -> None:
-    """A forward that uses slots int64[n] is given to the current stream."""
+def note_launch(slots: Slots, rows: Ints, copied: Fence | None) -> None:
+    """A forward that uses slots int64[n] is given to the current stream, behind the copy of its step."""
     pool, runtime = pools.get(slots.pool_id), slots.runtime
     if pool is not None and not runtime.capturing:
         launches = pool.transaction.launches
-        launches.used[rows] = launches.begin(runtime.current_stream)
+        launches.used[rows] = launches.begin(runtime.current_stream, copied)
 
 
 def check_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool = False) -> None:

@@ -334,7 +334,7 @@ class PlannedStep:
             inputs.check(runtime)
         if not pages.writes.only(stream):
             pages.writes.note(self.rows, stream)
-        number = declared.transaction.launches.begin(stream)
+        number = declared.transaction.launches.begin(stream, upload.ready)
         declared.transaction.operation = INPUTS
         block.launched(declared.rules, number)
         declared.transaction.operation = None

@@ -15,7 +15,7 @@ from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, Layout, RowState
 from batchstate.errors import ArgumentError, another_runtime, one_of
 from batchstate.mirror import DeviceSide, Handles, MirroredTensor, rows_of, write_count
-from batchstate.runtime.base import OfThisProcess, Runtime
+from batchstate.runtime.base import Fence, OfThisProcess, Runtime
 from batchstate.runtime.memory import ALIGNMENT, PackedUpload, ReadyTensor, view_at
 from batchstate.tables import TableWrite
 from batchstate.violations import Where
@@ -44,6 +44,11 @@ class Extras(OfThisProcess, Mapping[str, torch.Tensor]):
         if index is None or self._upload is None or self._runtime is None:
             raise KeyError(f"no extra {name!r}; {one_of(self._places, name) if self._places else 'there are none'}")
         return self._runtime.use_part_on_current_stream(self._upload, index)
+
+    @property
+    def copied(self) -> Fence | None:
+        """The fence behind the copy, where there was one. For the library."""
+        return None if self._upload is None else self._upload.ready
 
     def several(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Several of them, made safe on the current stream together. For the library."""

@@ -253,8 +253,8 @@ class SlotPool(OfThisProcess):
 
         Raises:
             Violation: SLOT_ZERO_ALLOCATED, SLOT_OUT_OF_RANGE, SLOT_DOUBLE_FREE, SLOT_STALE_HANDLE, UNIT_MISMATCH;
-                SLOT_IN_FLIGHT, at `cheap`: `after` is None, and a forward that took its inputs from the library uses a
-                slot and has not ended. Nothing was freed.
+                SLOT_IN_FLIGHT, at `cheap`: `after` is None, and a forward that uses a slot is known to be under way.
+                Nothing was freed.
             ArgumentError: slots of another pool, or `after` is not a fence.
         """
         self._leave(slots, after, "free", self._free, self._releasing_alone)

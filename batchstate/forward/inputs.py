@@ -216,7 +216,7 @@ class ForwardInputs:
             guessed = plan.relay_rows[plan.query_lens[plan.relay_rows] > 1]
             if guessed.size and not plan.bounded:
                 plan.pages.guess(rows[guessed], plan.kv_starts[guessed] + 1)
-        note_launch(plan.slots, rows)
+        note_launch(plan.slots, rows, uploaded.copied)
         return inputs
 
     def check(self, runtime: Runtime) -> None:

@@ -478,11 +478,6 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self._fences += 1
         return self._recorded(stream, f"fence {self._fences}")
 
-    def has_run(self, stream: Stream) -> bool:
-        """See `Runtime`: whether the host has waited for what the stream did last."""
-        clock = self._known_stream(stream)
-        return self._detector.clocks.host.knows(clock.number, clock.work)
-
     def _recorded(self, stream: Stream | None, name: str) -> RaceFence:
         return self._fence(self._known_stream(stream or self.current_stream), name, self._inner.record(stream))
 

@@ -337,10 +337,6 @@ class Runtime(OfThisProcess, abc.ABC):
     def record(self, stream: Stream | None = None) -> Fence:
         """A fence behind everything enqueued on `stream` (the current one by default) so far."""
 
-    def has_run(self, stream: Stream) -> bool:
-        """Whether a stream has run all that it was given, as far as the host knows. Never waits."""
-        return self.record(stream).query()
-
     def _fence_behind(self, stream: Stream) -> Fence:
         """`record` without the check for a capture, in a call that has made it before."""
         return self.record(stream)

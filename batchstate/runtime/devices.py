@@ -226,10 +226,6 @@ class AcceleratorRuntime(Runtime):
         finally:
             module.set_stream(before.native)
 
-    def has_run(self, stream: Stream) -> bool:
-        """See `Runtime`: asked of the stream, since an event that is recorded now has not happened yet."""
-        return bool(stream.native.query())
-
     def record(self, stream: Stream | None = None) -> Fence:
         """An event recorded on `stream`."""
         if self.capturing:  # the event would belong to the graph, and could not be queried

@@ -153,10 +153,6 @@ class LateRuntime(CpuRuntime):
             done += 1
         return done
 
-    def has_run(self, stream: Stream) -> bool:
-        """See `Runtime`: whether each fence of the stream is complete."""
-        return not self._of(stream)
-
     def _of(self, stream: Stream | None) -> list[LateFence]:
         pending = self._pending
         return pending if stream is None else [fence for fence in pending if fence._stream is self._late(stream)]
