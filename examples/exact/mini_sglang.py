@@ -190,15 +190,17 @@ class MiniSGLang:
 
 @contextlib.contextmanager
 def mended() -> Iterator[None]:
-    """A window without two faults.
+    """A window without three faults.
 
     Pull request #142: an unfinished request that has computed what the radix tree has by now goes on with the pages of
     the tree, since its own are freed. And with overlap, a request that is aborted while its last batch is under way
-    has given everything back; its result gives nothing back a second time.
+    has given everything back; its result gives nothing back a second time. And each request that joins reserves the
+    rest of its last page, too.
     """
     scheduling = modules().scheduler
     manager, scheduler = scheduling.cache.CacheManager, scheduling.scheduler.Scheduler
-    cached, freed_all = manager.cache_req, scheduler._free_req_resources
+    adder = scheduling.prefill.PrefillAdder
+    cached, freed_all, joined = manager.cache_req, scheduler._free_req_resources, adder._add_one_req
 
     def cache_req(self: Any, request: Any, *, finished: bool) -> None:
         if getattr(request, "released", False):
@@ -221,7 +223,13 @@ def mended() -> Iterator[None]:
         if not getattr(request, "released", False):
             freed_all(self, request)
 
+    def add_one_req(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = joined(self, *args, **kwargs)
+        self.reserved_size += self.cache_manager.page_size - 1
+        return request
+
     with (
+        mock.patch.object(adder, "_add_one_req", add_one_req),
         mock.patch.object(manager, "cache_req", cache_req),
         mock.patch.object(scheduler, "_free_req_resources", free_req_resources),
     ):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batchstate.testing.exact.driver import ExactReport as ExactReport
-    from batchstate.testing.exact.driver import histories as histories
+    from batchstate.testing.exact.driver import drawn as drawn
     from batchstate.testing.exact.driver import hunt as hunt
     from batchstate.testing.exact.history import Adapter as Adapter
     from batchstate.testing.exact.history import AdapterError as AdapterError
@@ -36,7 +36,7 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "driver": "ExactReport histories hunt",
+            "driver": "ExactReport drawn hunt",
             "history": "Adapter AdapterError Arrival EngineUnderTest History Outcome Request Wave play",
             "model": "Cache ExactModel LanguageModel Read",
             "packed": "PackedCache PagedMemory",
