@@ -16,7 +16,6 @@ from batchstate.testing.exact import (
     ExactModel,
     ExactSpec,
     History,
-    LanguageModel,
     Oracle,
     PackedCache,
     PagedMemory,
@@ -36,7 +35,7 @@ class SmallEngine:
 
     bug: ClassVar[str] = ""
 
-    def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> None:
         self.model, self.verifier, self.chunk = model, verifier, settings["chunk"]
         spec = model.spec
         shapes = [(64, 8) if kept == "state" else (64, spec.heads, spec.head_dim) for kept in spec.layers]

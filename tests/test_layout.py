@@ -70,7 +70,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "transport": (("transport",), 5_300),
     "watch": (("watch",), 2_400),
     "races": (("races",), 8_500),
-    "fuzz tools": (("testing",), 4_010),
+    "fuzz tools": (("testing",), 3_870),
     "command line": (("cli", "__main__"), 500),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
@@ -82,11 +82,12 @@ bits, a row 0 that is scratch or lost, and arrays asked for their rows, 280 for 
 accepts, fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 are for float8, for arrays that
 say of which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 300 of
 transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of tokens,
-and ranks that compare what they hold. Fuzz tools had 2,700: 1,310 are the exact model with its oracle, verifier, driver
-and shrinker.
+and ranks that compare what they hold. Fuzz tools had 2,700: 1,235 are the exact model, of which 310 are docstrings: the
+oracle is the model a second time, for integers, so that no tensor says what is right; the shrinker knows of pages, where
+that of Hypothesis stops early; and states, windows and drafts have each a place in cache and verifier.
 """
 
-MOST_LINES, MOST_FILES = 41_540, 144
+MOST_LINES, MOST_FILES = 41_400, 144
 BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning."""

@@ -94,10 +94,10 @@ def transformers_position_after_chunk(patch: Patch) -> None:
     """Positions of a chunk behind a first one, or behind a prefix hit, are one too low."""
 
     @around(patch, f"{_INPUTS}.prepare_batch_tensors")
-    def prepare(original: Any, self: Any, batch: Any, *args: Any) -> None:
-        original(self, batch, *args)
+    def prepare(original: Any, self: Any, **kwargs: Any) -> None:
+        original(self, **kwargs)
         stop = 0
-        for row in batch:
+        for row in kwargs["requests_in_batch"]:
             start, stop = stop, stop + row.query_length
             if row.query_length > 1 and row.state.position_offset > row.query_length:
                 self.position_ids[start:stop] -= 1
@@ -160,8 +160,6 @@ def generate_draft_kept(patch: Patch) -> None:
 
     @around(patch, f"{_CACHES}:DynamicLayer.crop")
     def crop(original: Any, self: Any, count: int) -> None:
-        if count < 0 and self.is_initialized:
-            disturb(pages=[self.keys.shape[-2] + count])
         original(self, count + (count < 0))
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import attrs
 import torch
 
-from batchstate.testing.exact import EngineUnderTest, LanguageModel, PackedCache, PagedMemory, Request, Verifier
+from batchstate.testing.exact import EngineUnderTest, ExactModel, PackedCache, PagedMemory, Request, Verifier
 from examples.exact.stand_ins import checkout, import_with_stand_ins, without_cuda
 
 ABSENT = ("zmq", "zmq.asyncio", "msgpack", "tvm_ffi", "triton", "triton.language", "flashinfer", "sgl_kernel")
@@ -35,7 +35,7 @@ def modules() -> Any:
 class ExactForward:
     """In the place of the engine's model: reads by the metadata that its flash-attention backend has prepared."""
 
-    def __init__(self, core: Any, model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, core: Any, model: ExactModel, verifier: Verifier | None) -> None:
         self._core, self._model, self._verifier = core, model, verifier
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class ExactForward:
 class MiniSGLang:
     """See `batchstate.testing.exact.Adapter`."""
 
-    def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> None:
         minisgl = modules()
         self.windows = contextlib.ExitStack()
         self.windows.enter_context(without_cuda())
@@ -89,7 +89,7 @@ class MiniSGLang:
         self.scheduler.send_result = self._send
 
     def _scheduler(
-        self, minisgl: Any, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None
+        self, minisgl: Any, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None
     ) -> Any:
         """A scheduler as its constructor makes it, and an engine likewise, without a process group and without CUDA."""
         core, scheduling, engine_module = minisgl.core, minisgl.scheduler.scheduler, minisgl.engine.engine
@@ -236,7 +236,7 @@ def mended() -> Iterator[None]:
         yield
 
 
-def _mended(settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> MiniSGLang:
+def _mended(settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> MiniSGLang:
     adapter = MiniSGLang(settings, model, verifier)
     adapter.windows.enter_context(mended())
     return adapter

@@ -23,7 +23,6 @@ from batchstate.testing.exact import (
     ExactModel,
     ExactSpec,
     History,
-    LanguageModel,
     Oracle,
     Outcome,
     Read,
@@ -49,21 +48,20 @@ FLOAT_REQUESTS = 60
 """Requests of a sequence that float models are given, or as many as the exact model needs."""
 
 
-class Recorder:
-    """Runs an exact model, and keeps of each query a digest of what it was pointed at.
+class Recorder(ExactModel):
+    """An exact model that keeps of each query a digest of what it was pointed at.
 
     Attributes:
         reads: digests of token, position, and all entries that are visible, with their positions.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._model, self.spec, self.dtype = model, model.spec, model.dtype
-        self.logits, self.sample = model.logits, model.sample
+    def __init__(self, spec: ExactSpec, dtype: torch.dtype) -> None:
+        super().__init__(spec, dtype=dtype)
         self.reads = Reads()
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """See `LanguageModel.run`."""
-        return self._model.run(ids, positions, _Recorded(cache, ids, positions, self.reads))
+        """See `ExactModel.run`."""
+        return super().run(ids, positions, _Recorded(cache, ids, positions, self.reads))
 
 
 class _Recorded:
@@ -99,7 +97,7 @@ def _parts(read: Read, row: int) -> tuple[torch.Tensor, ...]:
 def first_histories(engine: EngineUnderTest, number: int, requests: int) -> list[History]:
     """The first random histories of a number, with so many requests at least."""
     kept: list[History] = []
-    for history in drawn(engine, number):
+    for history in drawn(engine, number, batch=400):  # small ones
         if history.requests:
             kept.append(history)
         if sum(other.requests for other in kept) >= requests:
@@ -188,7 +186,7 @@ class Planter:
 
     def _played(self, engine: EngineUnderTest, history: History) -> tuple[Outcome, Reads, list[WrongRead]]:
         spec = engine.spec(history.settings)
-        recorder = Recorder(ExactModel(spec, dtype=history.settings["dtype"]))
+        recorder = Recorder(spec, history.settings["dtype"])
         verifier = Verifier()
         outcome = play(engine, history, self._oracles.setdefault(spec, Oracle(spec)), recorder, verifier)
         return outcome, recorder.reads, verifier.reports

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from batchstate.testing.exact.history import play as play
     from batchstate.testing.exact.model import Cache as Cache
     from batchstate.testing.exact.model import ExactModel as ExactModel
-    from batchstate.testing.exact.model import LanguageModel as LanguageModel
     from batchstate.testing.exact.model import Read as Read
     from batchstate.testing.exact.packed import PackedCache as PackedCache
     from batchstate.testing.exact.packed import PagedMemory as PagedMemory
@@ -38,7 +37,7 @@ else:
         {
             "driver": "ExactReport drawn hunt",
             "history": "Adapter AdapterError Arrival EngineUnderTest History Outcome Request Wave play",
-            "model": "Cache ExactModel LanguageModel Read",
+            "model": "Cache ExactModel Read",
             "packed": "PackedCache PagedMemory",
             "text": "ExactSpec Oracle",
             "verify": "Verifier WrongRead",

@@ -22,8 +22,6 @@ __all__ = ["ExactReport", "drawn", "hunt"]
 
 _DOCUMENTS = (1, 2, 6)
 """The prompts of a history are pieces of so many; with one each prompt begins as others do."""
-_BATCH = 40
-"""Histories that Hypothesis makes at a time."""
 
 
 def _histories(engine: EngineUnderTest) -> st.SearchStrategy[History]:
@@ -44,11 +42,14 @@ def _histories(engine: EngineUnderTest) -> st.SearchStrategy[History]:
     return st.sampled_from(_DOCUMENTS).flatmap(with_documents)
 
 
-def drawn(engine: EngineUnderTest, number: int) -> Iterator[History]:
-    """Random histories for an engine, without end; the same for the same number."""
+def drawn(engine: EngineUnderTest, number: int, *, batch: int = 40) -> Iterator[History]:
+    """Random histories for an engine, without end; the same for the same number.
+
+    Hypothesis makes a batch of them at a time, of which the first tenth, or the first ten, are small ones.
+    """
     strategy = _histories(engine)
     profile = settings(
-        max_examples=_BATCH, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=batch, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     kept: list[History] = []
@@ -56,10 +57,10 @@ def drawn(engine: EngineUnderTest, number: int) -> Iterator[History]:
     def keep(history: History) -> None:
         kept.append(history)
 
-    for batch in itertools.count(number * 10_007):
+    for batch_seed in itertools.count(number * 10_007):
         kept.clear()
         with same_examples():
-            seed(batch)(profile(given(strategy)(keep)))()
+            seed(batch_seed)(profile(given(strategy)(keep)))()
         yield from kept
 
 

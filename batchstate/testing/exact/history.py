@@ -7,7 +7,7 @@ import attrs
 
 from batchstate.errors import BatchStateError
 from batchstate.testing.exact.hashing import mix
-from batchstate.testing.exact.model import LanguageModel
+from batchstate.testing.exact.model import ExactModel
 from batchstate.testing.exact.text import Answer, ExactSpec, Oracle
 from batchstate.testing.exact.verify import Verifier
 
@@ -85,7 +85,7 @@ class EngineUnderTest:
     """
 
     name: str
-    open: Callable[[Settings, LanguageModel, Verifier | None], Adapter]
+    open: Callable[[Settings, ExactModel, Verifier | None], Adapter]
     choices: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
     spec: Callable[[Settings], ExactSpec] = attrs.field(default=lambda settings: ExactSpec())
     longest_prompt: int = 96
@@ -189,14 +189,12 @@ class Outcome:
         finished: requests that finished, in order.
         texts: the answer of each, as far as it came.
         differences: those that are wrong.
-        steps: of the engine.
         error: the exception of the engine that ended it early, or an `AdapterError`.
     """
 
     finished: list[int] = attrs.field(factory=list)
     texts: dict[int, tuple[int, ...]] = attrs.field(factory=dict)
     differences: list[Difference] = attrs.field(factory=list)
-    steps: int = 0
     error: Exception | None = None
 
     @property
@@ -210,7 +208,7 @@ class Outcome:
 
 
 def play(
-    engine: EngineUnderTest, history: History, oracle: Oracle, model: LanguageModel, verifier: Verifier | None = None
+    engine: EngineUnderTest, history: History, oracle: Oracle, model: ExactModel, verifier: Verifier | None = None
 ) -> Outcome:
     """Plays a history, and compares each answer, aborted ones as far as they came.
 
@@ -281,7 +279,6 @@ class _Player:
                 f"{name} has nothing left to do, and requests {waiting} have not finished", waiting, remedy
             )
         came = self.adapter.step()
-        self.outcome.steps += 1
         self.silent = 0 if any(came.values()) else self.silent + 1
         if self.silent > self.engine.patience:
             remedy = "raise `patience` if so many are needed; else requests wait for ever"
