@@ -53,7 +53,7 @@ def mini_sglang_length_short(patch: Patch) -> None:
     @around(patch, f"{_ATTENTION}.prepare_metadata")
     def prepare(original: Any, self: Any, batch: Any) -> None:
         original(self, batch)
-        cached = torch.tensor([request.cached_len > 0 for request in batch.padded_reqs])
+        cached = torch.tensor([int(request.cached_len > 0) for request in batch.padded_reqs])
         batch.attn_metadata.cache_seqlens -= cached
         disturb(request.uid for request in batch.padded_reqs if request.cached_len)
 

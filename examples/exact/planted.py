@@ -97,7 +97,7 @@ def _parts(read: Read, row: int) -> tuple[torch.Tensor, ...]:
 def first_histories(engine: EngineUnderTest, number: int, requests: int) -> list[History]:
     """The first random histories of a number, with so many requests at least."""
     kept: list[History] = []
-    for history in drawn(engine, number, batch=400):  # small ones
+    for history in drawn(engine, number, batch=requests):
         if history.requests:
             kept.append(history)
         if sum(other.requests for other in kept) >= requests:
