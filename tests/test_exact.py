@@ -248,6 +248,7 @@ def test_words_survive_memory_of_every_dtype(dtype: torch.dtype) -> None:
     assert entries.shape == (10, 2, 8)
     read = decode(entries)
     assert len(set(read.tolist())) == 10
+    assert decode(entries[:0]).shape == (0,)
     for value in (torch.nan, 0.5, 300.0):
         spoilt = entries.clone()
         spoilt[3, 1, 2] = value
