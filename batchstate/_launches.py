@@ -21,8 +21,8 @@ KEPT = 16
 class Launches:
     """The forwards whose inputs were taken, of the slots of one pool.
 
-    The fence of its publish says that a forward has ended. One that publishes nothing is known to be under way while the
-    copy of its step is. Beyond that it is believed: a fence that is recorded later stands behind other work too, and
+    The fence of its publish says that a forward has ended. One that publishes nothing is known to be under way while
+    the copy of its step is. Beyond that it is believed: a fence that is recorded later stands behind other work too, and
     would accuse an engine that has waited for the forward.
 
     Attributes:

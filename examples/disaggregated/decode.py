@@ -125,16 +125,21 @@ class DecodeWorker:
         self.steps = self.mixed_steps = self.staged = self.quarantined_max = self.in_flight_depth_max = (
             self.result_copies
         ) = self.drafted = self.accepted = self.landed = self.ordinary = 0
-        draw, kinds = np.random.default_rng(options.seed), np.random.default_rng(options.seed + 1)
-        landing = {"host": ["direct"], "device": ["staged", "ordinary"], "mixed": ["direct", "staged", "ordinary"]}
+        self._draws = np.random.default_rng(options.seed), np.random.default_rng(options.seed + 1)
         self._kinds: dict[int, str] = {}
         for request in requests:
-            if draw.random() < options.staged:
-                self._here.append(request)
-                self._kinds[request.number] = "staged"
-            else:
-                self.arrivals.waiting.append((request, None))
-                self._kinds[request.number] = str(kinds.choice(landing[options.landing]))
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """A request arrives, no longer than those that the worker was made for."""
+        draw, kinds = self._draws
+        landing = {"host": ["direct"], "device": ["staged", "ordinary"], "mixed": ["direct", "staged", "ordinary"]}
+        if draw.random() < self._options.staged:
+            self._here.append(request)
+            self._kinds[request.number] = "staged"
+        else:
+            self.arrivals.waiting.append((request, None))
+            self._kinds[request.number] = str(kinds.choice(landing[self._options.landing]))
 
     @property
     def busy(self) -> bool:

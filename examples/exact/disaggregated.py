@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from typing import Any, final
 
-import numpy as np
 import torch
 
 from batchstate.errors import TransferError
 from batchstate.races.devices import open_device
-from batchstate.testing.exact import EngineUnderTest, ExactSpec, LanguageModel, Oracle, Request, Verifier
+from batchstate.testing.exact import EngineUnderTest, ExactModel, ExactSpec, Oracle, Request, Verifier
 from batchstate.transport.engines.base import Engine
 from batchstate.transport.engines.in_process import Faults, InProcessEngine, Network
 from examples.disaggregated.channel import Channel, Kind
@@ -41,7 +40,7 @@ def transports() -> list[str]:
 class Disaggregated:
     """See `batchstate.testing.exact.Adapter`."""
 
-    def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> None:
         local = settings["transport"] == "in_process"
         self._options = options = Options(
             transport="tcp" if local else settings["transport"],
@@ -50,6 +49,8 @@ class Disaggregated:
             host_page_size=settings["host_page_size"],
             hot_tokens=settings["hot_tokens"],
             speculate=settings["drafts"],
+            staged=settings["staged"],
+            landing=settings["landing"],
             prefill_degree=settings["degree"],
             prefill_stages=settings["stages"],
             max_running=settings["max_running"],
@@ -57,7 +58,7 @@ class Disaggregated:
         )
         self._network = Network(0)
         self._engines: list[Engine] = []
-        self._local, self._staged, self._draw = local, settings["staged"], np.random.default_rng(0)
+        self._local = local
         self._requests, self._seen = dict[int, EngineRequest](), dict[int, int]()
         served = ServedModel(model, 8, verifier, guesses=bool(options.speculate))
         longest = EngineRequest(0, [0] * LONGEST_PROMPT, LONGEST_ANSWER)
@@ -120,10 +121,7 @@ class Disaggregated:
         if self._drafter is not None:
             answer = self._oracle.answer(request.prompt, request.max_new_tokens + self._options.speculate)
             self._drafter.expect([*request.prompt, *answer.tokens])
-        if self._draw.random() < self._staged:
-            self.decode._here.append(arrived)
-        else:
-            self.decode.arrivals.waiting.append((arrived, None))
+        self.decode.add(arrived)
 
     def abort(self, number: int) -> None:
         """The decode worker cannot."""
@@ -191,6 +189,7 @@ def over(*names: str) -> EngineUnderTest:
             "degree": (1, 2),
             "stages": (1, 2),
             "staged": (0.0, 0.3),
+            "landing": ("host", "device", "mixed"),
             "max_running": (8, 2, 4, 16),
             "dtype": (torch.float32, torch.bfloat16, torch.float64),
         },

@@ -6,7 +6,7 @@ from typing import Any, final
 import torch
 
 from batchstate.races.devices import open_device
-from batchstate.testing.exact import EngineUnderTest, ExactSpec, LanguageModel, Oracle, Request, Verifier
+from batchstate.testing.exact import EngineUnderTest, ExactModel, ExactSpec, Oracle, Request, Verifier
 from examples.engine.batch import RunningBatch, Step
 from examples.engine.engine import Engine
 from examples.engine.model import prefill
@@ -20,7 +20,7 @@ from examples.exact.served import ServedModel
 class ExampleAdapter:
     """See `batchstate.testing.exact.Adapter`."""
 
-    def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> None:
         size = settings["page_size"]
         self._served = ServedModel(model, size, verifier, guesses=bool(settings["drafts"]))
         self._prebuilt = settings["prebuilt"]

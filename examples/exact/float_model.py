@@ -5,15 +5,15 @@ from typing import final
 import torch
 from torch.nn.functional import normalize, scaled_dot_product_attention, silu
 
-from batchstate.testing.exact import Cache, ExactSpec
+from batchstate.testing.exact import Cache, ExactModel, ExactSpec
 
 WIDTH, GROUP = 32, 2
 """Numbers of a hidden state; query heads of a head of keys."""
 
 
 @final
-class FloatModel:
-    """See `batchstate.testing.exact.LanguageModel`. Random weights, rotary positions, greedy sampling.
+class FloatModel(ExactModel):
+    """In place of the exact model. Random weights, rotary positions, greedy sampling.
 
     Args:
         spec: its shape; it has no layers of state.
@@ -21,7 +21,7 @@ class FloatModel:
     """
 
     def __init__(self, spec: ExactSpec, scale: float = 0.3) -> None:
-        self.spec, self.dtype = spec, torch.float32
+        super().__init__(spec)
         generator = torch.Generator().manual_seed(0)
 
         def weights(*shape: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ class FloatModel:
         ]
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """float32[b, t, WIDTH]; see `LanguageModel.run`."""
+        """float32[b, t, WIDTH]: as of any language model."""
         hidden = self._tokens[ids.long()]
         for layer, weights in enumerate(self._layers):
             x = _normed(hidden)

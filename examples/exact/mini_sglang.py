@@ -15,7 +15,7 @@ from unittest import mock
 import attrs
 import torch
 
-from batchstate.testing.exact import EngineUnderTest, LanguageModel, PackedCache, PagedMemory, Request, Verifier
+from batchstate.testing.exact import EngineUnderTest, ExactModel, PackedCache, PagedMemory, Request, Verifier
 from examples.exact.stand_ins import checkout, import_with_stand_ins, without_cuda
 
 ABSENT = ("zmq", "zmq.asyncio", "msgpack", "tvm_ffi", "triton", "triton.language", "flashinfer", "sgl_kernel")
@@ -35,7 +35,7 @@ def modules() -> Any:
 class ExactForward:
     """In the place of the engine's model: reads by the metadata that its flash-attention backend has prepared."""
 
-    def __init__(self, core: Any, model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, core: Any, model: ExactModel, verifier: Verifier | None) -> None:
         self._core, self._model, self._verifier = core, model, verifier
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class ExactForward:
 class MiniSGLang:
     """See `batchstate.testing.exact.Adapter`."""
 
-    def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> None:
         minisgl = modules()
         self.windows = contextlib.ExitStack()
         self.windows.enter_context(without_cuda())
@@ -89,7 +89,7 @@ class MiniSGLang:
         self.scheduler.send_result = self._send
 
     def _scheduler(
-        self, minisgl: Any, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None
+        self, minisgl: Any, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None
     ) -> Any:
         """A scheduler as its constructor makes it, and an engine likewise, without a process group and without CUDA."""
         core, scheduling, engine_module = minisgl.core, minisgl.scheduler.scheduler, minisgl.engine.engine
@@ -190,15 +190,17 @@ class MiniSGLang:
 
 @contextlib.contextmanager
 def mended() -> Iterator[None]:
-    """A window without two faults.
+    """A window without three faults.
 
     Pull request #142: an unfinished request that has computed what the radix tree has by now goes on with the pages of
     the tree, since its own are freed. And with overlap, a request that is aborted while its last batch is under way
-    has given everything back; its result gives nothing back a second time.
+    has given everything back; its result gives nothing back a second time. And each request that joins reserves the
+    rest of its last page, too.
     """
     scheduling = modules().scheduler
     manager, scheduler = scheduling.cache.CacheManager, scheduling.scheduler.Scheduler
-    cached, freed_all = manager.cache_req, scheduler._free_req_resources
+    adder = scheduling.prefill.PrefillAdder
+    cached, freed_all, joined = manager.cache_req, scheduler._free_req_resources, adder._add_one_req
 
     def cache_req(self: Any, request: Any, *, finished: bool) -> None:
         if getattr(request, "released", False):
@@ -221,14 +223,20 @@ def mended() -> Iterator[None]:
         if not getattr(request, "released", False):
             freed_all(self, request)
 
+    def add_one_req(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = joined(self, *args, **kwargs)
+        self.reserved_size += self.cache_manager.page_size - 1
+        return request
+
     with (
+        mock.patch.object(adder, "_add_one_req", add_one_req),
         mock.patch.object(manager, "cache_req", cache_req),
         mock.patch.object(scheduler, "_free_req_resources", free_req_resources),
     ):
         yield
 
 
-def _mended(settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> MiniSGLang:
+def _mended(settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> MiniSGLang:
     adapter = MiniSGLang(settings, model, verifier)
     adapter.windows.enter_context(mended())
     return adapter

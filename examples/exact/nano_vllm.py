@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from batchstate.testing.exact import EngineUnderTest, LanguageModel, PackedCache, PagedMemory, Request, Verifier
+from batchstate.testing.exact import EngineUnderTest, ExactModel, PackedCache, PagedMemory, Request, Verifier
 from examples.exact.stand_ins import checkout, import_with_stand_ins, without_cuda
 
 ABSENT = ("xxhash", "triton", "triton.language", "flash_attn")
@@ -26,7 +26,7 @@ def modules() -> Any:
 class ExactForward:
     """In the place of the engine's model: reads by the context that its model runner has set."""
 
-    def __init__(self, context: Any, model: LanguageModel, memory: PagedMemory, verifier: Verifier | None) -> None:
+    def __init__(self, context: Any, model: ExactModel, memory: PagedMemory, verifier: Verifier | None) -> None:
         self._context, self._model, self._memory, self._verifier = context, model, memory, verifier
         self.requests: list[int] = []
 
@@ -62,7 +62,7 @@ class ExactForward:
 class NanoVLLM:
     """See `batchstate.testing.exact.Adapter`."""
 
-    def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> None:
         nanovllm = modules()
         self._windows = contextlib.ExitStack()
         self._windows.enter_context(without_cuda())

@@ -1,49 +1,43 @@
 """State bugs, planted one at a time in the code of engines: how many change a text, and after how many requests.
 
-`planted.diffs` has them. Of each random history that is played with a bug, three things are noted: whether any forward
+`bugs.py` has them. Of each random history that is played with a bug, three things are noted: whether any forward
 read something that it does not read without the bug, whether a text of the exact model is another one, and whether a
 text of a model of floating point is another one than without the bug. The first is found without the hash of the exact
 model: of each query the bytes are compared that it is pointed at.
 """
 
 import argparse
-import contextlib
 import gc
 import hashlib
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from importlib import resources
+from collections.abc import Sequence
 from typing import Any, final
 
 import attrs
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from batchstate.testing.exact import (
-    AdapterError,
     Cache,
     EngineUnderTest,
     ExactModel,
     ExactSpec,
     History,
-    LanguageModel,
     Oracle,
     Outcome,
     Read,
     Verifier,
     Wave,
     WrongRead,
-    histories,
+    drawn,
     play,
 )
 from examples import console
 from examples.exact.__main__ import engine_named
+from examples.exact.bugs import Bug, bugs, is_true
 from examples.exact.disaggregated import over
 from examples.exact.float_model import FloatModel
 from examples.exact.stand_ins import MissingPeerError
-from tests.selfcheck.mutants.diffs import Diff, changes
-from tests.selfcheck.mutants.registry import Patch
 
 Reads = set[bytes]
 Key = tuple[str, int, int]
@@ -54,61 +48,20 @@ FLOAT_REQUESTS = 60
 """Requests of a sequence that float models are given, or as many as the exact model needs."""
 
 
-@final
-@attrs.frozen
-class Bug:
-    """A bug of an engine.
-
-    Attributes:
-        name: of it.
-        engine: the adapter that plays.
-        kind: of state that goes wrong.
-        sentence: what goes wrong.
-        switch: changes the functions.
-    """
-
-    name: str
-    engine: str
-    kind: str
-    sentence: str
-    switch: Diff
-
-    @contextlib.contextmanager
-    def planted(self) -> Iterator[None]:
-        """A window in which the engine has it."""
-        with contextlib.ExitStack() as undo:
-            self.switch(Patch(undo))
-            yield
-
-
-def bugs() -> list[Bug]:
-    """All of `planted.diffs`."""
-    text = resources.files(__package__).joinpath("planted.diffs").read_text(encoding="utf-8")
-    read = []
-    for paragraph in text.strip().split("\n\n"):
-        if paragraph.startswith("["):
-            head, sentence, *lines = paragraph.split("\n")
-            name, _, rest = head.removeprefix("[").partition("] ")
-            engine, _, kind = rest.partition(" | ")
-            read.append(Bug(name, engine, kind, sentence, Diff(tuple(changes(lines, "planted.diffs")))))
-    return read
-
-
-class Recorder:
-    """Runs an exact model, and keeps of each query a digest of what it was pointed at.
+class Recorder(ExactModel):
+    """An exact model that keeps of each query a digest of what it was pointed at.
 
     Attributes:
         reads: digests of token, position, and all entries that are visible, with their positions.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._model, self.spec, self.dtype = model, model.spec, model.dtype
-        self.logits, self.sample = model.logits, model.sample
+    def __init__(self, spec: ExactSpec, dtype: torch.dtype) -> None:
+        super().__init__(spec, dtype=dtype)
         self.reads = Reads()
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """See `LanguageModel.run`."""
-        return self._model.run(ids, positions, _Recorded(cache, ids, positions, self.reads))
+        """See `ExactModel.run`."""
+        return super().run(ids, positions, _Recorded(cache, ids, positions, self.reads))
 
 
 class _Recorded:
@@ -141,24 +94,14 @@ def _parts(read: Read, row: int) -> tuple[torch.Tensor, ...]:
     return read.columns[row], read.keys[row].float(), read.values[row].float()
 
 
-def drawn(engine: EngineUnderTest, number: int, requests: int) -> list[History]:
-    """The same random histories for the same number, with so many requests at least."""
+def first_histories(engine: EngineUnderTest, number: int, requests: int) -> list[History]:
+    """The first random histories of a number, with so many requests at least."""
     kept: list[History] = []
-
-    @seed(number)
-    @settings(
-        max_examples=requests,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(histories(engine))
-    def draw(history: History) -> None:
-        if sum(other.requests for other in kept) < requests and history.requests:
+    for history in drawn(engine, number, batch=requests):
+        if history.requests:
             kept.append(history)
-
-    draw()
+        if sum(other.requests for other in kept) >= requests:
+            break
     return kept
 
 
@@ -172,6 +115,7 @@ class Trial:
         text: how many requests had finished when the first text of the exact model was another one, with that request.
         error: what the engine said where it failed before any text was another one.
         report: the verifier's first words.
+        true: whether they name a request and page that the bug has disturbed; None where it cannot say.
         floats: as `text`, for each float model: its text was another one than without the bug.
     """
 
@@ -179,6 +123,7 @@ class Trial:
     text: int | None = None
     error: str = ""
     report: str = ""
+    true: bool | None = None
     floats: list[int | None] = attrs.field(factory=lambda: [None] * len(SCALES))
 
 
@@ -208,7 +153,7 @@ class Planter:
         trial, before = Trial(), 0
         engine = _engine(bug.engine)
         if (bug.engine, number) not in self._drawn:
-            self._drawn[bug.engine, number] = drawn(engine, number, self._requests)
+            self._drawn[bug.engine, number] = first_histories(engine, number, self._requests)
         for place, history in enumerate(self._drawn[bug.engine, number]):
             key = (bug.engine, number, place)
             if trial.text is None:
@@ -233,7 +178,7 @@ class Planter:
         ahead = any(history.settings.get(name) for name in ("overlap", "drafts"))
         trial.read |= bool(reports or (not ahead and reads - self._reads[key]))
         if reports and not trial.report:
-            trial.report = str(reports[0])
+            trial.report, trial.true = str(reports[0]), is_true(reports[0])
         if outcome.differences:
             trial.text = before + 1 + min(difference.finished for difference in outcome.differences)
         elif outcome.error is not None and not trial.error:
@@ -241,9 +186,9 @@ class Planter:
 
     def _played(self, engine: EngineUnderTest, history: History) -> tuple[Outcome, Reads, list[WrongRead]]:
         spec = engine.spec(history.settings)
-        recorder = Recorder(ExactModel(spec, dtype=history.settings["dtype"]))
+        recorder = Recorder(spec, history.settings["dtype"])
         verifier = Verifier()
-        outcome = _outcome(engine, history, self._oracles.setdefault(spec, Oracle(spec)), recorder, verifier)
+        outcome = play(engine, history, self._oracles.setdefault(spec, Oracle(spec)), recorder, verifier)
         return outcome, recorder.reads, verifier.reports
 
     def _float(
@@ -275,16 +220,7 @@ class Planter:
     def _float_played(self, engine: EngineUnderTest, history: History, model: int) -> Outcome:
         spec = engine.spec(history.settings)
         oracle = self._oracles.setdefault(spec, Oracle(spec))
-        return _outcome(engine, history, oracle, FloatModel(spec, SCALES[model]), None)
-
-
-def _outcome(
-    engine: EngineUnderTest, history: History, oracle: Oracle, model: LanguageModel, verifier: Verifier | None
-) -> Outcome:
-    try:
-        return play(engine, history, oracle, model, verifier)
-    except AdapterError as error:
-        return Outcome(error=error)
+        return play(engine, history, oracle, FloatModel(spec, SCALES[model]))
 
 
 def _engine(name: str) -> EngineUnderTest:
@@ -318,6 +254,8 @@ def main(arguments: list[str] | None = None) -> int:
         "texts": len(seen),
         "median": statistics.median(seen) if seen else None,
         "named": sum(bool(row["named"]) for row in rows),
+        "told": sum(row["told"] > 0 for row in rows),
+        "true": sum(row["told"] > 0 and row["true"] == row["told"] for row in rows),
         "floats": {scale: sum(bool(row["floats"][model]) for row in rows) for model, scale in enumerate(SCALES)},
         "sequences": args.sequences,
         "requests": args.requests,
@@ -341,6 +279,8 @@ def _row(bug: Bug, trials: Sequence[Trial]) -> dict[str, Any]:
         "requests": statistics.median(texts) if texts else None,
         "errors": sum(bool(trial.error) for trial in trials),
         "named": sum(bool(trial.report) for trial in trials),
+        "told": sum(trial.true is not None for trial in trials),
+        "true": sum(bool(trial.true) for trial in trials),
         "floats": [len(numbers) for numbers in floats],
         "float_requests": [statistics.median(numbers) if numbers else None for numbers in floats],
         "report": next((trial.report for trial in trials if trial.report), ""),

@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from batchstate.testing.exact import LanguageModel, Read, Verifier
+from batchstate.testing.exact import ExactModel, Read, Verifier
 from examples.engine.attention import KVMemory, PagedKV, PagedView
 
 
@@ -22,7 +22,7 @@ class ServedModel:
     eos_token_ids = ()
 
     def __init__(
-        self, model: LanguageModel, page_size: int, verifier: Verifier | None = None, *, guesses: bool = False
+        self, model: ExactModel, page_size: int, verifier: Verifier | None = None, *, guesses: bool = False
     ) -> None:
         spec = model.spec
         self.exact, self._page_size, self._verifier, self._guesses = model, page_size, verifier, guesses

@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from batchstate.testing.exact import EngineUnderTest, ExactSpec, LanguageModel, Request, Verifier
+from batchstate.testing.exact import EngineUnderTest, ExactModel, ExactSpec, Request, Verifier
 from examples.exact.transformers_model import ExactLM
 
 continuous_api.logger.setLevel(logging.CRITICAL)
@@ -21,7 +21,7 @@ continuous_api.logger.setLevel(logging.CRITICAL)
 class ContinuousBatching:
     """Continuous batching, one turn of its own loop a step; see `batchstate.testing.exact.Adapter`."""
 
-    def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> None:
         lm = ExactLM(model, verifier).eval()
         lm.requests = self._batch
         self.manager = ContinuousBatchingManager(
@@ -115,7 +115,7 @@ TRANSFORMERS = EngineUnderTest(
 class Generate:
     """`generate`: all requests that wait, in one padded batch a step; with drafts one alone, and an assistant."""
 
-    def __init__(self, settings: Mapping[str, Any], model: LanguageModel, verifier: Verifier | None) -> None:
+    def __init__(self, settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> None:
         self._settings, self._lm = settings, ExactLM(model, verifier).eval()
         self._assistant = None
         if settings["assistant"] is not None and settings["cache"] is None and settings["layers"] != 2:

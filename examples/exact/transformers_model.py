@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from batchstate.testing.exact import LanguageModel, Read, Verifier
+from batchstate.testing.exact import ExactModel, Read, Verifier
 from batchstate.testing.exact.hashing import from_octets, octets
 from batchstate.testing.exact.model import advanced
 from batchstate.testing.exact.text import Layer
@@ -15,7 +15,7 @@ from batchstate.testing.exact.text import Layer
 KINDS: dict[Layer, str] = {None: "full_attention", "state": "linear_attention"}
 
 
-def config_of(model: LanguageModel) -> "ExactConfig":
+def config_of(model: ExactModel) -> "ExactConfig":
     """A config that says of a model's memory what transformers wants to know."""
     spec = model.spec
     windows = {kept for kept in spec.layers if isinstance(kept, int)}
@@ -42,7 +42,7 @@ class ExactConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers is no
 
 @final
 class ExactLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """Runs a `LanguageModel` over the caches of transformers.
+    """Runs a `ExactModel` over the caches of transformers.
 
     Attributes:
         verifier: told of what is read.
@@ -56,7 +56,7 @@ class ExactLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     _supports_flash_attn = False
     _is_stateful = False
 
-    def __init__(self, model: LanguageModel, verifier: Verifier | None = None, error_rate: float = 0.0) -> None:
+    def __init__(self, model: ExactModel, verifier: Verifier | None = None, error_rate: float = 0.0) -> None:
         super().__init__(config_of(model))
         self.anchor = torch.nn.Parameter(torch.zeros(1, dtype=model.dtype), requires_grad=False)  # of dtype and device
         self.exact, self.verifier, self.error_rate = model, verifier, error_rate

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batchstate.testing.exact.driver import ExactReport as ExactReport
-    from batchstate.testing.exact.driver import histories as histories
+    from batchstate.testing.exact.driver import drawn as drawn
     from batchstate.testing.exact.driver import hunt as hunt
     from batchstate.testing.exact.history import Adapter as Adapter
     from batchstate.testing.exact.history import AdapterError as AdapterError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from batchstate.testing.exact.history import play as play
     from batchstate.testing.exact.model import Cache as Cache
     from batchstate.testing.exact.model import ExactModel as ExactModel
-    from batchstate.testing.exact.model import LanguageModel as LanguageModel
     from batchstate.testing.exact.model import Read as Read
     from batchstate.testing.exact.packed import PackedCache as PackedCache
     from batchstate.testing.exact.packed import PagedMemory as PagedMemory
@@ -36,9 +35,9 @@ else:
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "driver": "ExactReport histories hunt",
+            "driver": "ExactReport drawn hunt",
             "history": "Adapter AdapterError Arrival EngineUnderTest History Outcome Request Wave play",
-            "model": "Cache ExactModel LanguageModel Read",
+            "model": "Cache ExactModel Read",
             "packed": "PackedCache PagedMemory",
             "text": "ExactSpec Oracle",
             "verify": "Verifier WrongRead",

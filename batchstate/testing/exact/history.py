@@ -7,8 +7,8 @@ import attrs
 
 from batchstate.errors import BatchStateError
 from batchstate.testing.exact.hashing import mix
-from batchstate.testing.exact.model import LanguageModel
-from batchstate.testing.exact.text import ExactSpec, Oracle
+from batchstate.testing.exact.model import ExactModel
+from batchstate.testing.exact.text import Answer, ExactSpec, Oracle
 from batchstate.testing.exact.verify import Verifier
 
 __all__ = [
@@ -85,7 +85,7 @@ class EngineUnderTest:
     """
 
     name: str
-    open: Callable[[Settings, LanguageModel, Verifier | None], Adapter]
+    open: Callable[[Settings, ExactModel, Verifier | None], Adapter]
     choices: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
     spec: Callable[[Settings], ExactSpec] = attrs.field(default=lambda settings: ExactSpec())
     longest_prompt: int = 96
@@ -112,8 +112,8 @@ class Arrival:
 
     def request(self, number: int, vocab_size: int, longest: int) -> Request:
         """The request."""
-        places = [(document, place) for document, length in self.prompt for place in range(length)]
-        tokens = [mix(mix(document) + place) % vocab_size for document, place in places]
+        pairs = [(document, at) for document, length in self.prompt for at in range(length)]
+        tokens = [mix(mix(document) + at) % vocab_size for document, at in pairs]
         return Request(number, tuple(tokens[:longest]), self.answer, self.temperature)
 
 
@@ -151,6 +151,9 @@ class History:
         """Number of requests."""
         return sum(len(wave.arrivals) for wave in self.waves)
 
+    def __str__(self) -> str:
+        return "\n".join([f"settings: {dict(self.settings)}", *(f"  {wave}" for wave in self.waves)])
+
 
 @final
 @attrs.frozen
@@ -186,14 +189,12 @@ class Outcome:
         finished: requests that finished, in order.
         texts: the answer of each, as far as it came.
         differences: those that are wrong.
-        steps: of the engine.
-        error: the exception of the engine that ended it early.
+        error: the exception of the engine that ended it early, or an `AdapterError`.
     """
 
     finished: list[int] = attrs.field(factory=list)
     texts: dict[int, tuple[int, ...]] = attrs.field(factory=dict)
     differences: list[Difference] = attrs.field(factory=list)
-    steps: int = 0
     error: Exception | None = None
 
     @property
@@ -201,17 +202,18 @@ class Outcome:
         """Whether a text differs or the engine has failed."""
         return bool(self.differences or self.error)
 
+    def __str__(self) -> str:
+        failed = [] if self.error is None else [f"the engine has failed: {type(self.error).__name__}: {self.error}"]
+        return "\n".join([*map(str, self.differences), *failed])
+
 
 def play(
-    engine: EngineUnderTest,
-    history: History,
-    oracle: Oracle,
-    model: LanguageModel,
-    verifier: Verifier | None = None,
-    *,
-    expected: Mapping[int, Sequence[int]] | None = None,
+    engine: EngineUnderTest, history: History, oracle: Oracle, model: ExactModel, verifier: Verifier | None = None
 ) -> Outcome:
     """Plays a history, and compares each answer, aborted ones as far as they came.
+
+    An engine that fails is a result, and so is an adapter that loses a request, returns tokens behind its end or of
+    nobody, or never ends: see `Outcome.error`.
 
     Args:
         engine: made anew for it.
@@ -219,114 +221,94 @@ def play(
         oracle: knows the right texts.
         model: that the engine runs.
         verifier: expects the requests of the history, and is told of what is read.
-        expected: right texts of another model, by request.
-
-    Raises:
-        AdapterError: a request was lost, got tokens after its end or without having arrived, or never ended.
     """
-    player = _Player(engine, history, oracle, model, verifier, expected)
+    player = _Player(engine, oracle, verifier, engine.open(history.settings, model, verifier))
     try:
-        player.play()
-    except AdapterError:
-        raise
-    except Exception as error:  # an engine that fails is a result
+        player.play(history)
+    except Exception as error:
         player.outcome.error = error
     finally:
         player.adapter.close()
     return player.outcome
 
 
+@attrs.define
 class _Player:
-    def __init__(
-        self,
-        engine: EngineUnderTest,
-        history: History,
-        oracle: Oracle,
-        model: LanguageModel,
-        verifier: Verifier | None,
-        expected: Mapping[int, Sequence[int]] | None,
-    ) -> None:
-        self._engine, self._history, self._oracle, self._expected = engine, history, oracle, expected
-        self._verifier = verifier
-        self.adapter = engine.open(history.settings, model, verifier)
-        self.outcome = Outcome()
-        self._requests: list[Request] = []
-        self._open: dict[int, list[int]] = {}
-        self._aborted: set[int] = set()
-        self._silent = 0
+    engine: EngineUnderTest
+    oracle: Oracle
+    verifier: Verifier | None
+    adapter: Adapter
+    outcome: Outcome = attrs.field(factory=Outcome)
+    requests: list[Request] = attrs.field(factory=list)
+    open: dict[int, list[int]] = attrs.field(factory=dict)
+    aborted: set[int] = attrs.field(factory=set)
+    silent: int = 0
 
-    def play(self) -> None:
-        for wave in self._history.waves:
+    def play(self, history: History) -> None:
+        for wave in history.waves:
             for arrival in wave.arrivals:
                 self._add(arrival)
             for client in wave.aborts:
-                if self._open:
-                    self._abort(sorted(self._open)[client % len(self._open)])
+                if self.open:
+                    self._abort(sorted(self.open)[client % len(self.open)])
             for _ in range(wave.steps):
-                if not self._open and not self.adapter.busy:
+                if not self.open and not self.adapter.busy:
                     break
                 self._step()
-        while self._open:
-            self._step()
-        while self.adapter.busy:  # for requests that were aborted
+        while self.open or self.adapter.busy:  # behind the last answer for requests that were aborted
             self._step()
 
     def _add(self, arrival: Arrival) -> None:
-        engine, spec = self._engine, self._oracle.spec
-        request = arrival.request(len(self._requests), spec.vocab_size, engine.longest_prompt)
-        self._requests.append(request)
-        if self._verifier is not None:
-            self._verifier.expect(request.number, self._answer(request))
-        self._open[request.number] = []
+        request = arrival.request(len(self.requests), self.oracle.spec.vocab_size, self.engine.longest_prompt)
+        self.requests.append(request)
+        if self.verifier is not None:
+            self.verifier.expect(request.number, self._answer(request))
+        self.open[request.number] = []
         self.adapter.add(request)
 
     def _abort(self, number: int) -> None:
-        self._end(number, self._open.pop(number))
-        self._aborted.add(number)
+        self._end(number)
+        self.aborted.add(number)
         self.adapter.abort(number)
 
     def _step(self) -> None:
-        if self._open and not self.adapter.busy:
+        name, waiting = self.engine.name, sorted(self.open)[:8]
+        if self.open and not self.adapter.busy:
+            remedy = "let `busy` be true until each request has all its tokens, and return all of them from `step`"
             raise AdapterError(
-                f"{self._engine.name} has nothing left to do, and requests {sorted(self._open)[:8]} have not finished",
-                value=sorted(self._open),
-                remedy="let `busy` be true until each request has all its tokens, and return all of them from `step`",
+                f"{name} has nothing left to do, and requests {waiting} have not finished", waiting, remedy
             )
         came = self.adapter.step()
-        self.outcome.steps += 1
-        self._silent = 0 if any(came.values()) else self._silent + 1
-        if self._silent > self._engine.patience:
+        self.silent = 0 if any(came.values()) else self.silent + 1
+        if self.silent > self.engine.patience:
+            remedy = "raise `patience` if so many are needed; else requests wait for ever"
             raise AdapterError(
-                f"{self._engine.name} has made {self._silent} steps without a token; open are {sorted(self._open)[:8]}",
-                value=self._silent,
-                remedy="raise `patience` if so many are needed; else requests wait for ever",
+                f"{name} has made {self.silent} steps without a token; open are {waiting}", self.silent, remedy
             )
         for number, tokens in came.items():
-            self._take(number, tokens)
+            if tokens and number not in self.aborted:
+                self._take(number, tokens)
 
     def _take(self, number: int, tokens: Sequence[int]) -> None:
-        if number in self._aborted or not tokens:
-            return
-        text = self._open.get(number)
-        if text is None or len(text) + len(tokens) > self._requests[number].max_new_tokens:
-            most = 0 if text is None else self._requests[number].max_new_tokens - len(text)
-            raise AdapterError(
-                f"{self._engine.name} has returned {len(tokens)} tokens for request {number}, expected at most {most}",
-                value=number,
-                remedy="return each token once, of requests that have arrived, and none behind the end of an answer",
+        left = self.requests[number].max_new_tokens - len(self.open[number]) if number in self.open else 0
+        if len(tokens) > left:
+            problem = (
+                f"{self.engine.name} has returned {len(tokens)} tokens for request {number}, expected at most {left}"
             )
-        text += map(int, tokens)
-        if len(text) == self._requests[number].max_new_tokens:
-            self._end(number, self._open.pop(number))
+            remedy = "return each token once, of requests that have arrived, and none behind the end of an answer"
+            raise AdapterError(problem, number, remedy)
+        self.open[number] += map(int, tokens)
+        if len(tokens) == left:
+            self._end(number)
             self.outcome.finished.append(number)
 
-    def _end(self, number: int, text: list[int]) -> None:
-        request = self._requests[number]
-        self.outcome.texts[number] = got = tuple(text)
-        right = self._answer(request).tokens if self._expected is None else tuple(self._expected[number])
-        if got != right[: len(got)]:
-            at = next(place for place, token in enumerate(got) if token != right[place])
-            self.outcome.differences.append(Difference(request, len(self.outcome.finished), at, got, right))
+    def _end(self, number: int) -> None:
+        request = self.requests[number]
+        self.outcome.texts[number] = got = tuple(self.open.pop(number))
+        right = self._answer(request).tokens
+        differ = [at for at, token in enumerate(got) if token != right[at]]
+        if differ:
+            self.outcome.differences.append(Difference(request, len(self.outcome.finished), differ[0], got, right))
 
-    def _answer(self, request: Request) -> Any:
-        return self._oracle.answer(request.prompt, request.max_new_tokens, request.temperature)
+    def _answer(self, request: Request) -> Answer:
+        return self.oracle.answer(request.prompt, request.max_new_tokens, request.temperature)

@@ -12,7 +12,7 @@ import torch
 from batchstate.testing.exact.hashing import decode, encode, mix_tensor, modulo, signed
 from batchstate.testing.exact.text import COLUMN, KEY, LAYER, POSITION, TOKEN, TURN, VALUE, ExactSpec
 
-__all__ = ["Cache", "ExactModel", "LanguageModel", "Read"]
+__all__ = ["Cache", "ExactModel", "Read", "advanced"]
 
 
 @final
@@ -45,42 +45,19 @@ class Cache(Protocol):
         ...
 
 
-class LanguageModel(Protocol):
-    """A model that runs over a `Cache`: the exact one, or one of floating point to be compared with it."""
-
-    spec: ExactSpec
-    dtype: torch.dtype
-
-    def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """The hidden state behind each token int64[b, t] at its position int64[b, t]; [b, t, ...]."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32[..., vocab_size] of hidden states."""
-        ...
-
-    def sample(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        """Tokens int64[n] of logits float[n, vocab_size] and a sampling row each, float32[n]."""
-        ...
-
-
-@final
 class ExactModel:
-    """See the module.
+    """See the module. A model of floating point, to be compared with it, is a subclass with these three methods.
 
     Args:
         spec: its shape.
         dtype: of the entries in memory: a floating dtype of 16 bits or more.
-        device: where it runs.
     """
 
-    def __init__(
-        self, spec: ExactSpec, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> None:
-        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+    def __init__(self, spec: ExactSpec, *, dtype: torch.dtype = torch.float32) -> None:
+        self.spec, self.dtype = spec, dtype
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """int64[b, t], the hash behind each token; see `LanguageModel.run`."""
+        """The hash int64[b, t] behind each token int64[b, t] at its position int64[b, t]."""
         spec = self.spec
         hidden = mix_tensor(mix_tensor(ids.long() * signed(TOKEN)) + positions.long() * signed(POSITION))
         for layer, kept in enumerate(spec.layers):
@@ -93,18 +70,14 @@ class ExactModel:
                 for kind in (KEY, VALUE)
             )
             read = cache.attend(layer, *entries)
-            places = read.columns * signed(COLUMN)
-            terms = mix_tensor(decode(read.keys) + places) + mix_tensor(decode(read.values) - places)
+            salts = read.columns * signed(COLUMN)
+            terms = mix_tensor(decode(read.keys) + salts) + mix_tensor(decode(read.values) - salts)
             hidden = mix_tensor(hidden ^ mix_tensor(_sums(read.visible, terms)))
         return hidden
 
-    def tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The next tokens int64[...] of hashes int64[...]."""
-        return modulo(hidden, self.spec.vocab_size)
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32[..., vocab_size]: 0 for the next token, and -10,000 for all others."""
-        tokens = self.tokens(hidden)
+        """float32[..., vocab_size] of hashes int64[...]: 0 for the next token, and -10,000 for all others."""
+        tokens = modulo(hidden, self.spec.vocab_size)
         logits = torch.full((*tokens.shape, self.spec.vocab_size), -1e4, device=tokens.device)
         return logits.scatter_(-1, tokens.unsqueeze(-1), 0.0)
 

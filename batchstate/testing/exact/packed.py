@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import final
 
 import attrs
-import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from batchstate.testing.exact.hashing import from_octets, octets
 from batchstate.testing.exact.model import Read, advanced
@@ -63,29 +63,24 @@ class PackedCache:
         verifier: Verifier | None = None,
         guesses: bool = False,
     ) -> None:
-        self._guesses = guesses
         self._memory, self._write_rows, self._reads_new = memory, write_rows.long(), read_rows is None
         self._read_rows = self._write_rows if read_rows is None else read_rows.long()
-        self._windows = windows
+        self._windows, self._guesses = windows, guesses
         self._state_rows = torch.zeros(len(query_lens), dtype=torch.int64) if state_rows is None else state_rows
         self._requests, self._verifier = requests, verifier
-        queries, entries = np.array(query_lens, np.int64), np.array(kv_lens, np.int64)
-        if not queries.all():  # a request without queries takes no part
-            self._read_rows = self._read_rows[torch.from_numpy(np.repeat(queries > 0, entries)).to(positions.device)]
-            entries = np.where(queries > 0, entries, 0)
+        queries, entries = torch.tensor(query_lens), torch.tensor(kv_lens)
+        takes_part = queries > 0
+        self._read_rows = self._read_rows[takes_part.repeat_interleave(entries).to(write_rows.device)]
+        entries = entries * takes_part
         self._query_lens, self._kv_lens = queries.tolist(), entries.tolist()
-        ends = np.cumsum(entries)
-        t, behind = len(positions), np.cumsum(queries)
-        owners = np.repeat(np.arange(len(queries)), queries)
-        stops = np.zeros(t, np.int64)
-        stops[: len(owners)] = ends[owners] - (behind[owners] - 1 - np.arange(len(owners)))
-        starts = np.zeros(t, np.int64)
-        starts[: len(owners)] = (ends - entries)[owners]
-        device = positions.device
-        self._starts, self._stops = torch.from_numpy(starts).to(device), torch.from_numpy(stops).to(device)
-        last = positions.long()[torch.from_numpy(np.maximum(behind - 1, 0)).to(device)]
-        back = torch.from_numpy(np.repeat(ends, entries) - 1 - np.arange(int(entries.sum()))).to(device)
-        self._columns = torch.repeat_interleave(last, torch.from_numpy(entries).to(device)) - back
+        ends, behind, device = entries.cumsum(0), queries.cumsum(0), positions.device
+        owners = torch.arange(len(queries)).repeat_interleave(queries)
+        padding = len(positions) - len(owners)
+        stops = ends[owners] - (behind[owners] - 1 - torch.arange(len(owners)))
+        self._starts = pad((ends - entries)[owners], (0, padding)).to(device)
+        self._stops = pad(stops, (0, padding)).to(device)
+        last = positions.long()[(behind - 1).clamp(min=0).to(device)].repeat_interleave(entries.to(device))
+        self._columns = last - (ends.repeat_interleave(entries) - 1 - torch.arange(int(entries.sum()))).to(device)
 
     def attend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Read:
         """See `Cache.attend`."""

@@ -42,7 +42,7 @@ def _without(engine: EngineUnderTest, history: History) -> Iterator[History]:
     """Without waves, without runs of neighbouring requests, long ones first, without aborts."""
     for number in range(len(history.waves)):
         yield _with(history, number, ())
-    arrivals = [(wave, place) for wave, it in enumerate(history.waves) for place in range(len(it.arrivals))]
+    arrivals = [(wave, at) for wave, it in enumerate(history.waves) for at in range(len(it.arrivals))]
     size = len(arrivals) // 2
     while size:
         for first in range(0, len(arrivals) - size + 1, size):
@@ -60,38 +60,34 @@ def _without(engine: EngineUnderTest, history: History) -> Iterator[History]:
 def _longer(engine: EngineUnderTest, history: History) -> Iterator[History]:
     """Without one request, while the one before it, or all others, get as many tokens as an answer may have."""
     longest = {
-        (wave, place): attrs.evolve(arrival, answer=engine.longest_answer)
+        (wave, at): attrs.evolve(arrival, answer=engine.longest_answer)
         for wave, it in enumerate(history.waves)
-        for place, arrival in enumerate(it.arrivals)
+        for at, arrival in enumerate(it.arrivals)
     }
-    for wave, place in longest:
-        before = (wave, place - 1)
-        yield _changed(history, {(wave, place): None} | ({before: longest[before]} if place else {}))
-        yield _changed(history, {**longest, (wave, place): None})
+    for wave, at in longest:
+        before = (wave, at - 1)
+        yield _changed(history, {(wave, at): None} | ({before: longest[before]} if at else {}))
+        yield _changed(history, {**longest, (wave, at): None})
 
 
 def _shorter(engine: EngineUnderTest, history: History) -> Iterator[History]:
     """One request at a time with a shorter prompt, answer, or another temperature; then fewer steps."""
     for wave, it in enumerate(history.waves):
-        for place, arrival in enumerate(it.arrivals):
+        for at, arrival in enumerate(it.arrivals):
             for smaller in _smaller_arrivals(engine, arrival):
-                yield _changed(history, {(wave, place): smaller})
-        for steps in {0, it.steps // 2, max(it.steps - 1, 0)}:
-            if steps < it.steps:
-                yield _with(history, wave, (attrs.evolve(it, steps=steps),))
+                yield _changed(history, {(wave, at): smaller})
+        for steps in sorted({0, it.steps // 2, it.steps - 1} - {it.steps, -1}):
+            yield _with(history, wave, (attrs.evolve(it, steps=steps),))
 
 
 def _smaller_arrivals(engine: EngineUnderTest, arrival: Arrival) -> Iterator[Arrival]:
-    for number in range(len(arrival.prompt)) if len(arrival.prompt) > 1 else ():
-        yield attrs.evolve(arrival, prompt=arrival.prompt[:number] + arrival.prompt[number + 1 :])
     for number, (document, length) in enumerate(arrival.prompt):
-        for shorter in sorted({1, length // 2, length - 1}):
-            if 0 < shorter < length:
-                prompt = (*arrival.prompt[:number], (document, shorter), *arrival.prompt[number + 1 :])
+        for shorter in sorted({0, 1, length // 2, length - 1} - {length}):
+            piece = ((document, shorter),) if shorter else ()
+            if prompt := (*arrival.prompt[:number], *piece, *arrival.prompt[number + 1 :]):
                 yield attrs.evolve(arrival, prompt=prompt)
-    for answer in sorted({1, arrival.answer // 2, arrival.answer - 1}):
-        if 0 < answer < arrival.answer:
-            yield attrs.evolve(arrival, answer=answer)
+    for answer in sorted({1, arrival.answer // 2, arrival.answer - 1} - {0, arrival.answer}):
+        yield attrs.evolve(arrival, answer=answer)
     if arrival.temperature != engine.temperatures[0]:
         yield attrs.evolve(arrival, temperature=engine.temperatures[0])
 
@@ -111,7 +107,7 @@ def _changed(history: History, changes: Mapping[tuple[int, int], Arrival | None]
     """With other requests at some places of some waves, None for no request; a wave without anything goes."""
     waves = []
     for number, wave in enumerate(history.waves):
-        changed = (changes.get((number, place), arrival) for place, arrival in enumerate(wave.arrivals))
+        changed = (changes.get((number, at), arrival) for at, arrival in enumerate(wave.arrivals))
         arrivals = tuple(arrival for arrival in changed if arrival is not None)
         if arrivals or wave.steps or wave.aborts:
             waves.append(attrs.evolve(wave, arrivals=arrivals))

@@ -20,7 +20,7 @@ from batchstate.testing.exact.hashing import fold, mix, signed
 __all__ = ["Answer", "ExactSpec", "Layer", "Oracle", "sampling_shift"]
 
 Layer = int | None | Literal["state"]
-"""What a layer keeps: None all positions, a number the newest so many, "state" one row that each token advances."""
+"""A layer keeps: None all positions, a number the newest so many, "state" one row that each token advances."""
 
 TOKEN, POSITION, KEY, VALUE, LAYER, COLUMN, TURN = (
     0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x2545F4914F6CDD1D, 0x9FB21C651E98DF25,
@@ -50,11 +50,8 @@ class ExactSpec:
 
     def __attrs_post_init__(self) -> None:
         if not self.layers or self.heads * self.head_dim % 8 or not self.heads * self.head_dim:
-            raise ArgumentError(
-                f"an exact model of layers {self.layers}, {self.heads} heads of {self.head_dim}",
-                value=(self.layers, self.heads, self.head_dim),
-                remedy="pass at least one layer, and heads * head_dim a multiple of 8",
-            )
+            shape = f"an exact model of layers {self.layers}, {self.heads} heads of {self.head_dim}"
+            raise ArgumentError(shape, self.layers, "pass at least one layer, and heads * head_dim a multiple of 8")
         for layer in self.layers:
             if layer is not None and layer != "state":
                 count(layer, "ExactSpec: window of a layer", least=1)
@@ -75,7 +72,7 @@ def sampling_shift(temperature: float, vocab_size: int) -> int:
 @final
 @attrs.frozen(eq=False)
 class Answer:
-    """What is right for one request.
+    """The right text and the right entries of one request.
 
     Attributes:
         tokens: of the answer.

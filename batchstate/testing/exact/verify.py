@@ -64,12 +64,10 @@ class Verifier:
 
     Attributes:
         reports: the first of each request, up to 64.
-        looks: entries compared.
     """
 
     def __init__(self) -> None:
         self.reports: list[WrongRead] = []
-        self.looks = 0
         self._answers: dict[int, Answer] = {}
         self._zero = int(decode(torch.zeros(1, 1, 8))[0])
 
@@ -87,7 +85,7 @@ class Verifier:
         page_size: int,
         drafts: Sequence[int],
     ) -> None:
-        """What a packed forward reads in a layer.
+        """The entries that a packed forward reads in a layer.
 
         Args:
             layer: its number.
@@ -126,7 +124,6 @@ class Verifier:
         page_size: int,
     ) -> None:
         right = self._answers[request].entries[layer]
-        self.looks += len(words)
         ends = len(right)  # an engine that runs ahead goes on behind the answer, where nothing counts
         wrong = (columns < 0) | ((right[np.clip(columns, 0, ends - 1)] != words) & (columns < ends))
         if not wrong.any() or len(self.reports) == _MOST or any(old.request == request for old in self.reports):
