@@ -22,8 +22,8 @@ class Launches:
     """The forwards whose inputs were taken, of the slots of one pool.
 
     The fence of its publish says that a forward has ended. One that publishes nothing is known to be under way while
-    the copy of its step is. Beyond that it is believed: a fence that is recorded later stands behind other work too, and
-    would accuse an engine that has waited for the forward.
+    the copy of its step is. Beyond that it is believed: a fence that is recorded later stands behind other work too,
+    and would accuse an engine that has waited for the forward.
 
     Attributes:
         used: int64[capacity], the last forward that uses each slot, counted from 1; 0 for none. The core writes it.

@@ -70,7 +70,8 @@ def encode(words: torch.Tensor, heads: int, head_dim: int, dtype: torch.dtype) -
 
 def decode(entries: torch.Tensor) -> torch.Tensor:
     """One word int64[...] of all bytes of each entry dtype[..., heads, head_dim]; another one if any byte differs."""
-    words = from_octets(entries.flatten(-2).unflatten(-1, (-1, 8)))
+    flat = entries.flatten(-2)
+    words = from_octets(flat.reshape(*flat.shape[:-1], flat.shape[-1] // 8, 8))
     folded = torch.zeros_like(words[..., 0])
     for number in range(words.shape[-1]):
         folded = mix_tensor(folded + words[..., number])
