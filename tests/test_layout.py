@@ -76,18 +76,18 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
 The core had 2,320 lines: 270 are for a draft in one call and for requests that the relay asks in the block of their
-step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080:
-320 are for forwards that use slots, tokens that are accepted, and places that ask whose they are, 140 for values by
-bits, a row 0 that is scratch or lost, and arrays asked for their rows, 280 for lengths that follow from what a step
-accepts, fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 are for float8, for arrays that
-say of which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 300 of
-transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of tokens,
-and ranks that compare what they hold. Fuzz tools had 2,700: 1,235 are the exact model, 284 of them docstrings: the
-oracle is the model a second time, for integers, so that no tensor says what is right; the shrinker knows of pages,
-where that of Hypothesis stops early; states, windows and drafts have a place in cache and verifier. Races had 8,500:
-760 are for operators that wait in the middle, for storages, pinned memory and numpy as torch uses them, for one format of
-findings, and for values that an earlier owner or step has left. The watch had 2,400: 560 are for values that requests
-say, rows without one, idle bounds, what nothing declares, and page tables of engines.
+step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080: 320 are
+for forwards that use slots, tokens that are accepted, and places that ask whose they are, 140 for values by bits, a
+row 0 that is scratch or lost, and arrays asked for their rows, 280 for lengths that follow from what a step accepts,
+fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 are for float8, for arrays that say of
+which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 300 of
+transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of
+tokens, and ranks that compare what they hold. Fuzz tools had 2,700: 1,235 are the exact model, 284 of them
+docstrings: the oracle is the model a second time, for integers, so that no tensor says what is right; the shrinker
+knows of pages, where that of Hypothesis stops early; states, windows and drafts have a place in cache and verifier.
+Races had 8,500: 760 are for operators that wait in the middle, for storages, pinned memory and numpy as torch uses
+them, for one format of findings, and for values that an earlier owner or step has left. The watch had 2,400: 560 are
+for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines.
 """
 
 MOST_LINES, MOST_FILES = 42_850, 149
