@@ -359,8 +359,10 @@ class PagePoolMachine(PagesMachine):
         slots, fence = self.some(data)[:1], self.fence(data)
         (slot,) = slots
         holder, size = self.requests[slot], self.pages.page_size
-        for length in range(len(holder.tokens) + 1, self.most + 1):
+        for length in range(len(holder.tokens) + 1, self.most + 1 - (0 if back else size)):
             self.extend_to(slots, [length])
+        if not back:
+            self._grow(slots, self.most)  # pages behind the window are the request's still
         self.settle()
         total = max(0, len(holder.tokens) - back)
         first = max(0, total - window)
@@ -374,6 +376,9 @@ class PagePoolMachine(PagesMachine):
             self.rooms[slot] = -(-total // size) if back else self.rooms[slot]
             holder.first = max(holder.first, first // size * size)
         agree(holder.first, int(self.pages.first_positions(holder.owner)[0]), f"first position of slot {slot}")
+        if not back and self.rooms[slot] * size > total:
+            self._commit(slot, total + 1)
+            total = len(holder.tokens)
         self.reached("pages before a window given back", holder.first > 0)
         self._forward([slot])
         if holder.first:
