@@ -191,6 +191,9 @@ class PlannedStep:
             if batch.num_rows > num_reqs:
                 batch = self._made(batch._state.first(num_reqs))
             self._batch = batch
+            declared, block = self._declared, self._memory.block
+            if declared.accepted is not None and block.fed and declared.seq_lens not in self._moved.device:
+                batch._guesses = block.t - block.h > block.fed
         return batch
 
     @property

@@ -98,6 +98,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         "_crossed",
         "_device",
         "_exposed",
+        "_guesses",
         "_pool_id",
         "_row_set",
         "_state",
@@ -145,6 +146,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         self._state = state
         self._device: BatchDevice | None = None  # once it is used
         self._crossed: PackedUpload | None = None  # the copy that has all columns, where one upload sent them
+        self._guesses = False  # whether its exact lengths count guesses of a step that says later what it accepts
         self._pool_id = pool_id
         self._windows = windows
         self._values: dict[str, Any] = {}

@@ -307,6 +307,13 @@ class StepPlanner(OfThisProcess):
         if batch.runtime is not self._runtime:
             raise another_runtime("StepPlanner", batch)
         num_reqs = batch._begin(OPERATION)
+        if batch._guesses:
+            name = self._declared.seq_lens
+            remedy = (
+                f"replace {name} by `MirroredTensor.from_pair` of its numbers and of what `accept` returned, as bounds"
+            )
+            problem = f"StepPlanner: plan: {name} of {batch!r} count guesses that the step before may have rejected"
+            raise ArgumentError(problem, batch, remedy)
         if batch._exposed or batch._windows:
             batch._check_host_is_fresh(OPERATION)
         if num_reqs and batch._pool_id != self._slots.pool_id:

@@ -22,7 +22,9 @@ from batchstate import (
 from batchstate.errors import ArgumentError, DeclarationError, DtypeError, ShapeError
 from batchstate.runtime import Runtime
 from batchstate.violations import Code
+from tests import step_world
 from tests.doubles import refused
+from tests.worlds import Pools
 
 DRAFTS = 3
 
@@ -229,3 +231,29 @@ def test_accept_on_another_stream(rt: Runtime, kept: torch.dtype) -> None:
         rt.wait(done)
         counts = engine.counts(2, 4).to(kept)
         assert rt.inspect(engine.step.accept(counts)).tolist() == [12, 12]
+
+
+def test_lengths_that_count_rejected_guesses_are_not_gone_on_from(rt: Runtime) -> None:
+    """A step follows on true lengths or bounds of them, and not on those of the batch that put the guesses in."""
+    world = Pools.of(rt)
+    fields = {
+        "token": relay_field(torch.int64),
+        "guesses": relay_field(torch.int64, shape=(2,)),
+        "seq_lens": relay_field(torch.int64, read_by="both"),
+        "accepted": relay_field(torch.int64, read_by="host"),
+    }
+    relay, names = FutureMap(world.slots, fields), ("token", "guesses")
+    told: Any = {"lengths": "seq_lens", "accepted": "accepted", "results": ("accepted",)}
+    kind = step_world.Running
+    planner = StepPlanner(kind, pages=world.pages, relay=relay, ids=names, **told)
+    first = {"token": [1], "guesses": [[2, 3]], "seq_lens": [6]}
+    lens = np.array([6])
+    joining = step_world.columns(np.array([1]), [6])
+    step = planner.plan(kind.empty(rt), 3, joining=joining, published=first)
+    step.inputs()
+    true = step.accept(torch.tensor([1]))
+    step.publish(token=torch.tensor([4]), guesses=torch.tensor([[5, 6]]))
+    with pytest.raises(ArgumentError, match="count guesses that the step before may have rejected"):
+        planner.plan(step.batch, 3)
+    bounds = MirroredTensor.from_pair(rt, step.batch["seq_lens"].np, true, contract="upper_bound")
+    assert bounds.np.tolist() == (lens + 3).tolist()

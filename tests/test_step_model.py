@@ -397,7 +397,8 @@ class Model:
                 expected.append([req.length, len(req.tokens) - start, *req.tokens[start:]])
         if any(samples):
             self.results.append((step.results, expected))
-        if self.bounded and any(req.bound != req.length for req in requests):
+        guessed = any(is_fed and n > 1 for is_fed, n in zip(fed, queries, strict=True))
+        if self.bounded and (guessed or any(req.bound != req.length for req in requests)):
             bounds = [req.bound for req in requests]
             column = MirroredTensor.from_pair(rt, bounds, lens, contract="upper_bound", name="seq_lens")
             self.batch_after = self.batch_after.replace(seq_lens=column)
