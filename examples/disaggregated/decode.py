@@ -187,7 +187,7 @@ class DecodeWorker:
         self._join_staged(staged)
         self._join_arrived(arrived)
         launched = [] if not len(self._batch) else [self._decode()]
-        if prefills:
+        if prefills and self._room_here(self._here[0]):  # those that arrived may have taken it
             launched.append(self._prefill(self._here.popleft()))
         for step in launched:
             self._last_step = step.done

@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -11,6 +13,7 @@ from batchstate.testing.exact import Arrival, ExactModel, History, Oracle, Wave,
 from examples.exact import cost, planted
 from examples.exact.__main__ import engine_named, main
 from examples.exact.bugs import Bug, bugs
+from examples.exact.disaggregated import DISAGGREGATED
 from examples.exact.example import EXAMPLE
 from examples.exact.stand_ins import MissingPeerError
 
@@ -53,6 +56,32 @@ def test_faults_that_were_found_stay_mended(changed: dict[str, object], waves: t
     outcome = play(EXAMPLE, history, Oracle(spec), ExactModel(spec))
     assert not outcome.wrong
     assert len(outcome.finished) + len(waves[0].aborts) == history.requests
+
+
+def test_a_prompt_is_prefilled_where_there_is_room_still() -> None:
+    """A history on which the decode worker once failed, shrunk: requests that arrived had taken the host locations."""
+    settings: dict[str, object] = {
+        "degree": 2, "dtype": torch.float64, "host_page_size": 0, "landing": "mixed", "max_running": 2,
+        "transport": "in_process", "accepted": 1.0, "page_size": 1, "drafts": 3, "staged": 0.3, "hot_tokens": 8,
+        "stages": 1,
+    }  # fmt: skip
+    one, other = ((0, 1),), ((1, 1),)
+    first: list[Any] = [
+        (one, 1),
+        (other, 1),
+        (other, 2),
+        (((1, 92), (1, 2)), 1),
+        (other, 1),
+        (one, 1),
+        (other, 1),
+        (one, 1),
+    ]
+    first += [(other, 1), (other, 1)]
+    waves: list[tuple[list[Any], int]] = [(first, 6), ([(one, 11), (one, 1), (one, 21)], 30)]
+    history = History(settings, tuple(Wave(tuple(Arrival(*part) for part in parts), steps) for parts, steps in waves))
+    spec = DISAGGREGATED.spec(history.settings)
+    outcome = play(DISAGGREGATED, history, Oracle(spec), ExactModel(spec, dtype=torch.float64))
+    assert (outcome.error, outcome.wrong) == (None, False)
 
 
 @pytest.mark.parametrize("name", ["mini_sglang_mended", "nano_vllm"])
