@@ -227,16 +227,19 @@ def test_bad_adapters_are_refused(adapter: type[SmallEngine], words: str) -> Non
     assert "small has" in report.message
 
 
-def test_an_engine_that_fails_is_a_result() -> None:
-    """Its exception is kept with the history that brought it about."""
+def test_an_engine_that_fails_is_a_result(caplog: pytest.LogCaptureFixture) -> None:
+    """Its exception is kept with the history that brought it about, which is shrunk no longer than was asked."""
 
     class Failing(SmallEngine):
         def step(self) -> Mapping[int, Sequence[int]]:
             raise RuntimeError("no page left")
 
-    report = hunt(attrs.evolve(SMALL, open=Failing), requests=10)
+    engine = attrs.evolve(SMALL, open=Failing)
+    as_drawn, report = hunt(engine, requests=10, shrink_seconds=0.0).failure, hunt(engine, requests=10)
+    assert "failed by request" in caplog.text
+    assert as_drawn is not None
     assert report.failure is not None
-    assert report.failure.requests == 1
+    assert as_drawn.requests > report.failure.requests == 1
     assert report.message.endswith("the engine has failed: RuntimeError: no page left")
 
 

@@ -1,6 +1,7 @@
 """Random histories of requests, drawn by Hypothesis and played on an engine; one that fails is shrunk."""
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -19,6 +20,8 @@ from batchstate.testing.exact.verify import Verifier, WrongRead
 from batchstate.testing.runner import same_examples
 
 __all__ = ["ExactReport", "drawn", "hunt"]
+
+_log = logging.getLogger("batchstate")
 
 _DOCUMENTS = (1, 2, 6)
 """The prompts of a history are pieces of so many; with one each prompt begins as others do."""
@@ -103,6 +106,7 @@ def hunt(
     requests: int,
     number: int = 0,
     verify: bool = False,
+    shrink_seconds: float = 60.0,
     progress: Callable[[int], None] | None = None,
 ) -> ExactReport:
     """Plays random histories until so many requests were served, or one history fails, which is shrunk.
@@ -114,6 +118,7 @@ def hunt(
         requests: how many at least.
         number: the same seed plays the same histories.
         verify: compare entries as they are read too; a failing history is always verified once it is shrunk.
+        shrink_seconds: to shrink a failing history for, at most; a line of the logger `batchstate` says that it begins.
         progress: called with the requests served so far.
 
     Raises:
@@ -141,7 +146,9 @@ def hunt(
             report.differences = len(outcome.differences) + (outcome.error is not None)
             ahead = min((difference.finished for difference in outcome.differences), default=len(outcome.finished))
             report.before = report.requests + ahead
-            report.failure = reduced(engine, history, fails)
+            served = report.requests + history.requests
+            _log.warning("a history of %s failed by request %d: it is shrunk", engine.name, served)
+            report.failure = reduced(engine, history, fails, seconds=shrink_seconds)
             report.outcome, reports = played(report.failure, verify=True)
             report.message = "\n".join([str(report.failure), str(report.outcome), *map(str, reports[:4])])
         report.requests += history.requests

@@ -4,6 +4,7 @@ Hypothesis, which draws the histories, shrinks what it has drawn too, one draw a
 is reused only after so many tokens, and a request can only go if another one takes its tokens. These passes know that.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
@@ -14,7 +15,12 @@ __all__ = ["reduced"]
 
 
 def reduced(
-    engine: EngineUnderTest, history: History, fails: Callable[[History], bool], *, plays: int = 600
+    engine: EngineUnderTest,
+    history: History,
+    fails: Callable[[History], bool],
+    *,
+    plays: int = 600,
+    seconds: float = 60.0,
 ) -> History:
     """The shortest failing history that passes of smaller and smaller changes lead to.
 
@@ -23,7 +29,9 @@ def reduced(
         history: that fails.
         fails: plays one, and says whether it fails too.
         plays: histories tried at most.
+        seconds: after which no further one is tried.
     """
+    end = time.perf_counter() + seconds
     passes = (_without, _longer, _shorter, _plainer)
     left, again = plays, True
     while again and left > 0:
@@ -31,7 +39,7 @@ def reduced(
         for smaller in passes:
             candidates = smaller(engine, history)
             while left > 0 and (candidate := next(candidates, None)) is not None:
-                left -= 1
+                left = left - 1 if time.perf_counter() < end else 0
                 if candidate != history and fails(candidate):
                     history, again = candidate, True
                     candidates = smaller(engine, history)
