@@ -38,7 +38,7 @@ class Changes:
         what: whose rows, for reports.
         last: number of the last change.
         rows: int64[capacity], number of the last change of each row; 0 before the first.
-        by: number of a change -> the operation that made it, and its step; of the last `KEPT`.
+        by: the number of a change, the operation that made it, and its step; of the last `KEPT`, by number modulo that.
     """
 
     __slots__ = ("by", "last", "rows", "what")
@@ -47,14 +47,13 @@ class Changes:
         self.what = subject
         self.last = 0
         self.rows = np.zeros(capacity, dtype=np.int64)
-        self.by: dict[int, tuple[str, int]] = {}
+        self.by: list[tuple[int, str, int]] = [(0, "", 0)] * KEPT
 
     def note(self, rows: Ints, operation: str, step: int) -> None:
         """Numbers a change of rows int64[n]."""
         self.last = last = self.last + 1
         self.rows[rows] = last
-        self.by[last] = operation, step
-        self.by.pop(last - KEPT, None)
+        self.by[last % KEPT] = last, operation, step
 
     def since(self, rows: Ints, then: int) -> npt.NDArray[np.bool_]:
         """Whether each row has changed since change number `then` was the last, bool[n]."""
@@ -217,9 +216,9 @@ class Origin:
         def explain(row: int) -> tuple[str, object, object]:
             slot = int(slots[row])
             number = int(changes.rows[slot])
-            by = changes.by.get(number)
+            last, operation, step = changes.by[number % KEPT]
             problem = f"{self!r} was derived from the {changes.what} of index {slot}, which have changed since"
-            made = "" if by is None else f": {by[0]} in step {by[1]}"
+            made = f": {operation} in step {step}" if last == number else ""
             return problem, f"change {then} or before", f"change {number}{made}"
 
         invariants.derived_stale(changes.since(slots, then), explain, slots=slots, **where)
