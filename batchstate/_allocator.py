@@ -73,9 +73,10 @@ class Transaction:
         operation: name of the operation that changes the pool, or was interrupted in it; None while the pool is whole.
         undoing: whether indices released now count as never taken.
         groups: what was let go behind fences that are not complete, oldest first.
-        launches: the forwards that use the slots.
+        launches: the forwards that use the slots; of a pool of slots alone.
     """
 
+    launches: Launches
     __slots__ = ("_asking", "_owner", "_runtime", "groups", "label", "launches", "operation", "undoing")
 
     def __init__(self, runtime: Runtime, label: str) -> None:
@@ -85,7 +86,6 @@ class Transaction:
         self.operation: str | None = None
         self.undoing = False
         self.groups: list[Group] = []
-        self.launches = Launches(runtime, np.zeros(1, dtype=np.int64))
         self._asking: Any = (False for _ in ())  # the generator that asks fences
 
     def enter(self, operation: str) -> None:

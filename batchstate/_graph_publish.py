@@ -60,7 +60,9 @@ class GraphPublish:
             raise
         finally:
             relay.replaying = False
-        entries.publish(requests, fields, relay.runtime.record(stream), stream)
+        fence = relay.runtime.record(stream)
+        entries.publish(requests, fields, fence, stream)
+        relay.slots.transaction.launches.ended(stream, fence)
         if levels.full:
             relay.check("replay")
         return returned

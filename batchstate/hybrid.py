@@ -53,6 +53,11 @@ class StateOwner(SlotListener):
         slots.runtime.declare_indices(kind, self.allocator.capacity)
         self.table = slots.table(f"{slots.name} {self.title}", (per_slot,), torch.int32, holds=kind, host=True)
 
+    def after(self, rows: Ints, turns: int) -> Ints:
+        """The state that slots int64[n] have so many turns from now, int64[n]; 0 where a slot has none."""
+        numbers: Ints = self.mapping[rows, (self.turns[rows] + turns) % np.maximum(self.counts[rows], 1)]
+        return numbers
+
     def check_take(self, n: int) -> None:
         """PoolExhaustedError where there are too few states for `n` slots."""
         self.allocator.check_available(self._needed(n))
@@ -266,8 +271,8 @@ class HybridSlotPool(SlotPool):
         They ask their owner where they are used: as extras of a step, in a table that holds the kind, in `Sender.send`.
         Once the request has left they are refused (SLOT_STALE_HANDLE).
         """
-        rows, states = self.rows_of(slots, "state_rows"), self._owner(kind)
-        numbers = states.mapping[rows, states.turns[rows] % np.maximum(states.counts[rows], 1)]
+        states = self._owner(kind)
+        numbers = states.after(self.rows_of(slots, "state_rows"), 0)
         allocator = states.allocator
         return state_type(states.kind).of_pool(
             self.runtime,
@@ -294,8 +299,7 @@ class HybridSlotPool(SlotPool):
         """
         rows = self.rows_of(slots, "state_turns", padded=True)
         states = self._owner(kind)
-        turns, own = states.turns[rows], np.maximum(states.counts[rows], 1)
-        reads, writes = states.mapping[rows, turns % own], states.mapping[rows, (turns + 1) % own]
+        reads, writes = states.after(rows, 0), states.after(rows, 1)
         self._check_turns(states, rows, reads, "state_turns")
         return StateTurns(slots, reads, writes, states.kind, self)
 

@@ -15,7 +15,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol, Self, SupportsIndex, Unpack, final
+from typing import Any, ClassVar, NoReturn, Self, SupportsIndex, Unpack, final
 
 import attrs
 import numpy as np
@@ -990,14 +990,8 @@ class Handles(MirroredTensor):
             pool.check_kept(self, operation)
 
 
-class Pool(Protocol):
-    """A pool of handles, which asks whether they are held still."""
-
-    def check_kept(self, handles: Any, operation: str) -> None: ...
-
-
 pools: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-"""The `Pool` of each id that handles carry."""
+"""The pool of each id that handles carry: see `HandlePool`."""
 
 
 class _Asking(Handles):

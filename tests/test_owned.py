@@ -15,8 +15,6 @@ from tests.doubles import refused
 from tests.step_world import Running, World
 from tests.worlds import PAGE_SIZE, Pools
 
-both_ways = pytest.mark.parametrize("by_parts", [False, True], ids=["by the planner", "by the parts"])
-
 
 def in_flight(rt: Runtime, by_parts: bool = False) -> World:
     """Two requests in a forward that has not ended, as far as the host knows."""
@@ -37,12 +35,14 @@ LEAVING: dict[str, Callable[[World], object]] = {
 }
 
 
-@both_ways
-@pytest.mark.parametrize("way", LEAVING)
+WAYS = [(way, by_parts) for way in LEAVING for by_parts in (False, True) if (way, by_parts) != ("plan", True)]
+each_way = pytest.mark.parametrize(("way", "by_parts"), WAYS)
+"""A plan by parts releases in a call of its own."""
+
+
+@each_way
 def test_freeing_without_a_fence_under_a_forward_is_refused(way: str, by_parts: bool) -> None:
     """The slots of a forward that may still run do not change owner: SLOT_IN_FLIGHT, and nothing has changed."""
-    if by_parts and way == "plan":
-        pytest.skip("a plan by parts releases in a call of its own")
     rt = LateRuntime()
     world = in_flight(rt, by_parts)
     before = world.state()
@@ -54,17 +54,19 @@ def test_freeing_without_a_fence_under_a_forward_is_refused(way: str, by_parts: 
         LEAVING[way](world)
 
 
-@both_ways
-@pytest.mark.parametrize("way", LEAVING)
+@each_way
 def test_freeing_without_a_fence_when_the_forward_has_ended(way: str, by_parts: bool) -> None:
     """A forward that is known to have ended uses nothing: the host has waited for all, for a fence, or for nothing."""
-    if by_parts and way == "plan":
-        return
     for ends in (LateRuntime.synchronize, lambda rt: rt.record().wait(), lambda rt: rt.complete(100)):
         rt = LateRuntime()
         world = in_flight(rt, by_parts)
+        live, free = world.slots.stats.live, world.pages.stats.free
         ends(rt)
         LEAVING[way](world)
+        gone = {"release_requests": 2, "clear": 2, "plan": 1}.get(way, 0)
+        assert world.slots.stats.live == live - gone
+        assert world.pages.stats.free > free
+        assert world.pages.stats.pending == 0
 
 
 def test_a_request_of_an_ended_forward_leaves_while_another_runs() -> None:
@@ -74,15 +76,14 @@ def test_a_request_of_an_ended_forward_leaves_while_another_runs() -> None:
     world.join([5, 6, 7])
     step = world.planner.plan(world.batch)
     world.run(step)
-    results = step.results
-    rest = world.planner.plan(world.batch, keep=[1, 2], after=rt.record())  # request 0 waits for a fence
-    rest.inputs()
-    slots: Any = rest.batch["slots"]
-    assert results["last"].np.size == 3  # the forward of step 0 has ended
-    refused(Code.SLOT_IN_FLIGHT, lambda: world.pages.release_requests(slots, after=None))
-    last = world.planner.plan(rest.batch, keep=[1], after=rt.record())
-    del last
-    rt.synchronize()
+    ended, running = world.batch.filter([0]).slots, world.batch.filter([1, 2])
+    other = world.planner.plan(running)  # request 0 sits out
+    assert step.results["last"].np.size == 3  # the forward of all three has ended
+    other.inputs()
+    other.publish(last=torch.tensor([1, 2]))
+    refused(Code.SLOT_IN_FLIGHT, lambda: world.pages.release_requests(running.slots, after=None))
+    world.pages.release_requests(ended, after=None)
+    assert (world.slots.stats.live, world.slots.stats.pending) == (2, 0)
     world.slots.verify()
 
 

@@ -615,11 +615,11 @@ class HiSparse(OfThisProcess):
         requests.before_free(slots.np)
         rows = self.slots.rows_of(slots, operation, unique=True)
         requests.check_state(rows, allowed, operation)
-        if after is None:
+        behind = requests.fence_of(rows[requests.states[rows] == TierState.STAGED].tolist(), after)
+        if after is None and behind is not None:  # else the release asks
             self.slots.check_ended(rows, operation)
-        staged = rows[requests.states[rows] == TierState.STAGED].tolist()
         with requests.releases(rows):
-            self.pages.release_requests(slots, after=requests.fence_of(staged, after))
+            self.pages.release_requests(slots, after=behind)
 
     # Checks
 

@@ -20,6 +20,7 @@ from examples.disaggregated.prefill import PrefillWorker
 from examples.disaggregated.roles import NAP
 from examples.disaggregated.worker import Parts, open_engine
 from examples.engine.request import Request as EngineRequest
+from examples.exact.answers import new_tokens
 from examples.exact.drafts import ExactDrafter
 from examples.exact.served import ServedModel
 
@@ -146,15 +147,7 @@ class Disaggregated:
             prefill.words, prefill.sender.outbox = [], []
         if not moved and not self._local:
             time.sleep(NAP)  # threads of the transport want the core
-        came: dict[int, Sequence[int]] = {}
-        for number, request in list(self._requests.items()):
-            new = request.output[self._seen[number] :]
-            if new:
-                came[number] = new
-                self._seen[number] += len(new)
-            if request.state == "finished":
-                del self._requests[number]
-        return came
+        return new_tokens(self._requests, self._seen)
 
     @property
     def busy(self) -> bool:

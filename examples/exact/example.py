@@ -12,6 +12,7 @@ from examples.engine.engine import Engine
 from examples.engine.model import prefill
 from examples.engine.request import Request as EngineRequest
 from examples.engine.settings import EngineSettings
+from examples.exact.answers import new_tokens
 from examples.exact.drafts import ExactDrafter
 from examples.exact.served import ServedModel
 
@@ -75,15 +76,7 @@ class ExampleAdapter:
         """One step of the engine."""
         if self.engine.busy:
             self.engine.step()
-        came: dict[int, Sequence[int]] = {}
-        for number, request in list(self._requests.items()):
-            new = request.output[self._seen[number] :]
-            if new:
-                came[number] = new
-                self._seen[number] += len(new)
-            if request.state == "finished":
-                del self._requests[number]
-        return came
+        return new_tokens(self._requests, self._seen)
 
     @property
     def busy(self) -> bool:
