@@ -45,10 +45,11 @@ class PageLease:
     _stream: int  # that wrote them last, by its number; the pool keeps it
     writer: Fence | None = None
     released: bool = attrs.field(default=False, init=False)
-    _generations: Ints = attrs.field(init=False)
+    _generations: Ints | None = attrs.field(init=False, default=None)  # of pages that a writer may write
 
     def __attrs_post_init__(self) -> None:
-        self._generations = self._sharing.generations(self._pages)
+        if self.writer is not None:
+            self._generations = self._sharing.generations(self._pages)
 
     def __repr__(self) -> str:
         return f"PageLease({self.tokens} tokens, {self._pages.size} pages{', released' if self.released else ''})"
@@ -71,8 +72,9 @@ class PageLease:
     def check_kept(self, operation: str) -> None:
         """Refuses (SLOT_STALE_HANDLE) pages that are another's by now: a writer that has not ended may write them."""
         pages, sharing = self._pages, self._sharing
-        now = sharing.generations(pages)
-        invariants.slot_stale_handle(pages, self._generations, now, **sharing.holders.where(operation))
+        if self._generations is not None:
+            now = sharing.generations(pages)
+            invariants.slot_stale_handle(pages, self._generations, now, **sharing.holders.where(operation))
 
     def release(self, *, after: Fence | None) -> None:
         """Gives the references back, at once or when `after` is complete; once, or else SLOT_DOUBLE_FREE.
