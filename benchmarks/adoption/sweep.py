@@ -28,7 +28,7 @@ from benchmarks.adoption.deletions import judge
 from benchmarks.machine import machine
 from benchmarks.peers.installed import PeerError
 
-ENGINES = ("tgi", "lmdeploy", "vllm_mrv2", "lmdeploy_pools", "exllamav3")
+ENGINES = ("tgi", "lmdeploy", "vllm_mrv2", "lmdeploy_pools", "exllamav3", "tokasaurus")
 
 
 def said(report: str | None) -> str | None:
