@@ -105,7 +105,7 @@ def _without_name(tree: ast.AST, number: int) -> str:
 def outcome(call: Callable[[], object]) -> str | None:
     """How a call failed, in one line; None if it did not. A loop that does not end fails after some CPU time."""
     before = signal.signal(signal.SIGVTALRM, _endless)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, MOST_SECONDS)  # again: a check may catch the first
     try:
         call()
     except Exception as error:
@@ -141,9 +141,11 @@ def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = N
         return seen
 
     def watched(options: dict[str, Any]) -> None:
-        with engine.declare(**options):
+        with engine.declare(**options) as declared:
             for seed in range(seeds):
-                engine.drive(seed)
+                driven = engine.drive(seed)
+                if driven is not None:  # a pool that nobody uses any more
+                    declared.expect_idle(driven)
 
     whole, rows = states([]), []
     if states([]) != whole:
