@@ -236,6 +236,7 @@ class Declaration:
         self._lengths = {name: False for name in (key, num_rows) if isinstance(name, str)}
         self._row_counts: set[int] = set()
         self.dtypes: dict[str, Any] = {}
+        self._list_lengths: dict[str, int] = {}
         self._turn = self._calls = 0
         self._last: tuple[weakref.ref[Any], Rows] | None = None
         self._refuse_unknown()
@@ -568,7 +569,9 @@ class Declaration:
             rows = len(value) if not has_dtype else value.shape[0] if value.ndim else -1
         except TypeError as error:
             raise failed(f"column {name!r}", error) from error
-        if rows != n and not (self.buffers and rows > n):
+        # A preallocated list is as long in every call; one that grows has to follow the batch.
+        long = self.buffers and rows > n and (has_dtype or self._list_lengths.setdefault(name, rows) == rows)
+        if rows != n and not long:
             if not self.uses(name, batch):
                 return
             undeclared = has_dtype and name not in self.dtypes and rows > n

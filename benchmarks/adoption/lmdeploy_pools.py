@@ -103,7 +103,8 @@ def declare(**options: Any) -> WatchedPool:
         num_pages=BLOCKS, page_size=BLOCK,
         lengths=lambda s: [seq.num_history_ids if seq.status.name == "RUNNING" else 0 for seq in all_sequences(s)],
         keys=contents, index=lambda s: dict(in_trie(s)),
-        counters={held_by_cache: lambda s: [1] * len(only_cached(s)), physical_free: physical_unused, alive: in_sessions},
+        counters={held_by_cache: lambda s: [1] * len(only_cached(s)), physical_free: physical_unused,
+                  alive: in_sessions},
         **options)
 # fmt: on
 

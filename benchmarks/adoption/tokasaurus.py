@@ -49,13 +49,18 @@ def in_tree(state: Any) -> Iterator[tuple[tuple[Any, ...], int]]:
             yield nodes[-1][0], child.idx
 
 
-def by_parents(state: Any) -> dict[int, tuple[Any, ...]]:
-    """The tokens up to the end of each block that has a parent, as blocks say it."""
+def contents(state: Any) -> dict[int, tuple[Any, ...]]:
+    """The tokens up to the end of each block with a parent, as sequences say it, else as its parents do."""
 
     def prefix_of(block: Any) -> tuple[Any, ...]:
         return () if block.parent is None else (*prefix_of(block.parent), *block.contents)
 
-    return {block.idx: prefix_of(block) for block in state.block_allocator.all_blocks if block.parent is not None}
+    tokens = {block.idx: prefix_of(block) for block in state.block_allocator.all_blocks if block.parent is not None}
+    for sequence in running(state):
+        for at, block in enumerate(sequence.kv_indices[: sequence.prompt_total() // PAGE], 1):
+            if block in tokens:
+                tokens[block] = tuple(sequence.input_ids[: at * PAGE])
+    return tokens
 
 
 def unused(state: Any) -> list[Any]:
@@ -80,11 +85,46 @@ def written(batch: Any) -> list[int]:
     return [sequence.kv_indices[at // PAGE] * PAGE + at % PAGE for sequence, at in pairs]
 
 
-def sampled(batch: Any) -> list[float]:
-    """The temperature of each token that is sampled."""
+def prompts(batch: Any) -> list[int]:
+    """The tokens of prompts that go through the model."""
+    sequences, number = row_of(batch), len(batch.prefill_input_ids)
+    return [sequences[at].input_ids[batch.position_ids[at]] for at in range(number)]
+
+
+def sampled(field: str) -> Callable[[Any], list[Any]]:
+    """A parameter of each token that is sampled."""
+
+    def values(batch: Any) -> list[Any]:
+        sequences = row_of(batch)
+        wanted = [getattr(sequences[at].sampling_params, "top_p" if field == "top_p" else "temperature")
+                  for at in batch.lm_head_indices]  # fmt: skip
+        return [value == 0 for value in wanted] if field == "greedy_mask" else [value or 1.0 for value in wanted]
+
+    return values
+
+
+def pages(batch: Any) -> tuple[list[Any], list[Any]]:
+    """What the attention kernels get of the prompts and of the other rows."""
+    parts: list[list[Any]] = []
+    prefilled = len(batch.prefill_input_ids)
     sequences = row_of(batch)
-    wanted = [sequences[at].sampling_params.temperature for at in batch.lm_head_indices]
-    return [temperature or 1.0 for temperature in wanted]
+    for tokens in (range(prefilled), range(prefilled, len(sequences))):
+        runs = [list(run) for _, run in itertools.groupby(tokens, lambda at: sequences[at].id)]
+        ends = [batch.position_ids[run[-1]] + 1 for run in runs]
+        tables = [sequences[run[0]].kv_indices[: -(-end // PAGE)] for run, end in zip(runs, ends, strict=True)]
+        parts.append([
+            [0, *itertools.accumulate(map(len, runs))], [0, *itertools.accumulate(map(len, tables))],
+            [*itertools.chain(*tables)], [(end - 1) % PAGE + 1 for end in ends], len(runs), len(tokens),
+        ])  # fmt: skip
+    return parts[0], parts[1]
+
+
+def sent(batch: Any) -> tuple[list[Any], list[Any]]:
+    """The same, as it was made."""
+    info = batch.attention_info_builder
+    fields = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len", "num_seqs", "num_tokens")
+    first, second = ([getattr(part, name) for name in fields] for part in (info.prefill_builder, info.decode_builder))
+    return first, second
 
 
 # fmt: off
@@ -99,7 +139,7 @@ def declare(**options: Any) -> contextlib.ExitStack:
         references=lambda s: {block.idx: len(block.seq_ids) for block in s.block_allocator.all_blocks},
         num_pages="block_allocator.num_blocks", page_size="block_allocator.page_size",
         lengths=lambda s: [sequence.total_scheduled() - 1 for sequence in running(s)],
-        keys=by_parents, index=lambda s: dict(in_tree(s)),
+        keys=contents, index=lambda s: dict(in_tree(s)),
         counters={"block_allocator.num_free_blocks": lambda s: len(unused(s)),
                   lambda s: sorted(block.idx for block in s.block_allocator.available_leaves): leaves},
         **options))
@@ -107,10 +147,10 @@ def declare(**options: Any) -> contextlib.ExitStack:
         ManagerState, after=steps, live=lambda s: [sequence.batch_index for sequence in running(s)],
         free="batch_index_allocator.available_indices", size=ROWS, zero=True, **options))
     watches.enter_context(watch(
-        ModelInput, after=[(manager, "seqs_to_input")], num_rows=lambda b: len(b.batch_indices),
-        rows=["position_ids", "attention_info_builder.append_kv_token_indices"],
-        derived={"attention_info_builder.append_kv_token_indices": written,
-                 "sampling_builder.temperature": sampled},
+        ModelInput, after=[(manager, "seqs_to_input")], num_rows=lambda b: len(b.position_ids),
+        rows=["batch_indices", "attention_info_builder.append_kv_token_indices"],
+        derived={"attention_info_builder.append_kv_token_indices": written, "prefill_input_ids": prompts, sent: pages,
+                 **{f"sampling_builder.{name}": sampled(name) for name in ("temperature", "top_p", "greedy_mask")}},
         **options))
     return watches
 # fmt: on
@@ -182,6 +222,19 @@ DECLARED: dict[str, dict[str, Any]] = {"full": {}}
 def endless(text: str) -> bool:
     """No statement keeps a loop from ending that the time of a call does not."""
     return False
+
+
+KINDS = {
+    "eviction order": ("last_used_at",),
+    "less of a cached prefix is reused": (
+        "self.update_prefix_tree(", "seq.prompt_scheduled = num_cached_prompt_tokens",
+    ),
+}  # fmt: skip
+
+
+def apart(row: dict[str, Any]) -> str | None:
+    """The kind of a deletion by which no block and no input of a step is wrong."""
+    return next((kind for kind, texts in KINDS.items() if any(text in row["text"] for text in texts)), None)
 
 
 TREE = ("add_floating", "update_prefix_tree", "free_and_update", "assign_block_to_seq", "allocate_up_to_length")

@@ -131,6 +131,7 @@ def unapplied(runner: Any) -> list[str]:
 
 PARTS = ("indices", "starts", "contents", "cu_lens", "max_len")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
+LOGPROBS: dict[Any, int] = {None: sample_module.NO_LOGPROBS, -1: 100}
 STATES, BLOCKS, SAMPLES = "req_states.", "block_tables.block_tables.", "sampling_states."
 SAYS: dict[Any, Callable[[Any], Any]] = {
     f"{STATES}prompt_len.gpu": lambda req: len(req.prompt),
@@ -153,7 +154,6 @@ BEGINS: dict[Any, Callable[[Any], Any]] = {
     f"{STATES}num_computed_tokens.gpu": lambda req: req.cached if req.new else None,
 }
 """What the device goes on to count, as it begins."""
-LOGPROBS = {None: sample_module.NO_LOGPROBS, -1: 100}
 
 
 def joined(records: dict[str, Any], runner: Any, requests: list[Any]) -> None:
