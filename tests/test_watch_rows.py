@@ -138,6 +138,8 @@ def test_what_calls_say_of_requests(lag: int | None) -> None:
     """The arguments of each call are recorded, whatever `every` says; lists on the host are compared with `lag` too."""
 
     class Later(Rows):
+        reqs: list[str]
+
         def join(self, name: str, length: int) -> None:
             self.reqs.append(name)
 
@@ -156,8 +158,7 @@ def test_what_calls_say_of_requests(lag: int | None) -> None:
             setattr(rows, column, wrong)
             rows.run()
             with pytest.raises(Violation, match="request 'y'"):
-                rows.run()
-                watched_rows.flush()
+                [call() for call in (rows.run, watched_rows.flush)]
             with pytest.raises(DeclarationError, match=r"records\['join'\]: TypeError"):
                 rows.join(name=["no hash"], length=1)
 
@@ -272,6 +273,19 @@ def test_a_method_that_raises_is_checked() -> None:
             Rows(reqs=["x"]).run(lambda r: fail(r, entries=2))
         with pytest.raises(LookupError, match="engine"):
             Rows(reqs=["x"]).run(lambda r: fail(r, entries=1))
+        with pytest.raises(Violation, match=r"look in `Rows\.run`"):
+            Rows(reqs=["x"]).run(lambda r: fail(r, entries=2))
+
+
+def test_what_an_inner_watch_raises_goes_on() -> None:
+    """A method that raises a violation of another watch is not reported in its place."""
+
+    def step(rows: Any) -> None:
+        rows.a = [0, 0]
+        Pool().step(lambda pool: setattr(pool, "used", 3))
+
+    with watched_pool(), watched(rows=["a"]), reported(Code.DERIVED_STALE, "used"):
+        Rows(reqs=["x"], a=[0]).run(step)
 
 
 def test_moves_that_are_applied_later() -> None:

@@ -10,7 +10,7 @@ from typing import Any, final
 import attrs
 
 from batchstate import levels
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.runtime import Runtime
 from batchstate.watch._audit import Audit
 from batchstate.watch.declaration import CallSite, Declaration
@@ -139,7 +139,7 @@ class Watched(Hooked):
                 try:
                     result = function(*args, **kwargs)
                 except Exception as error:
-                    if after and checked:
+                    if after and checked and not isinstance(error, BatchStateError):  # another watch has reported
                         raised = CallSite(
                             self.name, f"{ended}, which raised {type(error).__name__}", step, report, since
                         )

@@ -117,7 +117,7 @@ class CallSite:
     @property
     def method(self) -> str:
         """The method that a remedy names."""
-        return f"`{self.object}.{self.operation.rpartition(' ')[2]}`"
+        return f"`{self.object}.{self.operation.partition(',')[0].rpartition(' ')[2]}`"
 
     @property
     def suspects(self) -> str:
