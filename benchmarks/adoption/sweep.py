@@ -24,7 +24,7 @@ import torch
 from batchstate.levels import checks
 from batchstate.runtime import open_runtime
 from benchmarks.adoption import deletions
-from benchmarks.adoption.deletions import judge
+from benchmarks.adoption.deletions import accused, judge
 from benchmarks.machine import machine
 from benchmarks.peers.installed import PeerError
 
@@ -83,6 +83,10 @@ def sweep(name: str, seeds: int) -> dict[str, Any]:
             print(f"  missed by {', '.join(missed)}: {row['statement']}")
     for row in swept["apart"]:
         print(f"  apart, {row['kind']}{' (reported)' * bool(row['full'])}: {row['statement']}")
+    for way, options in getattr(engine, "KNOWN", {}).items():
+        with checks("full"):
+            swept.setdefault("as released", {})[way] = fault = said(accused(engine, seeds, options))
+        print(f"  as released, {way}: {fault}")
     return {name: swept}
 
 
