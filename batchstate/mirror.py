@@ -1063,6 +1063,15 @@ class Locations(_Asking):
             pool.keep(self, until, operation)
 
 
+class NewLocations(Locations):
+    """Places of tokens that may not be written or accepted yet: of an `Extension`, or of `PagePool.writing`.
+
+    `Sender.send` refuses them.
+    """
+
+    __slots__ = ()
+
+
 class HostLocations(MirroredTensor):
     """Places of tokens in the host tier's KV memory. Made by its pool. Place 0 is padding."""
 

@@ -491,9 +491,9 @@ class PageSpace:
         generations: Ints = self._holders.rows.arrays["generation"]
         return generations[numbers if self.per_page == 1 else numbers // self.per_page]
 
-    def handles(self, numbers: Ints) -> Handles:
-        """The handles of `numbers` int64[n], which are live."""
-        return self.kind.of_pool(
+    def handles(self, numbers: Ints, kind: type[Handles] | None = None) -> Handles:
+        """The handles of `numbers` int64[n], which are live; of a `kind` of them."""
+        return (kind or self.kind).of_pool(
             self.runtime,
             numbers,
             self.generations_of(numbers),

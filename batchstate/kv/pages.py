@@ -25,7 +25,7 @@ from batchstate.kv import _lengths as lengths_of
 from batchstate.kv._page_state import KV, PageHolders, PageSpace
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
 from batchstate.kv._sharing import PageLease, PageSharing, Source
-from batchstate.mirror import Locations, MirroredTensor, Pages, Slots, lined_up
+from batchstate.mirror import Locations, MirroredTensor, NewLocations, Pages, Slots, lined_up
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
@@ -119,7 +119,7 @@ class Extension:
     def locations(self) -> Locations:
         """The place of each token in KV memory, `host_only` int64[t]."""
         self._origin.check(object=self, operation="locations", step=self.owners.runtime.step)
-        return self._pool._locations(self._numbers)
+        return self._pool._locations(self._numbers, NewLocations)
 
     @property
     def _numbers(self) -> Ints:
@@ -301,7 +301,7 @@ class PagePool(OfThisProcess):
         self._check_allocated(rows, ends, operation)
         columns = np.arange(int(start[0]) // self.page_size, -(-int(ends[0]) // self.page_size))
         self.check_unshared(self.page_table[rows[0], columns].astype(np.int64), operation)
-        return self._locations(self.lay(rows, start, ends - start, operation)[1])
+        return self._locations(self.lay(rows, start, ends - start, operation)[1], NewLocations)
 
     def _range(
         self, slots: Slots, first: SupportsIndex, stop: SupportsIndex, operation: str
@@ -977,8 +977,8 @@ class PagePool(OfThisProcess):
         for check in self._release_checks:
             check(rows, operation)
 
-    def _locations(self, numbers: Ints) -> Locations:
-        return cast(Locations, self._spaces["location"].handles(numbers))
+    def _locations(self, numbers: Ints, kind: type[Locations] = Locations) -> Locations:
+        return cast(Locations, self._spaces["location"].handles(numbers, kind))
 
 
 def _each(numbers: int | Ints, rows: Ints) -> Ints:
