@@ -272,7 +272,7 @@ class HandlePool(Protocol):
     def refuse_reaped(self, numbers: Ints) -> None: ...
 
 
-def new_pool_id(pool: HandlePool) -> int:
+def new_pool_id(pool: object) -> int:
     pool_id = next(_pool_ids)
     pools[pool_id] = pool
     return pool_id

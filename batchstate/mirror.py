@@ -1072,8 +1072,11 @@ class NewLocations(Locations):
     __slots__ = ()
 
 
-class HostLocations(MirroredTensor):
-    """Places of tokens in the host tier's KV memory. Made by its pool. Place 0 is padding."""
+class HostLocations(_Asking):
+    """Places of tokens in the host tier's KV memory, as `HiSparse.host_locations` has them. Place 0 is padding.
+
+    Refused as `Pages`.
+    """
 
     unit: ClassVar[str | None] = "host_location"
     __slots__ = ()

@@ -35,7 +35,7 @@ from tests.step_world import Running, World
 from tests.test_accepted import Speculating
 from tests.test_agreement import Decode
 from tests.test_owned import drafting, in_flight
-from tests.worlds import Pools, Tier
+from tests.worlds import Pools, Tier, Tiered
 
 Calls = Iterator[Callable[[], object]]
 VARIATIONS: dict[str, tuple[Callable[[], Calls], Code | type[Exception]]] = {}
@@ -132,6 +132,15 @@ def _pages_of_a_job_in_the_upload_of_the_next_step() -> Calls:
     yield lambda: world.batch.upload(extras={"pages": pages})
     _left(world)
     yield lambda: world.planner.plan(world.batch, extras={"pages": pages})
+
+
+@refused_with(Code.SLOT_STALE_HANDLE)
+def _places_in_the_host_tier_of_a_request_that_left() -> Calls:
+    world = Tiered.of(Pools.of(open_runtime("cpu"))).join()
+    places = world.tier.host_locations(world.ready, 3).pad(4)
+    yield lambda: places.np
+    world.tier.finish(world.ready, after=None)
+    yield lambda: places.np
 
 
 @refused_with(Code.SLOT_STALE_HANDLE)

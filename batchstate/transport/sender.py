@@ -358,9 +358,8 @@ class Sender(Session):
         if isinstance(locations, NewLocations):
             remedy = "`pages.locations(slots, first, stop)` has those of tokens that are written and accepted"
             raise ArgumentError(f"send of tokens that nothing says are written: {locations!r}", locations, remedy)
+        locations.check_kept("send")
         sources, dtype = locations.exact_host("send: source locations"), np.dtype(np.int64)
-        if isinstance(locations, Locations):
-            locations.check_kept("send")
         return sources if sources.dtype == dtype else converted(sources, dtype, "source locations")
 
     def _write(self, transfer: Transfer, copies: Copies, last: bool) -> None:
