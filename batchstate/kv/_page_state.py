@@ -287,7 +287,9 @@ class PageHolders(SlotListener):
 
     def _dropped(self, wrong: int, pages: Ints, after: Fence | None, operation: str) -> None:
         if wrong >= 0:
-            self._explain_counted(pages, "holders", operation)
+            where = self.check_numbers(pages, operation)
+            invariants.slot_double_free(pages, self.rows.arrays["holders"][pages] > 0, **where)
+            raise unexplained(self.label, operation, "pages")
         if pages.size:
             if self.runtime.agreement is not None:
                 self.runtime.agreement.note(pages)
@@ -321,12 +323,6 @@ class PageHolders(SlotListener):
         times = np.bincount(numbers, minlength=self.rows.num_pages + 1)[numbers]
         invariants.slot_double_free(numbers, times <= arrays["leaving"][numbers], **where)
         self._check_live(self.rows.live, "reap")
-
-    def _explain_counted(self, pages: Ints, counts: str, operation: str) -> NoReturn:
-        """Raises that one of `pages` is named more often than it is held, or than holders of it have left."""
-        where = self.check_numbers(pages, operation)
-        invariants.slot_double_free(pages, self.rows.arrays[counts][pages] > 0, **where)
-        raise unexplained(self.label, operation, "pages")
 
     # Slots are taken without pages and get them by growing; they leave with them, or without.
 

@@ -49,7 +49,7 @@ class PageLease:
 
     def __attrs_post_init__(self) -> None:
         if self.writer is not None:
-            self._generations = self._sharing.generations(self._pages)
+            self._generations = self._now()
 
     def __repr__(self) -> str:
         return f"PageLease({self.tokens} tokens, {self._pages.size} pages{', released' if self.released else ''})"
@@ -71,10 +71,12 @@ class PageLease:
 
     def check_kept(self, operation: str) -> None:
         """Refuses (SLOT_STALE_HANDLE) pages that are another's by now: a writer that has not ended may write them."""
-        pages, sharing = self._pages, self._sharing
         if self._generations is not None:
-            now = sharing.generations(pages)
-            invariants.slot_stale_handle(pages, self._generations, now, **sharing.holders.where(operation))
+            where = self._sharing.holders.where(operation)
+            invariants.slot_stale_handle(self._pages, self._generations, self._now(), **where)
+
+    def _now(self) -> Ints:
+        return self._sharing.pool._spaces["page"].generations_of(self._pages)
 
     def release(self, *, after: Fence | None) -> None:
         """Gives the references back, at once or when `after` is complete; once, or else SLOT_DOUBLE_FREE.
@@ -134,11 +136,6 @@ class PageSharing:
         self._take, self.releasing = f"{pool.name}: take", f"{pool.name}: release a lease"
 
     # Leases
-
-    def generations(self, pages: Ints) -> Ints:
-        """The present generations of pages, int64[n]."""
-        generations: Ints = self._rows.arrays["generation"][pages]
-        return generations
 
     def take(self, n: SupportsIndex, writer: Fence | None) -> PageLease:
         self.transaction.enter(self._take)
