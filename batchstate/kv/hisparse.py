@@ -149,9 +149,9 @@ class HiSparse(OfThisProcess):
         self._requests.check_state(rows, IN_TIER, operation)
         wanted = np.broadcast_to(amounts(counts, rows.size, operation), rows.shape)
         numbers, host = self._requests.first_locations(rows, wanted), self.host
-        generations, contract = host._generation[numbers // host.page_size], Contract.HOST_ONLY
+        generations, name = host._allocator.of(numbers // host.page_size), host.name
         return HostLocations.of_pool(
-            self.runtime, numbers, generations, pool_id=host.pool_id, contract=contract, name=host.name
+            self.runtime, numbers, generations, pool_id=host.pool_id, contract=Contract.HOST_ONLY, name=name
         )
 
     @property

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, new_pool_id, size_of
+from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
 from batchstate._arrays import UNORDERED, amounts, arange_per_row, as_array, ranges_of, read_only
 from batchstate._core import Requests
 from batchstate.errors import ArgumentError, DtypeError, expected
@@ -242,7 +242,6 @@ class HostKVPool(OfThisProcess):
     ) -> None:
         self.runtime = runtime
         self.name = name
-        self.pool_id = new_pool_id(self)
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
         if isinstance(layers, (bool, *UNORDERED)):
@@ -267,8 +266,14 @@ class HostKVPool(OfThisProcess):
         pages = f", in pages of {self.page_size}" if self.page_size > 1 else ""
         label, self._transaction = f"HostKVPool {name!r}{pages}", Transaction(runtime, f"HostKVPool {name!r}")
         self._allocator = Allocator(
-            runtime, self.num_pages, label=label, transaction=self._transaction, outside=self._free
+            runtime,
+            self.num_pages,
+            label=label,
+            transaction=self._transaction,
+            outside=self._free,
+            per_index=self.page_size,
         )
+        self.pool_id = self._allocator.pool_id
         self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the ranges with the page, 0 for none
         self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
         self._newest = 0  # generation
@@ -428,13 +433,6 @@ class HostKVPool(OfThisProcess):
     def check_held(self, ranges: HostRanges, operation: str) -> None:
         """Refuses ranges of another pool (ArgumentError), and ranges that were freed (SLOT_STALE_HANDLE)."""
         self._check_generation(ranges, self._pages(ranges, operation), operation)
-
-    def check_kept(self, locations: HostLocations, operation: str) -> None:
-        """Refuses (SLOT_STALE_HANDLE) places whose ranges were freed since, but for padding at the end."""
-        rows = locations._host_side()
-        held = rows[: np.count_nonzero(rows)]
-        generations, now = locations.generations[: held.size], self._generation[held // self.page_size]
-        invariants.slot_stale_handle(held, generations, now, **self._allocator.where(operation))
 
     def owner_of(self, locations: object) -> Ints:
         """The owner of each host location int[n], int64[n]; 0 where it is free or pending."""
