@@ -282,7 +282,7 @@ class PageHolders(SlotListener):
             self.runtime.agreement.note(totals)
         if losing is not None:
             self.epochs.note(losing, operation, self.runtime.step)
-            self.writes.cut(losing)
+        self.writes.cut(rows)
         return True
 
     def _dropped(self, wrong: int, pages: Ints, after: Fence | None, operation: str) -> None:
