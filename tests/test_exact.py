@@ -1,6 +1,8 @@
 """The exact model: each text is the right one, a fault of the state changes one, and the verifier names it."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -241,6 +243,22 @@ def test_an_engine_that_fails_is_a_result(caplog: pytest.LogCaptureFixture) -> N
     assert report.failure is not None
     assert as_drawn.requests > report.failure.requests == 1
     assert report.message.endswith("the engine has failed: RuntimeError: no page left")
+
+
+def test_answers_are_forced_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded tokens are the text of a request, sampling rows included; a wrong state changes even that."""
+    code = "import sys, batchstate.testing.exact as e; e.play, e.Oracle; sys.exit('hypothesis' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    settings = {"chunk": 3, "window": None, "dtype": torch.float32}
+    history = History(settings, (Wave((Arrival(((0, 7),), 4), Arrival(((0, 5), (1, 4)), 3, 0.7)), 0),))
+    oracle = Oracle(SMALL.spec(settings))
+    for arrival, tokens in zip(history.waves[0].arrivals, ([5, 0, 8191, 5], [7, 7]), strict=True):
+        oracle.force(arrival.request(0, 8192, 20).prompt, tokens, arrival.temperature)
+    model = ExactModel(oracle.spec, forced=oracle.forced)
+    outcome = play(SMALL, history, oracle, model)
+    assert (outcome.wrong, outcome.texts[0], outcome.texts[1][:2]) == (False, (5, 0, 8191, 5), (7, 7))
+    monkeypatch.setattr(SmallEngine, "bug", "length")
+    assert [difference.request.number for difference in play(SMALL, history, oracle, model).differences] == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -4,6 +4,7 @@ It reads through the engine's own cache, and all that it is pointed at counts: e
 positions that it is given. One wrong byte changes the next token of the request and every one behind it.
 """
 
+from collections.abc import Mapping
 from typing import Protocol, final
 
 import attrs
@@ -51,10 +52,13 @@ class ExactModel:
     Args:
         spec: its shape.
         dtype: of the entries in memory: a floating dtype of 16 bits or more.
+        forced: of the oracle, where it forces answers.
     """
 
-    def __init__(self, spec: ExactSpec, *, dtype: torch.dtype = torch.float32) -> None:
-        self.spec, self.dtype = spec, dtype
+    def __init__(
+        self, spec: ExactSpec, *, dtype: torch.dtype = torch.float32, forced: Mapping[int, int] | None = None
+    ) -> None:
+        self.spec, self.dtype, self._forced = spec, dtype, forced
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         """The hash int64[b, t] behind each token int64[b, t] at its position int64[b, t]."""
@@ -78,6 +82,10 @@ class ExactModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[..., vocab_size] of hashes int64[...]: 0 for the next token, and -10,000 for all others."""
         tokens = modulo(hidden, self.spec.vocab_size)
+        if self._forced:
+            words = hidden.flatten().tolist()
+            chosen = [self._forced.get(*pair) for pair in zip(words, tokens.flatten().tolist(), strict=True)]
+            tokens = torch.tensor(chosen, device=hidden.device).view(hidden.shape)
         logits = torch.full((*tokens.shape, self.spec.vocab_size), -1e4, device=tokens.device)
         return logits.scatter_(-1, tokens.unsqueeze(-1), 0.0)
 
