@@ -152,8 +152,7 @@ def test_a_fault_changes_a_text_and_is_named(bug: str, monkeypatch: pytest.Monke
     """A fault is found within 60 requests, shrunk to at most three, and the words say who read what."""
     monkeypatch.setattr(SmallEngine, "bug", bug)
     report = hunt(SMALL, requests=300)
-    assert report.before is not None
-    assert report.before < 60
+    assert report.requests < 60
     assert report.failure is not None
     assert report.failure.requests <= 3
     assert report.outcome is not None
@@ -167,7 +166,7 @@ def test_the_same_number_plays_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(SmallEngine, "bug", "position")
     first, second = (hunt(SMALL, requests=100, number=3) for _ in range(2))
     assert first.failure == second.failure
-    assert first.before == second.before
+    assert first.requests == second.requests
 
 
 class Forgetful(SmallEngine):
@@ -236,13 +235,21 @@ def test_an_engine_that_fails_is_a_result(caplog: pytest.LogCaptureFixture) -> N
         def step(self) -> Mapping[int, Sequence[int]]:
             raise RuntimeError("no page left")
 
+    class Unmade(SmallEngine):
+        def __init__(self, *args: Any) -> None:
+            raise RuntimeError("no such page size")
+
+    unmade = hunt(attrs.evolve(SMALL, open=Unmade), requests=10)
+    assert "settings: {'chunk': 8, 'window': None, 'dtype': torch.float32}\n" in unmade.message
+    assert "the engine has failed: RuntimeError: no such page size\n" in unmade.message
     engine = attrs.evolve(SMALL, open=Failing)
     as_drawn, report = hunt(engine, requests=10, shrink_seconds=0.0).failure, hunt(engine, requests=10)
     assert "failed by request" in caplog.text
     assert as_drawn is not None
     assert report.failure is not None
     assert as_drawn.requests > report.failure.requests == 1
-    assert report.message.endswith("the engine has failed: RuntimeError: no page left")
+    failed = re.escape(f"the engine has failed: RuntimeError: no page left\n  {__file__}:")
+    assert re.search(failed + r"\d+, in step$", report.message)
 
 
 def test_answers_are_forced_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,8 @@ class Planter:
         if reports and not trial.report:
             trial.report, trial.true = str(reports[0]), is_true(reports[0])
         if outcome.differences:
-            trial.text = before + 1 + min(difference.finished for difference in outcome.differences)
+            wrong = {difference.request.number for difference in outcome.differences}
+            trial.text = before + 1 + next(at for at, number in enumerate(outcome.texts) if number in wrong)
         elif outcome.error is not None and not trial.error:
             trial.error = f"{type(outcome.error).__name__}: {outcome.error}"
 

@@ -10,13 +10,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from batchstate.testing.exact import Arrival, ExactModel, History, Oracle, Wave, play
+from batchstate.testing.exact import Arrival, ExactModel, History, Oracle, Verifier, Wave, play
 from examples.exact import cost, planted
 from examples.exact.__main__ import engine_named, main
 from examples.exact.bugs import Bug, bugs
 from examples.exact.disaggregated import DISAGGREGATED
 from examples.exact.example import EXAMPLE
 from examples.exact.stand_ins import MissingPeerError
+from examples.exact.transformers import GENERATE
 
 PLAIN = {name: values[0] for name, values in EXAMPLE.choices.items()}
 
@@ -81,6 +82,15 @@ def test_a_prompt_is_prefilled_where_there_is_room_still() -> None:
     waves: list[tuple[list[Any], int]] = [(first, 6), ([(one, 11), (one, 1), (one, 21)], 30)]
     history = History(settings, tuple(Wave(tuple(Arrival(*part) for part in parts), steps) for parts, steps in waves))
     assert_right(history)
+
+
+def test_a_chunk_of_padding_reads_no_state() -> None:
+    """`generate` in chunks, a long prompt beside a short one, with a layer of state: the verifier accuses nobody."""
+    settings = {name: values[0] for name, values in GENERATE.choices.items()} | {"chunk": 7, "layers": 2}
+    history = History(settings, (Wave((Arrival(((0, 30),), 3), Arrival(((1, 2),), 3)), 0),))
+    spec, verifier = GENERATE.spec(settings), Verifier()
+    outcome = play(GENERATE, history, Oracle(spec), ExactModel(spec), verifier)
+    assert (outcome.wrong, verifier.reports) == (False, [])
 
 
 def assert_right(history: History) -> None:

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from batchstate.testing.exact.hashing import decode, encode, mix_tensor, modulo, signed
-from batchstate.testing.exact.text import COLUMN, KEY, LAYER, POSITION, TOKEN, TURN, VALUE, ExactSpec
+from batchstate.testing.exact.text import COLUMN, KEY, LAYER, POSITION, TOKEN, TURN, VALUE, ExactSpec, sampling_shift
 
 __all__ = ["Cache", "ExactModel", "Read", "advanced"]
 
@@ -39,11 +39,9 @@ class Cache(Protocol):
 
     def attend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Read:
         """Keeps new entries, dtype[b, t, heads, head_dim] each, where the engine says, and reads what it says."""
-        ...
 
     def advance(self, layer: int, inputs: torch.Tensor) -> torch.Tensor:
         """The states int64[b, t] of a layer of state behind each input int64[b, t]; see `advanced`. Keeps the last."""
-        ...
 
 
 class ExactModel:
@@ -91,9 +89,8 @@ class ExactModel:
 
     def sample(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         """Tokens int64[n] of logits float[n, vocab_size], moved by what each row's temperature float32[n] is."""
-        bits = temperatures.float().view(torch.int32).long()
-        shifts = torch.where(bits == 0, 0, modulo(mix_tensor(bits * signed(TURN)), self.spec.vocab_size))
-        return (logits.argmax(-1) + shifts) % self.spec.vocab_size
+        shifts = [sampling_shift(temperature, self.spec.vocab_size) for temperature in temperatures.tolist()]
+        return (logits.argmax(-1) + torch.tensor(shifts, device=logits.device)) % self.spec.vocab_size
 
 
 def _sums(visible: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
