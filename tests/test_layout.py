@@ -93,7 +93,7 @@ for what calls say of requests, and for host columns beside it with `lag`.
 """
 
 MOST_LINES, MOST_FILES = 42_850, 149
-BESIDE = {"tests/selfcheck": 13_110, "examples/traffic": 1_200}
+BESIDE = {"tests/selfcheck": 13_140, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
 OTHER_TESTS = 42_300
