@@ -153,21 +153,31 @@ class _Event(_Made):
 class _Graph(_Made):
     _OF_TORCH = _cuda.CUDAGraph
     _capture: Any = None
+    _launched: tuple[int, Fence | None] | None = None
+    _pool: Any = None
 
     def capture_begin(
         self, pool: Any = None, capture_error_mode: str = "global", check_input_liveness: bool = False
     ) -> None:
         self._rt.tracer.refuse_capture("capture_begin")
+        self._pool = self._rt.new_graph_pool() if pool is None else pool
+        if self._rt.graphs is not None:
+            self._rt.graphs.captured(pool)
         self._capture = self._rt.tracer.begin_capture()
 
     def capture_end(self) -> None:
         self._rt.tracer.end_capture()
 
     def replay(self) -> None:
-        tracer = self._rt.tracer
+        rt = self._rt
         if self._capture is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        tracer.replay(self._capture)
+        if self._launched is not None and self._launched[0] != rt.current_id:
+            rt.stream_waits(None, self._launched[1])  # a graph is launched behind its launch before, on any stream
+        if rt.graphs is not None:
+            rt.graphs.launched(self)
+        rt.tracer.replay(self._capture)
+        self._launched = rt.current_id, rt.record_event(self, None)
 
     def reset(self) -> None:
         self._capture = None
@@ -175,8 +185,8 @@ class _Graph(_Made):
     def instantiate(self) -> None:
         pass
 
-    def pool(self) -> tuple[int, int]:
-        return 0, 1
+    def pool(self) -> Any:
+        return self._pool
 
 
 @final

@@ -77,7 +77,7 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
             stack.callback(_forget_stream)
         before = list[tuple[Any, str, Any]]()  # one callback: one for each costs more than the window's other work
         stack.callback(_restore, before)
-        graphs = {"_cuda_isCurrentStreamCapturing": lambda: rt.capturing, "_graph_pool_handle": lambda: (0, 1)}
+        graphs = {"_cuda_isCurrentStreamCapturing": lambda: rt.capturing, "_graph_pool_handle": rt.new_graph_pool}
         for owner, attributes in (
             (c, answers),
             *makers(rt),

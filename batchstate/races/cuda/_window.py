@@ -11,6 +11,7 @@ import torch
 
 from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
+from batchstate.races.cuda._graphs import Graphs
 from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
 from batchstate.races.detector import Race
 from batchstate.races.runtime import RaceRuntime
@@ -110,6 +111,19 @@ class TorchWindow(TracedRuntime[S]):
 class PlainRaceRuntime(RaceRuntime):
     """A `RaceRuntime` over code that may catch a race: its window raises the first one again at its end."""
 
+    def __init__(self, inner: Runtime, **settings: Any) -> None:
+        super().__init__(inner, **settings)
+        self.graphs = Graphs(self._tracer)
+
+    def bind(self, graph: Any, **values: Callable[[], object]) -> None:
+        """Declares numbers of the host that a graph has from its capture: a replay with others is a `LEFTOVER_READ`.
+
+        Args:
+            graph: a `torch.cuda.CUDAGraph`, captured with these values.
+            values: name -> function that returns the number. It is asked now, and before each replay.
+        """
+        self.graphs.bind(graph, values)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -139,7 +153,10 @@ class CudaWindow(TorchWindow[S]):
         stands_for: functions that replace the code's.
         tracer: is told of every operation.
         entered: streams that `with stream:` will make current again.
+        graphs: is told of graphs; None on the simulated device.
     """
+
+    graphs: Graphs | None = None
 
     def __init__(
         self,
@@ -153,6 +170,7 @@ class CudaWindow(TorchWindow[S]):
         self.name, self.memory, self.capability = name, memory, capability
         self.stands_for = dict(stands_for)
         self._polled: dict[int, Fence] = {}
+        self._graph_pools = 0
         super().__init__(ThreadedCpu(), **settings)
         self.tracer = self._tracer
         self.entered = Entered()
@@ -241,6 +259,11 @@ class CudaWindow(TorchWindow[S]):
     @abc.abstractmethod
     def _is_idle(self, stream: Stream) -> bool:
         """Whether all that a stream has is over, as far as the host knows."""
+
+    def new_graph_pool(self) -> tuple[int, int]:
+        """The id of a pool for memory of graphs."""
+        self._graph_pools += 1
+        return 0, self._graph_pools
 
     # Memory
 
