@@ -144,16 +144,11 @@ def test_addresses_come_again(racy: bool) -> None:
         assert (offloaded_by_address(racy) == [2.0] * 4) is not racy
 
 
-def test_a_block_that_another_stream_was_recorded_for_does_not_come_back() -> None:
-    """And blocks of two streams, of two sizes and of tensors that are alive are apart."""
+def test_blocks_are_apart() -> None:
+    """Those of two streams, of two sizes, and of tensors that are alive; one of the same bytes comes back."""
     with cuda_on_cpu(reuse=True):
         side = Stream()
-        first, alive = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
-        at = first.data_ptr()
-        side.wait_stream(torch.cuda.current_stream())
-        first.record_stream(side)
-        del first
-        assert torch.zeros(4, device="cuda").data_ptr() != at
+        alive = torch.ones(4, device="cuda")
         again = torch.zeros(4, device="cuda")
         at = again.data_ptr()
         del again
