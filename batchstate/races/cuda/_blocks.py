@@ -31,7 +31,7 @@ class Blocks:
         whole = torch.from_numpy(block)
         whole[:nbytes].copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)))
         where = tensor.storage_offset(), tensor.shape, tensor.stride()
-        tensor.set_(whole.untyped_storage(), *where)  # type: ignore[call-overload]
+        tensor.set_(whole.untyped_storage(), *where)
         return block
 
     def free(self, allocation: RaceAllocation) -> None:

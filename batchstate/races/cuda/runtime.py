@@ -198,7 +198,7 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
 
         def held(tensor: torch.Tensor) -> Any:
             memory, region = self.allocations.of(tensor), of_tensor(tensor)
-            if memory is None or memory.kind is not MemoryKind.DEVICE and not copies:
+            if memory is None or (memory.kind is not MemoryKind.DEVICE and not copies):
                 return tensor.detach().clone()  # a number
             if capture.is_made(tensor):
                 return tensor.detach()

@@ -297,6 +297,7 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
             if key not in self._streams:
                 self._streams[key] = self._new_stream(name or f"stream {self._unnamed}")
                 self.made_at[self._streams[key].name] = source_line()
+            self.stream_made(stream, key)
 
     def _state_of(self, stream: Any) -> StreamClock | None:
         return self._streams.get((stream.device_index, stream.stream_id))

@@ -104,7 +104,9 @@ class SimTracer(Tracer[SimAllocation]):
 
     def new_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """New pinned memory. A copy of torch holds its tensor until it has run; a kernel has its address alone."""
-        pinned = self._tensor(NewTensor.like(tensor), MemoryKind.PINNED, lambda _, nbytes: self._allocator.pinned(nbytes))
+        pinned = self._tensor(
+            NewTensor.like(tensor), MemoryKind.PINNED, lambda _, nbytes: self._allocator.pinned(nbytes)
+        )
         return pinned.copy_(tensor.detach())
 
     def _of_copy(self, pinned: torch.Tensor) -> View | torch.Tensor:

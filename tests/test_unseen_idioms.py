@@ -1,6 +1,6 @@
 """Pinned blocks, graphs and addresses: each program racy and safe, on the detector and on the simulated device."""
 
-# mypy: disable-error-code="no-untyped-call"
+# mypy: disable-error-code="no-untyped-call, possibly-undefined"
 
 from typing import Any
 
@@ -10,10 +10,11 @@ from torch.cuda import CUDAGraph, Stream, synchronize
 
 from batchstate.races import RaceKind
 from batchstate.races.cuda import cuda_on_cpu
-from batchstate.races.sim import PORTFOLIO
-from tests.memory_idioms import PROGRAMS, raw_copy
+from batchstate.races.sim import LATE, PORTFOLIO
+from batchstate.races.tracing.clocks import HOST
 from tests.selfcheck.machines.plain_torch import watched_over
 from tests.test_cuda_on_sim import values_of
+from tests.unseen_idioms import PROGRAMS, raw_copy
 
 VALUES_OF_SIM = [name for name in PROGRAMS if name not in ("graphs_of_one_pool_at_once", "number_baked_into_a_graph")]
 VALUES_OF_SIM.remove("graph_uses_storage_that_was_resized")  # the block stays where it is
@@ -28,8 +29,8 @@ def test_the_racy_side_is_named(name: str) -> None:
             program(cuda, racy)
         assert {race.kind for race in cuda.races} == ({kind} if racy else set()), "\n".join(map(str, cuda.races))
         for race in cuda.races:
-            assert "memory_idioms.py:" in race.first.site
-            assert "memory_idioms.py:" in race.second.site
+            assert "unseen_idioms.py:" in race.first.site
+            assert "unseen_idioms.py:" in race.second.site
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith(("graph_uses_a", "graphs", "number"))])
@@ -43,6 +44,7 @@ def test_beside_a_device(name: str) -> None:
 
 
 def on_sim(name: str, racy: bool, scheduler: str, seed: int) -> Any:
+    """The values of a program under a scheduler."""
     with cuda_on_cpu(f"sim:{scheduler}", seed=seed):
         result = PROGRAMS[name][1](None, racy)
         synchronize()
@@ -53,7 +55,10 @@ def on_sim(name: str, racy: bool, scheduler: str, seed: int) -> Any:
 def test_wrong_values_on_the_simulated_device(name: str) -> None:
     """The racy side has wrong values in some order, the safe side in none: blocks come back first."""
     right = on_sim(name, False, "eager", 0)
-    orders = [(scheduler, seed) for scheduler in PORTFOLIO for seed in range(4)]
+    with cuda_on_cpu(on_race="collect") as cuda:
+        PROGRAMS[name][1](cuda, True)
+    late = {f"{LATE}{race.first.lane}" for race in cuda.races if race.first.lane != HOST}
+    orders = [(scheduler, seed) for scheduler in (*PORTFOLIO, *sorted(late)) for seed in range(4)]
     assert {on_sim(name, False, *order) for order in orders} == {right}
     assert {on_sim(name, True, *order) for order in orders} != {right}
 
@@ -90,7 +95,7 @@ def test_reports_of_memory_say_what_to_do() -> None:
         for name in ("pinned_block_under_a_raw_copy", "graph_reads_a_dropped_source", "number_baked_into_a_graph"):
             PROGRAMS[name][1](cuda, True)
     pinned, source, number = cuda.races
-    assert ", dropped at tests/memory_idioms.py:" in pinned.missing
+    assert ", dropped at tests/unseen_idioms.py:" in pinned.missing
     assert pinned.suggestion == (
         "keep it until raw_copy on 'side' is over: torch keeps pinned memory for copies that it has made itself, and "
         "for nothing else"
@@ -127,7 +132,7 @@ def offloaded_by_address(racy: bool) -> Any:
         tensor = torch.full((4,), value, device="cuda")
         if tensor.data_ptr() not in copies:
             copies[tensor.data_ptr()] = tensor.cpu()
-        kept = copies[tensor.data_ptr()]
+        kept: torch.Tensor = copies[tensor.data_ptr()]
         if not racy:
             del copies[tensor.data_ptr()]
         del tensor

@@ -1,4 +1,4 @@
-"""Plain torch whose mistake lies in memory rather than in order, racy and safe: pinned blocks, graphs, addresses.
+"""Plain torch with what torch does unseen, racy and safe: pinned blocks, memory of graphs, backward passes.
 
 Each is a function of the window and `racy`; with the kind of its one finding.
 """
@@ -143,3 +143,28 @@ def number_baked_into_a_graph(cuda: Any, racy: bool) -> Any:
     scale[0] = 3.0 if racy else 2.0
     graph.replay()
     return y, scale[0]
+
+
+@program(RaceKind.READ_AFTER_WRITE)
+def gradient_hook_on_a_side_stream(cuda: Any, racy: bool) -> Any:
+    """A backward node runs on the stream of its forward: a hook that waits for another one reads the gradient early."""
+    main, side, comm = current_stream(), Stream(), Stream()
+    weight = torch.ones(4, device="cuda", requires_grad=True)
+    other, x, out = torch.ones(4, device="cuda", requires_grad=True), torch.ones(4, device="cuda"), []
+    synchronize()
+
+    def reduce(gradient: torch.Tensor) -> None:
+        comm.wait_stream(main if racy else current_stream())
+        with torch.cuda.stream(comm):
+            out.append(gradient * 2)
+            gradient.record_stream(comm)
+
+    with torch.cuda.stream(side):
+        hidden = weight * x
+        hidden.register_hook(reduce)
+        loss = (hidden * hidden).sum()
+    main.wait_stream(side)
+    (loss + (other * weight).sum()).backward()
+    (again,) = torch.autograd.grad((weight * other).sum(), [other])
+    main.wait_stream(comm)
+    return out, weight.grad, other.grad, again
