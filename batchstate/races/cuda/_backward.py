@@ -1,8 +1,8 @@
 """Backward passes: each node runs on the stream of its forward, as torch's engine for CUDA has it.
 
 On a CPU the engine knows no streams. Nodes are numbered in the order in which a thread has made them, so the numbers at
-which its current stream has changed tell the stream of each. As torch documents for CUDA: a node comes behind those that
-it gets gradients from, and what follows the pass behind all nodes that have left a gradient.
+which its current stream has changed tell the stream of each. As torch documents for CUDA: a node comes behind those
+that it gets gradients from, and what follows the pass behind all nodes that have left a gradient.
 """
 
 import bisect
