@@ -69,7 +69,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_300),
     "watch": (("watch",), 2_960),
-    "races": (("races",), 9_500),
+    "races": (("races",), 9_850),
     "fuzz tools": (("testing",), 3_880),
     "command line": (("cli", "__main__"), 530),
 }
