@@ -82,7 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script: 0 without new findings, 1 with some or too many waits, 2 if it could not be run to its end."""
     from batchstate.races.cuda import CudaSimRuntime, cuda_on_cpu, watch_cuda
-    from batchstate.races.cuda._window import STREAMS
     from batchstate.races.render import run_html
     from batchstate.races.report import FINDINGS, accepted_in, findings, identity
 
@@ -155,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
             f"{times} poll{'s' * (times != 1)} until the fence gave in, at {at.words()[0]}: nothing waits there"
         )
     for first, second in rt.aliased_streams:
-        notes.append(f"one stream of torch, which hands out {STREAMS} in turn: {first}, and {second}")
+        notes.append(f"one stream of torch, which hands out 32 in turn: {first}, and {second}")
     if processes:
         many = "process was" if len(processes) == 1 else "processes were"
         notes.append(f"{len(processes)} {many} started that {'is' if len(processes) == 1 else 'are'} not watched")
