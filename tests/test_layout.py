@@ -91,7 +91,7 @@ them, for one format of findings, and for values that an earlier owner or step h
 for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines.
 """
 
-MOST_LINES, MOST_FILES = 43_200, 149
+MOST_LINES, MOST_FILES = 43_300, 151
 BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning."""
