@@ -69,7 +69,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_220),
     "watch": (("watch",), 3_020),
-    "races": (("races",), 9_500),
+    "races": (("races",), 9_850),
     "fuzz tools": (("testing",), 3_880),
     "command line": (("cli", "__main__"), 530),
 }
@@ -87,13 +87,14 @@ written in each KV memory. Fuzz tools had 2,700: 1,235 are the exact model, 288 
 docstrings: the oracle is the model a second time, for integers, so that no tensor says what is right; the shrinker
 knows of pages, where that of Hypothesis stops early; states, windows and drafts have a place in cache and verifier.
 Races had 8,500: 760 are for operators that wait in the middle, for storages, pinned memory and numpy as torch uses
-them, for one format of findings, and for values that an earlier owner or step has left. The watch had 2,400: 560 are
+them, for one format of findings, and for values that an earlier owner or step has left; 335 are for pinned blocks and graphs
+as torch keeps them, and for backward passes. The watch had 2,400: 560 are
 for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines; 60 are
 for what calls say of requests, and for host columns beside it with `lag`.
 """
 
-MOST_LINES, MOST_FILES = 42_850, 149
-BESIDE = {"tests/selfcheck": 13_140, "examples/traffic": 1_200}
+MOST_LINES, MOST_FILES = 43_350, 150
+BESIDE = {"tests/selfcheck": 13_260, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
 OTHER_TESTS = 42_300

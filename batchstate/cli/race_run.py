@@ -153,6 +153,8 @@ def run(args: argparse.Namespace) -> int:
         notes.append(
             f"{times} poll{'s' * (times != 1)} until the fence gave in, at {at.words()[0]}: nothing waits there"
         )
+    for first, second in rt.aliased_streams:
+        notes.append(f"one stream of torch, which hands out 32 in turn: {first}, and {second}")
     if processes:
         many = "process was" if len(processes) == 1 else "processes were"
         notes.append(f"{len(processes)} {many} started that {'is' if len(processes) == 1 else 'are'} not watched")
