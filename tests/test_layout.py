@@ -59,19 +59,19 @@ OUTSIDE = {
 
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
-    "ground": (LAYERS["ground"], 1_760),
+    "ground": (LAYERS["ground"], 1_790),
     "runtime": (("runtime",), 1_735),
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_990,
+        13_020,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_300),
-    "watch": (("watch",), 2_960),
+    "watch": (("watch",), 2_985),
     "races": (("races",), 9_500),
-    "fuzz tools": (("testing",), 3_880),
-    "command line": (("cli", "__main__"), 530),
+    "fuzz tools": (("testing",), 3_885),
+    "command line": (("cli", "__main__"), 560),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
@@ -88,9 +88,11 @@ knows of pages, where that of Hypothesis stops early; states, windows and drafts
 Races had 8,500: 760 are for operators that wait in the middle, for storages, pinned memory and numpy as torch uses
 them, for one format of findings, and for values that an earlier owner or step has left. The watch had 2,400: 560 are
 for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines.
+30 lines of the ground are errors that users import from the package, and modules that need no import; 60 of the others
+are messages in the words of a class that others wrote, calls that type checkers refuse, and `batchstate info`.
 """
 
-MOST_LINES, MOST_FILES = 42_850, 149
+MOST_LINES, MOST_FILES = 42_950, 150
 BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning."""

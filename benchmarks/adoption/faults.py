@@ -31,8 +31,12 @@ def logits_processors() -> str:
         nonlocal wrong, calls
         handed: list[list[int]] = []
         ids, running = step.sampling_delta.all_ids, lmdeploy.running(step)
-        take = [[lambda row, logits: (handed.append(row.tolist()), logits)[1]]] * len(running)
-        processors._apply_custom_logits_processors(take, ids, torch.zeros(len(running), 1))
+
+        def processor(row: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            handed.append(row.tolist())
+            return logits
+
+        processors._apply_custom_logits_processors([[processor]] * len(running), ids, torch.zeros(len(running), 1))
         calls += len(running)
         wrong += sum(row[-len(seq.ids) :] != seq.ids for row, seq in zip(handed, running, strict=True))
 
