@@ -60,7 +60,7 @@ def _api_modules() -> list[str]:
     spec = importlib.util.find_spec("batchstate")
     if spec is None or spec.submodule_search_locations is None:
         raise RuntimeError("batchstate is not installed: run `make setup`")
-    modules: list[str] = []
+    modules: list[str] = ["batchstate"]
     for module in pkgutil.iter_modules(spec.submodule_search_locations):
         if module.name in NOT_API or module.name.startswith("_"):
             continue
@@ -82,7 +82,8 @@ def _write_api_pages() -> list[str]:
     folder.mkdir(exist_ok=True)
     modules = _api_modules()
     for module in modules:
-        text = f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n"
+        content = f"```{{eval-rst}}\n.. automodule:: {module}\n```\n"
+        text = f"# {module}\n\n" + (content if module != "batchstate" else "```{public-names}\n```\n")
         page = folder / f"{module}.md"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
