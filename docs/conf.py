@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import pkgutil
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sphinx.util.nodes import make_refnode
 project = "batchstate"
 author = "The batchstate authors"
 copyright = author
-release = importlib.metadata.version("batchstate")
+release = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["version"]
 
 sys.path += [str(Path(__file__).parent / "_ext"), str(Path(__file__).parent.parent)]  # directives, and `tests`
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_code", "layout"]
