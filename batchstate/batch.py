@@ -141,7 +141,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         cls._layout = Layout(declared)
         cls._slot_column = cls._layout.slots
 
-    def __init__(self, use_build_or_empty: UseBuildOrEmpty, /) -> None:  # type checkers refuse every call
+    def __init__(self, use_build_or_empty: UseBuildOrEmpty, /, **_: UseBuildOrEmpty) -> None:
         """Refused: `build` and `empty` make batches."""
         name = type(self).__name__
         remedy = f"{name}.build(runtime, column=values, ...), or {name}.empty(runtime)"
