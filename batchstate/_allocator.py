@@ -297,7 +297,8 @@ def check_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operat
     if not isinstance(handles, kind):
         if isinstance(handles, MirroredTensor) and handles.unit is not None:
             invariants.unit_mismatch(str(kind.unit), str(handles.unit), **pool.where(operation))
-        remedy = "pass handles: `batch.slots`, or what the pool returned; a number does not say whose it is"
+        such = ", such as `batch.slots`" * (kind.unit == "slot")
+        remedy = f"pass handles, as the pool returns them{such}; a number does not say whose {kind.unit} it is"
         raise expected(f"{pool.name}: {operation}", f"{kind.unit}s", handles, remedy, DtypeError)
     if levels.full:
         handles.check(operation)
