@@ -210,7 +210,7 @@ class PlannedStep:
     def _made(self, state: RowState, lease: StepMemory | None = None) -> Batch:
         declared = self._declared
         rows, pool_id = state.block.n, declared.pages.slots.pool_id
-        return self._kind(declared.runtime, state, self.num_reqs, rows, pool_id, self._windows, None, lease)
+        return self._kind._made(declared.runtime, state, self.num_reqs, rows, pool_id, self._windows, None, lease)
 
     # The host's part
 

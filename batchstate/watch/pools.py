@@ -13,6 +13,8 @@ from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.paths import Get, Name, getter
 from batchstate.watch.snapshots import Snapshot, rows_of
 
+__tracebackhide__ = True  # so that pytest shows the engine's frames
+
 __all__ = ["WatchedPool", "watch_copy", "watch_pages", "watch_slots"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
