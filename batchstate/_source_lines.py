@@ -13,7 +13,8 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NUMPY = os.path.dirname(os.path.abspath(numpy.__file__)) + os.sep
-_BETWEEN = (_TORCH, _NUMPY, *(os.path.join(_PACKAGE, part) + os.sep for part in ("races", "runtime")), "<frozen")
+_TRITON = os.path.join(os.path.dirname(os.path.dirname(_TORCH)), "triton") + os.sep
+_BETWEEN = (_TORCH, _NUMPY, _TRITON, *(os.path.join(_PACKAGE, part) + os.sep for part in ("races", "runtime")), "<frozen")
 _MACHINERY, _LIBRARY, _USER = range(3)
 _kinds: dict[str, int] = {}
 

@@ -40,6 +40,11 @@ class HintFor:
                 f"nothing writes it anew between {first.operation} and {second.operation}",
                 "write or clear it when it gets its next owner, or read only what that has written",
             )
+        if kind is RaceKind.PROGRAMS_CLASH:
+            return (
+                f"nothing orders the programs of one launch of {first.operation}",
+                "give each program elements of its own, use atomics on both sides, or make two launches of it",
+            )
         behind = history.fence_behind(stream, first.event, first.step, named=self.FENCES)
         if kind is RaceKind.FREED_IN_USE and first.does != "allocates":
             where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"

@@ -16,6 +16,7 @@ from batchstate.races.cuda._arrays import pinned_array
 from batchstate.races.cuda._hints import torch_hint_for
 from batchstate.races.cuda._torch import replaced
 from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
+from batchstate.races.cuda._triton import KernelLaunch
 from batchstate.races.cuda._window import CudaWindow, PlainRaceRuntime, open_window
 from batchstate.races.detector import OnRace, RaceAllocation
 from batchstate.races.devices import PROMPT, RACE, SIM
@@ -29,7 +30,7 @@ from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.clocks import StreamClock
 from batchstate.races.tracing.dispatch import TracedCall, raw_kernel, untraced
 from batchstate.races.tracing.memory import MemoryKind
-from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in, tensors_of
 from batchstate.races.tracing.regions import of_tensor
 from batchstate.runtime import Stream
 
@@ -60,11 +61,12 @@ class Node(NamedTuple):
 class Capture:
     """The operations recorded between `capture_begin` and `capture_end`.
 
-    They run while they are recorded, so that the code sees shapes; their writes to older memory are put back.
+    They run while they are recorded, so that the code sees shapes; their writes to older memory are put back. Kernels
+    of Triton have no results, and wait for the replay.
     """
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[Node | Callable[[], None]] = []
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: set[int] = set()
 
@@ -133,6 +135,19 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
             if copied:
                 self.detector.note(entry, [(new, copied, True)])
 
+    def kernel(self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See `CudaTracer`: it runs at once, or at each replay of the graph that is captured."""
+        __tracebackhide__ = True
+
+        def launch() -> None:
+            __tracebackhide__ = True
+            KernelLaunch(name, self).run(lambda: run(args, kwargs))
+
+        if self.capture is None:
+            launch()
+        else:
+            self.capture.nodes.append(launch)
+
     # Graphs
 
     def _new_capture(self) -> Capture:
@@ -173,8 +188,11 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
             finally:
                 self.launched = outer
 
-    def _replay(self, node: Node) -> None:
+    def _replay(self, node: Node | Callable[[], None]) -> None:
         __tracebackhide__ = True
+        if not isinstance(node, Node):
+            node()
+            return
         if node.copies:
             self._copy(node.args[0], node.args[1], True)
             return
@@ -224,6 +242,15 @@ class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
         self.resized[whole.untyped_storage()._cdata] = nbytes
         if not nbytes:
             self._device.wipe(block.stream, block.memory)
+
+    def kernel(self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See `CudaTracer`: it is enqueued as a whole, on stand-ins for its tensors."""
+
+        def late(*given: Any, **named: Any) -> None:
+            with untraced():
+                run([tuple(value) if isinstance(value, list) else value for value in given], named)
+
+        self.enqueue_kernel(name, late, args, kwargs, tensors_of(args, kwargs))
 
     def new(self, like: NewTensor) -> torch.Tensor:
         """New device memory of the current stream; while a graph is captured, of the graph, which keeps it."""

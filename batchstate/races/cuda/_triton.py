@@ -1,0 +1,257 @@
+"""Triton kernels in the window, run by Triton's own interpreter: each launch is one operation of the current stream.
+
+The interpreter takes addresses from tensors and from tables of addresses, and numpy loads and stores there. So the
+accesses of a launch are known to the byte once it has run, and by whom: see `tracing.footprint`.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from batchstate._source_lines import source_line
+from batchstate.errors import DeviceError
+from batchstate.races.cuda._tracer import CUDA, CudaTracer, NotModelledError
+from batchstate.races.detector import RaceAllocation
+from batchstate.races.history import element_of
+from batchstate.races.report import Access, EventKind, RaceKind
+from batchstate.races.tracer import RaceTracer
+from batchstate.races.tracing.dispatch import untraced
+from batchstate.races.tracing.footprint import Addresses, Clash, Footprint
+from batchstate.races.tracing.memory import MemoryKind
+from batchstate.races.tracing.operations import MemoryAccess
+from batchstate.races.tracing.regions import ByteRegion, of_pieces, union_of
+
+ASKED = "TRITON_INTERPRET"
+"""Environment variable that Triton reads when a kernel is decorated."""
+
+
+def interpret_kernels() -> None:
+    """Asks for the interpreter, if Triton is installed: from now on kernels are decorated for it."""
+    if importlib.util.find_spec("triton") is not None:
+        os.environ.setdefault(ASKED, "1")
+
+
+@contextlib.contextmanager
+def interpreted(tracer: CudaTracer[Any]) -> Iterator[None]:
+    """A window in which `tracer` gets the launches of interpreted kernels, and others are refused by name.
+
+    Triton is imported only where the environment asks for its interpreter, or where somebody has imported it.
+    """
+    if not (os.environ.get(ASKED) or "triton.runtime.jit" in sys.modules) or not importlib.util.find_spec("triton"):
+        yield
+        return
+    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    compiled = importlib.import_module("triton.runtime.jit").JITFunction
+    call, run = executor.__call__, compiled.run
+
+    def launched(grid: Any, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        if tracer.ended:
+            return call(grid, *args, **kwargs)
+        with tracer.lock, untraced():
+            tracer.kernel(grid.fn.__name__, lambda args, kwargs: call(grid, *args, **kwargs), args, kwargs)
+
+    def refused(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        remedy = f"set {ASKED}=1 before the module of the kernel is imported, or say what stands for its launcher"
+        raise NotModelledError.of(f"the compiled Triton kernel {kernel.__name__}", remedy)
+
+    executor.__call__, compiled.run = launched, refused
+    try:
+        yield
+    finally:
+        executor.__call__, compiled.run = call, run
+
+
+Run = Callable[[Sequence[Any], Mapping[str, Any]], object]
+"""Interprets a kernel with these arguments."""
+
+
+@final
+class KernelLaunch:
+    """One launch for the race detector.
+
+    Args:
+        name: of the kernel.
+        tracer: of the window.
+    """
+
+    def __init__(self, name: str, tracer: RaceTracer) -> None:
+        self._name = name
+        self._tracer = tracer
+        self._footprint = Footprint()
+        alive = [(storage.data_ptr(), *piece) for piece in tracer.allocations.alive() if (storage := piece[0]).nbytes()]
+        self._pieces = sorted(
+            (piece for piece in alive if piece[2].kind is not MemoryKind.HOST), key=lambda piece: piece[0]
+        )
+        self._starts = np.array([start for start, *_ in self._pieces], np.uint64)
+        self._ends = np.array([start + storage.nbytes() for start, storage, _ in self._pieces], np.uint64)
+
+    def run(self, interpret: Callable[[], object]) -> None:
+        """Interprets the kernel, and then checks what it has accessed.
+
+        Raises:
+            DeviceError: it accesses memory that it was not given.
+            Race: an access is not ordered, or two of its programs clash. It has run by then.
+        """
+        __tracebackhide__ = True
+        module = importlib.import_module("triton.runtime.interpreter")
+        with self._told(module.interpreter_builder):
+            try:
+                interpret()
+            except module.InterpreterError as error:
+                if isinstance(error.__cause__, DeviceError):
+                    raise error.__cause__ from None
+                raise
+        self._check()
+
+    # What the interpreter does
+
+    @contextlib.contextmanager
+    def _told(self, builder: Any) -> Iterator[None]:
+        """The time in which the interpreter tells of each load, store and atomic before it happens."""
+        load, store = builder.create_masked_load, builder.create_masked_store
+        cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
+
+        def masked_load(pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+            volatile = named.get("is_volatile", rest[-1])
+            self._touch(builder, pointers, mask, writes=False, atomic=bool(volatile))
+            return load(pointers, mask, *rest, **named)
+
+        def masked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+            self._touch(builder, pointers, mask, writes=True, atomic=False)
+            return store(pointers, value, mask, *rest, **named)
+
+        def atomic_cas(pointers: Any, expected: Any, value: Any, semantics: Any, scope: Any) -> Any:
+            self._touch(builder, pointers, None, writes=True, atomic=True, semantics=semantics)
+            return cas(pointers, expected, value, semantics, scope)
+
+        def atomic_rmw(operation: Any, pointers: Any, value: Any, mask: Any, semantics: Any, scope: Any) -> Any:
+            self._touch(builder, pointers, mask, writes=True, atomic=True, semantics=semantics)
+            return rmw(operation, pointers, value, mask, semantics, scope)
+
+        named: dict[str, Any] = {
+            "create_masked_load": masked_load,
+            "create_masked_store": masked_store,
+            "create_atomic_cas": atomic_cas,
+            "create_atomic_rmw": atomic_rmw,
+        }
+        vars(builder).update(named)  # in front of the methods of its class
+        try:
+            yield
+        finally:
+            for name in named:
+                del vars(builder)[name]
+
+    def _touch(
+        self, builder: Any, pointers: Any, mask: Any, *, writes: bool, atomic: bool, semantics: Any = None
+    ) -> None:
+        addresses: Addresses = pointers.data if mask is None else pointers.data[mask.data]
+        addresses = addresses.reshape(-1)
+        if not addresses.size:
+            return
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        dimensions = next((axis for axis in (3, 2) if builder.grid_dim[axis - 1] > 1), 1)
+        program, line = builder.grid_idx[:dimensions], source_line(2)
+        for at, own in self._split(addresses, size, writes, line.line, program):
+            self._host_memory(at, own, size, writes)
+        self._footprint.add(program, addresses, size, line, writes=writes, atomic=atomic)
+        if semantics is not None and addresses.size == 1:
+            acquires, releases = ("ACQUIRE" in semantics.name, "RELEASE" in semantics.name)
+            self._footprint.orders(int(addresses[0]), acquires=acquires, releases=releases)
+
+    def _split(
+        self, addresses: Addresses, size: int, writes: bool, line: object, program: object
+    ) -> Iterator[tuple[int, Addresses]]:
+        """The pieces of memory that elements lie in, each with its elements."""
+        at = np.searchsorted(self._starts, addresses, side="right") - 1
+        inside = (at >= 0) & (addresses + np.uint64(size) <= self._ends[at]) if len(self._pieces) else at >= 0
+        if not inside.all():
+            stray = int(addresses[~inside][0])
+            before = int(at[~inside][0])
+            where = f"address {stray:#x}"
+            if before >= 0:
+                start, _, allocation = self._pieces[before]
+                where += f", byte {stray - start} from the start of {allocation.name}"
+            does = "writes" if writes else "reads"
+            problem = f"{self._name} in program {_shown(program)} {does} {where}, which is no memory of {CUDA} ({line})"
+            remedy = "mask the lanes that lie outside; give it tensors of the device or pinned ones, and keep them"
+            raise DeviceError(problem, stray, remedy)
+        for piece in np.unique(at).tolist():
+            yield piece, addresses[at == piece]
+
+    def _host_memory(self, at: int, addresses: Addresses, size: int, writes: bool) -> None:
+        """Copies into pinned memory ahead of the kernel have landed before it accesses that."""
+        start, _, allocation = self._pieces[at]
+        region = self._region(start, addresses, size)
+        if allocation.kind is MemoryKind.PINNED and region is not None:
+            self._tracer.host_memory.ordered(self._tracer.current(), allocation, region)
+            if writes:
+                self._tracer.host_memory.overwritten(allocation, region)
+
+    def _region(self, start: int, addresses: Addresses, size: int) -> ByteRegion | None:
+        return of_pieces((addresses - np.uint64(start)).astype(np.int64), size)
+
+    # Checks
+
+    def _check(self) -> None:
+        __tracebackhide__ = True
+        tracer = self._tracer
+        accesses: list[MemoryAccess] = []
+        pinned: list[tuple[RaceAllocation, torch.Tensor, ByteRegion, bool]] = []
+        regions: dict[tuple[int, bool], list[ByteRegion]] = {}
+        for touch in self._footprint.touches:
+            at = np.searchsorted(self._starts, touch.addresses, side="right") - 1
+            for piece in np.unique(at).tolist():
+                region = self._region(self._pieces[piece][0], touch.addresses[at == piece], touch.size)
+                for writes in (True, False) if touch.writes and touch.atomic else (touch.writes,):
+                    if region is not None:
+                        regions.setdefault((piece, writes), []).append(region)
+        for (piece, writes), parts in sorted(regions.items()):
+            _, storage, allocation = self._pieces[piece]
+            whole, region = torch.empty(0, dtype=torch.uint8).set_(storage), union_of(parts)
+            accesses.append(MemoryAccess(whole, region, writes))
+            if allocation.kind is MemoryKind.PINNED:
+                pinned.append((allocation, whole, region, writes))
+        entry, checked = tracer.begin(EventKind.OPERATION, self._name, accesses)
+        tracer.end(entry, checked)
+        for allocation, whole, region, writes in pinned:
+            for lo, hi in region.intervals():
+                part = ByteRegion(lo, hi)
+                if writes:
+                    tracer.host_memory.lands(entry, allocation, part, whole[lo:hi], None)
+                else:
+                    tracer.host_memory.reads(entry, allocation, part, whole[lo:hi])
+        for clash in self._footprint.clashes():
+            self._report(clash, entry)
+
+    def _report(self, clash: Clash, entry: Any) -> None:
+        __tracebackhide__ = True
+        at = int(np.searchsorted(self._starts, np.uint64(clash.address), side="right")) - 1
+        start, _, allocation = self._pieces[at]
+        element = element_of(allocation.name, clash.address - start)
+        launch, caller = entry.source_line.words()
+        sides = [
+            Access(
+                event=entry.number,
+                does="writes" if touch.writes else "reads",
+                operation=entry.name,
+                lane=entry.stream.name,
+                step=entry.step,
+                site=touch.line.words()[0],
+                caller=launch,
+                rows=f"{element} of {allocation.name} in program {_shown(touch.program)}",
+            )
+            for touch in (clash.first, clash.second)
+        ]
+        self._tracer.detector.report(RaceKind.PROGRAMS_CLASH, allocation, element, *sides)
+
+
+def _shown(program: Any) -> str:
+    return str(program[0]) if len(program) == 1 else str(tuple(program))
