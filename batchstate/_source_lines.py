@@ -1,5 +1,6 @@
 """Where in the source an operation was called: the line in the library, and the line outside that led there."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable
@@ -14,7 +15,13 @@ _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NUMPY = os.path.dirname(os.path.abspath(numpy.__file__)) + os.sep
 _TRITON = os.path.join(os.path.dirname(os.path.dirname(_TORCH)), "triton") + os.sep
-_BETWEEN = (_TORCH, _NUMPY, _TRITON, *(os.path.join(_PACKAGE, part) + os.sep for part in ("races", "runtime")), "<frozen")
+_BETWEEN = (
+    _TORCH,
+    _NUMPY,
+    _TRITON,
+    *(os.path.join(_PACKAGE, part) + os.sep for part in ("races", "runtime")),
+    "<frozen",
+)
 _MACHINERY, _LIBRARY, _USER = range(3)
 _kinds: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.adoption.kernels`: the Triton kernels of vLLM's Model Runner V2, interpreted under `cuda_on_cpu`.
+"""`python -m benchmarks.adoption.kernels`: Triton kernels of vLLM's Model Runner V2, interpreted under `cuda_on_cpu`.
 
 `RequestState`, `BlockTables` and the functions around them run as released, with their kernels, and are driven as
 `GPUModelRunner` drives them, with two steps in flight. `--table` lists all kernels: which of them the interpreter runs.
@@ -15,10 +15,10 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that vLLM takes Triton although there is no driver
 
-import torch  # noqa: E402
+import torch
 
-from batchstate.races import RaceReport, cuda_on_cpu  # noqa: E402
-from benchmarks.adoption.placeholders import stand_in  # noqa: E402
+from batchstate.races import RaceReport, cuda_on_cpu
+from benchmarks.adoption.placeholders import stand_in
 
 MAKERS = {name: getattr(torch, name) for name in ("zeros", "empty", "ones", "tensor", "full")}
 stand_in()
@@ -101,7 +101,9 @@ class Runner:
         """The batch of this step, in order of its requests."""
         names, state = list(self.left), self.state
         rows = [self.row(name) for name in names]
-        scheduled = [int(state.prefill_len.np[row]) if name in new else 1 for name, row in zip(names, rows, strict=True)]
+        scheduled = [
+            int(state.prefill_len.np[row]) if name in new else 1 for name, row in zip(names, rows, strict=True)
+        ]
         starts = [0]
         for count in scheduled:
             starts.append(starts[-1] + count)
@@ -128,9 +130,7 @@ class Runner:
             state.prefill_len.gpu,
             state.num_computed_tokens.gpu,
         )
-        inputs.prepare_pos_seq_lens(
-            mapping, starts_gpu, state.num_computed_tokens.gpu, where.positions, where.seq_lens
-        )
+        inputs.prepare_pos_seq_lens(mapping, starts_gpu, state.num_computed_tokens.gpu, where.positions, where.seq_lens)
         ends = torch_utils.async_tensor_h2d([*range(len(names) + 1)], device=CUDA, dtype=torch.int32)
         logits_at = inputs.combine_sampled_and_draft_tokens(
             where.input_ids,
@@ -254,7 +254,9 @@ def main() -> int:
     (clash,), apart = staged(3), staged(4)
     print(f"two staged writes of one element:\n{clash}\nbeside each other: {len(apart)} findings")
     clean, late = drive(), drive(in_flight=3, steps=6)
-    print(f"{STEPS} steps, {clean.launches.total()} launches of {len(clean.launches)} kernels, {clean.depth} in flight:")
+    print(
+        f"{STEPS} steps, {clean.launches.total()} launches of {len(clean.launches)} kernels, {clean.depth} in flight:"
+    )
     print("\n".join(f"  {times:5} {name}" for name, times in clean.launches.most_common()))
     print(f"{len(clean.races)} findings; {len(clean.outputs)} requests")
     print("\n".join(map(str, clean.races)))

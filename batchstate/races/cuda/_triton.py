@@ -5,12 +5,14 @@ accesses of a launch are known to the byte once it has run, and by whom: see `tr
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, final
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -49,28 +51,24 @@ def interpreted(tracer: CudaTracer[Any]) -> Iterator[None]:
         return
     executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
     compiled = importlib.import_module("triton.runtime.jit").JITFunction
-    call, run = executor.__call__, compiled.run
+    call = executor.__call__
 
     def launched(grid: Any, *args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
-        if tracer.ended:
-            return call(grid, *args, **kwargs)
         with tracer.lock, untraced():
-            tracer.kernel(grid.fn.__name__, lambda args, kwargs: call(grid, *args, **kwargs), args, kwargs)
+            tracer.kernel(grid.fn.__name__, functools.partial(call, grid), args, kwargs)
 
     def refused(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        remedy = f"set {ASKED}=1 before the module of the kernel is imported, or say what stands for its launcher"
+        remedy = f"set {ASKED}=1 before Triton is imported, or say what stands for the kernel's launcher"
         raise NotModelledError.of(f"the compiled Triton kernel {kernel.__name__}", remedy)
 
-    executor.__call__, compiled.run = launched, refused
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(executor, "__call__", launched))
+        # All memory is the CPU's already; triton's copy of it lives until a garbage collection.
+        stack.enter_context(patch.object(executor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs)))
+        stack.enter_context(patch.object(executor, "_restore_args_dev", lambda *arguments: None))
+        stack.enter_context(patch.object(compiled, "run", refused))
         yield
-    finally:
-        executor.__call__, compiled.run = call, run
-
-
-Run = Callable[[Sequence[Any], Mapping[str, Any]], object]
-"""Interprets a kernel with these arguments."""
 
 
 @final
@@ -236,7 +234,7 @@ class KernelLaunch:
         at = int(np.searchsorted(self._starts, np.uint64(clash.address), side="right")) - 1
         start, _, allocation = self._pieces[at]
         element = element_of(allocation.name, clash.address - start)
-        launch, caller = entry.source_line.words()
+        launch, _ = entry.source_line.words()
         sides = [
             Access(
                 event=entry.number,

@@ -141,7 +141,7 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
 
         def launch() -> None:
             __tracebackhide__ = True
-            KernelLaunch(name, self).run(lambda: run(args, kwargs))
+            KernelLaunch(name, self).run(lambda: run(*args, **kwargs))
 
         if self.capture is None:
             launch()
@@ -248,7 +248,7 @@ class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
 
         def late(*given: Any, **named: Any) -> None:
             with untraced():
-                run([tuple(value) if isinstance(value, list) else value for value in given], named)
+                run(*(tuple(value) if isinstance(value, list) else value for value in given), **named)
 
         self.enqueue_kernel(name, late, args, kwargs, tensors_of(args, kwargs))
 

@@ -1,9 +1,9 @@
 """The bytes that the programs of one launch access, and elements that two of them share.
 
 Programs of a launch run in any order and at once. Two that access one element, one of them writing, are a clash, unless
-both do it atomically, or atomics of the kernel order them: what is behind an atomic that acquires is behind all that was
-before one that releases, at the same address. An interpreter runs one program after the other, so this is the order
-that it saw; only atomics of a single element count as such, as locks and counters are.
+both do it atomically, or atomics of the kernel order them: what is behind an atomic that acquires is behind all that
+was before one that releases, at the same address. An interpreter runs one program after the other, so this is the order
+that it saw; only atomics of a single element count, as those of locks and counters are.
 """
 
 from collections.abc import Iterator
@@ -104,7 +104,8 @@ class Footprint:
         order = np.lexsort((who, every))
         every, who = every[order], who[order]
         starts = np.flatnonzero(np.concatenate(([True], every[1:] != every[:-1])))
-        programs = np.unique([touch.program for touch in self.touches], axis=0, return_inverse=True)[1].reshape(-1)[who]
+        numbers_of: dict[Program, int] = {}
+        programs = np.array([numbers_of.setdefault(touch.program, len(numbers_of)) for touch in self.touches])[who]
         several = np.maximum.reduceat(programs, starts) != np.minimum.reduceat(programs, starts)
         ends = np.append(starts[1:], len(every))
         reported: set[tuple[SourceLine, SourceLine]] = set()
