@@ -14,11 +14,11 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NUMPY = os.path.dirname(os.path.abspath(numpy.__file__)) + os.sep
-_TRITON = os.path.join(os.path.dirname(os.path.dirname(_TORCH)), "triton") + os.sep
+_TRITON = getattr(importlib.util.find_spec("triton"), "submodule_search_locations", None) or ()
 _BETWEEN = (
     _TORCH,
     _NUMPY,
-    _TRITON,
+    *(os.path.join(folder, "") for folder in _TRITON),
     *(os.path.join(_PACKAGE, part) + os.sep for part in ("races", "runtime")),
     "<frozen",
 )

@@ -132,7 +132,7 @@ def _units(touch: Touch, grain: int) -> Addresses:
 
 
 def _clash(touches: list[Touch]) -> tuple[Touch, Touch] | None:
-    """The first clash among the touches of one element: later ones are compared with those that nothing has followed."""
+    """The first clash among the touches of one element; each is compared with those since the newest plain write."""
     newest: list[Touch] = []
     for touch in touches:
         for other in newest:
