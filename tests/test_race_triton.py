@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from batchstate.cli import main
 from batchstate.errors import DeviceError
 from batchstate.races import Race, cuda_on_cpu
 from batchstate.races.cuda._tracer import NotModelledError
@@ -139,6 +140,21 @@ def test_the_command(column: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == (column == "3"), done.stderr
     assert ("element 3" in done.stderr) is (column == "3")
+
+
+def test_the_example(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is silent, and with `--forget` the guide has its finding."""
+    root = Path(__file__).parents[1]
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "argv", ["batchstate"])
+    example = "examples/plain_triton/staged_writes.py"
+    for forgets in (False, True):
+        assert main(["race", "run", example, *["--forget"] * forgets]) == forgets
+        out, err = capfd.readouterr()
+        assert out == "17\n"
+        assert ("programs of one launch" in err) is forgets
+    found, _, _ = err.partition("\n\n")
+    assert f"```text\n{found}\n```" in (root / "docs/how-to/check-plain-torch-code.md").read_text()
 
 
 HOOKS = "races.cuda._triton:KernelLaunch"

@@ -21,7 +21,7 @@ from batchstate.races import cuda_on_cpu
 
 FLOATS = re.compile(
     "logit|prob|temp|min_p|penalt|cos|sin|score|embed|hidden|bias|max|sum|lse|mass|feature|pred|conf|slope|intercept"
-    "|freqs|xh_|lat_|w1_|wlat|mixl|w[gud]_"
+    "|freqs|xh_|lat_|w1_|wlat|mixl|wg_|wu_|wd_"
 )
 """Names of pointers to floating point numbers."""
 

@@ -364,7 +364,7 @@ def cuda_on_cpu(
         capability: of the device, major and minor.
         stands_for: code that needs a GPU -> its replacement: `package.module.attribute` (the launcher of a Triton
             kernel) or `namespace::operator` (an operator without a CPU kernel) -> a function of torch operations,
-            whose accesses are seen, or a `declared_kernel`.
+            whose accesses are seen, or a `declared_kernel`. Triton kernels that are interpreted need none.
         note_waits: see `RaceRuntime`.
 
     Returns:
