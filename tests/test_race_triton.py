@@ -148,6 +148,7 @@ def test_the_example(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     monkeypatch.chdir(root)
     monkeypatch.setattr(sys, "argv", ["batchstate"])
     example = "examples/plain_triton/staged_writes.py"
+    err = ""
     for forgets in (False, True):
         assert main(["race", "run", example, *["--forget"] * forgets]) == forgets
         out, err = capfd.readouterr()
@@ -190,29 +191,29 @@ MUTANTS = {
         "mask, writes=True, atomic=False, semantics=semantics",
         "a_read_beside_an_atomic",
     ),
-    "whole tensors": (f"{HOOKS}._check", "union_of(parts)", "ByteRegion(0, storage.nbytes())", "rows_of_two_streams"),
+    "whole tensors": (f"{HOOKS}._check", "union_of(parts)", "ByteRegion(0, len(whole))", "rows_of_two_streams"),
     "kernels run ahead of copies": (
-        f"{HOOKS}._host_memory",
+        f"{HOOKS}._touch",
         "self._tracer.host_memory.ordered(self._tracer.current(), allocation, region)",
         "pass",
         "a_landing_that_a_kernel_reads",
     ),
     "pinned reads are not watched": (
         f"{HOOKS}._check",
-        "tracer.host_memory.reads(entry, allocation, part, whole[lo:hi])",
+        "tracer.host_memory.reads(entry, allocation, part, bytes_of_it)",
         "pass",
         "pinned_memory_refilled_by_numpy",
     ),
     "pinned writes are not watched": (
         f"{HOOKS}._check",
-        "tracer.host_memory.lands(entry, allocation, part, whole[lo:hi], None)",
+        "tracer.host_memory.lands(entry, allocation, part, bytes_of_it, None)",
         "pass",
         "pinned_results_read_early",
     ),
     "a capture runs the kernel": (
-        "races.cuda.runtime:CudaRaceTracer.kernel",
-        "if self.capture is None:",
-        "if True:",
+        "races.cuda.runtime:CudaRuntime.launch_kernel",
+        "if self.capturing:",
+        "if False:",
         "a_kernel_in_a_graph",
     ),
     "copies of tensors stay": (

@@ -32,10 +32,16 @@ def shift(source: Any, out: Any, length: Any, BLOCK: tl.constexpr) -> None:  # n
 
 
 @triton.jit
+def loaded(where: Any, mask: Any) -> Any:
+    """A function of kernels."""
+    return tl.load(where, mask=mask)
+
+
+@triton.jit
 def double(source: Any, out: Any, length: Any, BLOCK: tl.constexpr) -> None:  # noqa: N803
     """Each element, twice; all blocks but the last are whole."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, tl.load(source + at, mask=at < length) * 2, mask=at < length)
+    tl.store(out + at, loaded(source + at, at < length) * 2, mask=at < length)
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script: 0 without new findings, 1 with some or too many waits, 2 if it could not be run to its end."""
     from batchstate.races.cuda import CudaSimRuntime, cuda_on_cpu, watch_cuda
-    from batchstate.races.cuda._triton import interpret_kernels
+    from batchstate.races.devices import interpret_kernels
     from batchstate.races.render import run_html
     from batchstate.races.report import FINDINGS, accepted_in, findings, identity
 

@@ -70,7 +70,7 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
         stack.callback(_restore, refused)
         for _, name, _ in refused:
             delattr(c, name)
-        stack.enter_context(interpreted(rt.tracer))
+        stack.enter_context(interpreted(rt))
         for name, function in rt.stands_for.items():
             _stand_in(stack, name, function)
         if _DYNAMO in sys.modules:  # functions that were compiled before run as they are written

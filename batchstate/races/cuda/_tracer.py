@@ -249,10 +249,6 @@ class CudaTracer(Tracer[A]):
         The memory goes back to its stream, and the current stream allocates other memory.
         """
 
-    @abc.abstractmethod
-    def kernel(self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A Triton kernel is launched on the current stream; `run(*args, **kwargs)` interprets it."""
-
     def seen_by_numpy(self, array: Any) -> Any:
         """An array of pinned memory as the code gets it."""
         return array

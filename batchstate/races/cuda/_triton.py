@@ -6,7 +6,6 @@ accesses of a launch are known to the byte once it has run, and by whom: see `tr
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import os
 import sys
@@ -19,8 +18,9 @@ import torch
 
 from batchstate._source_lines import source_line
 from batchstate.errors import DeviceError
-from batchstate.races.cuda._tracer import CUDA, CudaTracer, NotModelledError
-from batchstate.races.detector import RaceAllocation
+from batchstate.races.cuda._tracer import CUDA, NotModelledError
+from batchstate.races.cuda._window import CudaWindow
+from batchstate.races.devices import INTERPRET
 from batchstate.races.history import element_of
 from batchstate.races.report import Access, EventKind, RaceKind
 from batchstate.races.tracer import RaceTracer
@@ -30,23 +30,15 @@ from batchstate.races.tracing.memory import MemoryKind
 from batchstate.races.tracing.operations import MemoryAccess
 from batchstate.races.tracing.regions import ByteRegion, of_pieces, union_of
 
-ASKED = "TRITON_INTERPRET"
-"""Environment variable that Triton reads when a kernel is decorated."""
-
-
-def interpret_kernels() -> None:
-    """Asks for the interpreter, if Triton is installed: from now on kernels are decorated for it."""
-    if importlib.util.find_spec("triton") is not None:
-        os.environ.setdefault(ASKED, "1")
-
 
 @contextlib.contextmanager
-def interpreted(tracer: CudaTracer[Any]) -> Iterator[None]:
-    """A window in which `tracer` gets the launches of interpreted kernels, and others are refused by name.
+def interpreted(rt: CudaWindow[Any]) -> Iterator[None]:
+    """A window in which `rt` gets the launches of interpreted kernels, and others are refused by name.
 
     Triton is imported only where the environment asks for its interpreter, or where somebody has imported it.
     """
-    if not (os.environ.get(ASKED) or "triton.runtime.jit" in sys.modules) or not importlib.util.find_spec("triton"):
+    asked = os.environ.get(INTERPRET) and importlib.util.find_spec("triton")
+    if not asked and "triton.runtime.jit" not in sys.modules:
         yield
         return
     executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
@@ -55,11 +47,11 @@ def interpreted(tracer: CudaTracer[Any]) -> Iterator[None]:
 
     def launched(grid: Any, *args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
-        with tracer.lock, untraced():
-            tracer.kernel(grid.fn.__name__, functools.partial(call, grid), args, kwargs)
+        with rt.lock, untraced():
+            rt.launch_kernel(grid.fn.__name__, functools.partial(call, grid), args, kwargs)
 
     def refused(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        remedy = f"set {ASKED}=1 before Triton is imported, or say what stands for the kernel's launcher"
+        remedy = f"set {INTERPRET}=1 before Triton is imported, or say what stands for the kernel's launcher"
         raise NotModelledError.of(f"the compiled Triton kernel {kernel.__name__}", remedy)
 
     with contextlib.ExitStack() as stack:
@@ -84,6 +76,8 @@ class KernelLaunch:
         self._name = name
         self._tracer = tracer
         self._footprint = Footprint()
+        self._stray: DeviceError | None = None
+        self._regions: dict[tuple[int, bool], list[ByteRegion]] = {}
         alive = [(storage.data_ptr(), *piece) for piece in tracer.allocations.alive() if (storage := piece[0]).nbytes()]
         self._pieces = sorted(
             (piece for piece in alive if piece[2].kind is not MemoryKind.HOST), key=lambda piece: piece[0]
@@ -103,9 +97,9 @@ class KernelLaunch:
         with self._told(module.interpreter_builder):
             try:
                 interpret()
-            except module.InterpreterError as error:
-                if isinstance(error.__cause__, DeviceError):
-                    raise error.__cause__ from None
+            except module.InterpreterError:
+                if self._stray is not None:  # one error of the interpreter for each function that it was in
+                    raise self._stray from None
                 raise
         self._check()
 
@@ -157,44 +151,38 @@ class KernelLaunch:
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         dimensions = next((axis for axis in (3, 2) if builder.grid_dim[axis - 1] > 1), 1)
         program, line = builder.grid_idx[:dimensions], source_line(2)
-        for at, own in self._split(addresses, size, writes, line.line, program):
-            self._host_memory(at, own, size, writes)
+        at = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
+        self._refuse_others(at, addresses, size, f"{_shown(program)} {'writes' if writes else 'reads'}", line.line)
+        for piece in np.unique(at).tolist():
+            start, _, allocation = self._pieces[piece]
+            region = of_pieces((addresses[at == piece] - np.uint64(start)).astype(np.int64), size)
+            if region is None:
+                continue
+            for written in {writes, writes and not atomic}:
+                self._regions.setdefault((piece, written), []).append(region)
+            if allocation.kind is MemoryKind.PINNED:  # copies ahead of the kernel have landed by now
+                self._tracer.host_memory.ordered(self._tracer.current(), allocation, region)
+                if writes:
+                    self._tracer.host_memory.overwritten(allocation, region)
         self._footprint.add(program, addresses, size, line, writes=writes, atomic=atomic)
         if semantics is not None and addresses.size == 1:
             acquires, releases = ("ACQUIRE" in semantics.name, "RELEASE" in semantics.name)
             self._footprint.orders(int(addresses[0]), acquires=acquires, releases=releases)
 
-    def _split(
-        self, addresses: Addresses, size: int, writes: bool, line: object, program: object
-    ) -> Iterator[tuple[int, Addresses]]:
-        """The pieces of memory that elements lie in, each with its elements."""
-        at = np.searchsorted(self._starts, addresses, side="right") - 1
-        inside = (at >= 0) & (addresses + np.uint64(size) <= self._ends[at]) if len(self._pieces) else at >= 0
+    def _refuse_others(self, at: Any, addresses: Addresses, size: int, does: str, line: object) -> None:
+        """Refuses elements that do not lie in the pieces of memory `at`, int64[n]."""
+        inside = at >= 0
+        inside[inside] = addresses[inside] + np.uint64(size) <= self._ends[at[inside]]
         if not inside.all():
-            stray = int(addresses[~inside][0])
-            before = int(at[~inside][0])
+            stray, before = int(addresses[~inside][0]), int(at[~inside][0])
             where = f"address {stray:#x}"
             if before >= 0:
                 start, _, allocation = self._pieces[before]
                 where += f", byte {stray - start} from the start of {allocation.name}"
-            does = "writes" if writes else "reads"
-            problem = f"{self._name} in program {_shown(program)} {does} {where}, which is no memory of {CUDA} ({line})"
+            problem = f"{self._name} in program {does} {where}, which is no memory of {CUDA} ({line})"
             remedy = "mask the lanes that lie outside; give it tensors of the device or pinned ones, and keep them"
-            raise DeviceError(problem, stray, remedy)
-        for piece in np.unique(at).tolist():
-            yield piece, addresses[at == piece]
-
-    def _host_memory(self, at: int, addresses: Addresses, size: int, writes: bool) -> None:
-        """Copies into pinned memory ahead of the kernel have landed before it accesses that."""
-        start, _, allocation = self._pieces[at]
-        region = self._region(start, addresses, size)
-        if allocation.kind is MemoryKind.PINNED and region is not None:
-            self._tracer.host_memory.ordered(self._tracer.current(), allocation, region)
-            if writes:
-                self._tracer.host_memory.overwritten(allocation, region)
-
-    def _region(self, start: int, addresses: Addresses, size: int) -> ByteRegion | None:
-        return of_pieces((addresses - np.uint64(start)).astype(np.int64), size)
+            self._stray = DeviceError(problem, stray, remedy)
+            raise self._stray
 
     # Checks
 
@@ -202,30 +190,18 @@ class KernelLaunch:
         __tracebackhide__ = True
         tracer = self._tracer
         accesses: list[MemoryAccess] = []
-        pinned: list[tuple[RaceAllocation, torch.Tensor, ByteRegion, bool]] = []
-        regions: dict[tuple[int, bool], list[ByteRegion]] = {}
-        for touch in self._footprint.touches:
-            at = np.searchsorted(self._starts, touch.addresses, side="right") - 1
-            for piece in np.unique(at).tolist():
-                region = self._region(self._pieces[piece][0], touch.addresses[at == piece], touch.size)
-                for writes in (True, False) if touch.writes and touch.atomic else (touch.writes,):
-                    if region is not None:
-                        regions.setdefault((piece, writes), []).append(region)
-        for (piece, writes), parts in sorted(regions.items()):
-            _, storage, allocation = self._pieces[piece]
-            whole, region = torch.empty(0, dtype=torch.uint8).set_(storage), union_of(parts)
-            accesses.append(MemoryAccess(whole, region, writes))
-            if allocation.kind is MemoryKind.PINNED:
-                pinned.append((allocation, whole, region, writes))
+        for (piece, writes), parts in sorted(self._regions.items()):
+            whole = torch.empty(0, dtype=torch.uint8).set_(self._pieces[piece][1])
+            accesses.append(MemoryAccess(whole, union_of(parts), writes))
         entry, checked = tracer.begin(EventKind.OPERATION, self._name, accesses)
         tracer.end(entry, checked)
-        for allocation, whole, region, writes in pinned:
-            for lo, hi in region.intervals():
-                part = ByteRegion(lo, hi)
+        for (allocation, region, writes), access in zip(checked, accesses, strict=True):
+            for lo, hi in region.intervals() if allocation.kind is MemoryKind.PINNED else ():
+                part, bytes_of_it = ByteRegion(lo, hi), access.tensor[lo:hi]
                 if writes:
-                    tracer.host_memory.lands(entry, allocation, part, whole[lo:hi], None)
+                    tracer.host_memory.lands(entry, allocation, part, bytes_of_it, None)
                 else:
-                    tracer.host_memory.reads(entry, allocation, part, whole[lo:hi])
+                    tracer.host_memory.reads(entry, allocation, part, bytes_of_it)
         for clash in self._footprint.clashes():
             self._report(clash, entry)
 
@@ -235,7 +211,7 @@ class KernelLaunch:
         start, _, allocation = self._pieces[at]
         element = element_of(allocation.name, clash.address - start)
         launch, _ = entry.source_line.words()
-        sides = [
+        first, second = (
             Access(
                 event=entry.number,
                 does="writes" if touch.writes else "reads",
@@ -247,8 +223,8 @@ class KernelLaunch:
                 rows=f"{element} of {allocation.name} in program {_shown(touch.program)}",
             )
             for touch in (clash.first, clash.second)
-        ]
-        self._tracer.detector.report(RaceKind.PROGRAMS_CLASH, allocation, element, *sides)
+        )
+        self._tracer.detector.report(RaceKind.PROGRAMS_CLASH, allocation, element, first, second)
 
 
 def _shown(program: Any) -> str:

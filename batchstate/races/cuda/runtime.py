@@ -135,19 +135,6 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
             if copied:
                 self.detector.note(entry, [(new, copied, True)])
 
-    def kernel(self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See `CudaTracer`: it runs at once, or at each replay of the graph that is captured."""
-        __tracebackhide__ = True
-
-        def launch() -> None:
-            __tracebackhide__ = True
-            KernelLaunch(name, self).run(lambda: run(*args, **kwargs))
-
-        if self.capture is None:
-            launch()
-        else:
-            self.capture.nodes.append(launch)
-
     # Graphs
 
     def _new_capture(self) -> Capture:
@@ -221,6 +208,19 @@ class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
     def _changed(self) -> AbstractContextManager[None]:
         return replaced(self)
 
+    def launch_kernel(self, name: str, interpret: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """See `CudaWindow`: it runs at once, or at each replay of the graph that is captured."""
+        __tracebackhide__ = True
+
+        def launch() -> None:
+            __tracebackhide__ = True
+            KernelLaunch(name, self._tracer).run(lambda: interpret(*args, **kwargs))
+
+        if self.capturing:
+            self._tracer.capture.nodes.append(launch)
+        else:
+            launch()
+
     def _is_idle(self, stream: Stream) -> bool:
         clock = self._known_stream(stream)
         return self._detector.clocks.host.knows(clock.number, clock.work)
@@ -242,15 +242,6 @@ class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
         self.resized[whole.untyped_storage()._cdata] = nbytes
         if not nbytes:
             self._device.wipe(block.stream, block.memory)
-
-    def kernel(self, name: str, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See `CudaTracer`: it is enqueued as a whole, on stand-ins for its tensors."""
-
-        def late(*given: Any, **named: Any) -> None:
-            with untraced():
-                run(*(tuple(value) if isinstance(value, list) else value for value in given), **named)
-
-        self.enqueue_kernel(name, late, args, kwargs, tensors_of(args, kwargs))
 
     def new(self, like: NewTensor) -> torch.Tensor:
         """New device memory of the current stream; while a graph is captured, of the graph, which keeps it."""
@@ -300,6 +291,15 @@ class CudaSimRuntime(CudaWindow[DeviceStream], SimRuntime):
 
     def _changed(self) -> AbstractContextManager[None]:
         return replaced(self)
+
+    def launch_kernel(self, name: str, interpret: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """See `CudaWindow`: it is enqueued as a whole, on stand-ins for its tensors."""
+
+        def late(*given: Any, **named: Any) -> None:
+            with untraced():
+                interpret(*(tuple(value) if isinstance(value, list) else value for value in given), **named)
+
+        self._tracer.enqueue_kernel(name, late, args, kwargs, tensors_of(args, kwargs))
 
     def _is_idle(self, stream: Stream) -> bool:
         return not self.pending(stream)
