@@ -69,8 +69,8 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_300),
     "watch": (("watch",), 2_960),
-    "races": (("races",), 9_500),
-    "fuzz tools": (("testing",), 3_880),
+    "races": (("races",), 9_700),
+    "fuzz tools": (("testing",), 3_885),
     "command line": (("cli", "__main__"), 530),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
@@ -86,11 +86,12 @@ tokens, and ranks that compare what they hold. Fuzz tools had 2,700: 1,235 are t
 docstrings: the oracle is the model a second time, for integers, so that no tensor says what is right; the shrinker
 knows of pages, where that of Hypothesis stops early; states, windows and drafts have a place in cache and verifier.
 Races had 8,500: 760 are for operators that wait in the middle, for storages, pinned memory and numpy as torch uses
-them, for one format of findings, and for values that an earlier owner or step has left. The watch had 2,400: 560 are
+them, for one format of findings, and for values that an earlier owner or step has left. 450 more are for
+kernels of Triton: footprints of a launch, races between its programs, and what its interpreter tells. The watch had 2,400: 560 are
 for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines.
 """
 
-MOST_LINES, MOST_FILES = 42_850, 149
+MOST_LINES, MOST_FILES = 43_080, 149
 BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning."""

@@ -142,6 +142,19 @@ def test_the_command(column: str, tmp_path: Path) -> None:
     assert ("element 3" in done.stderr) is (column == "3")
 
 
+def test_the_pytest_option(tmp_path: Path) -> None:
+    """`--cuda-on-cpu` asks for the interpreter too."""
+    kernel, _, use = textwrap.dedent(SCRIPT).replace("int(sys.argv[1])", "3").partition("out = torch")
+    body = textwrap.indent(f"out = torch{use}", "    ")
+    (tmp_path / "test_engine.py").write_text(f"{kernel}\n\ndef test_put():\n{body}")
+    options = ["--batchstate-device", "race", "--cuda-on-cpu", "-p", "no:cacheprovider", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *options]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert "programs of one launch" in done.stdout, done.stdout
+    assert "1 failed" in done.stdout
+
+
 def test_the_example(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is silent, and with `--forget` the guide has its finding."""
     root = Path(__file__).parents[1]
