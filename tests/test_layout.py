@@ -87,8 +87,9 @@ docstrings: the oracle is the model a second time, for integers, so that no tens
 knows of pages, where that of Hypothesis stops early; states, windows and drafts have a place in cache and verifier.
 Races had 8,500: 760 are for operators that wait in the middle, for storages, pinned memory and numpy as torch uses
 them, for one format of findings, and for values that an earlier owner or step has left. 450 more are for
-kernels of Triton: footprints of a launch, races between its programs, and what its interpreter tells. The watch had 2,400: 560 are
-for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines.
+kernels of Triton: footprints of a launch, races between its programs, and what its interpreter tells. The watch had
+2,400: 560 are for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of
+engines.
 """
 
 MOST_LINES, MOST_FILES = 43_080, 149

@@ -66,8 +66,8 @@ def test_a_race_makes_wrong_values() -> None:
     assert len(results) > 1
 
 
-def test_words_of_a_clash() -> None:
-    """Kernel, tensor, row and column, both programs, and the lines of the store and of the launch; raised too."""
+def test_words_of_a_clash(tmp_path: Path) -> None:
+    """Kernel, tensor, row and column, both programs, the lines of store and launch; drawn, and raised."""
     (race,), _ = races_of("programs_of_two_axes", True)
     assert race.problem == (
         "two programs of one launch access one element, and one of them writes it: "
@@ -81,6 +81,10 @@ def test_words_of_a_clash() -> None:
     assert race.second.site != race.first.site
     assert str(race.first.caller).endswith("in programs_of_two_axes")
     assert "launches" in race.suggestion
+    page = tmp_path / "race.html"
+    race.save(tmp_path / "race.json")
+    assert main(["race", str(tmp_path / "race.json"), "--out", str(page)]) == 0
+    assert "cells (program (0, 1))" in page.read_text()
     with pytest.raises(Race, match="nothing orders the programs of cells"), cuda_on_cpu() as rt:
         PROGRAMS["programs_of_two_axes"].run(rt, True)
 
@@ -100,6 +104,16 @@ def test_memory_that_it_was_not_given() -> None:
             kernels.double[(1,)](torch.zeros(4, dtype=torch.int32), out, 4, BLOCK=4)
         with pytest.raises(triton.runtime.errors.InterpreterError):
             kernels.double[(1,)](out, out, 4, BLOCK=3)
+        assert not rt.races
+
+
+def test_an_autotuned_kernel_takes_its_first_configuration() -> None:
+    """Nothing is timed, for which Triton would need a driver."""
+    tuned = triton.autotune([triton.Config({"BLOCK": 4}), triton.Config({"BLOCK": 8})], key=[])(kernels.double)
+    with cuda_on_cpu() as rt:
+        out = kernels.zeros(8)
+        tuned[lambda chosen: (triton.cdiv(8, chosen["BLOCK"]),)](kernels.on_device(*range(8)), out, 8)
+        assert out.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
         assert not rt.races
 
 

@@ -21,7 +21,7 @@ from batchstate.errors import DeviceError
 from batchstate.races.cuda._tracer import CUDA, NotModelledError
 from batchstate.races.cuda._window import CudaWindow
 from batchstate.races.devices import INTERPRET
-from batchstate.races.history import element_of
+from batchstate.races.history import Entry, element_of
 from batchstate.races.report import Access, EventKind, RaceKind
 from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.dispatch import untraced
@@ -60,6 +60,8 @@ def interpreted(rt: CudaWindow[Any]) -> Iterator[None]:
         stack.enter_context(patch.object(executor, "_init_args_hst", lambda self, args, kwargs: (args, kwargs)))
         stack.enter_context(patch.object(executor, "_restore_args_dev", lambda *arguments: None))
         stack.enter_context(patch.object(compiled, "run", refused))
+        tuner = importlib.import_module("triton.runtime.autotuner").Autotuner  # it takes the first of equals
+        stack.enter_context(patch.object(tuner, "_bench", lambda *arguments, **named: [0.0, 0.0, 0.0]))
         yield
 
 
@@ -205,15 +207,18 @@ class KernelLaunch:
         for clash in self._footprint.clashes():
             self._report(clash, entry)
 
-    def _report(self, clash: Clash, entry: Any) -> None:
+    def _report(self, clash: Clash, entry: Entry) -> None:
         __tracebackhide__ = True
+        tracer = self._tracer
         at = int(np.searchsorted(self._starts, np.uint64(clash.address), side="right")) - 1
         start, _, allocation = self._pieces[at]
         element = element_of(allocation.name, clash.address - start)
         launch, _ = entry.source_line.words()
+        called = f"{entry.name} (program {_shown(clash.second.program)})"  # beside the launch, in a page of the report
+        other = tracer.detector.event(entry.stream, EventKind.OPERATION, called, at=entry.source_line)
         first, second = (
             Access(
-                event=entry.number,
+                event=event.number,
                 does="writes" if touch.writes else "reads",
                 operation=entry.name,
                 lane=entry.stream.name,
@@ -222,9 +227,9 @@ class KernelLaunch:
                 caller=launch,
                 rows=f"{element} of {allocation.name} in program {_shown(touch.program)}",
             )
-            for touch in (clash.first, clash.second)
+            for touch, event in ((clash.first, entry), (clash.second, other))
         )
-        self._tracer.detector.report(RaceKind.PROGRAMS_CLASH, allocation, element, first, second)
+        tracer.detector.report(RaceKind.PROGRAMS_CLASH, allocation, element, first, second)
 
 
 def _shown(program: Any) -> str:
