@@ -82,7 +82,7 @@ row 0 that is scratch or lost, and arrays asked for their rows, 280 for lengths 
 fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 are for float8, for arrays that say of
 which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 300 of
 transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of
-tokens, and ranks that compare what they hold. Fuzz tools had 2,700: 1,235 are the exact model, 284 of them
+tokens, and ranks that compare what they hold. Fuzz tools had 2,700: 1,235 are the exact model, 288 of them
 docstrings: the oracle is the model a second time, for integers, so that no tensor says what is right; the shrinker
 knows of pages, where that of Hypothesis stops early; states, windows and drafts have a place in cache and verifier.
 Races had 8,500: 760 are for operators that wait in the middle, for storages, pinned memory and numpy as torch uses
