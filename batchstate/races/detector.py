@@ -530,6 +530,7 @@ _PROBLEMS = {
     RaceKind.FREED_IN_USE: "memory may be given to another tensor while it is in use",
     RaceKind.UNWRITTEN_READ: "memory is read that nothing has written",
     RaceKind.LEFTOVER_READ: "a value is read that somebody else has left",
+    RaceKind.PROGRAMS_CLASH: "two programs of one launch access one element, and one of them writes it",
 }
 
 
@@ -537,6 +538,8 @@ def _problem(kind: RaceKind, first: Access, second: Access, owners: tuple[str, s
     if owners is not None:
         left, wanted = owners
         return f"{_PROBLEMS[kind]}: {_short(second)} reads for {wanted} what {_short(first)} wrote for {left}"
+    if kind is RaceKind.PROGRAMS_CLASH:
+        return f"{_PROBLEMS[kind]}: nothing orders the programs of {_short(second)}"
     if kind is RaceKind.UNWRITTEN_READ:
         return f"{_PROBLEMS[kind]}: {_short(second)} finds what {_short(first)} left there"
     if first.does == "frees":

@@ -50,6 +50,11 @@ class HintFor:
                 "the graph keeps no memory that was there before its capture",
                 "keep the tensor for as long as the graph is replayed, or capture the graph again",
             )
+        if kind is RaceKind.PROGRAMS_CLASH:
+            return (
+                f"nothing orders the programs of one launch of {first.operation}",
+                "give each program elements of its own, use atomics on both sides, or make two launches of it",
+            )
         behind = history.fence_behind(stream, first.event, first.step, named=self.FENCES)
         if kind is RaceKind.FREED_IN_USE and first.does != "allocates":
             where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"

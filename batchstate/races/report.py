@@ -39,6 +39,8 @@ class RaceKind(StrEnum):
     """Fresh memory is read before any byte of it was written."""
     LEFTOVER_READ = "leftover read"
     """A value is read that an earlier owner of the row, or an earlier step, has left."""
+    PROGRAMS_CLASH = "programs clash"
+    """Two programs of one launch access one element, and at least one of them writes it."""
 
 
 class EventKind(StrEnum):

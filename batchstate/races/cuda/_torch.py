@@ -22,6 +22,7 @@ from batchstate.errors import ArgumentError
 from batchstate.races.cuda._backward import StreamedEngine
 from batchstate.races.cuda._streams import GENERIC, makers
 from batchstate.races.cuda._tracer import CPU, CUDA, NotModelledError, check_declared
+from batchstate.races.cuda._triton import interpreted
 from batchstate.races.cuda._window import CudaWindow
 from batchstate.races.tracing.memory import MemoryKind
 
@@ -72,6 +73,7 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
         stack.callback(_restore, refused)
         for _, name, _ in refused:
             delattr(c, name)
+        stack.enter_context(interpreted(rt))
         for name, function in rt.stands_for.items():
             _stand_in(stack, name, function)
         if _DYNAMO in sys.modules:  # functions that were compiled before run as they are written

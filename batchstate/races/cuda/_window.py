@@ -270,6 +270,10 @@ class CudaWindow(TorchWindow[S]):
         with self.lock:
             self._recorded(self._by_number[number], "all of the stream").wait()
 
+    @abc.abstractmethod
+    def launch_kernel(self, name: str, interpret: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """A Triton kernel is launched on the current stream: `interpret(*args, **kwargs)` runs it."""
+
     def wait_for_everything(self) -> None:
         """`torch.cuda.synchronize()`."""
         self._tracer.refuse_capture("torch.cuda.synchronize")

@@ -17,6 +17,7 @@ from batchstate.races.cuda._blocks import Blocks
 from batchstate.races.cuda._hints import torch_hint_for
 from batchstate.races.cuda._torch import replaced
 from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
+from batchstate.races.cuda._triton import KernelLaunch
 from batchstate.races.cuda._window import CudaWindow, PlainRaceRuntime, open_window
 from batchstate.races.detector import OnRace, RaceAllocation
 from batchstate.races.devices import PROMPT, RACE, SIM
@@ -31,7 +32,7 @@ from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.clocks import StreamClock
 from batchstate.races.tracing.dispatch import TracedCall, raw_kernel, untraced
 from batchstate.races.tracing.memory import Address, MemoryKind
-from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in
+from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in, tensors_of
 from batchstate.races.tracing.regions import ByteRegion, of_tensor
 from batchstate.runtime import Stream
 
@@ -78,11 +79,12 @@ class Capture:
     """The operations recorded between `capture_begin` and `capture_end`.
 
     They run while they are recorded, so that the code sees shapes; their writes to older memory are put back. Numbers
-    of the host are part of an operation from then on; of memory that was there before, the address is.
+    of the host are part of an operation from then on; of memory that was there before, the address is. Kernels of
+    Triton have no results, and wait for the replay.
     """
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[Node | Callable[[], None]] = []
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: set[int] = set()
 
@@ -229,8 +231,11 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
             finally:
                 self.launched, self.replaying = outer, False
 
-    def _replay(self, node: Node) -> None:
+    def _replay(self, node: Node | Callable[[], None]) -> None:
         __tracebackhide__ = True
+        if not isinstance(node, Node):
+            node()
+            return
         gone = [held.access for held in node.held() if held.access is not None]
         if self.detector.freed_under_graph(f"{node.operation.name} (graph)", self.current(), gone):
             return
@@ -273,6 +278,19 @@ class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
 
     def _changed(self) -> AbstractContextManager[None]:
         return replaced(self)
+
+    def launch_kernel(self, name: str, interpret: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """See `CudaWindow`: it runs at once, or at each replay of the graph that is captured."""
+        __tracebackhide__ = True
+
+        def launch() -> None:
+            __tracebackhide__ = True
+            KernelLaunch(name, self._tracer).run(lambda: interpret(*args, **kwargs))
+
+        if self.capturing:
+            self._tracer.capture.nodes.append(launch)
+        else:
+            launch()
 
     def _is_idle(self, stream: Stream) -> bool:
         clock = self._known_stream(stream)
@@ -348,6 +366,15 @@ class CudaSimRuntime(CudaWindow[DeviceStream], SimRuntime):
     def _changed(self) -> AbstractContextManager[None]:
         return replaced(self)
 
+    def launch_kernel(self, name: str, interpret: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """See `CudaWindow`: it is enqueued as a whole, on stand-ins for its tensors."""
+
+        def late(*given: Any, **named: Any) -> None:
+            with untraced():
+                interpret(*(tuple(value) if isinstance(value, list) else value for value in given), **named)
+
+        self._tracer.enqueue_kernel(name, late, args, kwargs, tensors_of(args, kwargs))
+
     def _is_idle(self, stream: Stream) -> bool:
         return not self.pending(stream)
 
@@ -414,7 +441,7 @@ def cuda_on_cpu(
         capability: of the device, major and minor.
         stands_for: code that needs a GPU -> its replacement: `package.module.attribute` (the launcher of a Triton
             kernel) or `namespace::operator` (an operator without a CPU kernel) -> a function of torch operations,
-            whose accesses are seen, or a `declared_kernel`.
+            whose accesses are seen, or a `declared_kernel`. Triton kernels that are interpreted need none.
         note_waits: see `RaceRuntime`.
         reuse: give freed blocks of a size out again, the newest first, as torch does on a GPU: then addresses come
             again, which tables keyed by `data_ptr()` meet. The simulated device always does. `UntypedStorage.resize_`

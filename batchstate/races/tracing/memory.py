@@ -154,6 +154,11 @@ class Allocations(Generic[A]):
                     return part.set_(storage, offset, tensor.shape, tensor.stride())
         return None
 
+    def alive(self) -> list[tuple[Any, A]]:
+        """Every piece that is alive, behind its storage."""
+        pieces = [(life(), allocation) for life, allocation in list(self._known.values())]
+        return [(storage, allocation) for storage, allocation in pieces if storage is not None]
+
     def close(self) -> None:
         """Forgets everything; later deaths are not reported."""
         self._closed = True
