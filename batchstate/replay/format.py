@@ -1,4 +1,4 @@
-"""The file of a recording: one line of JSON, then events of plain numbers. Nothing in it is executed.
+"""The file of a recording: one line of JSON, then events of plain numbers, compressed. Nothing in it is executed.
 
 An event is `<BBIIi`: its kind, the number of its stream, the step of the runtime, its own number, and the length of its
 body; the body is one value. A value is a letter and what belongs to it: numbers, text, raw arrays of integers or floats
@@ -179,14 +179,15 @@ class Recording:
 def save(path: Path, events: bytes, methods: Sequence[str], **header: Any) -> None:
     """Writes a file whole or not at all."""
     finding = header.pop("finding", None)
+    packed = zlib.compress(events, 1)
     line = {
         "format": "batchstate recording", "version": VERSION, "library": __version__, "methods": list(methods),
         "finding": None if finding is None else attrs.asdict(finding), **header,
-        "bytes": len(events), "crc32": zlib.crc32(events),
+        "bytes": len(events), "crc32": zlib.crc32(packed),
     }  # fmt: skip
     beside = path.with_suffix(".part")
     try:
-        beside.write_bytes(json.dumps(line).encode() + b"\n" + events)
+        beside.write_bytes(json.dumps(line).encode() + b"\n" + packed)
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)
@@ -203,7 +204,7 @@ def load(path: str | Path) -> Recording:
     path = Path(path)
     if path.stat().st_size > MOST_BYTES:
         raise _damaged(path, f"{path.stat().st_size:,} bytes, more than {MOST_BYTES:,}")
-    line, _, events = path.read_bytes().partition(b"\n")
+    line, _, packed = path.read_bytes().partition(b"\n")
     try:
         header = json.loads(line) if len(line) <= MOST_HEADER and line.startswith(b"{") else None
     except (ValueError, RecursionError):
@@ -218,14 +219,19 @@ def load(path: str | Path) -> Recording:
         methods, finding = header["methods"], header["finding"]
         if not isinstance(methods, list) or len(methods) > 200 or not all(isinstance(name, str) for name in methods):
             raise _damaged(path, "its methods are no list of names")
-        if header["bytes"] != len(events) or header["crc32"] != zlib.crc32(events):
-            raise _damaged(path, f"{len(events):,} bytes of events, or their checksum, are not those of its first line")
+        size = header["bytes"]
+        if type(size) is not int or not 0 <= size <= MOST_BYTES or header["crc32"] != zlib.crc32(packed):
+            raise _damaged(path, f"its {len(packed):,} bytes of events have another checksum than its first line says")
+        unpack = zlib.decompressobj()
+        events = unpack.decompress(packed, size + 1)  # never more than that, whatever the bytes say
+        if len(events) != size or not unpack.eof:
+            raise _damaged(path, f"{len(events):,} bytes of events or more, and its first line says {size:,}")
         if finding is not None:
             finding = Finding(**{name: _plain(value) for name, value in finding.items()})
         names = "reason", "rank", "library", "level", "dropped"
         known = {name: _plain(header[name]) for name in names if name in header}
         return Recording(list(_events(memoryview(events), methods)), finding, **known)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error, OverflowError, zlib.error) as error:
         if isinstance(error, RecordingError):
             raise
         raise _damaged(path, f"{type(error).__name__}: {str(error)[:80]}") from None

@@ -64,7 +64,9 @@ _KIND = {name: number for number, name in enumerate(KINDS)}
 _DTYPE_CODES = {dtype: number for number, dtype in enumerate(DTYPES)}
 _pack = struct.Struct("<I").pack
 _REF = struct.Struct("<cI").pack
-_ALONE = struct.Struct("<BBIIIcIcIcIcI")  # a call without arguments: head, then (target, (), {})
+_PLAN = struct.Struct("<BBIII15scI9s5s")  # head; (planner, (batch of a step,), {})
+_STEP = struct.Struct("<BBIII5scI5s")  # head; (step, (), and what follows
+_LANDED = KINDS.index("landed")
 _TRIPLE, _NO_ARGS, _NO_NAMES = b"t" + _pack(3), b"t" + _pack(0), b"d" + _pack(0)
 _FULL = 0.75
 _MOST_FILES = 16
@@ -103,11 +105,13 @@ class Recorder:
         self._failed = False
         self._batches: dict[tuple[int, int], int] = {}
         self._made_by: dict[int, int] = {}  # id of what a seam has made, which is made by seams alone, -> its event
-        self._landed: set[int] = set()
+        self._landed: set[tuple[int, str]] = set()
         self._objects: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._planned: weakref.WeakKeyDictionary[StepPlanner, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._kinds: dict[type, int] = {}
-        self._streams: dict[int, tuple[int, Any]] = {}
+        self._streams: dict[int, tuple[int, Any]] = {}  # with the stream, so that its id stays its own
+        self._stream_last: Any = None
+        self._stream_number = 0
         self._runtime: Any = None  # of the last plan
         self._tensors: dict[Any, bytes] = {}
         self._heads: dict[int, bytes] = {}
@@ -233,11 +237,12 @@ class Recorder:
         return number
 
     def _stream(self, runtime: Runtime) -> int:
+        """The number of the current stream."""
         stream = runtime.current_stream
-        entry = self._streams.get(id(stream))
-        if entry is None:
-            entry = self._streams[id(stream)] = (min(len(self._streams), 255), stream)
-        return entry[0]
+        if stream is not self._stream_last:
+            entry = self._streams.setdefault(id(stream), (min(len(self._streams), 255), stream))
+            self._stream_number, self._stream_last = entry
+        return self._stream_number
 
     def _raised(self, number: int, error: BaseException) -> None:
         self.write("raised", str(getattr(error, "code", type(error).__name__)), number=number)
@@ -252,7 +257,7 @@ class Recorder:
             for place, part in enumerate(made):
                 if isinstance(part, Batch):
                     self._batches[part.version, id(part.runtime)] = number | place << 32
-        elif made is not None and not isinstance(made, torch.Tensor):
+        elif made is not None and not isinstance(made, torch.Tensor | np.ndarray | int | str):
             self._made_by[id(made)] = number
 
     # Objects
@@ -281,9 +286,10 @@ class Recorder:
         inside, self._inside = self._inside, True
         try:
             kind = _kind_of(value)
-            body = {"is": kind.__name__, **_DESCRIBED[kind](self, value)}
+            # Encoded first: what it refers to is defined before it, also when a later segment begins.
+            body = self._encoded({"is": kind.__name__, **_DESCRIBED[kind](self, value)})
             self._objects[id(value)] = number, weakref.ref(value)
-            self.write("define", body, number=number)
+            self._event(_KIND["define"], 0, 0, number, body)
         finally:
             self._inside = inside
 
@@ -421,10 +427,11 @@ class Recorder:
         for owner, names in SEAMS.items():
             for name in names:
                 code = _CODES[f"{owner.__name__}.{name}"]
-                make = {"inputs": self._inputs_seam, "plan": self._plan_seam}.get(name, self._seam)
+                short = {"inputs": self._inputs_seam, "plan": self._plan_seam, "publish": self._publish_seam}
+                make = short.get(name, self._seam) if owner in (StepPlanner, PlannedStep) else self._seam
                 self._replace(owner, name, functools.partial(make, code))
         self._replace(StepPlanner, "__init__", self._planner_seam)
-        self._replace(Prefetched, "resolve", self._landing_seam)
+        self._replace(Prefetched, "__getitem__", self._landing_seam)
         self._replace(PlannedStep, "batch", self._batch_seam)
         self._replace(PlannedStep, "results", self._results_seam)
 
@@ -458,66 +465,88 @@ class Recorder:
 
         return functools.wraps(method)(recorded)
 
+    # The three calls of each step have a short way: one pack of plain numbers, and no object made. At `full` the library
+    # calls seams inside of them, and they go the general way.
+
     def _plan_seam(self, code: int, method: Any) -> Any:
-        batches, heads, get_ident = self._batches, self._heads, threading.get_ident
-        one = b"t" + _pack(1)
+        batches, made_by, heads, general = self._batches, self._made_by, self._heads, self._seam(code, method)
+        pack_into, get_ident, batch_part, length = _PLAN.pack_into, threading.get_ident, _text("batch"), _PLAN.size - 14
 
         def plan(planner: StepPlanner, batch: Batch, *args: Any, **kwargs: Any) -> PlannedStep:
-            if self._inside or get_ident() != self._thread:
-                return method(planner, batch, *args, **kwargs)
             runtime = self._runtime = batch.runtime
-            if self._at > self._mark:
-                self._turn()
-            made = batches.get((batch.version, id(runtime)))
-            if made is None or args or id(planner) not in self._objects:
-                number = self._call(code, planner, runtime, (batch, *args), kwargs)
-            else:
-                head = heads.get(id(planner))
-                if head is None:
-                    head = heads[id(planner)] = _TRIPLE + self._target(planner) + one
-                body = head + self._batch(batch) + (self._named(kwargs) if kwargs else _NO_NAMES)
-                self._number = number = self._number + 1
-                self._event(code, self._stream(runtime), runtime.step, number, body)
-            self._inside = True
+            if self._inside or get_ident() != self._thread:
+                step = method(planner, batch, *args, **kwargs)
+                made_by.pop(id(step), None)  # an earlier step may have had its place
+                return step
+            made = batches.get((batch.version, id(runtime)), 0)
+            at, head = self._at, heads.get(id(planner))
+            if made >= 0 or kwargs or args or head is None or at > self._mark or levels.full:
+                step = general(planner, batch, *args, **kwargs)
+                if kwargs.get("joining") is not None and (joined := _rows_joining(kwargs["joining"])):
+                    pages = self._planned[planner]["options"]["pages"]
+                    handles = self._number_of(pages.slots), step.rows[-joined:], step.generations[-joined:]
+                    number = made_by[id(step)]
+                    self._event(_KIND["result"], 0, 0, number, self._handles(*handles))
+                if head is None and planner in self._planned:
+                    heads[id(planner)] = _TRIPLE + self._target(planner) + b"t" + _pack(1)
+                return step
+            stream = runtime.current_stream
+            if stream is not self._stream_last:
+                self._stream(runtime)
+            number = self._number = self._number + 1
+            pack_into(
+                self._buffer, at, code, self._stream_number, runtime.step, number, length, head, b"p", ~made, batch_part,
+                _NO_NAMES,
+            )  # fmt: skip
+            self._at = at + _PLAN.size
             try:
-                step: PlannedStep = method(planner, batch, *args, **kwargs)
+                step = method(planner, batch)
             except BaseException as error:
                 self._raised(number, error)
                 raise
-            finally:
-                self._inside = False
-            self._made_by[id(step)] = number
-            if kwargs.get("joining") is not None and (joined := _rows_joining(kwargs["joining"])):
-                pages = self._planned[planner]["options"]["pages"]
-                handles = self._number_of(pages.slots), step.rows[-joined:], step.generations[-joined:]
-                self._event(_KIND["result"], 0, 0, number, self._handles(*handles))
+            made_by[id(step)] = number
             return step
 
         return functools.wraps(method)(plan)
 
     def _inputs_seam(self, code: int, method: Any) -> Any:
-        made_by, pack_into = self._made_by, _ALONE.pack_into
+        return self._step_seam(code, method, {(): _NO_NAMES})
 
-        def inputs(step: PlannedStep) -> Any:
-            number, runtime, at = made_by.get(id(step)), self._runtime, self._at
-            if number is None or self._inside or at + 34 > self._size:
-                return method(step)
-            self._number = own = self._number + 1
-            stream = self._stream(runtime)
+    def _publish_seam(self, code: int, method: Any) -> Any:
+        return self._step_seam(code, method, {})
+
+    def _step_seam(self, code: int, method: Any, tails: dict[tuple[str, ...], bytes]) -> Any:
+        made_by, pack_into, general, tensor = self._made_by, _STEP.pack_into, self._seam(code, method), torch.Tensor
+
+        def recorded(step: PlannedStep, **values: Any) -> Any:
+            number, at = made_by.get(id(step)), self._at
+            tail = tails.get(tuple(values))
+            if tail is None:
+                for value in values.values():
+                    if not isinstance(value, tensor):
+                        return general(step, **values)
+                tail = tails[tuple(values)] = self._named(dict.fromkeys(values, ...))
+            end = at + _STEP.size + len(tail)
+            if number is None or self._inside or levels.full or end > self._size:
+                return general(step, **values) if number is not None else method(step, **values)
+            runtime = self._runtime
+            stream = runtime.current_stream
+            if stream is not self._stream_last:
+                self._stream(runtime)
+            own = self._number = self._number + 1
+            buffer = self._buffer
             pack_into(
-                self._buffer, at, code, stream, runtime.step, own, 20, b"t", 3, b"r", number, b"t", 0, b"d", 0
+                buffer, at, code, self._stream_number, runtime.step, own, end - at - 14, _TRIPLE, b"r", number, _NO_ARGS
             )
-            self._at = at + 34
-            self._inside = True
+            buffer[at + _STEP.size : end] = tail
+            self._at = end
             try:
-                return method(step)
+                return method(step, **values)
             except BaseException as error:
                 self._raised(own, error)
                 raise
-            finally:
-                self._inside = False
 
-        return functools.wraps(method)(inputs)
+        return functools.wraps(method)(recorded)
 
     def _planner_seam(self, method: Any) -> Any:
         @functools.wraps(method)
@@ -552,22 +581,18 @@ class Recorder:
         return results
 
     def _landing_seam(self, method: Any) -> Any:
-        made_by, landed = self._made_by, self._landed
+        made_by, landed, at_once = self._made_by, self._landed, _text
 
-        def resolve(fields: Prefetched) -> Any:
+        def read(fields: Prefetched, field: str) -> MirroredTensor:
+            value: MirroredTensor = method(fields, field)
             number = made_by.get(id(fields))
-            if number is None or number in landed or self._inside:
-                return method(fields)
-            landed.add(number)
-            self._inside = True
-            try:
-                method(fields)
-                self._event(_KIND["landed"], 0, 0, number, self._named({name: fields[name].np for name in fields}))
-            finally:
-                self._inside = False
-            return fields
+            if number is not None and not self._inside and (number, field) not in landed:
+                landed.add((number, field))
+                head = b"d" + _pack(1) + at_once(field)
+                self._event(_LANDED, 0, 0, number, head + self._array(value.np))
+            return value
 
-        return functools.wraps(method)(resolve)
+        return functools.wraps(method)(read)
 
 
 def _rows_joining(joining: Any) -> int:

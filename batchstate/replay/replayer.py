@@ -33,6 +33,7 @@ from batchstate.violations import Violation
 __all__ = ["Replay", "replay"]
 
 MOST_BYTES = 1 << 30
+_ERRORS = BatchStateError, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError
 _SEAMS = {f"{owner.__name__}.{name}": owner for owner, names in SEAMS.items() for name in names}
 _READ_BY = {1: "device", 2: "host", 3: "both"}
 
@@ -113,7 +114,10 @@ class _Replayer:
         self._step = -1
         events = recording.events
         self._results = {event.number: event.body for event in events if event.kind == "result"}
-        self._landed = {event.number: event.body for event in events if event.kind == "landed"}
+        self._landed: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if event.kind == "landed" and isinstance(event.body, dict):
+                self._landed.setdefault(event.number, {}).update(event.body)
 
     def play(self, event: Event) -> bool:
         """One event; whether it brought the finding that is looked for."""
@@ -141,7 +145,7 @@ class _Replayer:
             if outcome.event is None:
                 outcome.event = event
             outcome.others.append(finding)
-        except (BatchStateError, TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError, _Missing):
+        except (*_ERRORS, _Missing):
             outcome.refused += 1
         else:
             outcome.calls += 1
@@ -164,6 +168,8 @@ class _Replayer:
                 named[name] = value if value is ... else self._runtime_of(target).record()
             elif isinstance(value, Device):
                 named[name] = self._device_value(value, landed.get(name), self._runtime_of(target))
+            elif value is ... and isinstance(target, PlannedStep):
+                named[name] = self._published(target, name, landed.get(name))
             else:
                 named[name] = self._value(value)
         for name in ("pad_rows", "pad_tokens", "to"):
@@ -280,6 +286,13 @@ class _Replayer:
         tensor: torch.Tensor = made.to(runtime.device)
         return tensor
 
+    def _published(self, step: PlannedStep, name: str, landed: Any) -> torch.Tensor:
+        """Values that a forward published: those that landed, or zeros, one for each request that samples."""
+        field = next(made.fields[name] for made in self._objects.values() if isinstance(made, FutureMap) and name in made.fields)
+        rows = len(step.sampled_slots)
+        made = self._device_value(Device(str(field.dtype).removeprefix("torch."), (rows, *field.shape)), landed, step.sent.runtime)
+        return made
+
     # Objects and their states
 
     def _define(self, number: int, body: Any) -> None:
@@ -291,7 +304,7 @@ class _Replayer:
             self._objects[number] = make(self, number, body)
         except Violation:
             raise
-        except (BatchStateError, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        except (*_ERRORS, _Missing) as error:
             problem = f"{kind} of event {number} cannot be made: {type(error).__name__}: {str(error)[:120]}"
             raise RecordingError(problem, number, "a damaged recording, or one of another library") from None
 
