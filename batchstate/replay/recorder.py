@@ -182,6 +182,11 @@ class Recorder:
         """Writes an event that is no call."""
         self._event(_KIND[kind], 0, 0, self._number if number is None else number, self._encoded(body))
 
+    def begin_step(self) -> None:
+        """Begins the next segment if this one is nearly full: between two steps of an engine."""
+        if self._at > self._mark:
+            self._turn()
+
     def _event(self, code: int, stream: int, step: int, number: int, body: bytes) -> None:
         at = self._at
         end = at + 14 + len(body)
