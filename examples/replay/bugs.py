@@ -7,6 +7,7 @@ import numpy as np
 from examples.exact.bugs import Bug, around, bug, bugs
 from tests.selfcheck.mutants.registry import Patch
 
+bugs()  # those of `examples.exact` first: their list is made once
 _TRAFFIC = "examples.traffic.engine:TrafficEngine"
 _SCHEDULER = "examples.traffic.scheduler:BatchScheduler"
 
