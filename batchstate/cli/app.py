@@ -7,18 +7,19 @@ import sys
 from collections.abc import Callable, Sequence
 
 import batchstate
-from batchstate.cli import race, race_run
+from batchstate.cli import race, race_run, replay
 from batchstate.errors import BatchStateError
 from batchstate.violations import Violation
 
 _BEGIN = """\
 begin with:
   batchstate race run YOUR_SCRIPT.py      races of a script that says cuda
+  batchstate replay FILE                  what was recorded before a violation
 
 `batchstate COMMAND --help` lists the options of a command."""
 
 
-COMMANDS = (race, race_run)
+COMMANDS = (race, race_run, replay)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +78,7 @@ class _Version(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="batchstate",
-        description="Finds races between streams, and draws their reports.",
+        description="Finds races between streams, draws their reports, and replays what was recorded.",
         epilog=_BEGIN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

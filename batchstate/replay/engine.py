@@ -225,7 +225,7 @@ class _Driver:
         self._requests: dict[int, Request] = {}
 
     def run(self, stop: Callable[[], bool] | None) -> Finding | None:
-        waiting = sorted(enumerate(self._log.requests), key=lambda served: served[1].at, reverse=True)
+        waiting = sorted(enumerate(self._log.requests), key=lambda served: served[1].at)[::-1]
         aborts = {number: served.abort for number, served in enumerate(self._log.requests) if served.abort is not None}
         silent = now = 0
         while waiting or self._open or self.adapter.busy:

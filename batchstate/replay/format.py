@@ -10,7 +10,7 @@ stranger takes no more memory than a few times its size.
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -138,6 +138,7 @@ class Event:
         step: of the runtime.
         number: of the event; what it made is referred to by it.
         body: its value; of a call a tuple: target, arguments, keyword arguments.
+        raw: its bytes in the file.
     """
 
     kind: str
@@ -145,6 +146,7 @@ class Event:
     step: int
     number: int
     body: Any
+    raw: memoryview = attrs.field(default=memoryview(b""), repr=False)
 
     @property
     def is_call(self) -> bool:
@@ -165,6 +167,7 @@ class Recording:
         library: version that wrote it.
         level: of the checks.
         dropped: events that did not fit.
+        methods: that its calls are of, by their codes.
     """
 
     events: Sequence[Event]
@@ -174,6 +177,12 @@ class Recording:
     library: str = __version__
     level: str = "cheap"
     dropped: int = 0
+    methods: Sequence[str] = ()
+
+    def save(self, path: Path, calls: Collection[int]) -> None:
+        """Writes a recording with these calls alone."""
+        kept = [event.raw for event in self.events if event.number in calls or not event.is_call]
+        save(path, b"".join(kept), self.methods, finding=self.finding, reason=self.reason, level=self.level)
 
 
 def save(path: Path, events: bytes, methods: Sequence[str], **header: Any) -> None:
@@ -230,7 +239,7 @@ def load(path: str | Path) -> Recording:
             finding = Finding(**{name: _plain(value) for name, value in finding.items()})
         names = "reason", "rank", "library", "level", "dropped"
         known = {name: _plain(header[name]) for name in names if name in header}
-        return Recording(list(_events(memoryview(events), methods)), finding, **known)
+        return Recording(list(_events(memoryview(events), methods)), finding, **known, methods=methods)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error, OverflowError, zlib.error) as error:
         if isinstance(error, RecordingError):
             raise
@@ -261,7 +270,7 @@ def _events(data: memoryview, methods: Sequence[str]) -> Iterator[Event]:
             raise ValueError(f"an event has {length - stop} bytes behind its value")
         if code >= FIRST_METHOD and not (isinstance(body, tuple) and len(body) == 3):
             raise ValueError("a call is no target with arguments")
-        yield Event(kind, stream, step, number, body)
+        yield Event(kind, stream, step, number, body, data[at - HEAD.size : at + length])
         at += length
 
 

@@ -154,13 +154,17 @@ class Recorder:
             header = {"reason": reason, "rank": self.rank, "level": level, "dropped": self.dropped}
             save(path, self.events(), METHODS, finding=finding, **header)
         except OSError as error:
-            if not self._failed:
-                self._failed = True
-                _log.error("a recording cannot be written to %s: %s; the engine goes on", path, error)
+            self.tell_unwritable(path, error)
             return None
         self.files.append(path)
         _log.warning("recorded %s: batchstate replay %s", finding or reason, path)
         return path
+
+    def tell_unwritable(self, path: Path, error: object) -> None:
+        """Logs, once, that files cannot be written."""
+        if not self._failed:
+            self._failed = True
+            _log.error("a recording cannot be written to %s: %s; the engine goes on", path, error)
 
     def events(self) -> bytes:
         """The events of the ring, oldest first."""
@@ -720,3 +724,17 @@ def record_operations(
     own = rank if rank is not None else int(os.environ.get("RANK", "0"))
     _active = Recorder(Path(directory), ring_bytes, segments, everything, own, signal)
     return _active
+
+
+def switch_on(directory: str) -> None:
+    """Records from now on, as the variable BATCHSTATE_RECORD asks; says so where files could not be written."""
+    if _active is not None:
+        return
+    recorder = record_operations(directory)
+    try:
+        recorder.directory.mkdir(parents=True, exist_ok=True)
+        unwritable = not os.access(recorder.directory, os.W_OK)
+    except OSError:
+        unwritable = True
+    if unwritable:
+        recorder.tell_unwritable(recorder.directory, "it is no folder that can be written")

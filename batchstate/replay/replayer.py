@@ -342,7 +342,7 @@ class _Replayer:
             slots.runtime, slots, _size(body["num_pages"]), size, max_tokens_per_request=most,
             name=str(body["name"])[:80], req_to_token=None if table is None else self._objects[table],
         )  # fmt: skip
-        for row, slot in enumerate(body["live"].tolist()):
+        for row, slot in self._alive(body):
             self._give_pages(pages, body, row, self._live(body["slots"], [slot]))
         return pages
 
@@ -354,7 +354,7 @@ class _Replayer:
         for other in range(row):
             most = min(len(mine), committed[other] // size)
             shared = int(np.cumprod(mine[:most] == table[other, :most]).sum())
-            if shared:
+            if shared and (body["slots"], int(body["live"][other])) in self._latest:
                 source = self._live(body["slots"], body["live"][other : other + 1].tolist())
                 with contextlib.suppress(BatchStateError):
                     pages.share(source, slot, shared * size)
@@ -363,6 +363,11 @@ class _Replayer:
             pages.grow(slot, allocated)
         if committed[row]:
             pages.commit(slot, committed[row])
+
+    def _alive(self, body: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Rows and slots of requests that live: all, unless calls that took some are left out."""
+        slots: list[int] = body["live"].tolist()
+        return [(row, slot) for row, slot in enumerate(slots) if (body["slots"], slot) in self._latest]
 
     def _live(self, pool: int, slots: list[int]) -> Slots:
         generations = [self._latest[pool, slot][0] for slot in slots]
@@ -379,7 +384,7 @@ class _Replayer:
                 **{option: field[option] for option in ("non_negative", "must_read", "ragged", "stale")},
             )  # fmt: skip
         relay = FutureMap(slots, fields, name=str(body["name"])[:80])
-        for row, slot in enumerate(body["live"].tolist()):
+        for row, slot in self._alive(body):
             states = {name: str(body["states"][name][row]) for name in fields}
             self._publish(relay, self._live(body["slots"], [slot]), states)
         return relay

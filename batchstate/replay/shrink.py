@@ -92,7 +92,7 @@ def shrunk_log(
 
     def candidates(log: EngineLog) -> Iterator[EngineLog]:
         yield from _fewer(log)
-        yield from _shorter(log)
+        yield from _shorter(engine, log)
         yield from _plainer(engine, log)
 
     return shrunk(log, candidates, fails, lambda log: len(log.requests), seconds=seconds, progress=progress)
@@ -122,13 +122,14 @@ def _moved(served: Served, at: int) -> Served:
     return attrs.evolve(served, at=at, abort=None if served.abort is None else max(served.abort - late, 0))
 
 
-def _shorter(log: EngineLog) -> Iterator[EngineLog]:
+def _shorter(engine: EngineUnderTest, log: EngineLog) -> Iterator[EngineLog]:
     requests = log.requests
     if any(served.at for served in requests):
         yield _with(log, [_moved(served, 0) for served in requests])
         yield _with(log, [_moved(served, served.at // 2) for served in requests])
     yield from _evolved(log, lambda served: [attrs.evolve(served, abort=None)] if served.abort is not None else [])
-    yield from _evolved(log, lambda served: [attrs.evolve(served, temperature=0.0)] if served.temperature else [])
+    plain = engine.temperatures[0]
+    yield from _evolved(log, lambda it: [attrs.evolve(it, temperature=plain)] if it.temperature != plain else [])
     for part in (2, 4):
         halves = [attrs.evolve(it, prompt=it.prompt[: max(len(it.prompt) // part, 1)]) for it in requests]
         if halves != list(requests):

@@ -1,12 +1,31 @@
 """Writes what is left of a recording as a pytest file."""
 
+from pathlib import Path
 from typing import Any
 
+from batchstate.replay import show
 from batchstate.replay.engine import EngineLog, Served
-from batchstate.replay.format import Finding
+from batchstate.replay.format import Finding, Recording
 from batchstate.testing.exact.history import EngineUnderTest
 
-__all__ = ["test_of_log"]
+__all__ = ["test_of_calls", "test_of_log"]
+
+
+def test_of_calls(recording: Recording, calls: frozenset[int], level: str, path: Path) -> str:
+    """The source of a test that makes these calls of a recording, which is written beside it, and fails likewise."""
+    small = path.with_suffix(".ops")
+    recording.save(small, calls)
+    made = [event for event in recording.events if event.number in calls and event.is_call]
+    finding = recording.finding or Finding("NOTHING")
+    words = show.text(Recording(made, finding), last=40).replace("\\", "/").splitlines()[1:]
+    comment = "\n".join(f"# {line.strip()[:116]}" for line in words)
+    return (
+        f'"""{_words(finding)}\n\nWritten by `batchstate replay --test`; its calls are in {small.name}.\n"""\n\n'
+        f"from pathlib import Path\n\nfrom batchstate.replay import load, replay\n\n{comment}\n\n\n"
+        f"def test_{_name(finding)}() -> None:\n"
+        f'    """The library answers {len(made)} recorded call{"s" * (len(made) != 1)} without {finding.code}."""\n'
+        f'    assert not replay(load(Path(__file__).with_suffix(".ops")), level={level!r}).repeated\n'
+    )
 
 
 def test_of_log(engine: EngineUnderTest, log: EngineLog, finding: Finding, imports: str) -> str:

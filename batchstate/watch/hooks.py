@@ -113,6 +113,7 @@ class Hooked:
         Raises:
             ArgumentError: an owner has no such method, or one that cannot be hooked.
         """
+        levels.opened()
         with _installing:
             methods = [(where, name, _method(self.name, where, name), hooks[where, name]) for where, name in hooks]
             try:

@@ -30,7 +30,7 @@ REQUESTS = 5_000
 STEP_SECONDS = 0.065
 """Of a step of the traffic engine, to turn arrivals into steps."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    "example": {"kv_tokens": 320, "max_running": 8, "step_tokens": 32, "page_size": 4, "prebuilt": True},
+    "example": {"kv_tokens": 140, "max_running": 8, "step_tokens": 32, "page_size": 4, "prebuilt": True},
     "transformers": {"kv_tokens": 256, "max_running": 8, "step_tokens": 32, "page_size": 4, "sharing": True},
     "mini_sglang_mended": {"kv_tokens": 400, "max_running": 8, "step_tokens": 32, "page_size": 4},
     "traffic": {"max_running": 256, "step_tokens": 2048, "page_size": 16, "num_pages": 1_200, "room": 16_384},
@@ -53,17 +53,18 @@ def log_of(engine: EngineUnderTest, requests: int, trace: Path | None, *, seed: 
         workload = fitted_workload(requests, seed) if trace is None else read_trace(trace)
         rows = zip(workload.arrival, workload.context_tokens, workload.generated_tokens, rng.random(len(workload)), strict=True)
         served = [
-            Served(at := int(arrival / STEP_SECONDS), (0,) * int(prompt), int(answer), abort=at + 40 if luck < 0.02 else None)
+            Served(at := int(arrival / STEP_SECONDS), (0,) * int(prompt), int(answer), abort=at + 1 + int(luck * 1000) if luck < 0.04 else None)
             for arrival, prompt, answer, luck in rows
         ]
         return EngineLog(settings, tuple(served), texts=False)
     documents, at, requests_made = rng.integers(0, 4_000, (12, 64)), 0, list[Served]()
     for _ in range(requests):
         at += int(rng.integers(0, 5))
-        start, own = documents[rng.integers(12)][: rng.integers(1, 40)], rng.integers(0, 4_000, rng.integers(0, 9))
-        prompt = tuple(int(token) for token in (*start, *own))
+        pieces = [documents[rng.integers(12)][: rng.integers(1, 24)], documents[rng.integers(12)][: rng.integers(0, 24)]]
+        own = rng.integers(0, 4_000, rng.integers(0, 9))
+        prompt = tuple(int(token) for token in (*pieces[0], *pieces[1], *own))
         abort = at + int(rng.integers(1, 12)) if engine.aborts and rng.random() < 0.05 else None
-        requests_made.append(Served(at, prompt, int(rng.integers(1, 16)), float(engine.temperatures[0]), abort))
+        requests_made.append(Served(at, prompt, int(rng.integers(1, 25)), float(engine.temperatures[0]), abort))
     return EngineLog(settings, tuple(requests_made))
 
 

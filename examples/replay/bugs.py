@@ -62,12 +62,12 @@ def traffic_pages_kept(patch: Patch) -> None:
 
 @bug("traffic", "leak")
 def traffic_leak_of_aborted(patch: Patch) -> None:
-    """A request whose client hangs up while it is prefilled leaves the batch, and nothing is given back."""
+    """A request whose client hangs up before its eighth token leaves the batch, and nothing is given back."""
 
     @around(patch, f"{_TRAFFIC}.leave")
     def leave(original: Any, self: Any) -> None:
         batch, hung_up = self.batch, self._hung_up
-        filling = batch.seq_lens.np < batch.prefill_lens.np
+        filling = batch.seq_lens.np < batch.prefill_lens.np + 8
         lost = [row for row, request in enumerate(batch.requests) if request in hung_up and filling[row]]
         if lost:
             for row in lost:
