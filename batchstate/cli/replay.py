@@ -80,7 +80,7 @@ class _Progress:
 
 
 def _by_calls(args: argparse.Namespace, recording: Any) -> int:
-    from batchstate.replay import replay, shrunk_calls
+    from batchstate.replay import Finding, replay, shrunk_calls
     from batchstate.replay.written import test_of_calls
 
     progress = _Progress("event {:,} of {:,}")
@@ -99,11 +99,8 @@ def _by_calls(args: argparse.Namespace, recording: Any) -> int:
     if args.shrink:
 
         def fails(without: frozenset[int]) -> bool:
-            found = replay(
-                recording, device=args.device, level=args.level, without=without,
-                alike=lambda wanted, found: (wanted.code, wanted.object) == (found.code, found.object),
-            )  # fmt: skip
-            return found.repeated
+            options = {"device": args.device, "level": args.level}
+            return replay(recording, alike=Finding.resembles, without=without, **options).repeated
 
         progress = _Progress("{} tries, {} calls left")
         last = next(place for place, number in enumerate(left) if number == again.event.number)

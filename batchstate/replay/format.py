@@ -121,6 +121,10 @@ class Finding:
         """Whether both have code, object and row in common."""
         return other is not None and (self.code, self.object, self.row) == (other.code, other.object, other.row)
 
+    def resembles(self, other: "Finding") -> bool:
+        """Whether code, object and operation are the same, as those of a shrunk recording are."""
+        return (self.code, self.object, self.operation) == (other.code, other.object, other.operation)
+
     def __str__(self) -> str:
         places = ("object", "operation", "column", "row", "slot")
         where = [f"{name} {getattr(self, name)}" for name in places if getattr(self, name) is not None]

@@ -28,7 +28,7 @@ import torch
 
 from batchstate import levels, violations
 from batchstate.batch import Batch
-from batchstate.columns import DeviceColumn, HostColumn, SlotColumn
+from batchstate.columns import DeviceColumn, HostColumn, SlotColumn, TensorColumn
 from batchstate.errors import ArgumentError
 from batchstate.future_map import FutureMap, Prefetched
 from batchstate.kv.pages import Extension, PagePool
@@ -225,10 +225,11 @@ class Recorder:
         self._batches.clear()
         self._made_by.clear()
         self._landed.clear()
-        self._kinds.clear()
         inside, self._inside = self._inside, True
         try:
             self.write("begin", {"segment": self._turns})
+            for kind, number in self._kinds.items():
+                self._define_kind(kind, number)
             for number, ref in list(self._objects.values()):
                 if (alive := ref()) is not None:
                     self._define(alive, number)
@@ -303,22 +304,24 @@ class Recorder:
             self._inside = inside
 
     def batch_kind(self, kind: type[Batch]) -> int:
-        """The number of a batch class, which is described where it comes first in a segment."""
+        """The number of a batch class, which is described where it comes first."""
         number = self._kinds.get(kind)
         if number is None:
-            columns = {}
-            for name, column in kind.columns().items():
-                body: dict[str, Any] = {"is": type(column).__name__}
-                if not isinstance(column, HostColumn | SlotColumn):
-                    body |= {
-                        "dtype": str(column.dtype).removeprefix("torch."), "shape": tuple(column.shape),
-                        "pad": np.array(column.pad), "contract": column.contract.value, "holds": column.holds,
-                    }  # fmt: skip
-                columns[name] = body
-            self._number += 1
-            number = self._kinds[kind] = self._number
-            self.write("define", {"is": "Batch", "name": kind.__name__, "columns": columns}, number=number)
+            number = self._number = self._kinds[kind] = self._number + 1
+            self._define_kind(kind, number)
         return number
+
+    def _define_kind(self, kind: type[Batch], number: int) -> None:
+        columns = {}
+        for name, column in kind.columns().items():
+            body: dict[str, Any] = {"is": type(column).__name__}
+            if isinstance(column, TensorColumn) and not isinstance(column, SlotColumn):
+                body |= {
+                    "dtype": str(column.dtype).removeprefix("torch."), "shape": tuple(column.shape),
+                    "pad": np.array(column.pad), "contract": column.contract.value, "holds": column.holds,
+                }  # fmt: skip
+            columns[name] = body
+        self.write("define", {"is": "Batch", "name": kind.__name__, "columns": columns}, number=number)
 
     # Values
 

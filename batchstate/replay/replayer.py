@@ -114,6 +114,12 @@ class _Replayer:
         self._step = -1
         events = recording.events
         self._results = {event.number: event.body for event in events if event.kind == "result"}
+        self._taken = {
+            (handles.pool, *handle)
+            for handles in self._results.values()
+            if isinstance(handles, Handles)
+            for handle in zip(handles.slots.tolist(), handles.generations.tolist(), strict=True)
+        }
         self._landed: dict[int, dict[str, Any]] = {}
         for event in events:
             if event.kind == "landed" and isinstance(event.body, dict):
@@ -261,6 +267,8 @@ class _Replayer:
         rows, generations = [], []
         for slot, generation in zip(handles.slots.tolist(), handles.generations.tolist(), strict=True):
             now = self._handles.get((handles.pool, slot, generation))
+            if now is None and (handles.pool, slot, generation) in self._taken:
+                raise _Missing  # its take is left out, or was refused
             if now is None and (latest := self._latest.get((handles.pool, slot))) is not None:
                 # Handles from before the recording: as much older as they were.
                 now = latest[1], max(latest[2] - (latest[0] - generation), 0)
