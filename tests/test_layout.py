@@ -41,6 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "watch": ("watch",),
     "races": ("races",),
     "testing": ("testing",),
+    "replay": ("replay",),
     "commands": ("cli", "__main__"),
 }
 """From the lowest to the highest: modules of the package, and folders with all that is in them."""
@@ -54,6 +55,7 @@ OUTSIDE = {
     "_interpreted": ("batchstate",),
     "_lazy": ("batchstate", "races", "testing"),
     "_source_lines": ("races",),
+    "_version": ("replay",),
 }
 """Private modules of the package that more than the core may import, and who may."""
 
@@ -71,7 +73,8 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "watch": (("watch",), 2_960),
     "races": (("races",), 9_500),
     "fuzz tools": (("testing",), 3_880),
-    "command line": (("cli", "__main__"), 530),
+    "replay": (("replay",), 2_400),
+    "command line": (("cli", "__main__"), 700),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
@@ -90,7 +93,7 @@ them, for one format of findings, and for values that an earlier owner or step h
 for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines.
 """
 
-MOST_LINES, MOST_FILES = 42_850, 149
+MOST_LINES, MOST_FILES = 45_400, 159
 BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning."""

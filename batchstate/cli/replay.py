@@ -17,11 +17,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.add_argument("files", metavar="FILE", nargs="+", help="of `record_operations`; with `show` before it: print")
     parser.add_argument("--device", default="cpu", choices=("cpu", "race", "sim"), help="default: %(default)s")
-    parser.add_argument("--level", default="full", choices=("full", "cheap"), help="of the checks (default: %(default)s)")
+    parser.add_argument(
+        "--level", default="full", choices=("full", "cheap"), help="of the checks (default: %(default)s)"
+    )
     engine = "serve the recorded requests by this engine, an `EngineUnderTest`, instead of making its calls again"
     parser.add_argument("--engine", metavar="MODULE:NAME", help=engine)
     parser.add_argument("--shrink", action="store_true", help="look for the least that finds the same")
-    parser.add_argument("--seconds", type=float, default=120.0, metavar="N", help="to shrink for (default: %(default)g)")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, metavar="N", help="to shrink for (default: %(default)g)"
+    )
     parser.add_argument("--test", metavar="OUT.py", type=new_file, help="write a pytest file")
     parser.add_argument("--html", metavar="OUT.html", type=new_file, help="with `show`: a page instead of text")
     parser.add_argument("--last", type=int, default=100, metavar="N", help="operations shown (default: %(default)d)")

@@ -1,4 +1,4 @@
-"""From a log to a failing test: operations are recorded, replayed, and shrunk to a test; begin with `record_operations`."""
+"""From a log to a failing test: record operations, replay them, shrink them; begin with `record_operations`."""
 
 from typing import TYPE_CHECKING
 

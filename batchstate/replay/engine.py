@@ -1,8 +1,7 @@
-"""What an engine was asked to do: its requests are recorded through the adapter of `batchstate.testing.exact`, and served
-again by the engine's own scheduler.
+"""The requests of an engine, recorded through its adapter, and served again by its own scheduler.
 
-A replay serves the same requests in the same steps, with answers as long as they were, by the exact model: its text says
-whether the engine's state was right, also where no invariant was broken. A request that the ring has only from its
+The adapter is that of `batchstate.testing.exact`. A replay serves the same requests in the same steps, with answers as long as they were, by the exact model: its text
+says whether the engine's state was right, also where no invariant was broken. A request that the ring has only from its
 middle on begins with the tokens that it had by then.
 """
 
@@ -94,10 +93,10 @@ class EngineLog:
 
 def _ids(prompt: Any) -> tuple[int, ...]:
     if isinstance(prompt, tuple):  # one id, and how often
-        token, number = prompt
+        token, number = map(int, prompt)
         if not 0 < number <= 1 << 22:
             raise ValueError(f"a prompt of {number} tokens")
-        return (int(token),) * number
+        return (token,) * number
     return tuple(map(int, prompt))
 
 
@@ -193,9 +192,10 @@ def drive(
     patience: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Finding | None:
-    """Serves the requests of a log, and returns the first finding: a violation or another error of the engine, a text
-    that is not the right one (`TEXT`), or, with `verify`, an entry that was read and should not have been
-    (`WRONG_READ`). None where all was right.
+    """Serves the requests of a log, and returns the first finding; None where all was right.
+
+    That is a violation or another error of the engine, a text that is not the right one (`TEXT`), or, with `verify`, an
+    entry that was read and should not have been (`WRONG_READ`).
 
     Args:
         engine: made anew.
@@ -264,7 +264,9 @@ class _Driver:
     def _took(self, number: int, tokens: Sequence[int]) -> Finding | None:
         request, had = self._requests[number], self._open[number]
         if len(had) + len(tokens) > request.max_new_tokens:
-            raise AdapterError(f"{self._engine.name} has returned more tokens for request {number} than it may get", number)
+            raise AdapterError(
+                f"{self._engine.name} has returned more tokens for request {number} than it may get", number
+            )
         had += map(int, tokens)
         if len(had) == request.max_new_tokens:
             del self._open[number]

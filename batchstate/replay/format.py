@@ -112,9 +112,11 @@ class Finding:
         """From an error."""
         code = str(getattr(error, "code", type(error).__name__))
         words = str(getattr(error, "problem", "")) or (str(error).splitlines() or [""])[0]
-        places = {name: getattr(error, name, None) for name in ("operation", "column", "row", "slot")}
+        places: dict[str, Any] = {name: getattr(error, name, None) for name in ("operation", "column", "row", "slot")}
         named = getattr(error, "object", None)
-        plain = {name: value for name, value in places.items() if value is None or isinstance(value, str | int)}
+        plain: dict[str, Any] = {
+            name: value for name, value in places.items() if value is None or isinstance(value, str | int)
+        }
         return cls(code, words, None if named is None else str(named).partition(",")[0], **plain)
 
     def repeats(self, other: "Finding | None") -> bool:
@@ -244,7 +246,16 @@ def load(path: str | Path) -> Recording:
         names = "reason", "rank", "library", "level", "dropped"
         known = {name: _plain(header[name]) for name in names if name in header}
         return Recording(list(_events(memoryview(events), methods)), finding, **known, methods=methods)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error, OverflowError, zlib.error) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        struct.error,
+        OverflowError,
+        zlib.error,
+    ) as error:
         if isinstance(error, RecordingError):
             raise
         raise _damaged(path, f"{type(error).__name__}: {str(error)[:80]}") from None
@@ -363,7 +374,7 @@ def _ref(data: memoryview, at: int, depth: int) -> tuple[Ref, int]:
 
 def _part(data: memoryview, at: int, depth: int) -> tuple[Part, int]:
     name, stop = _text(data, at + 4, depth)
-    return Part(*_COUNT.unpack_from(data, at), name), stop
+    return Part(_COUNT.unpack_from(data, at)[0], name), stop
 
 
 def _device(data: memoryview, at: int, depth: int) -> tuple[Device, int]:
@@ -374,11 +385,15 @@ def _device(data: memoryview, at: int, depth: int) -> tuple[Device, int]:
     return Device(dtype, shape), at
 
 
+def _malformed(problem: str) -> ValueError:
+    return ValueError(problem)
+
+
 def _host(data: memoryview, at: int, depth: int) -> tuple[Host, int]:
     contract, at = _text(data, at, depth)
     values, at = _value(data, at, depth)
     if not isinstance(values, np.ndarray):
-        raise ValueError("a mirrored value without an array")
+        raise _malformed("a mirrored value without an array")
     return Host(contract, values), at
 
 

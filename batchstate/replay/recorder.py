@@ -380,7 +380,8 @@ class Recorder:
         code = _DTYPE_CODES.get(array.dtype)
         if code is None:
             return b"o"
-        return struct.pack(f"<cBB{array.ndim}I", b"a", code, array.ndim, *array.shape) + array.tobytes()
+        raw: bytes = array.tobytes()
+        return struct.pack(f"<cBB{array.ndim}I", b"a", code, array.ndim, *array.shape) + raw
 
     def _tensor(self, tensor: torch.Tensor) -> bytes:
         key = tensor.dtype, tensor.shape
@@ -477,8 +478,8 @@ class Recorder:
 
         return functools.wraps(method)(recorded)
 
-    # The three calls of each step have a short way: one pack of plain numbers, and no object made. At `full` the library
-    # calls seams inside of them, and they go the general way.
+    # The three calls of each step have a short way: one pack of plain numbers. At `full` the library calls seams inside
+    # of them, and they go the general way.
 
     def _plan_seam(self, code: int, method: Any) -> Any:
         batches, made_by, heads, general = self._batches, self._made_by, self._heads, self._seam(code, method)
@@ -487,7 +488,7 @@ class Recorder:
         def plan(planner: StepPlanner, batch: Batch, *args: Any, **kwargs: Any) -> PlannedStep:
             runtime = self._runtime = batch.runtime
             if self._inside or get_ident() != self._thread:
-                step = method(planner, batch, *args, **kwargs)
+                step: PlannedStep = method(planner, batch, *args, **kwargs)
                 made_by.pop(id(step), None)  # an earlier step may have had its place
                 return step
             made = batches.get((batch.version, id(runtime)), 0)
@@ -507,8 +508,8 @@ class Recorder:
                 self._stream(runtime)
             number = self._number = self._number + 1
             pack_into(
-                self._buffer, at, code, self._stream_number, runtime.step, number, length, head, b"p", ~made, batch_part,
-                _NO_NAMES,
+                self._buffer, at, code, self._stream_number, runtime.step, number, length,
+                head, b"p", ~made, batch_part, _NO_NAMES,
             )  # fmt: skip
             self._at = at + _PLAN.size
             try:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from batchstate import levels
-from batchstate.batch import Batch
+from batchstate.batch import Batch, BatchType
 from batchstate.columns import device_only, host_list, mirrored, slot_column
 from batchstate.errors import BatchStateError, RecordingError
 from batchstate.future_map import FutureMap, relay_field
@@ -139,7 +139,9 @@ class _Replayer:
     def _call(self, event: Event) -> bool:
         outcome, owner = self.outcome, _SEAMS.get(event.kind)
         if owner is None:
-            raise RecordingError(f"a call of {event.kind[:60]!r}", event.kind, "replay it with the library that wrote it")
+            raise RecordingError(
+                f"a call of {event.kind[:60]!r}", event.kind, "replay it with the library that wrote it"
+            )
         target, args, kwargs = event.body
         try:
             made = self._made(event, owner, self._value(target), args, kwargs)
@@ -168,7 +170,7 @@ class _Replayer:
         landed = self._landed_at(event)
         if event.kind == "PlannedStep.accept" and args and isinstance(args[0], Device) and landed:
             values[0] = self._device_value(args[0], next(iter(landed.values())), self._runtime_of(target))
-        named = {}
+        named = dict[str, Any]()
         for name, value in kwargs.items():
             if name == "after" and value is not None:
                 named[name] = value if value is ... else self._runtime_of(target).record()
@@ -264,7 +266,7 @@ class _Replayer:
         pool = self._objects.get(handles.pool)
         if not isinstance(pool, SlotPool):
             raise _Missing
-        rows, generations = [], []
+        rows = list[tuple[int, int]]()
         for slot, generation in zip(handles.slots.tolist(), handles.generations.tolist(), strict=True):
             now = self._handles.get((handles.pool, slot, generation))
             if now is None and (handles.pool, slot, generation) in self._taken:
@@ -296,10 +298,13 @@ class _Replayer:
 
     def _published(self, step: PlannedStep, name: str, landed: Any) -> torch.Tensor:
         """Values that a forward published: those that landed, or zeros, one for each request that samples."""
-        field = next(made.fields[name] for made in self._objects.values() if isinstance(made, FutureMap) and name in made.fields)
+        field = next(
+            made.fields[name] for made in self._objects.values() if isinstance(made, FutureMap) and name in made.fields
+        )
         rows = len(step.sampled_slots)
-        made = self._device_value(Device(str(field.dtype).removeprefix("torch."), (rows, *field.shape)), landed, step.sent.runtime)
-        return made
+        return self._device_value(
+            Device(str(field.dtype).removeprefix("torch."), (rows, *field.shape)), landed, step.sent.runtime
+        )
 
     # Objects and their states
 
@@ -307,7 +312,9 @@ class _Replayer:
         kind = body.get("is") if isinstance(body, dict) else None
         make = _MAKERS.get(str(kind))
         if make is None:
-            raise RecordingError(f"an object of kind {str(kind)[:40]!r}", kind, "replay it with the library that wrote it")
+            raise RecordingError(
+                f"an object of kind {str(kind)[:40]!r}", kind, "replay it with the library that wrote it"
+            )
         try:
             self._objects[number] = make(self, number, body)
         except Violation:
@@ -403,7 +410,9 @@ class _Replayer:
         values, fields = {}, relay.fields
         for name, state in states.items():
             if state != "unwritten":
-                values[name] = torch.zeros((1, *fields[name].shape), dtype=fields[name].dtype, device=relay.runtime.device)
+                values[name] = torch.zeros(
+                    (1, *fields[name].shape), dtype=fields[name].dtype, device=relay.runtime.device
+                )
         if not values:
             return
         with contextlib.suppress(BatchStateError):
@@ -422,7 +431,8 @@ class _Replayer:
     def _batch_kind(self, number: int, body: Mapping[str, Any]) -> type[Batch]:
         columns = dict(_columns(body["columns"]))
         name = str(body["name"])[:80]
-        return type(Batch)(name if name.isidentifier() else "Recorded", (Batch,), columns)
+        kind: Any = BatchType(name if name.isidentifier() else "Recorded", (Batch,), columns)
+        return kind  # type: ignore[no-any-return]
 
 
 _MAKERS: dict[str, Callable[[_Replayer, int, Mapping[str, Any]], Any]] = {
@@ -451,9 +461,9 @@ def _columns(columns: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, An
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype {name[:40]!r}")
-    return dtype
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise ValueError(f"no dtype {name[:40]!r}")
 
 
 def _size(number: Any, least: int = 0) -> int:

@@ -22,12 +22,19 @@ def text(recording: Recording, *, last: int = 100) -> str:
     operations = [event for event in recording.events if event.is_call or event.kind in ("add", "abort", "step")]
     lines = [
         f"{len(recording.events):,} events of rank {recording.rank}, written for {recording.reason} by batchstate "
-        f"{recording.library} at {recording.level!r}, {recording.dropped:,} dropped; the last {min(last, len(operations))}:"
+        f"{recording.library} at {recording.level!r}, {recording.dropped:,} dropped; "
+        f"the last {min(last, len(operations))}:"
     ]
     results = {event.number: event for event in recording.events if event.kind in ("result", "raised")}
     for event in operations[-last:]:
         said = results.get(event.number) if event.is_call else None
-        outcome = "" if said is None else f" -> {_words(said.body, names)}" if said.kind == "result" else f" raised {said.body}"
+        outcome = (
+            ""
+            if said is None
+            else f" -> {_words(said.body, names)}"
+            if said.kind == "result"
+            else f" raised {said.body}"
+        )
         lines.append(f"  step {event.step:<6} {_call(event, names)}{outcome}")
     lines.append(f"found: {recording.finding}" if recording.finding is not None else "found: nothing")
     return _printable("\n".join(lines))
@@ -90,19 +97,17 @@ def lanes(recording: Recording) -> dict[int, list[tuple[int, int]]]:
             if slot in since:
                 spans.setdefault(slot, []).append((since.pop(slot), at))
 
-    batches: dict[int, Any] = {}
     for at, event in enumerate(events):
         if event.kind == "define" and isinstance(event.body, Mapping) and event.body.get("is") == "SlotPool":
             since |= {slot: since.get(slot, at) for slot in _array(event.body.get("live")).tolist()}
         elif event.kind == "result" and isinstance(event.body, Handles):
-            since |= {slot: at for slot in event.body.slots.tolist()}
+            since |= dict.fromkeys(event.body.slots.tolist(), at)
         elif event.kind in ("SlotPool.free", "SlotPool.release_requests", "PagePool.release_requests"):
             for value in event.body[1] if isinstance(event.body[1], tuple) else ():
                 if isinstance(value, Handles):
                     freed(value.slots, at)
     for slot, at in since.items():
         spans.setdefault(slot, []).append((at, len(events)))
-    del batches
     return dict(sorted(spans.items()))
 
 
@@ -110,10 +115,12 @@ def _array(value: Any) -> Any:
     return value if isinstance(value, np.ndarray) and value.ndim == 1 else np.zeros(0, np.int64)
 
 
-_STYLE = """body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;color:#1b1f24;background:#fff}
+_STYLE = """body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;
+color:#1b1f24;background:#fff}
 h1{font-size:1.3rem}pre{background:#f4f6f8;padding:1rem;overflow:auto;font-size:12px}
 .lane{display:flex;height:1.3rem;align-items:center}.lane b{width:6rem;font-weight:400}
-.bar{position:relative;flex:1;height:100%;background:#f4f6f8}.bar i{position:absolute;top:2px;bottom:2px;background:#3b6ea8;border-radius:2px;min-width:2px}
+.bar{position:relative;flex:1;height:100%;background:#f4f6f8}
+.bar i{position:absolute;top:2px;bottom:2px;background:#3b6ea8;border-radius:2px;min-width:2px}
 .bar i:nth-child(even){background:#7aa6d6}.bad{color:#a4262c}
 @media(prefers-color-scheme:dark){body{color:#dfe3e8;background:#16191d}pre,.bar{background:#22272e}}"""
 
@@ -124,8 +131,9 @@ def page(recording: Recording, *, last: int = 100) -> str:
     finding = "nothing was found" if recording.finding is None else str(recording.finding)
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>{html.escape(finding[:80])}</title><style>{_STYLE}</style><h1 class=bad>{html.escape(_printable(finding))}</h1>"
-        f"<p>{events:,} events from left to right; a bar is a request that had the slot, the next bar the one after it.</p>"
+        f"<title>{html.escape(finding[:80])}</title><style>{_STYLE}</style>"
+        f"<h1 class=bad>{html.escape(_printable(finding))}</h1>"
+        f"<p>{events:,} events from left to right; a bar is a request that had the slot, the next one came later.</p>"
         f"{''.join(rows)}<h2>Operations</h2><pre>{html.escape(text(recording, last=last))}</pre></html>"
     )
 

@@ -48,7 +48,9 @@ def test_of_log(engine: EngineUnderTest, log: EngineLog, finding: Finding, impor
     verify = ", verify=True" if log.texts else ""
     return (
         f'"""{_words(finding)}\n\nWritten by `batchstate replay --shrink --test`.\n"""\n\n'
-        f"{torch}from batchstate.replay import EngineLog, Served, drive\n" + "\n".join(own) + f"\n\n{rest}{chr(10) if rest else ''}"
+        f"{torch}from batchstate.replay import EngineLog, Served, drive\n"
+        + "\n".join(own)
+        + f"\n\n{rest}{chr(10) if rest else ''}"
         f"LOG = EngineLog(\n    {{{settings}}},\n    (\n{requests}    ){texts},\n)\n\n\n"
         f"def test_{_name(finding)}() -> None:\n"
         f'    """{engine.name} serves {len(log.requests)} request{"s" * (len(log.requests) != 1)} as it should."""\n'

@@ -2,20 +2,18 @@
 
 import argparse
 import contextlib
-import csv
 import gc
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from batchstate.replay import EngineLog, Finding, Served, drive, load, record_operations, recorded, replay, shrunk_log
+from batchstate.replay import EngineLog, Served, drive, load, record_operations, recorded, replay, shrunk_log
 from batchstate.replay.written import test_of_log
 from batchstate.testing.exact import EngineUnderTest
 from examples import console
@@ -53,16 +51,26 @@ def log_of(engine: EngineUnderTest, requests: int, trace: Path | None, *, seed: 
     settings = {name: values[0] for name, values in engine.choices.items()} | SETTINGS[engine.name]
     if engine is TRAFFIC:
         workload = fitted_workload(requests, seed) if trace is None else read_trace(trace)
-        rows = zip(workload.arrival, workload.context_tokens, workload.generated_tokens, rng.random(len(workload)), strict=True)
+        rows = zip(
+            workload.arrival, workload.context_tokens, workload.generated_tokens, rng.random(len(workload)), strict=True
+        )
         served = [
-            Served(at := int(arrival / STEP_SECONDS), (0,) * int(prompt), int(answer), abort=at + 1 + int(luck * 1000) if luck < 0.04 else None)
+            Served(
+                at := int(arrival / STEP_SECONDS),
+                (0,) * int(prompt),
+                int(answer),
+                abort=at + 1 + int(luck * 1000) if luck < 0.04 else None,
+            )
             for arrival, prompt, answer, luck in rows
         ]
         return EngineLog(settings, tuple(served), texts=False)
     documents, at, requests_made = rng.integers(0, 4_000, (12, 64)), 0, list[Served]()
     for _ in range(requests):
-        at += int(rng.integers(0, 5))
-        pieces = [documents[rng.integers(12)][: rng.integers(1, 24)], documents[rng.integers(12)][: rng.integers(0, 24)]]
+        at += int(rng.integers(0, 12 if engine.name == "example" else 5))
+        pieces = [
+            documents[rng.integers(12)][: rng.integers(1, 24)],
+            documents[rng.integers(12)][: rng.integers(0, 24)],
+        ]
         own = rng.integers(0, 4_000, rng.integers(0, 9))
         prompt = tuple(int(token) for token in (*pieces[0], *pieces[1], *own))
         abort = at + int(rng.integers(1, 12)) if engine.aborts and rng.random() < 0.05 else None
@@ -102,15 +110,19 @@ def trial(bug: Bug, requests: int, trace: Path | None, seconds: float, folder: P
     with bug.planted():
         again = drive(engine, own, verify=own.texts)
         row["again"] = finding.repeats(again)
-        if recording.finding is not None and engine.name in ("traffic", "example") and finding.code.isupper() and "_" in finding.code and finding.code != "WRONG_READ":
+        if (
+            recording.finding is not None
+            and engine.name in ("traffic", "example")
+            and finding.code.isupper()
+            and "_" in finding.code
+            and finding.code != "WRONG_READ"
+        ):
             calls = replay(recording, level="cheap")
             row["calls"] = calls.repeated
 
         def fails(other: EngineLog) -> bool:
             end = time.perf_counter() + TRY_SECONDS
-            found = drive(
-                engine, other, verify=other.texts, patience=300, stop=lambda: time.perf_counter() > end
-            )
+            found = drive(engine, other, verify=other.texts, patience=300, stop=lambda: time.perf_counter() > end)
             return found is not None and found.code == finding.code
 
         begin = time.perf_counter()
@@ -129,7 +141,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints a row of each bug; 0 if each was replayed, shrunk and tested."""
     parser = argparse.ArgumentParser(prog="python -m examples.replay", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of bugs, or how they begin; default: all")
-    parser.add_argument("--requests", type=console.whole(1), default=REQUESTS, metavar="N", help="of an engine, at most")
+    parser.add_argument(
+        "--requests", type=console.whole(1), default=REQUESTS, metavar="N", help="of an engine, at most"
+    )
     parser.add_argument("--trace", type=Path, metavar="CSV", help="an hour for the traffic engine")
     parser.add_argument("--seconds", type=float, default=60.0, help="to shrink each for")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep files and tests here")
