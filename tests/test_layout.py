@@ -53,7 +53,7 @@ GROUND = ("ground", "runtime")
 OUTSIDE = {
     "_arrays": ("transport", "testing"),
     "_interpreted": ("batchstate",),
-    "_lazy": ("batchstate", "races", "testing"),
+    "_lazy": ("batchstate", "races", "replay", "testing"),
     "_source_lines": ("races",),
     "_version": ("replay",),
 }
@@ -61,7 +61,7 @@ OUTSIDE = {
 
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
-    "ground": (LAYERS["ground"], 1_760),
+    "ground": (LAYERS["ground"], 1_785),
     "runtime": (("runtime",), 1_735),
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (

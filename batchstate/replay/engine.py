@@ -1,8 +1,8 @@
 """The requests of an engine, recorded through its adapter, and served again by its own scheduler.
 
-The adapter is that of `batchstate.testing.exact`. A replay serves the same requests in the same steps, with answers as long as they were, by the exact model: its text
-says whether the engine's state was right, also where no invariant was broken. A request that the ring has only from its
-middle on begins with the tokens that it had by then.
+The adapter is that of `batchstate.testing.exact`. A replay serves the same requests in the same steps, with answers as
+long as they were, by the exact model: its text says whether the engine's state was right, also where no invariant was
+broken. A request that the ring has only from its middle on begins with the tokens that it had by then.
 """
 
 import itertools
