@@ -66,8 +66,10 @@ _pack = struct.Struct("<I").pack
 _REF = struct.Struct("<cI").pack
 _PLAN = struct.Struct("<BBIII15scI9s5s")  # head; (planner, (batch of a step,), {})
 _STEP = struct.Struct("<BBIII5scI5s")  # head; (step, (), and what follows
+_INPUTS = struct.Struct("<BBIII5scI10s")  # head; (step, (), {})
 _LANDED = KINDS.index("landed")
 _TRIPLE, _NO_ARGS, _NO_NAMES = b"t" + _pack(3), b"t" + _pack(0), b"d" + _pack(0)
+_EMPTY = _NO_ARGS + _NO_NAMES
 _FULL = 0.75
 _MOST_FILES = 16
 
@@ -523,12 +525,35 @@ class Recorder:
         return functools.wraps(method)(plan)
 
     def _inputs_seam(self, code: int, method: Any) -> Any:
-        return self._step_seam(code, method, {(): _NO_NAMES})
+        made_by, pack_into, general = self._made_by, _INPUTS.pack_into, self._seam(code, method)
+
+        def inputs(step: PlannedStep) -> Any:
+            number, at = made_by.get(id(step)), self._at
+            if number is None or self._inside or levels.full or at + 34 > self._size:
+                return general(step) if number is not None else method(step)
+            runtime = self._runtime
+            stream = runtime.current_stream
+            if stream is not self._stream_last:
+                self._stream(runtime)
+            own = self._number = self._number + 1
+            pack_into(
+                self._buffer, at, code, self._stream_number, runtime.step, own, 20,
+                _TRIPLE, b"r", number, _EMPTY,
+            )  # fmt: skip
+            self._at = at + 34
+            try:
+                return method(step)
+            except BaseException as error:
+                self._raised(own, error)
+                raise
+
+        return functools.wraps(method)(inputs)
 
     def _publish_seam(self, code: int, method: Any) -> Any:
-        return self._step_seam(code, method, {})
+        return self._step_seam(code, method)
 
-    def _step_seam(self, code: int, method: Any, tails: dict[tuple[str, ...], bytes]) -> Any:
+    def _step_seam(self, code: int, method: Any) -> Any:
+        tails: dict[tuple[str, ...], bytes] = {}
         made_by, pack_into, general, tensor = self._made_by, _STEP.pack_into, self._seam(code, method), torch.Tensor
 
         def recorded(step: PlannedStep, **values: Any) -> Any:
