@@ -120,11 +120,11 @@ gpu: $(READY)  ## what only a GPU can show, in ten minutes; ARGS='--json FILE' k
 
 # Released engines without their dependencies, in an environment of their own. torch goes first, as above.
 PEERS := .venv-peers
-peers:  ## watch SGLang, vLLM, LMDeploy as released, then with a statement less; BATCHSTATE_PEERS=DIR: checkouts of TGI, exllamav3; ARGS='--json FILE'
+peers:  ## watch SGLang, vLLM, LMDeploy, Tokasaurus as released, then with a statement less; BATCHSTATE_PEERS=DIR: checkouts of TGI, exllamav3; ARGS='--json FILE'
 	@test -x $(PEERS)/bin/python || { echo "set-up: $(PEERS)"; $(PYTHON) -m venv $(PEERS); }
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[testing,engine]' aiohttp msgspec pillow pydantic requests
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 vllm==0.33.0 lmdeploy==0.18.0
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 vllm==0.33.0 lmdeploy==0.18.0 tokasaurus==0.0.4
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption $(ARGS)
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.streams
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.sweep

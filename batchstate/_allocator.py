@@ -324,7 +324,7 @@ class Allocator:
         core: the numbers; those of them that have a property here are described in `SlotStats`.
         label: of the pool, in reports.
         name: of the pool, in messages.
-        pool_id: which the handles carry.
+        pool_id: which the handles carry. They may be of places, `per_index` for each index, as on a page.
         states: the state of each index, uint8[capacity].
     """
 
@@ -338,8 +338,10 @@ class Allocator:
         transaction: Transaction,
         name: str = "",
         outside: FreeIndices | None = None,
+        per_index: int = 1,
     ) -> None:
         self.runtime = runtime
+        self._per_index = per_index
         self.transaction = transaction
         self.label, self.name = label, name
         self.core = Indices(size, reserve, outside is None)
@@ -521,7 +523,7 @@ class Allocator:
         """Refuses handles of this pool that are not held still, but for rows of padding."""
         rows = handles._host_side()
         owned = rows.nonzero()[0]
-        self.check_held(rows[owned], handles.generations[owned], operation)
+        self.check_held(rows[owned] // self._per_index, handles.generations[owned], operation)
 
     def rows_of(self, slots: Slots, operation: str, *, unique: bool = False, padded: bool = False) -> Ints:
         """See `SlotPool.rows_of`."""

@@ -375,6 +375,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if added:
             state.add(added, subject)
         batch = self._derived(operation, state, num_reqs, moved=moved, joined=joining)
+        batch._guesses = self._guesses or (joining is not None and joining._guesses)
         for name, amount in added.items():
             if isinstance(amount, MirroredTensor):
                 batch._check_same_rows(amount, operation, name)

@@ -1063,8 +1063,20 @@ class Locations(_Asking):
             pool.keep(self, until, operation)
 
 
-class HostLocations(MirroredTensor):
-    """Places of tokens in the host tier's KV memory. Made by its pool. Place 0 is padding."""
+class NewLocations(Locations):
+    """Places of tokens that may not be written or accepted yet: of an `Extension`, or of `PagePool.writing`.
+
+    `Sender.send` refuses them.
+    """
+
+    __slots__ = ()
+
+
+class HostLocations(_Asking):
+    """Places of tokens in the host tier's KV memory, as `HiSparse.host_locations` has them. Place 0 is padding.
+
+    Refused as `Pages`.
+    """
 
     unit: ClassVar[str | None] = "host_location"
     __slots__ = ()

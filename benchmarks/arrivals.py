@@ -5,10 +5,13 @@ from collections.abc import Callable
 from typing import cast, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchstate.columns import TensorColumn
 from batchstate.future_map import FutureMap, relay_field
+from batchstate.kv.hisparse import HiSparse
+from batchstate.kv.host_pool import HostKVPool
 from batchstate.kv.pages import PagePool
 from batchstate.levels import Level
 from batchstate.mirror import Slots
@@ -20,6 +23,8 @@ from benchmarks.comparisons import Asked, Comparison, require_equal
 from benchmarks.decode_steps import declared
 from benchmarks.steady_steps import COLUMNS, require_equal_inputs
 from benchmarks.timing import Contender
+
+Ints = npt.NDArray[np.int64]
 
 REQUESTS = 256
 PREFILLS_US = {256: 2_500, 1_024: None}
@@ -85,6 +90,61 @@ def prefill(runtime: Runtime, num_requests: int = REQUESTS) -> Comparison:
         baselines=[Contender(loop.name, loop.step)],
         verify=verify,
         asks={(name, loop.name): Asked(limit_us=PREFILLS_US.get(num_requests))},
+    )
+
+
+SHORT, HOT, LAYERS = 100, 256, 4
+"""Tokens of a short request, and of what the device has of each request of the host tier; buffers of KV."""
+
+
+@final
+class Landed:
+    """Short requests whose KV has come from another worker: admitted, and gone again.
+
+    With `tier` it came into the host tier, which loads all of it into their pages; else into pages that are assigned.
+    """
+
+    def __init__(self, runtime: Runtime, num_requests: int, tier: bool) -> None:
+        self._runtime, self._n = runtime, num_requests
+        self._slots = SlotPool(runtime, 2 * num_requests)
+        num_pages = 2 * num_requests * HOT // PAGE_SIZE
+        self._pages = PagePool(runtime, self._slots, num_pages, PAGE_SIZE, max_tokens_per_request=HOT)
+        self._tier: HiSparse | None = None
+        if tier:
+            host = HostKVPool(runtime, num_pages, PAGE_SIZE, layers=LAYERS, item_shape=(128,), dtype=torch.uint8)
+            shape = self._pages.location_capacity, 128
+            kv = [runtime.device_zeros(shape, torch.uint8) for _ in range(LAYERS)]
+            self._tier = HiSparse(self._pages, host, kv, hot_tokens=HOT)
+
+    def step(self) -> Ints:
+        """All arrive, and leave; the places of their tokens."""
+        pages, tier, slots = self._pages, self._tier, self._slots.take(self._n)
+        if tier is not None:
+            tier.reserve(slots, SHORT, HOT)
+            places = tier.admit_direct(slots).locations.np
+            tier.finish(slots, after=None)
+            return places
+        parts = []
+        for slot in slots.split([1] * self._n):
+            lease = pages.take(-(-SHORT // PAGE_SIZE))
+            pages.commit(lease, SHORT)
+            parts.append(pages.assign(lease, slot, SHORT).locations.np)
+        pages.release_requests(slots, after=None)
+        return np.concatenate(parts)
+
+
+def short_requests(runtime: Runtime, num_requests: int = 8) -> Comparison:
+    """Short requests of a decode worker land in its device pages, and do not pass through the host tier."""
+    device, tier = (Landed(runtime, num_requests, way) for way in (False, True))
+
+    def verify() -> None:
+        require_equal("tokens that have a place", *(np.unique(way.step()).size for way in (device, tier)))
+
+    return Comparison(
+        task=f"{num_requests} requests of {SHORT} tokens admitted",
+        ours=[Contender("landed in device pages", device.step, Level.CHEAP)],
+        baselines=[Contender("through the host tier", tier.step, Level.CHEAP)],
+        verify=verify,
     )
 
 

@@ -111,6 +111,7 @@ def comparisons(runtime: Runtime, *, quick: bool) -> Mapping[str, Make]:
         makers[f"slots read back, forwards of {busy} us"] = partial(against_read_back, runtime, busy_us=busy)
     for n in (*arrivals.PREFILLS_US,)[:1] if quick else arrivals.PREFILLS_US:
         makers[f"prefill of {n:,} requests"] = partial(arrivals.prefill, runtime, n)
+    makers["short requests admitted"] = partial(arrivals.short_requests, runtime)
     makers["handles joined"] = partial(arrivals.joined_handles, runtime)
     makers["one slot"] = partial(arrivals.one_slot, runtime)
     makers["one extension"] = partial(arrivals.one_extension, runtime)

@@ -253,7 +253,9 @@ def test_lengths_that_count_rejected_guesses_are_not_gone_on_from(rt: Runtime) -
     step.inputs()
     true = step.accept(torch.tensor([1]))
     step.publish(token=torch.tensor([4]), guesses=torch.tensor([[5, 6]]))
-    with pytest.raises(ArgumentError, match="count guesses that the step before may have rejected"):
-        planner.plan(step.batch, 3)
+    ahead: Any = step.batch
+    for batch in (ahead, ahead.filter([0]), kind.empty(rt).merge(ahead), ahead.advance("seed")):
+        with pytest.raises(ArgumentError, match="count guesses that the step before may have rejected"):
+            planner.plan(batch, 3)
     bounds = MirroredTensor.from_pair(rt, step.batch["seq_lens"].np, true, contract="upper_bound")
     assert bounds.np.tolist() == (lens + 3).tolist()

@@ -1,6 +1,8 @@
 """The exact model: each text is the right one, a fault of the state changes one, and the verifier names it."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -150,8 +152,7 @@ def test_a_fault_changes_a_text_and_is_named(bug: str, monkeypatch: pytest.Monke
     """A fault is found within 60 requests, shrunk to at most three, and the words say who read what."""
     monkeypatch.setattr(SmallEngine, "bug", bug)
     report = hunt(SMALL, requests=300)
-    assert report.before is not None
-    assert report.before < 60
+    assert report.requests < 60
     assert report.failure is not None
     assert report.failure.requests <= 3
     assert report.outcome is not None
@@ -165,7 +166,7 @@ def test_the_same_number_plays_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(SmallEngine, "bug", "position")
     first, second = (hunt(SMALL, requests=100, number=3) for _ in range(2))
     assert first.failure == second.failure
-    assert first.before == second.before
+    assert first.requests == second.requests
 
 
 class Forgetful(SmallEngine):
@@ -234,13 +235,37 @@ def test_an_engine_that_fails_is_a_result(caplog: pytest.LogCaptureFixture) -> N
         def step(self) -> Mapping[int, Sequence[int]]:
             raise RuntimeError("no page left")
 
+    class Unmade(SmallEngine):
+        def __init__(self, *args: Any) -> None:
+            raise RuntimeError("no such page size")
+
+    unmade = hunt(attrs.evolve(SMALL, open=Unmade), requests=10)
+    assert "settings: {'chunk': 8, 'window': None, 'dtype': torch.float32}\n" in unmade.message
+    assert "the engine has failed: RuntimeError: no such page size\n" in unmade.message
     engine = attrs.evolve(SMALL, open=Failing)
     as_drawn, report = hunt(engine, requests=10, shrink_seconds=0.0).failure, hunt(engine, requests=10)
     assert "failed by request" in caplog.text
     assert as_drawn is not None
     assert report.failure is not None
     assert as_drawn.requests > report.failure.requests == 1
-    assert report.message.endswith("the engine has failed: RuntimeError: no page left")
+    failed = re.escape(f"the engine has failed: RuntimeError: no page left\n  {__file__}:")
+    assert re.search(failed + r"\d+, in step$", report.message)
+
+
+def test_answers_are_forced_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded tokens are the text of a request, sampling rows included; a wrong state changes even that."""
+    code = "import sys, batchstate.testing.exact as e; e.play, e.Oracle; sys.exit('hypothesis' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    settings = {"chunk": 3, "window": None, "dtype": torch.float32}
+    history = History(settings, (Wave((Arrival(((0, 7),), 4), Arrival(((0, 5), (1, 4)), 3, 0.7)), 0),))
+    oracle = Oracle(SMALL.spec(settings))
+    for arrival, tokens in zip(history.waves[0].arrivals, ([5, 0, 8191, 5], [7, 7]), strict=True):
+        oracle.force(arrival.request(0, 8192, 20).prompt, tokens, arrival.temperature)
+    model = ExactModel(oracle.spec, forced=oracle.forced)
+    outcome = play(SMALL, history, oracle, model)
+    assert (outcome.wrong, outcome.texts[0], outcome.texts[1][:2]) == (False, (5, 0, 8191, 5), (7, 7))
+    monkeypatch.setattr(SmallEngine, "bug", "length")
+    assert [difference.request.number for difference in play(SMALL, history, oracle, model).differences] == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -156,7 +156,7 @@ class World:
         state: dict[str, Any] = {
             "slots": [live.np.tolist(), sorted(slot for group in slots.pending() for slot in group.slots)],
             "counts": [counts, pages.stats.shared, pages.stats.leases],
-            "pages": [pages.page_table.tolist(), pages.committed_lengths.tolist(), pages.writes.tokens.tolist()],
+            "pages": [pages.page_table.tolist(), pages.committed_lengths.tolist(), pages.writes.marks["kv"].tolist()],
             "allocated": [pages.allocated(live).tolist(), self.lease.released or self.lease.pages.tolist()],
             "rows": np.where(self.table.written(live), np.array(self.table.host_memory)[live.np].T, 0).tolist(),
         }

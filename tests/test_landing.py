@@ -171,7 +171,7 @@ def _written_late(world: World) -> None:
     """Pages whose tokens have arrived while another process may still write them."""
     writer = ManualStream().record()
     landing = world.pages.take(3, writer=writer)
-    landing._written = 10
+    landing._written = {"kv": 10}
     world.pages.assign(landing, world.slots.take(1), 10)
 
 

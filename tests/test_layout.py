@@ -66,14 +66,14 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_990,
+        13_030,
     ),
     "host tier": (_KV_TIER, 1_620),
-    "transport": (("transport",), 5_300),
-    "watch": (("watch",), 2_960),
+    "transport": (("transport",), 5_220),
+    "watch": (("watch",), 3_020),
     "races": (("races",), 9_500),
     "fuzz tools": (("testing",), 3_880),
-    "replay": (("replay",), 2_400),
+    "replay": (("replay",), 2_410),
     "command line": (("cli", "__main__"), 700),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
@@ -83,20 +83,22 @@ step, 185 for handles that the core makes and joins, and for one group behind a 
 for forwards that use slots, tokens that are accepted, and places that ask whose they are, 140 for values by bits, a
 row 0 that is scratch or lost, and arrays asked for their rows, 280 for lengths that follow from what a step accepts,
 fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 are for float8, for arrays that say of
-which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 300 of
+which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 220 of
 transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of
-tokens, and ranks that compare what they hold. Fuzz tools had 2,700: 1,235 are the exact model, 284 of them
+tokens, and ranks that compare what they hold; 40 of the state are for a mark of what is
+written in each KV memory. Fuzz tools had 2,700: 1,235 are the exact model, 288 of them
 docstrings: the oracle is the model a second time, for integers, so that no tensor says what is right; the shrinker
 knows of pages, where that of Hypothesis stops early; states, windows and drafts have a place in cache and verifier.
 Races had 8,500: 760 are for operators that wait in the middle, for storages, pinned memory and numpy as torch uses
 them, for one format of findings, and for values that an earlier owner or step has left. The watch had 2,400: 560 are
-for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines.
+for values that requests say, rows without one, idle bounds, what nothing declares, and page tables of engines; 60 are
+for what calls say of requests, and for host columns beside it with `lag`. The command line had 530: 170 are `replay`.
 """
 
 MOST_LINES, MOST_FILES = 45_400, 159
-BESIDE = {"tests/selfcheck": 13_000, "examples/traffic": 1_200}
+BESIDE = {"tests/selfcheck": 13_140, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
-of owning."""
+of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
 OTHER_TESTS = 42_300
 
 MOST_FLOORS = 12

@@ -23,6 +23,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.kv.pages import PagePool
+from batchstate.kv.prefix_cache import PrefixCache
 from batchstate.mirror import Locations, Slots
 from batchstate.pools import SlotPool
 from batchstate.races.devices import open_device
@@ -111,6 +112,83 @@ def test_locations_of_positions(slots: SlotPool, pages: PagePool) -> None:
     for source, first in ((one, 2), (slots.take(0), 0)):
         with pytest.raises(ArgumentError):
             pages.locations(source, first, first // 2)
+
+
+@pytest.mark.parametrize("publish", ["share", "hold", "locations", "insert", "wait_written"])
+def test_a_draft_models_memory_has_a_mark_of_its_own(slots: SlotPool, pages: PagePool, publish: str) -> None:
+    """Pages that the target has written and the draft model has not are given to nobody; reports name its memory."""
+    pages.register_kv(torch.zeros(13, 3, device=pages.runtime.device), memory="draft")
+    cache = PrefixCache(pages)
+    ways: dict[str, Callable[[Slots], Any]] = {
+        "share": lambda source: pages.share(source, slots.take(1), 8),
+        "hold": lambda source: pages.hold(source, 8),
+        "locations": lambda source: pages.locations(source, 0, 8),
+        "insert": lambda source: cache.insert(source, ["a", "b"]),
+        "wait_written": pages.wait_written,
+    }
+    given, one = ways[publish], slots.take(1)
+    pages.extend(one, 8)
+    pages.commit(one, 8)
+    broken = refused(Code.PAGE_UNWRITTEN, lambda: given(one))
+    assert (broken.column, broken.expected, broken.actual) == ("draft", "at most 0, whose writes are launched", 8)
+    pages.mark_written(one, 4, 8, memory="draft")  # its forward over the first chunk was left out
+    refused(Code.PAGE_UNWRITTEN, lambda: given(one))
+    pages.mark_written(one, [0], [5], memory="draft")
+    refused(Code.PAGE_UNWRITTEN, lambda: given(one))
+    pages.mark_written(one, 5, 8, memory="draft")
+    pages.truncate(one, 7, after=None)
+    pages.extend(one, 8)
+    pages.commit(one, 8)
+    assert refused(Code.PAGE_UNWRITTEN, lambda: given(one)).expected == "at most 7, whose writes are launched"
+    pages.mark_written(one, 7, 8, memory="draft")
+    given(one)
+    pages.release_requests(one, after=None)
+    successor = slots.take(1)
+    pages.extend(successor, 8)
+    pages.commit(successor, 8)
+    assert refused(Code.PAGE_UNWRITTEN, lambda: given(successor)).column == "draft"
+    pages.verify()
+
+
+def test_pages_of_a_lease_have_a_mark_for_each_memory(slots: SlotPool, pages: PagePool) -> None:
+    """What arrives for the target alone is not assigned, shared or held on; parts of a lease keep both marks."""
+    pages.register_kv(memory="draft")
+    lease = pages.take(2)
+    pages.commit(lease, 8)
+    for call in (lambda: pages.assign(lease, slots.take(1), 8), lambda: pages.share(lease, slots.take(1), 8)):
+        assert refused(Code.PAGE_UNWRITTEN, call).column == "draft"
+    pages.mark_written(lease, 4, 8, memory="draft")  # the first page has not come
+    pages.mark_written(lease, 0, 4, memory="draft")
+    front, back = lease.split(4)
+    source, one = [front, back], slots.take(1)
+    assert refused(Code.PAGE_UNWRITTEN, lambda: pages.share(source, one, 8)).column == "draft"
+    assert pages.share(front, one, 4).locations.np.size == 4
+    pages.mark_written(back, 0, 4, memory="draft")
+    two = slots.take(1)
+    pages.share(source, two, 8)
+    pages.rebase(one, front, 4, after=None)
+    third = pages.hold(two, 8)
+    pages.assign(pages.hold(two, 4), slots.take(1), 4)
+    assert third.tokens == 8
+    pages.verify()
+
+
+def test_marks_that_cannot_be_are_refused(slots: SlotPool, pages: PagePool) -> None:
+    """No memory of that name, one that is registered late, tokens that are not there: nothing changes."""
+    pages.register_kv(memory="draft")
+    one, lease = slots.take(1), pages.take(1)
+    pages.extend(one, 8)
+    for memory in ("kv", "other"):
+        with pytest.raises(ArgumentError, match=rf"memory '{memory}'; others than forwards write \['draft'\]"):
+            pages.mark_written(one, 0, 8, memory=memory)
+    with pytest.raises(ArgumentError, match="memory 'late' while 3 pages are in use or cached"):
+        pages.register_kv(memory="late")
+    pages.register_kv(memory="draft")  # further buffers of it
+    for first, stop in ((0, 9), (-1, 8), (5, 4)):
+        refused(Code.LENGTH_ORDER, lambda: pages.mark_written(one, first, stop, memory="draft"))  # noqa: B023
+    refused(Code.LENGTH_ORDER, lambda: pages.mark_written(lease, 0, 5, memory="draft"))
+    assert {name: int(mark[one.np[0]]) for name, mark in pages.writes.marks.items()} == {"kv": 0, "draft": 0}
+    assert lease._written == {"kv": 0, "draft": 0}
 
 
 @pytest.mark.parametrize("publish", ["share", "hold", "locations", "wait_written"])

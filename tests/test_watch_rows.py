@@ -133,6 +133,36 @@ def test_what_a_request_says_is_sampled() -> None:
                     watched_rows.flush()
 
 
+@pytest.mark.parametrize("lag", [None, 1])
+def test_what_calls_say_of_requests(lag: int | None) -> None:
+    """The arguments of each call are recorded, whatever `every` says; lists on the host are compared with `lag` too."""
+
+    class Later(Rows):
+        reqs: list[str]
+
+        def join(self, name: str, length: int) -> None:
+            self.reqs.append(name)
+
+    def note(records: dict[str, int], rows: Any, name: str, length: int) -> None:
+        records[name] = length
+
+    for column, wrong in (("a", torch.tensor([3, 6])), ("b", [[3, 1], [6, 1]])):
+        rows: Any = Later(reqs=[], a=torch.tensor([3, 5]), b=[[3, 1], [5, 1]])
+        with checks("full" if lag is None else "cheap"), watch(
+            Later, after=["run"], num_rows=lambda r: len(r.reqs), key="reqs", records={"join": note}, every=2, lag=lag,
+            from_requests={"a": lambda length: length, "b": lambda length: [length]}, upto={"b": lambda r: [1, 1]},
+        ) as watched_rows:  # fmt: skip
+            for name, length in (("x", 3), ("y", 5)):
+                rows.join(name, length)
+            rows.run()
+            setattr(rows, column, wrong)
+            rows.run()
+            with pytest.raises(Violation, match="request 'y'"):
+                [call() for call in (rows.run, watched_rows.flush)]
+            with pytest.raises(DeclarationError, match=r"records\['join'\]: TypeError"):
+                rows.join(name=["no hash"], length=1)
+
+
 def test_a_row_that_nobody_wrote_for_its_request() -> None:
     """A freed row is poisoned at `full`: a request that gets it and does not write it is named."""
     for column in ("a", "b", "c"):
@@ -243,6 +273,19 @@ def test_a_method_that_raises_is_checked() -> None:
             Rows(reqs=["x"]).run(lambda r: fail(r, entries=2))
         with pytest.raises(LookupError, match="engine"):
             Rows(reqs=["x"]).run(lambda r: fail(r, entries=1))
+        with pytest.raises(Violation, match=r"look in `Rows\.run`"):
+            Rows(reqs=["x"]).run(lambda r: fail(r, entries=2))
+
+
+def test_what_an_inner_watch_raises_goes_on() -> None:
+    """A method that raises a violation of another watch is not reported in its place."""
+
+    def step(rows: Any) -> None:
+        rows.a = [0, 0]
+        Pool().step(lambda pool: setattr(pool, "used", 3))
+
+    with watched_pool(), watched(rows=["a"]), reported(Code.DERIVED_STALE, "used"):
+        Rows(reqs=["x"], a=[0]).run(step)
 
 
 def test_moves_that_are_applied_later() -> None:
@@ -275,9 +318,11 @@ def test_moves_that_are_applied_later() -> None:
 
 
 def test_lists_that_are_longer_than_the_batch() -> None:
-    """With `buffers` a list may be preallocated, as an array may."""
+    """With `buffers` a list may be preallocated, as an array may; one that grows has to follow the batch."""
     with watched(rows=["a"], buffers=True):
         Rows(reqs=["x"], a=[1, 0, 0]).run()
+        with reported(Code.ROW_COUNT, "a"):
+            Rows(reqs=["x"], a=[1, 0]).run()
         with reported(Code.ROW_COUNT, "a"):
             Rows(reqs=["x", "y"], a=[1]).run()
 

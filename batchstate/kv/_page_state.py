@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Ints = npt.NDArray[np.int64]
 
 IN_FLIGHT, CONSERVATION, STALE_HANDLE = Code.SLOT_IN_FLIGHT, Code.SLOT_CONSERVATION, Code.SLOT_STALE_HANDLE
+KV = "kv"
+"""The KV memory that forwards of a plan write."""
 
 
 @final
@@ -41,13 +43,14 @@ class KVWrites:
     the writer's was given. A further writer of a slot waits so too: its last writer's stream is behind all of them.
 
     Attributes:
-        tokens: int64[capacity], tokens of each slot whose writes are launched: the first ones.
+        marks: int64[capacity] of each registered KV memory, tokens of each slot whose writes there are launched: the
+            first ones. Forwards write `KV`; a draft model's memory is written by calls of their own.
         writers: int64[capacity], the stream that wrote last, an index.
     """
 
     def __init__(self, runtime: Runtime, rows: PageRows) -> None:
         self.runtime = runtime
-        self.tokens: Ints = rows.arrays["launched"]
+        self.marks: dict[str, Ints] = {KV: rows.arrays["launched"]}
         self.writers = np.zeros(rows.capacity, dtype=np.int64)
         self._rows = rows
         self._streams: list[Stream] = []
@@ -69,7 +72,23 @@ class KVWrites:
 
     def wait_for_slots(self, rows: Ints) -> None:
         """Makes the current stream wait for all writes of these slots."""
-        self.wait(self.writers[rows[self.tokens[rows] > 0]])
+        self.wait(self.writers[rows[np.any(list(self.written(rows).values()), axis=0)]])
+
+    def written(self, rows: Ints | int) -> dict[str, Any]:
+        """Tokens of rows whose writes are launched, in each memory."""
+        return {memory: mark[rows] for memory, mark in self.marks.items()}
+
+    def mark(self, memory: str, rows: Ints, starts: Ints, stops: Ints) -> None:
+        """The current stream writes tokens of `rows` in another memory than `KV`, as `launched`."""
+        self.note(rows, self.runtime.current_stream)
+        mark = self.marks[memory]
+        mark[rows] = np.where(mark[rows] < starts, mark[rows], np.maximum(mark[rows], stops))
+
+    def cut(self, rows: Ints) -> None:
+        """Tokens that were taken back are written in no memory; the core has seen to `KV`."""
+        for memory, mark in self.marks.items():
+            if memory != KV:
+                mark[rows] = np.minimum(mark[rows], self._rows.arrays["committed"][rows])
 
     def launched(self, rows: Ints, stops: Ints, starts: Ints | None = None) -> bool:
         """The current stream writes the tokens of `rows` up to `stops`. Arrays int64[n].
@@ -100,8 +119,9 @@ class KVWrites:
         return self._streams.index(current)
 
     def begin(self, rows: Ints, tokens: int, writer: int) -> None:
-        """Fresh slots begin with written tokens of another, or of a lease."""
-        self.tokens[rows] = tokens
+        """Slots begin with tokens of another, or of a lease, which are written in each memory."""
+        for mark in self.marks.values():
+            mark[rows] = np.maximum(mark[rows], tokens)
         self.writers[rows] = writer
 
 
@@ -119,7 +139,7 @@ class PageHolders(SlotListener):
     Attributes:
         table: int32[capacity, width], the pages of each slot.
         leases: by id, those that are not released.
-        tables, kv: by page or location, and the KV memory that is registered.
+        tables, kv, writes: by page or location; the KV memory that is registered, and what is written there.
         epochs, shares: see `PagePool`.
     """
 
@@ -130,6 +150,7 @@ class PageHolders(SlotListener):
         self.leases: dict[int, PageLease] = {}
         self.tables: list[Table] = []
         self.kv: list[torch.Tensor] = []
+        self.writes = KVWrites(slots.runtime, rows)
         self.cache: PrefixCache | None = None
         self.epochs = Changes(slots.capacity, "pages")
         self.shares = Changes(slots.capacity, "holders of the pages")
@@ -261,11 +282,14 @@ class PageHolders(SlotListener):
             self.runtime.agreement.note(totals)
         if losing is not None:
             self.epochs.note(losing, operation, self.runtime.step)
+        self.writes.cut(rows)
         return True
 
     def _dropped(self, wrong: int, pages: Ints, after: Fence | None, operation: str) -> None:
         if wrong >= 0:
-            self._explain_counted(pages, "holders", operation)
+            where = self.check_numbers(pages, operation)
+            invariants.slot_double_free(pages, self.rows.arrays["holders"][pages] > 0, **where)
+            raise unexplained(self.label, operation, "pages")
         if pages.size:
             if self.runtime.agreement is not None:
                 self.runtime.agreement.note(pages)
@@ -299,12 +323,6 @@ class PageHolders(SlotListener):
         times = np.bincount(numbers, minlength=self.rows.num_pages + 1)[numbers]
         invariants.slot_double_free(numbers, times <= arrays["leaving"][numbers], **where)
         self._check_live(self.rows.live, "reap")
-
-    def _explain_counted(self, pages: Ints, counts: str, operation: str) -> NoReturn:
-        """Raises that one of `pages` is named more often than it is held, or than holders of it have left."""
-        where = self.check_numbers(pages, operation)
-        invariants.slot_double_free(pages, self.rows.arrays[counts][pages] > 0, **where)
-        raise unexplained(self.label, operation, "pages")
 
     # Slots are taken without pages and get them by growing; they leave with them, or without.
 
@@ -411,8 +429,8 @@ class PageHolders(SlotListener):
             self.cache._verify()
         most, committed, allocated = rows.width * rows.page_size, arrays["committed"], count * rows.page_size
         invariants.length_order(committed, allocated, most, **where)
-        for name in ("launched", "accepted"):
-            invariants.length_order(arrays[name], committed, most, explain=AHEAD, **where)
+        for tokens in (*self.writes.marks.values(), arrays["accepted"]):
+            invariants.length_order(tokens, committed, most, explain=AHEAD, **where)
         invariants.length_order(first * rows.page_size, committed, most, **where)
         invariants.length_order(sent * rows.page_size, allocated, most, **where)
         # Each row names pages exactly from the first that was not given back up to its last one.
@@ -469,9 +487,9 @@ class PageSpace:
         generations: Ints = self._holders.rows.arrays["generation"]
         return generations[numbers if self.per_page == 1 else numbers // self.per_page]
 
-    def handles(self, numbers: Ints) -> Handles:
-        """The handles of `numbers` int64[n], which are live."""
-        return self.kind.of_pool(
+    def handles(self, numbers: Ints, kind: type[Handles] | None = None) -> Handles:
+        """The handles of `numbers` int64[n], which are live; of a `kind` of them."""
+        return (kind or self.kind).of_pool(
             self.runtime,
             numbers,
             self.generations_of(numbers),

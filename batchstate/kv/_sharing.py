@@ -41,7 +41,7 @@ class PageLease:
     _pages: Ints
     tokens: int
     _sharing: "PageSharing"
-    _written: int  # tokens whose writes are launched; the pool keeps it
+    _written: dict[str, int]  # tokens whose writes are launched, by memory; the pool keeps it
     _stream: int  # that wrote them last, by its number; the pool keeps it
     writer: Fence | None = None
     released: bool = attrs.field(default=False, init=False)
@@ -49,7 +49,7 @@ class PageLease:
 
     def __attrs_post_init__(self) -> None:
         if self.writer is not None:
-            self._generations = self._sharing.generations(self._pages)
+            self._generations = self._now()
 
     def __repr__(self) -> str:
         return f"PageLease({self.tokens} tokens, {self._pages.size} pages{', released' if self.released else ''})"
@@ -71,10 +71,12 @@ class PageLease:
 
     def check_kept(self, operation: str) -> None:
         """Refuses (SLOT_STALE_HANDLE) pages that are another's by now: a writer that has not ended may write them."""
-        pages, sharing = self._pages, self._sharing
         if self._generations is not None:
-            now = sharing.generations(pages)
-            invariants.slot_stale_handle(pages, self._generations, now, **sharing.holders.where(operation))
+            where = self._sharing.holders.where(operation)
+            invariants.slot_stale_handle(self._pages, self._generations, self._now(), **where)
+
+    def _now(self) -> Ints:
+        return self._sharing.pool._spaces["page"].generations_of(self._pages)
 
     def release(self, *, after: Fence | None) -> None:
         """Gives the references back, at once or when `after` is complete; once, or else SLOT_DOUBLE_FREE.
@@ -109,10 +111,11 @@ class PageLease:
         sharing.transaction.operation = operation
         del sharing.leases[id(self)]
         self.released = True
-        written = min(self._written, tokens)
+        first_written = {memory: min(written, tokens) for memory, written in self._written.items()}
+        last_written = {memory: written - first_written[memory] for memory, written in self._written.items()}
         by = self._stream, self.writer
-        first = PageLease(self.pages[:at], tokens, sharing, written, *by)
-        last = PageLease(self.pages[at:], self.tokens - tokens, sharing, self._written - written, *by)
+        first = PageLease(self.pages[:at], tokens, sharing, first_written, *by)
+        last = PageLease(self.pages[at:], self.tokens - tokens, sharing, last_written, *by)
         sharing.leases.update({id(first): first, id(last): last})
         sharing.pool._done()
         return first, last
@@ -133,11 +136,6 @@ class PageSharing:
         self._take, self.releasing = f"{pool.name}: take", f"{pool.name}: release a lease"
 
     # Leases
-
-    def generations(self, pages: Ints) -> Ints:
-        """The present generations of pages, int64[n]."""
-        generations: Ints = self._rows.arrays["generation"][pages]
-        return generations
 
     def take(self, n: SupportsIndex, writer: Fence | None) -> PageLease:
         self.transaction.enter(self._take)
@@ -164,7 +162,8 @@ class PageSharing:
 
     def lease(self, pages: Ints, written: int, stream: int, writer: Fence | None = None) -> PageLease:
         """A lease of pages that have a reference for it already; given back if a check fails. Takes the mark away."""
-        lease = PageLease(pages, pages.size * self.pool.page_size, self, written, stream, writer)
+        marks = dict.fromkeys(self._writes.marks, written)
+        lease = PageLease(pages, pages.size * self.pool.page_size, self, marks, stream, writer)
         self.leases[id(lease)] = lease
         self.transaction.operation = None
         try:
@@ -181,21 +180,26 @@ class PageSharing:
             raise ArgumentError(problem, lease, "use a lease before it is released, in the pool that made it")
         return lease
 
-    def commit(self, lease: PageLease, total: object) -> None:
-        operation, pool = "commit", self.pool
+    def commit(self, lease: PageLease, first: object, total: object, memory: str, operation: str) -> None:
+        pool = self.pool
         self.transaction.enter(f"{pool.name}: {operation}")
+        begin = np.atleast_1d(amounts(first, 1, f"{pool.name}: {operation}"))
         tokens = np.atleast_1d(amounts(total, 1, f"{pool.name}: {operation}"))
         there = np.array([self.held(lease, operation).tokens])
         if lease.writer is not None:
-            pool._check_written(tokens, tokens - missing(lease.writer, int(tokens[0])), operation)
+            arrived = tokens - missing(lease.writer, int(tokens[0]))
+            pool._check_written(tokens, {memory: arrived}, operation)
             self.held(lease, operation)  # again: writers are code of the engine
         where, most = pool._where(operation), max(lease.tokens, int(tokens[0]))  # it may be longer than a request
-        invariants.length_order(np.array([lease._written]), tokens, most, explain=explain_total, **where)
+        before = np.array([lease._written[memory]])
+        invariants.length_order(before, tokens, most, explain=explain_total, **where)
         invariants.length_order(tokens, there, lease.tokens, explain=UNCOMMITTED, **where)
-        if lease._written:
+        if begin[0] > lease._written[memory]:
+            return
+        if any(lease._written.values()):
             self._writes.wait(np.array([lease._stream]))
         self.transaction.operation = operation
-        lease._written, lease._stream = int(tokens[0]), self._writes.writer()
+        lease._written[memory], lease._stream = int(tokens[0]), self._writes.writer()
         self.transaction.operation = None
 
     def drop(self, lease: PageLease, after: Fence | None, operation: str) -> None:
@@ -237,7 +241,7 @@ class PageSharing:
         most = self._rows.width * pool.page_size
         there = np.array([lease.tokens])
         invariants.length_order(length, there, most, explain=UNCOMMITTED, **self.holders.where(operation))
-        pool._check_written(length, np.array([lease._written]), operation)
+        pool._check_written(length, lease._written, operation)
         self.transaction.operation = operation
         del self.leases[id(lease)]
         lease.released = True
@@ -276,8 +280,7 @@ class PageSharing:
             self._rows.put(row, pages)
             pool.epochs.note(rows, operation, pool.runtime.step)
             self.note(source, operation)
-            written = max(tokens, int(self._writes.tokens[row]))
-            self._writes.begin(rows, written, self._writes.behind(np.array([writer, self._writes.writers[row]])))
+            self._writes.begin(rows, tokens, self._writes.behind(np.array([writer, self._writes.writers[row]])))
             self.holders.drop(own[changed], after, operation)
         return pool._extension_from_start(slots, rows, length, operation)
 
@@ -297,24 +300,25 @@ class PageSharing:
             written, writer = source._written, source._stream
         elif isinstance(source, Sequence):
             leases = [self.held(lease, operation) for lease in source]
-            available, written = sum(lease.tokens for lease in leases), 0
+            available, written = sum(lease.tokens for lease in leases), dict.fromkeys(self._writes.marks, 0)
             pages = np.concatenate([length[:0], *(lease.pages for lease in leases)])
             self._check_distinct(pages[: tokens // pool.page_size], source, operation)
-            for lease in leases:
-                written += lease._written
-                if lease._written < lease.tokens:
-                    break
+            for memory in written:
+                for lease in leases:
+                    written[memory] += lease._written[memory]
+                    if lease._written[memory] < lease.tokens:
+                        break
             writer = self._writes.behind(np.array([lease._stream for lease in leases], dtype=np.int64))
         else:
             rows = pool.slots.rows_of(source, operation)
             row = self._one(rows, operation)
             available, pages = int(pool._committed(rows)[0]), pool.page_table[row]
-            written, writer = int(self._writes.tokens[row]), int(self._writes.writers[row])
+            written, writer = self._writes.written(row), int(self._writes.writers[row])
         number = self.whole_pages(tokens, available, operation)
         if isinstance(source, Slots) and tokens:
             pool.check_accepted(source.np, length, operation)
             pool.check_readable(source.np, np.array([min(first, tokens)]), operation, window=1)
-        pool._check_written(length, np.array([written]), operation)
+        pool._check_written(length, written, operation)
         return pages[:number].astype(np.int64), writer
 
     def tokens_of(self, num_tokens: SupportsIndex, operation: str) -> int:

@@ -286,14 +286,12 @@ class TierRequests(SlotListener):
 
     def check_arrived(self, rows: Ints, lengths: Ints, operation: str) -> None:
         """Refuses (TIER_STATE) requests that are not DIRECT, or whose writer has not delivered all reserved tokens."""
-        each = zip(rows.tolist(), lengths.tolist(), strict=True)
-        missing = np.array([self._missing(row, length) for row, length in each], dtype=np.int64)
-        allowed = (TierState.DIRECT,)
-        invariants.tier_state(rows, self.states[rows], allowed, _NAMES, missing=missing, **self._where(operation))
-
-    def _missing(self, row: int, length: int) -> int:
-        ranges = self.ranges.get(row)
-        return 0 if ranges is None or ranges.writer is None else missing(ranges.writer, length)
+        lacks = np.zeros_like(rows)
+        for at, ranges in enumerate(map(self.ranges.get, rows.tolist())):
+            if ranges is not None and ranges.writer is not None:
+                lacks[at] = missing(ranges.writer, int(lengths[at]))
+        where = self._where(operation)
+        invariants.tier_state(rows, self.states[rows], (TierState.DIRECT,), _NAMES, missing=lacks, **where)
 
     def verify(self) -> None:
         """Checks from scratch that the host locations in use are those that slots of the tier own, each once."""

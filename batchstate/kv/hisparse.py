@@ -148,7 +148,11 @@ class HiSparse(OfThisProcess):
         rows = self.slots.rows_of(slots, operation)
         self._requests.check_state(rows, IN_TIER, operation)
         wanted = np.broadcast_to(amounts(counts, rows.size, operation), rows.shape)
-        return _host_only(HostLocations, self.runtime, self._requests.first_locations(rows, wanted))
+        numbers, host = self._requests.first_locations(rows, wanted), self.host
+        generations, name = host._allocator.of(numbers // host.page_size), host.name
+        return HostLocations.of_pool(
+            self.runtime, numbers, generations, pool_id=host.pool_id, contract=Contract.HOST_ONLY, name=name
+        )
 
     @property
     def stats(self) -> TierStats:

@@ -5,7 +5,6 @@ out again only when the fence that they were freed behind is complete: that of a
 of a writer in another process.
 """
 
-import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, SupportsIndex, final
@@ -29,7 +28,6 @@ __all__ = ["HostBuffer", "HostKVPool", "HostRanges", "HostStats", "KVBuffer"]
 
 Ints = npt.NDArray[np.int64]
 
-_pool_ids = itertools.count(1)
 _POISON = 0xC3
 """Each byte of free memory, at `full`."""
 
@@ -244,7 +242,6 @@ class HostKVPool(OfThisProcess):
     ) -> None:
         self.runtime = runtime
         self.name = name
-        self.pool_id = next(_pool_ids)
         self.num_pages = size_of(num_pages, f"{name}: num_pages", least=1)
         self.page_size = size_of(page_size, f"{name}: page_size", least=1, most=MOST_TOKENS // (self.num_pages + 1))
         if isinstance(layers, (bool, *UNORDERED)):
@@ -269,8 +266,14 @@ class HostKVPool(OfThisProcess):
         pages = f", in pages of {self.page_size}" if self.page_size > 1 else ""
         label, self._transaction = f"HostKVPool {name!r}{pages}", Transaction(runtime, f"HostKVPool {name!r}")
         self._allocator = Allocator(
-            runtime, self.num_pages, label=label, transaction=self._transaction, outside=self._free
+            runtime,
+            self.num_pages,
+            label=label,
+            transaction=self._transaction,
+            outside=self._free,
+            per_index=self.page_size,
         )
+        self.pool_id = self._allocator.pool_id
         self._generation = np.zeros(self.num_pages + 1, dtype=np.int64)  # of the ranges with the page, 0 for none
         self._owner = np.zeros(self.num_pages + 1, dtype=np.int64)
         self._newest = 0  # generation

@@ -6,7 +6,7 @@ two references is not written. Pages may also be taken before there is a request
 is on the host, O(what changes), on the owning thread; nothing here touches the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, SupportsIndex, cast, final
 
 import attrs
@@ -22,10 +22,10 @@ from batchstate._origin import Origin
 from batchstate.errors import ArgumentError, ShapeError, another_runtime, expected, unexplained
 from batchstate.invariants import times_checked
 from batchstate.kv import _lengths as lengths_of
-from batchstate.kv._page_state import KVWrites, PageHolders, PageSpace
+from batchstate.kv._page_state import KV, PageHolders, PageSpace
 from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
 from batchstate.kv._sharing import PageLease, PageSharing, Source
-from batchstate.mirror import Locations, MirroredTensor, Pages, Slots, lined_up
+from batchstate.mirror import Locations, MirroredTensor, NewLocations, Pages, Slots, lined_up
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
@@ -119,7 +119,7 @@ class Extension:
     def locations(self) -> Locations:
         """The place of each token in KV memory, `host_only` int64[t]."""
         self._origin.check(object=self, operation="locations", step=self.owners.runtime.step)
-        return self._pool._locations(self._numbers)
+        return self._pool._locations(self._numbers, NewLocations)
 
     @property
     def _numbers(self) -> Ints:
@@ -205,7 +205,7 @@ class PagePool(OfThisProcess):
         self._kv = self._holders.kv
         runtime.declare_indices("page", self.num_pages + 1)
         runtime.declare_indices("location", self.location_capacity)
-        self.writes = KVWrites(runtime, self._rows)  # for the library
+        self.writes = self._holders.writes  # for the library
         if req_to_token is not None:
             check_req_to_token(self, req_to_token)
         self._req_to_token = req_to_token
@@ -280,7 +280,7 @@ class PagePool(OfThisProcess):
         rows, start, lengths = self._range(slots, first, stop, operation)
         self._check_lengths(lengths, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
         self.check_accepted(rows, lengths, operation)
-        self._check_written(lengths, self.writes.tokens[rows], operation)
+        self._check_written(lengths, self.writes.written(rows), operation)
         self.check_readable(rows, start, operation, window=1)
         return self._locations(self.lay(rows, start, lengths - start, operation)[1])
 
@@ -301,7 +301,7 @@ class PagePool(OfThisProcess):
         self._check_allocated(rows, ends, operation)
         columns = np.arange(int(start[0]) // self.page_size, -(-int(ends[0]) // self.page_size))
         self.check_unshared(self.page_table[rows[0], columns].astype(np.int64), operation)
-        return self._locations(self.lay(rows, start, ends - start, operation)[1])
+        return self._locations(self.lay(rows, start, ends - start, operation)[1], NewLocations)
 
     def _range(
         self, slots: Slots, first: SupportsIndex, stop: SupportsIndex, operation: str
@@ -393,14 +393,27 @@ class PagePool(OfThisProcess):
             self._maps.append((table, of))
         return table
 
-    def register_kv(self, *buffers: torch.Tensor) -> None:
+    def register_kv(self, *buffers: torch.Tensor, memory: str = KV) -> None:
         """Says which KV memory the locations index, so that `full` can check that page 0, which is padding, is finite.
 
         Each forward of a `ForwardPlan` with these pages is checked at its entry, on its stream; others by `check_kv`.
-        Buffers of the device are [location_capacity, ...] or [num_pages + 1, ...], else ShapeError or DeviceError.
+
+        `memory` names one that forwards of a plan do not write, as that of a draft model over the same pages: its
+        tokens count as written when `mark_written` says so, and none are given to others before. Name it while the pool
+        holds nothing.
+
+        Raises:
+            ShapeError, DeviceError: buffers are [location_capacity, ...] or [num_pages + 1, ...], on the device.
+            ArgumentError: another memory, while requests, leases or a prefix cache have pages.
         """
         self.runtime.check_owner(f"{self.name}: register_kv")
         check_buffers(self, buffers)
+        rows = self._rows
+        if memory not in self.writes.marks:
+            if used := self.num_pages - rows.free + rows.idle:
+                problem = f"{self.name}: register_kv of memory {memory!r} while {used} pages are in use or cached"
+                raise ArgumentError(problem, memory, "register each memory before the first page is taken")
+            self.writes.marks[memory] = np.zeros(rows.capacity, dtype=np.int64)
         self._kv.extend(buffers)
 
     def check_kv(self, operation: str = "check_kv") -> None:
@@ -511,7 +524,7 @@ class PagePool(OfThisProcess):
             ArgumentError: a lease that this pool does not hold.
         """
         if isinstance(owner, PageLease):
-            self._sharing.commit(owner, total_lens)
+            self._sharing.commit(owner, 0, total_lens, KV, "commit")
             return
         numbers = self._numbers(owner, total_lens, "commit")
         rows = self._begin(owner, "commit")
@@ -542,6 +555,33 @@ class PagePool(OfThisProcess):
         accepted = self._rows.arrays["accepted"]
         accepted[rows] = np.maximum(accepted[rows], totals)
 
+    def mark_written(self, owner: Slots | PageLease, first: "Amount", stop: "Amount", *, memory: str) -> None:
+        """Declares that work which the current stream has been given writes tokens into another memory than forwards.
+
+        For that of a draft model over the same pages (`register_kv(memory=)`), which has a mark of its own: what it has
+        not written is not shared, held, cached or sent, whatever the target has. The tokens are those at positions
+        `first` to `stop - 1`, numbers or int[n]; where some before them are not written, they do not count. A lease has
+        one number of each, and what a writer in another process writes has to have arrived.
+
+        Raises:
+            Violation: LENGTH_ORDER: they are not committed, or beyond the lease; PAGE_UNWRITTEN: they have not arrived.
+            ArgumentError: no such memory; a lease that this pool does not hold.
+        """
+        operation = "mark_written"
+        if memory == KV or memory not in self.writes.marks:
+            names = [name for name in self.writes.marks if name != KV]
+            problem = f"{self.name}: {operation} of memory {memory!r}; others than forwards write {names}"
+            raise ArgumentError(problem, memory, "register it with `register_kv`; `commit` is for forwards")
+        if isinstance(owner, PageLease):
+            self._sharing.commit(owner, first, stop, memory, operation)
+            return
+        begins, ends = self._numbers(owner, first, operation), self._numbers(owner, stop, operation)
+        rows = self._begin(owner, operation)
+        starts, stops = _each(begins, rows), _each(ends, rows)
+        self._check_lengths(starts, stops, operation)
+        self._check_lengths(stops, self._committed(rows), operation, lengths_of.SHORT_PREFIX)
+        self.writes.mark(memory, rows, starts, stops)
+
     def wait_written(self, slots: Slots) -> None:
         """Makes the current stream wait, on the device, for the writes of all committed tokens on other streams.
 
@@ -551,7 +591,7 @@ class PagePool(OfThisProcess):
             Violation: PAGE_UNWRITTEN, at `cheap`: for some no work was launched that writes them.
         """
         rows = self.slots.rows_of(slots, "wait_written")
-        self._check_written(self._committed(rows), self.writes.tokens[rows], "wait_written")
+        self._check_written(self._committed(rows), self.writes.written(rows), "wait_written")
         self.writes.wait_for_slots(rows)
 
     def extend(self, slots: Slots, total_lens: "Amount") -> Extension:
@@ -919,9 +959,13 @@ class PagePool(OfThisProcess):
         allocated, most = self._tokens_of("count", rows), self._rows.width * self.page_size
         invariants.length_order(totals, allocated, most, explain=lengths_of.UNCOMMITTED, **self._where(operation))
 
-    def _check_written(self, tokens: Ints, written: Ints, operation: str) -> None:
-        if levels.cheap:
-            invariants.page_unwritten(tokens, written, **self._where(operation))
+    def _check_written(self, tokens: Ints, written: Mapping[str, int | Ints], operation: str) -> None:
+        """Refuses (PAGE_UNWRITTEN), at `cheap`, tokens int64[n] that some memory does not have."""
+        for memory, launched in written.items() if levels.cheap else ():
+            where = self._where(operation)
+            if memory != KV:
+                where["column"] = memory
+            invariants.page_unwritten(tokens, np.atleast_1d(launched), **where)
 
     def _check_placed(self, locations: Ints, operation: str) -> None:
         """Each location that was laid last is on a page: else a position counts as allocated that is not."""
@@ -933,8 +977,8 @@ class PagePool(OfThisProcess):
         for check in self._release_checks:
             check(rows, operation)
 
-    def _locations(self, numbers: Ints) -> Locations:
-        return cast(Locations, self._spaces["location"].handles(numbers))
+    def _locations(self, numbers: Ints, kind: type[Locations] = Locations) -> Locations:
+        return cast(Locations, self._spaces["location"].handles(numbers, kind))
 
 
 def _each(numbers: int | Ints, rows: Ints) -> Ints:

@@ -20,7 +20,7 @@ import numpy as np
 from batchstate import invariants, levels
 from batchstate._arrays import converted, count
 from batchstate.errors import ArgumentError, BatchStateError, TransferError
-from batchstate.mirror import HostLocations, Locations, Slots, StateRow
+from batchstate.mirror import HostLocations, Locations, NewLocations, Slots, StateRow
 from batchstate.runtime import Fence, check_fence
 from batchstate.transport.engines.base import Copies, Engine, Handle, Ints, Region, Status
 from batchstate.transport.plan import check_chunk, check_places, chunked, coalesced, location_rows, owned_by
@@ -355,9 +355,11 @@ class Sender(Session):
     def _sources(self, locations: Locations | HostLocations) -> Ints:
         """Where the tokens lie, int64[k], in the index space of the regions."""
         invariants.unit_mismatch(self._holds, str(locations.unit), object=self, operation="send")
+        if isinstance(locations, NewLocations):
+            remedy = "`pages.locations(slots, first, stop)` has those of tokens that are written and accepted"
+            raise ArgumentError(f"send of tokens that nothing says are written: {locations!r}", locations, remedy)
+        locations.check_kept("send")
         sources, dtype = locations.exact_host("send: source locations"), np.dtype(np.int64)
-        if isinstance(locations, Locations):
-            locations.check_kept("send")
         return sources if sources.dtype == dtype else converted(sources, dtype, "source locations")
 
     def _write(self, transfer: Transfer, copies: Copies, last: bool) -> None:

@@ -107,6 +107,8 @@ class Audit:
                 parts.append(device if whole or device.shape[0] == n else device[:n])
                 if isinstance(counts, torch.Tensor):
                     parts.append(counts)
+            else:
+                declared.compare_at_once(pair, host, device, batch, n, site)
         if failing is not None:
             self._hooked.report(failing)
         if not parts:

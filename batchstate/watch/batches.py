@@ -10,7 +10,7 @@ from typing import Any, final
 import attrs
 
 from batchstate import levels
-from batchstate.errors import ArgumentError
+from batchstate.errors import ArgumentError, BatchStateError
 from batchstate.runtime import Runtime
 from batchstate.watch._audit import Audit
 from batchstate.watch.declaration import CallSite, Declaration
@@ -139,7 +139,7 @@ class Watched(Hooked):
                 try:
                     result = function(*args, **kwargs)
                 except Exception as error:
-                    if after and checked:
+                    if after and checked and not isinstance(error, BatchStateError):  # another watch has reported
                         raised = CallSite(
                             self.name, f"{ended}, which raised {type(error).__name__}", step, report, since
                         )
@@ -218,6 +218,7 @@ def watch(
     derived: Mapping[Any, Get] | None = None,
     implied: Mapping[str, Get] | None = None,
     from_requests: Mapping[Name, Get] | None = None,
+    records: Mapping[str, Callable[..., object]] | None = None,
     vacant: Mapping[str, Any] | None = None,
     axis: Mapping[str, int] | None = None,
     made_from: Mapping[str, Iterable[Name]] | None = None,
@@ -260,6 +261,9 @@ def watch(
         implied: column -> its least value: a flag may be set without need, a maximum too large.
         from_requests: column -> a function of a request that gives its entry; None if it says nothing of it.
             Compared as a pair is; the function's value may be a list beside a padded row.
+        records: method -> a function that gets a dictionary and the arguments of each call, before it runs, and keeps
+            in the dictionary what the scheduler says of requests, by their entries in `key`. `from_requests` gets
+            what is kept instead of the entry.
         vacant: column -> what its rows hold that have no request, or whose request says None in `from_requests`: a
             value, or `POISON`. Then, at `full`, rows without a request are overwritten after each hooked method, and
             a request whose row still holds that is reported as ROW_UNWRITTEN. Not for flags.
@@ -300,6 +304,7 @@ def watch(
         moves=moving,
         adds=adds,
         from_requests=from_requests,
+        records=records,
         vacant=vacant,
         axis=axis,
         made_from=made_from,
@@ -316,7 +321,10 @@ def watch(
         if method not in [end for _, end in ends]:
             problem = f"watch of {name}: {column!r} is settled by {method!r}, which is not in `after`"
             raise ArgumentError(problem, method, "name it in `after`: its moves are compared there")
-    watched.install(cls, {hook: watched.around(hook[1], hook in begins, hook in ends) for hook in hooks})
+    recording = zip(hooks_of(name, cls, records or (), "records"), (records or {}).values(), strict=True)
+    recorded = {hook: partial(declared.record, hook[1], function) for hook, function in recording}
+    arounds = {hook: watched.around(hook[1], hook in begins, hook in ends) for hook in hooks}
+    watched.install(cls, arounds, recorded)
     return watched
 
 

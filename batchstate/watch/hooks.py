@@ -107,18 +107,28 @@ class Hooked:
                 if vars(owner).get(name) is hook:
                     delattr(owner, name) if before is None else setattr(owner, name, before)  # None if inherited
 
-    def install(self, owner: type, hooks: Mapping[tuple[Any, str], "Around"]) -> None:
-        """Puts hooks round methods, all or none.
+    def install(
+        self,
+        owner: type,
+        hooks: Mapping[tuple[Any, str], "Around"],
+        records: Mapping[tuple[Any, str], Callable[..., object]] | None = None,
+    ) -> None:
+        """Puts hooks round methods, all or none; in front of those in `records` a function of their arguments.
 
         Raises:
             ArgumentError: an owner has no such method, or one that cannot be hooked.
         """
         levels.opened()
         with _installing:
-            methods = [(where, name, _method(self.name, where, name), hooks[where, name]) for where, name in hooks]
+            records = records or {}
+            methods = [(where, name, _method(self.name, where, name)) for where, name in {**hooks, **records}]
             try:
-                for where, name, method, around in methods:
-                    hook = _wrapped(self, method, around)
+                for where, name, method in methods:
+                    hook = method
+                    if record := records.get((where, name)):
+                        hook = _recorded(self, hook, record)
+                    if around := hooks.get((where, name)):
+                        hook = _wrapped(self, hook, around)
                     before = vars(where).get(name)
                     setattr(where, name, hook)
                     self._undo.append((where, name, hook, before))
@@ -251,6 +261,20 @@ def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
 
     setattr(watched, _WATCHER, hooked)
     return type(method)(watched) if isinstance(method, classmethod | staticmethod) else watched
+
+
+def _recorded(hooked: Hooked, method: Any, record: Callable[..., object]) -> Any:
+    """A method whose arguments are recorded in each call, whatever `every` says."""
+    function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if levels.cheap and hooked.active:
+            hooked.ask(f"before {function.__name__}", record, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    setattr(recorded, _WATCHER, hooked)
+    return type(method)(recorded) if isinstance(method, classmethod | staticmethod) else recorded
 
 
 def hooks_of(name: str, owner: type, hooks: Collection[Hook], argument: str) -> list[tuple[Any, str]]:

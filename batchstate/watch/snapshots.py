@@ -130,7 +130,8 @@ def without_tails(entries: Array | list[Any], counts: Any) -> Array | list[Any]:
     """The entries that count in each row, first, and zeros behind them; a negative number counts from the end."""
     counts = np.asarray(counts).astype(np.int64)
     if type(entries) is list:
-        return [row[:count] if count >= 0 else row[count:] for row, count in zip(entries, counts.tolist(), strict=True)]
+        ranges = [slice(count) if count >= 0 else slice(count, None) for count in counts.tolist()]
+        return [row if row is None else row[part] for row, part in zip(entries, ranges, strict=True)]
     entries = np.asarray(entries)
     if counts.size and counts.min() < 0:
         first = np.where(counts < 0, entries.shape[1] + counts, 0)

@@ -105,7 +105,7 @@ def _without_name(tree: ast.AST, number: int) -> str:
 def outcome(call: Callable[[], object]) -> str | None:
     """How a call failed, in one line; None if it did not. A loop that does not end fails after some CPU time."""
     before = signal.signal(signal.SIGVTALRM, _endless)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, MOST_SECONDS)  # again: a check may catch the first
     try:
         call()
     except Exception as error:
@@ -126,6 +126,19 @@ def in_place_of(deletion: Deletion, call: Callable[[], Any]) -> Any:
         setattr(deletion.owner, deletion.method, whole)
 
 
+def accused(engine: Any, seeds: int, options: dict[str, Any]) -> str | None:
+    """What is reported of histories of an engine under one of its declarations."""
+
+    def watched() -> None:
+        with engine.declare(**options) as declared:
+            for seed in range(seeds):
+                driven = engine.drive(seed)
+                if driven is not None:  # a pool that nobody uses any more
+                    declared.expect_idle(driven)
+
+    return outcome(watched)
+
+
 def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = None) -> list[dict[str, Any]]:
     """Deletes every statement of an engine's targets, and runs its driver without checks and under its declarations.
 
@@ -140,17 +153,12 @@ def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = N
             engine.drive(seed, after_each=lambda batch: seen.append(hash(repr(plain(batch)))))
         return seen
 
-    def watched(options: dict[str, Any]) -> None:
-        with engine.declare(**options):
-            for seed in range(seeds):
-                engine.drive(seed)
-
     whole, rows = states([]), []
     if states([]) != whole:
         raise ValueError("the driver does not do the same twice")
     for options in engine.DECLARED.values():
-        if (accused := outcome(partial(watched, options))) is not None:
-            raise ValueError(f"the engine as it is was accused: {accused}")
+        if (report := accused(engine, seeds, options)) is not None:
+            raise ValueError(f"the engine as it is was accused: {report}")
     for owner, method, module in engine.TARGETS:
         for deletion in deletions(owner, method, module):
             if engine.endless(deletion.text):
@@ -161,6 +169,6 @@ def judge(engine: Any, *, seeds: int = 12, fuzz: Callable[[], object] | None = N
             row = {"class": owner.__name__, "method": method, "text": deletion.text, "real": real, "crash": crash}
             rows.append(row | {"silent": seen != whole[: len(seen)]})  # another state before it raised, if it did
             for way, options in engine.DECLARED.items():
-                rows[-1][way] = in_place_of(deletion, partial(outcome, partial(watched, options))) if real else None
+                rows[-1][way] = in_place_of(deletion, partial(accused, engine, seeds, options)) if real else None
             rows[-1]["fuzz"] = in_place_of(deletion, partial(outcome, fuzz)) if real and fuzz is not None else None
     return rows

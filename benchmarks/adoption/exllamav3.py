@@ -1,5 +1,6 @@
 """exllamav3's `PageTable` as it stands in a checkout, watched: nothing of it is changed."""
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from batchstate.watch import WatchedPool, watch_pages
+from batchstate.watch import watch, watch_pages
 from benchmarks.adoption.checkouts import module_of
 
 NAME = "exllamav3"
@@ -67,15 +68,50 @@ def wrong(table: Any) -> list[int]:
     return pages + [row[0] for row, job in zip(jobs, running(table), strict=True) if job_table(job) != row]
 
 
+def contents(table: Any) -> list[int]:
+    """Pages that are full, or that no job has, and whose key is not that of their tokens behind those before."""
+    return [
+        page.page_index
+        for page in table.all_pages
+        if module.is_content_hash(page.phash) and (page.kv_position == PAGE or not page.ref_count)
+        if page.phash != module.tensor_hash_checksum(page.sequence, page.prev_hash)
+    ]
+
+
+def keys(job: Any) -> list[bytes]:
+    """The keys of the full pages of a prompt."""
+    chain: list[Any] = [None]
+    for at in range((len(job.sequence_ids) - 1) // PAGE):
+        tokens = job.sequence_ids.torch_slice(at * PAGE, (at + 1) * PAGE)
+        chain.append(module.tensor_hash_checksum(tokens, chain[-1]))
+    return chain[1:]
+
+
+def computed(job: Any) -> int:
+    """The tokens of the prompt that its first pages hold already."""
+    before = [None, *job.page_hashes]
+    held = [
+        page.kv_position == PAGE and module.tensor_hash_checksum(page.sequence, before[at]) == key
+        for at, (page, key) in enumerate(zip(job.allocated_pages, job.page_hashes, strict=False))
+    ]
+    return PAGE * [*held, False].index(False)
+
+
+def behind(job: Any) -> list[int]:
+    """How many tokens the pages behind the prompt have."""
+    return [page.kv_position for page in job.allocated_pages[len(job.page_hashes) :] if page.kv_position]
+
+
 def job_table(job: Any) -> list[int]:
     """The page numbers that a kernel gets."""
     return [] if job.block_index_tensor is None else list(job.block_index_tensor[0].tolist())
 
 
 # fmt: off
-def declare(**options: Any) -> WatchedPool:
-    """The declaration."""
-    return watch_pages(
+def declare(**options: Any) -> contextlib.ExitStack:
+    """The declaration: of the pages, and of a job that was given its own."""
+    watches = contextlib.ExitStack()
+    watches.enter_context(watch_pages(
         PageTable, after=["deallocate_pages", "num_unreferenced_pages"],
         holders=lambda t: [[page.page_index for page in job.allocated_pages] for job in running(t)],
         free=lambda _: [], cached=lambda t: [page.page_index for page in t.unreferenced_pages.values()],
@@ -85,8 +121,12 @@ def declare(**options: Any) -> WatchedPool:
         keys=lambda t: {page.page_index: page.phash for page in t.all_pages},
         index=lambda t: {key: page.page_index for key, page in (t.referenced_pages | t.unreferenced_pages).items()},
         counters={listed: lambda t: [sum(page.ref_count > 0 for page in t.all_pages), t.max_pages],
-                  wrong: lambda _: []},
-        **options)
+                  wrong: lambda _: [], contents: lambda _: []},
+        **options))
+    watches.enter_context(watch(
+        Sequence, after=["allocate_pages"], num_rows=lambda job: len(job.allocated_pages),
+        derived={"page_hashes": keys, "kv_position": computed, behind: lambda _: []}, **options))
+    return watches
 # fmt: on
 
 
@@ -106,7 +146,7 @@ def start(table: Any, drawn: random.Random) -> None:
         part = ids[:, at : at + PAGE]
         full = part.shape[1] == PAGE and at // PAGE < len(job.page_hashes)
         page.sequence[:, : part.shape[1]] = part
-        page.kv_position = part.shape[1]
+        page.kv_position, page.can_revert = part.shape[1], False
         if full and at:
             page.prev_hash = job.page_hashes[at // PAGE - 1]
 
@@ -154,12 +194,21 @@ def endless(text: str) -> bool:
     return text in ("stack.extend(p.children)", "available_pages.popleft()")
 
 
-def apart(row: dict[str, Any]) -> bool:
-    """Eviction order and statistics, which no page table can be wrong by."""
-    text = row["text"]
-    return row["method"] in ("build_eviction_order", "evict") or any(
-        word in text for word in ("access_serial", "metrics", "non_sequential_pages", "can_revert", "children")
-    )
+KINDS = {
+    "eviction order or a statistic": (
+        "access_serial += 1", "access_serial = ", "access_serial_revert", "metrics", "non_sequential_pages", "children",
+        "self.evict(page, protected_hashes)",
+    ),
+    "links of pages, which eviction follows": ("prev = op", "prev_hash = prev.phash", "prev_hash = None"),
+    "saved hashes: less is found again": ("_revert", "can_revert", "self.backup()", "self.revert()"),
+}  # fmt: skip
+
+
+def apart(row: dict[str, Any]) -> str | None:
+    """The kind of a deletion by which no page table is wrong."""
+    if row["method"] in ("build_eviction_order", "evict"):
+        return "eviction order or a statistic"
+    return next((kind for kind, texts in KINDS.items() if any(text in row["text"] for text in texts)), None)
 
 
 TARGETS = [

@@ -227,6 +227,8 @@ def drive(seed: int, steps: int = 20, after_each: Callable[[Any], object] = id) 
 
 
 DECLARED: dict[str, dict[str, Any]] = {"full": {}, "lag": {"lag": 1}}
+KNOWN: dict[str, dict[str, Any]] = {"ids as logits processors read them": {"ids": ALIGNED}}
+"""What else can be declared, and is reported of the engine as released."""
 
 
 def endless(text: str) -> bool:

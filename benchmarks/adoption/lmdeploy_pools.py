@@ -22,13 +22,24 @@ states = module_of("lmdeploy.pytorch.paging.seq_states.states", packages=PACKAGE
 BLOCK, BLOCKS = 4, 24
 
 
-def in_trie(scheduler: Any) -> Iterator[list[int]]:
-    """The block of each node of the prefix cache."""
-    nodes = [child for root in scheduler.block_trie._roots.values() for child in root.children.values()]
+def in_trie(scheduler: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The tokens up to the end of each block of the prefix cache, and the block."""
+    nodes = [((), root) for root in scheduler.block_trie._roots.values()]
     while nodes:
-        node = nodes.pop()
-        nodes += node.children.values()
-        yield [node.block_id]
+        prefix, parent = nodes.pop()
+        for node in parent.children.values():
+            nodes.append(((*prefix, *node.token_ids.tolist()), node))
+            yield nodes[-1][0], node.block_id
+
+
+def contents(scheduler: Any) -> dict[int, tuple[int, ...]]:
+    """The tokens up to the end of each block of the prefix cache, by the sequences that have it."""
+    tokens = {block: prefix for prefix, block in in_trie(scheduler)}
+    for sequence in all_sequences(scheduler):
+        for at, block in enumerate(sequence.logical_blocks.get_real_blocks().tolist(), 1):
+            if block in tokens:
+                tokens[block] = tuple(sequence.history_cache[: at * BLOCK].tolist())
+    return tokens
 
 
 def all_sequences(scheduler: Any) -> list[Any]:
@@ -64,21 +75,41 @@ def in_sessions(scheduler: Any) -> list[int]:
     return sorted(number for session in scheduler.sessions.values() for number in session.sequences)
 
 
+def in_use(scheduler: Any) -> list[int]:
+    """The blocks of all sequences."""
+    return [block for sequence in all_sequences(scheduler) for block in sequence.logical_blocks.get_real_blocks()]
+
+
+def only_cached(scheduler: Any) -> list[int]:
+    """Blocks that the prefix cache has alone."""
+    return sorted({block for _, block in in_trie(scheduler)} - set(in_use(scheduler)))
+
+
+def held_by_cache(scheduler: Any) -> list[int]:
+    """How many holders are recorded of blocks that the prefix cache has alone."""
+    counts = scheduler.block_manager.allocator._log_mem.ref_count
+    return [int(counts[block]) for block in only_cached(scheduler)]
+
+
 # fmt: off
 def declare(**options: Any) -> WatchedPool:
     """The declaration."""
     return watch_pages(
         module.Scheduler, after=["schedule", "schedule_running", "end_session", "stop_session"],
-        holders=lambda s: [*(seq.logical_blocks.get_real_blocks() for seq in all_sequences(s)), *in_trie(s)],
+        holders=lambda s: [*(seq.logical_blocks.get_real_blocks() for seq in all_sequences(s)),
+                           *([block] for _, block in in_trie(s) if block in in_use(s))],
+        cached=only_cached,
         free=free_blocks, references=lambda s: dict(enumerate(s.block_manager.allocator._log_mem.ref_count.tolist())),
         num_pages=BLOCKS, page_size=BLOCK,
         lengths=lambda s: [seq.num_history_ids if seq.status.name == "RUNNING" else 0 for seq in all_sequences(s)],
-        counters={physical_free: physical_unused, alive: in_sessions},
+        keys=contents, index=lambda s: dict(in_trie(s)),
+        counters={held_by_cache: lambda s: [1] * len(only_cached(s)), physical_free: physical_unused,
+                  alive: in_sessions},
         **options)
 # fmt: on
 
 
-def drive(seed: int, steps: int = 24, after_each: Callable[[Any], object] = id) -> None:
+def drive(seed: int, steps: int = 24, after_each: Callable[[Any], object] = id) -> Any:
     """Sessions begin and end, prompts begin alike, blocks run out. Nothing is compared."""
     drawn = random.Random(seed)
     scheduler = module.Scheduler(
@@ -109,6 +140,7 @@ def drive(seed: int, steps: int = 24, after_each: Callable[[Any], object] = id) 
     for session in list(scheduler.sessions):
         scheduler.end_session(session)
     after_each(seen(scheduler))
+    return scheduler
 
 
 def advance(running: list[Any], mode: Any) -> None:
@@ -139,9 +171,19 @@ def endless(text: str) -> bool:
     return False
 
 
-def apart(row: dict[str, Any]) -> bool:
-    """Eviction order and statistics, which no block can be wrong by."""
-    return any(word in row["text"] for word in ("stats", "access_time", "heap"))
+LESS_REUSED = (
+    "self._extend_trie_path(seq, node, num_complete_blocks)",
+    "self._match_block_prefix(seq)",
+    "matched_nodes.append(child)",
+    "self.block_trie.allocate(seq)",
+)
+
+
+def apart(row: dict[str, Any]) -> str | None:
+    """The kind of a deletion by which no block is wrong."""
+    if any(word in row["text"] for word in ("stats", "access_time", "heap")):
+        return "eviction order or a statistic"
+    return "less of a cached prefix is reused" if row["text"] in LESS_REUSED else None
 
 
 TARGETS = [(blocks.LogicalAllocator, name, blocks) for name in ("allocate", "free", "add_ref_count")]

@@ -18,7 +18,7 @@ ABSENT = (
 )
 """Modules of other devices: an engine asks whether they are there, and has to hear that they are not."""
 
-ENGINES = ("sglang", "vllm", "minisgl", "nanovllm", "lmdeploy", "text_generation_server", "exllamav3")
+ENGINES = ("sglang", "vllm", "minisgl", "nanovllm", "lmdeploy", "text_generation_server", "exllamav3", "tokasaurus")
 BLANK: set[str] = set()
 """Parts of engines that are stood in for, with all that is below them."""
 STOOD_IN: set[str] = set()
@@ -69,7 +69,7 @@ class Anything:
     def __or__(self, other: Any) -> Any:
         return other
 
-    __ror__ = __or__
+    __radd__ = __ror__ = __or__
 
     def __lt__(self, other: Any) -> bool:
         return False

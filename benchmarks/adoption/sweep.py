@@ -24,11 +24,11 @@ import torch
 from batchstate.levels import checks
 from batchstate.runtime import open_runtime
 from benchmarks.adoption import deletions
-from benchmarks.adoption.deletions import judge
+from benchmarks.adoption.deletions import accused, judge
 from benchmarks.machine import machine
 from benchmarks.peers.installed import PeerError
 
-ENGINES = ("tgi", "lmdeploy", "vllm_mrv2", "lmdeploy_pools", "exllamav3")
+ENGINES = ("tgi", "lmdeploy", "vllm_mrv2", "lmdeploy_pools", "exllamav3", "tokasaurus")
 
 
 def said(report: str | None) -> str | None:
@@ -44,12 +44,17 @@ def sweep_of(engine: Any, *, seeds: int) -> dict[str, Any]:
     silent = [row for row in rows if row["silent"]]
     for row in silent:
         row |= {way: row[way] if (row[way] or "").startswith("Violation") else None for way in engine.DECLARED}
-    apart = getattr(engine, "apart", lambda _: False)
-    counted = [row for row in silent if not apart(row)]
+    kinds = [getattr(engine, "apart", lambda _: None)(row) for row in silent]
+    counted = [row for row, kind in zip(silent, kinds, strict=True) if kind is None]
     return {
         "deletions": len(rows),
         "crash": sum(row["real"] and not row["silent"] for row in rows),
-        "apart": [f"{row['method']}: {row['text']}" for row in silent if apart(row)],
+        "apart": [
+            {"statement": f"{row['class']}.{row['method']}: {row['text']}", "kind": kind}
+            | {way: said(row[way]) for way in engine.DECLARED}
+            for row, kind in zip(silent, kinds, strict=True)
+            if kind is not None
+        ],
         "change the state": len(counted),
         "found": {way: sum(row[way] is not None for row in counted) for way in engine.DECLARED},
         "list": [
@@ -76,6 +81,12 @@ def sweep(name: str, seeds: int) -> dict[str, Any]:
         missed = [way for way in engine.DECLARED if row[way] is None]
         if missed:
             print(f"  missed by {', '.join(missed)}: {row['statement']}")
+    for row in swept["apart"]:
+        print(f"  apart, {row['kind']}{' (reported)' * bool(row['full'])}: {row['statement']}")
+    for way, options in getattr(engine, "KNOWN", {}).items():
+        with checks("full"):
+            swept.setdefault("as released", {})[way] = fault = said(accused(engine, seeds, options))
+        print(f"  as released, {way}: {fault}")
     return {name: swept}
 
 

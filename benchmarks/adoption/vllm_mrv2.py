@@ -131,6 +131,55 @@ def unapplied(runner: Any) -> list[str]:
 
 PARTS = ("indices", "starts", "contents", "cu_lens", "max_len")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
+LOGPROBS: dict[Any, int] = {None: sample_module.NO_LOGPROBS, -1: 100}
+STATES, BLOCKS, SAMPLES = "req_states.", "block_tables.block_tables.", "sampling_states."
+SAYS: dict[Any, Callable[[Any], Any]] = {
+    f"{STATES}prompt_len.gpu": lambda req: len(req.prompt),
+    f"{STATES}prefill_len.gpu": lambda req: len(req.prompt),
+    f"{STATES}all_token_ids.gpu": lambda req: req.prompt,
+    f"{STATES}max_seq_len": lambda req: len(req.prompt) + req.params.max_tokens,
+    f"{STATES}num_computed_prefill_tokens": lambda req: req.cached,
+    **{f"{BLOCKS}{group}.gpu": partial(lambda group, req: req.blocks[group], group) for group in (0, 1)},
+    f"{SAMPLES}temperature.gpu": lambda req: req.params.temperature,
+    f"{SAMPLES}top_k.gpu": lambda req: req.params.top_k if 0 < req.params.top_k <= 100 else 100,
+    f"{SAMPLES}top_p.gpu": lambda req: req.params.top_p,
+    f"{SAMPLES}min_p.gpu": lambda req: req.params.min_p,
+    f"{SAMPLES}seeds.gpu": lambda req: req.params.seed,
+    f"{SAMPLES}seeds_set": lambda req: req.params.seed is not None,
+    f"{SAMPLES}num_logprobs": lambda req: LOGPROBS.get(req.params.logprobs, req.params.logprobs),
+}
+"""What each column holds of a request, by the arguments of `add_requests` and `update_requests`."""
+BEGINS: dict[Any, Callable[[Any], Any]] = {
+    f"{STATES}total_len.gpu": lambda req: len(req.prompt) if req.new else None,
+    f"{STATES}num_computed_tokens.gpu": lambda req: req.cached if req.new else None,
+}
+"""What the device goes on to count, as it begins."""
+
+
+def joined(records: dict[str, Any], runner: Any, requests: list[Any]) -> None:
+    """Keeps what the scheduler says of requests that join."""
+    for req in requests:
+        blocks = tuple(list(numbers) for numbers in req.blocks)
+        records[req.name] = SimpleNamespace(
+            prompt=req.prompt, params=req.params, cached=req.cached, blocks=blocks, new=True
+        )
+
+
+def went_on(records: dict[str, Any], runner: Any, requests: list[Any]) -> None:
+    """Keeps what the scheduler says of requests that go on."""
+    for req in requests:
+        records[req.name].new = False
+        for blocks, new in zip(records[req.name].blocks, req.new_blocks or (), strict=False):
+            blocks += new
+
+
+def left(records: dict[str, Any], runner: Any, names: list[str]) -> None:
+    """Lets go of requests that leave."""
+    for name in names:
+        records.pop(name, None)
+
+
+RECORDS: dict[str, Any] = {"add_requests": joined, "update_requests": went_on, "finish_requests": left}
 
 
 # fmt: off
@@ -145,7 +194,7 @@ def declare(**options: Any) -> contextlib.ExitStack:
     watches = contextlib.ExitStack()
     watches.enter_context(watch(
         Runner, after=["execute_model"], moves=["finish_requests"], num_rows=lambda _: ROWS, buffers=True,
-        key="req_states.index_to_req_id",
+        key="req_states.index_to_req_id", from_requests=SAYS, records=RECORDS,
         pairs=[*((name + host, name + device) for name, host, device in sides),
                ("block_tables.num_blocks.np", "block_tables.num_blocks.gpu"),
                ("req_states.num_computed_tokens_np", "req_states.num_computed_tokens.gpu", "upper_bound")],
@@ -160,6 +209,9 @@ def declare(**options: Any) -> contextlib.ExitStack:
         derived={"req_states.index_to_req_id": lambda r: {row: n for n, row in r.req_states.req_id_to_index.items()},
                  "req_states.free_indices": free_rows, unapplied: lambda _: []},
         **options))
+    watches.enter_context(watch(
+        Runner, after=["add_requests"], num_rows=lambda _: ROWS, buffers=True, key="req_states.index_to_req_id",
+        from_requests=BEGINS, records=RECORDS, **options))
     if not options:
         watches.enter_context(watch_log(
             StagedWriteTensor, apply=["apply_write", (buffers.FusedStagedWriter, "apply")], device="gpu",

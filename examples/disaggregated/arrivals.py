@@ -169,11 +169,12 @@ class Arrivals:
 
     def turn(self) -> list[Arrival]:
         """Hears, asks for more, and says; the attempts that are complete. Never waits."""
+        no_room = bool(self._complete)  # put back: what gets free is theirs
         self._hear()
         self._give_up()
         for lease in self.receiver.poll():
             self._changed(lease)
-        while self.waiting and self._ask():
+        while not no_room and self.waiting and self._ask():
             pass
         self._say()
         complete, self._complete = list(self._complete), deque()

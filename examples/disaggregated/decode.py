@@ -226,13 +226,14 @@ class DecodeWorker:
         return fits and self.slots.stats.free > 0 and self.arrivals.host_room_for(request)
 
     def _join_arrived(self, arrived: list[Arrival]) -> None:
-        for number, arrival in enumerate(arrived):
+        without_room: list[Arrival] = []
+        for arrival in arrived:
             request, slot, kind = arrival.request, arrival.slot, self._kinds[arrival.request.number]
             with self.runtime.use(self._forward.stream):
                 hot = self._admitted(arrival, kind)
             if hot is None:
-                self.arrivals.put_back(arrived[number:])
-                return
+                without_room.append(arrival)  # one behind it may hold what it waits for
+                continue
             assert arrival.first_token is not None
             request.append([arrival.first_token], self._eos)
             if kind == "staged":
@@ -242,6 +243,7 @@ class DecodeWorker:
                 self._writes.append(hot)
                 self._forward.publish_known(slot, request.prompt, arrival.first_token)
                 self._batch = self._batch.merge(self._row(slot, request))
+        self.arrivals.put_back(without_room)
 
     def _admitted(self, arrival: Arrival, kind: str) -> TableWrite | None:
         """Takes over a request that is here; the write of its row of the hot table. None: there is no room yet."""

@@ -4,7 +4,7 @@ A bug notes what it disturbs where it can say so, and the words of the verifier 
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module, resources
 from typing import Any, final
 
@@ -46,6 +46,7 @@ class Bug:
         kind: of state that goes wrong.
         sentence: what goes wrong.
         switch: changes the functions.
+        choices: settings of the engine in which it can act, in place of all.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Bug:
     kind: str
     sentence: str
     switch: Switch
+    choices: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
@@ -66,12 +68,12 @@ class Bug:
 _BUGS: list[Bug] = []
 
 
-def bug(engine: str, kind: str) -> Callable[[Switch], Switch]:
+def bug(engine: str, kind: str, **choices: Sequence[Any]) -> Callable[[Switch], Switch]:
     """Lists the function below as a bug, whose name it has and whose sentence is its docstring."""
 
     def listed(switch: Switch) -> Switch:
         sentence = " ".join((switch.__doc__ or "").split())
-        _BUGS.append(Bug(switch.__name__, engine, kind, sentence, switch))
+        _BUGS.append(Bug(switch.__name__, engine, kind, sentence, switch, choices))
         return switch
 
     return listed

@@ -85,7 +85,7 @@ def mini_sglang_prefix_too_long(patch: Patch) -> None:
         return longer
 
 
-@bug(_ENGINE, "freed early")
+@bug(_ENGINE, "freed early", kv_tokens=(128,), cache=("radix",))
 def mini_sglang_tail_freed(patch: Patch) -> None:
     """The end of a request frees the last page that it has left in the tree."""
 

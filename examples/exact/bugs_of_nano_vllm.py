@@ -40,7 +40,7 @@ def nano_vllm_page_of_another(patch: Patch) -> None:
         return table
 
 
-@bug("nano_vllm", "freed early")
+@bug("nano_vllm", "freed early", kv_tokens=(128,))
 def nano_vllm_not_shared(patch: Patch) -> None:
     """A prefix hit on a page in use does not count as a holder of it."""
 

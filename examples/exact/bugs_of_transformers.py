@@ -40,7 +40,7 @@ def transformers_page_of_another(patch: Patch) -> None:
         return rows
 
 
-@bug("transformers", "freed early")
+@bug("transformers", "freed early", kv_tokens=(256,), page_size=(4,), sharing=(True,), windows=(0,))
 def transformers_shared_block_freed(patch: Patch) -> None:
     """A block with one holder left counts as free."""
 
@@ -67,7 +67,7 @@ def transformers_length_short(patch: Patch) -> None:
         return original(self, request, past, new)[past > 0 :]
 
 
-@bug("transformers", "prefix matched too long")
+@bug("transformers", "prefix matched too long", page_size=(4,), sharing=(True,), windows=(0,))
 def transformers_hash_without_parent(patch: Patch) -> None:
     """The hash of a block forgets the blocks before it, so that equal tokens behind another history match."""
 
@@ -104,7 +104,7 @@ def transformers_position_after_chunk(patch: Patch) -> None:
                 disturb([int(row.state.request_id)])
 
 
-@bug("transformers", "prefix matched too long")
+@bug("transformers", "prefix matched too long", kv_tokens=(256,), sharing=(True,), windows=(0,))
 def transformers_evicted_hash_kept(patch: Patch) -> None:
     """A block that is evicted keeps its hash, and is matched after others have written it."""
 
@@ -163,7 +163,7 @@ def generate_draft_kept(patch: Patch) -> None:
         original(self, count + (count < 0))
 
 
-@bug("generate", "state row kept")
+@bug("generate", "state row kept", layers=(2,))
 def generate_state_kept(patch: Patch) -> None:
     """The state behind the first forward is kept, those behind later ones are not."""
 
@@ -189,7 +189,7 @@ def generate_static_row(patch: Patch) -> None:
         return kept
 
 
-@bug("generate", "window front")
+@bug("generate", "window front", layers=(1,))
 def generate_window_short(patch: Patch) -> None:
     """A full window keeps one entry too few."""
 

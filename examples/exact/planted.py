@@ -41,7 +41,7 @@ from examples.exact.stand_ins import MissingPeerError
 
 Reads = set[bytes]
 Key = tuple[str, int, int]
-"""An engine, the number of a sequence of histories, and the place of one of them."""
+"""An engine, with the settings if they are narrowed, the number of a sequence of histories, and the place of one."""
 SCALES = (0.3, 0.02)
 """Weights of the float models: sharp ones, and those that checkpoints begin with."""
 FLOAT_REQUESTS = 60
@@ -152,10 +152,13 @@ class Planter:
         """One bug on the histories of one number, until a text of each model has changed."""
         trial, before = Trial(), 0
         engine = _engine(bug.engine)
-        if (bug.engine, number) not in self._drawn:
-            self._drawn[bug.engine, number] = first_histories(engine, number, self._requests)
-        for place, history in enumerate(self._drawn[bug.engine, number]):
-            key = (bug.engine, number, place)
+        if bug.choices:
+            choices = {**engine.choices, **bug.choices}
+            engine = attrs.evolve(engine, name=f"{bug.engine} {bug.choices}", choices=choices)
+        if (engine.name, number) not in self._drawn:
+            self._drawn[engine.name, number] = first_histories(engine, number, self._requests)
+        for place, history in enumerate(self._drawn[engine.name, number]):
+            key = (engine.name, number, place)
             if trial.text is None:
                 self._exact(bug, engine, history, key, trial, before)
             for model, seen in enumerate(trial.floats):
@@ -180,7 +183,8 @@ class Planter:
         if reports and not trial.report:
             trial.report, trial.true = str(reports[0]), is_true(reports[0])
         if outcome.differences:
-            trial.text = before + 1 + min(difference.finished for difference in outcome.differences)
+            wrong = {difference.request.number for difference in outcome.differences}
+            trial.text = before + 1 + next(at for at, number in enumerate(outcome.texts) if number in wrong)
         elif outcome.error is not None and not trial.error:
             trial.error = f"{type(outcome.error).__name__}: {outcome.error}"
 
@@ -247,7 +251,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{bug.name}: skipped: {error}")
             continue
         rows.append(_row(bug, [planter.trial(bug, number) for number in range(args.sequences)]))
-        print("  ".join(f"{name} {value}" for name, value in rows[-1].items() if name != "sentence"), flush=True)
+        print(
+            "  ".join(f"{name} {value}" for name, value in rows[-1].items() if name not in ("sentence", "choices")),
+            flush=True,
+        )
     seen = [row["requests"] for row in rows if row["text"]]
     summary = {
         "bugs": len(rows),
@@ -274,6 +281,7 @@ def _row(bug: Bug, trials: Sequence[Trial]) -> dict[str, Any]:
         "bug": bug.name,
         "kind": bug.kind,
         "sentence": bug.sentence,
+        "choices": {name: list(values) for name, values in bug.choices.items()},
         "read": sum(trial.read for trial in trials),
         "text": len(texts),
         "requests": statistics.median(texts) if texts else None,

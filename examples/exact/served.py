@@ -7,6 +7,7 @@ from typing import final
 import torch
 
 from batchstate.testing.exact import ExactModel, Read, Verifier
+from batchstate.testing.exact.hashing import decode
 from examples.engine.attention import KVMemory, PagedKV, PagedView
 
 
@@ -96,9 +97,11 @@ class _Cache:
         )
         read = Read(all_keys, all_values, self._visible, self._columns)
         if self._verifier is not None and self._requests:
-            mine = Read(read.keys[:, self._used], read.values, self._visible, self._columns[:, self._used])
             rows = torch.cat([run.kv_rows.flatten() for run in self._runs])[self._used]
-            self._verifier.look(layer, mine, self._requests, self._lens, rows, self._page_size, self._drafts)
+            words, columns = decode(all_keys[0, self._used]), self._columns[0, self._used]
+            self._verifier.look(
+                layer, words, columns, rows, self._requests, self._lens, drafts=self._drafts, page_size=self._page_size
+            )
         return read
 
     def advance(self, layer: int, inputs: torch.Tensor) -> torch.Tensor:

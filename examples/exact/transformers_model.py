@@ -8,7 +8,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from batchstate.testing.exact import ExactModel, Read, Verifier
-from batchstate.testing.exact.hashing import from_octets, octets
+from batchstate.testing.exact.hashing import decode, from_octets, octets
 from batchstate.testing.exact.model import advanced
 from batchstate.testing.exact.text import Layer
 
@@ -133,7 +133,10 @@ class _Paged:
         lens = entries.diff().tolist()[: len(requests)]
         rows = kwargs["read_index"][allocator.index]
         if verifier is not None and len(rows) >= sum(lens):  # of a sliding layer new entries have no row of their own
-            verifier.look(layer, read, requests, lens, rows, allocator.block_physical_stride, [0] * len(lens))
+            words = decode(read.keys[0])
+            verifier.look(
+                layer, words, read.columns[0], rows, requests, lens, page_size=allocator.block_physical_stride
+            )
 
     def advance(self, layer: int, inputs: torch.Tensor) -> torch.Tensor:
         """Continuous batching has no layers of state."""
@@ -173,10 +176,8 @@ class _Padded:
         guesses = read.visible.shape[1] - 1 if self._lm.guesses else 0
         for row, request in enumerate(self._lm.requests()):
             places = read.visible[row, -1].nonzero()[:, 0]
-            part = slice(row, row + 1)
-            keys, values = read.keys[part, places], read.values[part, places]
-            mine = Read(keys, values, read.visible[part], read.columns[part, places])
-            verifier.look(layer, mine, [request], [len(places)], places, 1, [min(guesses, len(places))])
+            words, columns, count = decode(read.keys[row, places]), read.columns[row, places], len(places)
+            verifier.look(layer, words, columns, places, [request], [count], drafts=[min(guesses, count)])
 
     def advance(self, layer: int, inputs: torch.Tensor) -> torch.Tensor:
         """See `Cache.advance`. Padding on the left leaves the state at its beginning."""
@@ -187,9 +188,13 @@ class _Padded:
             before = torch.zeros_like(inputs[:, 0])
         used = None if self._mask is None else self._mask[:, -inputs.shape[1] :].bool()
         if self._lm.verifier is not None:
-            count = inputs.shape[1] if used is None else used.sum(-1)
-            past, requests = (self._positions[:, -1] + 1 - count).tolist(), self._lm.requests()
-            self._lm.verifier.look_at_states(layer, before, requests, past, torch.arange(len(before)))
+            count = torch.ones_like(inputs).sum(-1) if used is None else used.sum(-1)
+            last = self._positions[:, -1] - count
+            goes_on = (last >= 0) & (count > 0)  # others begin, or have a chunk of padding alone: they read no state
+            for row, request in enumerate(self._lm.requests()):
+                part = slice(row, row + int(goes_on[row]))
+                rows = torch.arange(part.start, part.stop)
+                self._lm.verifier.look(layer, before[part], last[part], rows, [request], [len(rows)])
         states = advanced(before, inputs, used)
         self._cache.update_recurrent_state(octets(states[:, -1], self._lm.exact.dtype), layer)
         return states

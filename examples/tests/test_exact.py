@@ -4,18 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from batchstate.testing.exact import Arrival, ExactModel, History, Oracle, Wave, play
+from batchstate.testing.exact import Arrival, ExactModel, History, Oracle, Verifier, Wave, play
 from examples.exact import cost, planted
 from examples.exact.__main__ import engine_named, main
 from examples.exact.bugs import Bug, bugs
 from examples.exact.disaggregated import DISAGGREGATED
 from examples.exact.example import EXAMPLE
 from examples.exact.stand_ins import MissingPeerError
+from examples.exact.transformers import GENERATE
 
 PLAIN = {name: values[0] for name, values in EXAMPLE.choices.items()}
 
@@ -79,9 +81,32 @@ def test_a_prompt_is_prefilled_where_there_is_room_still() -> None:
     first += [(other, 1), (other, 1)]
     waves: list[tuple[list[Any], int]] = [(first, 6), ([(one, 11), (one, 1), (one, 21)], 30)]
     history = History(settings, tuple(Wave(tuple(Arrival(*part) for part in parts), steps) for parts, steps in waves))
-    spec = DISAGGREGATED.spec(history.settings)
-    outcome = play(DISAGGREGATED, history, Oracle(spec), ExactModel(spec, dtype=torch.float64))
+    assert_right(history)
+
+
+def test_a_chunk_of_padding_reads_no_state() -> None:
+    """`generate` in chunks, a long prompt beside a short one, with a layer of state: the verifier accuses nobody."""
+    settings = {name: values[0] for name, values in GENERATE.choices.items()} | {"chunk": 7, "layers": 2}
+    history = History(settings, (Wave((Arrival(((0, 30),), 3), Arrival(((1, 2),), 3)), 0),))
+    spec, verifier = GENERATE.spec(settings), Verifier()
+    outcome = play(GENERATE, history, Oracle(spec), ExactModel(spec), verifier)
+    assert (outcome.wrong, verifier.reports) == (False, [])
+
+
+def assert_right(history: History) -> None:
+    """The disaggregated engine says every right text, and stops."""
+    engine = attrs.evolve(DISAGGREGATED, patience=1000)
+    spec = engine.spec(history.settings)
+    outcome = play(engine, history, Oracle(spec), ExactModel(spec, dtype=history.settings["dtype"]))
     assert (outcome.error, outcome.wrong) == (None, False)
+
+
+def test_a_request_without_room_lets_those_behind_it_pass() -> None:
+    """A history that once did not end, shrunk: what the first of two arrivals waited for was held by the second."""
+    settings = {name: values[0] for name, values in DISAGGREGATED.choices.items()}
+    settings |= {"landing": "mixed", "staged": 0.3, "max_running": 2}
+    arrivals = tuple(Arrival(((0, 1),), 1) for _ in range(18))
+    assert_right(History(settings, (Wave((*arrivals, Arrival(((0, 90),), 24)), 0),)))
 
 
 @pytest.mark.parametrize("name", ["mini_sglang_mended", "nano_vllm"])

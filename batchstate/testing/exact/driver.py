@@ -81,7 +81,6 @@ class ExactReport:
         failure: the shortest history that fails.
         outcome: of it.
         message: says in words what went wrong in it, with those of the verifier.
-        before: requests that had finished when the first wrong answer did, over all histories; None without one.
     """
 
     engine: str
@@ -92,7 +91,6 @@ class ExactReport:
     failure: History | None = None
     outcome: Outcome | None = None
     message: str = ""
-    before: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
@@ -144,8 +142,6 @@ def hunt(
         report.histories += 1
         if outcome.wrong or reports:
             report.differences = len(outcome.differences) + (outcome.error is not None)
-            ahead = min((difference.finished for difference in outcome.differences), default=len(outcome.finished))
-            report.before = report.requests + ahead
             served = report.requests + history.requests
             _log.warning("a history of %s failed by request %d: it is shrunk", engine.name, served)
             report.failure = reduced(engine, history, fails, seconds=shrink_seconds)

@@ -1,5 +1,7 @@
 """Histories of requests, and what an engine needs to be put through one. Needs no Hypothesis."""
 
+import contextlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
@@ -47,24 +49,19 @@ class Adapter(Protocol):
 
     def add(self, request: Request) -> None:
         """A request arrives."""
-        ...
 
     def abort(self, number: int) -> None:
         """The client of a request that has not finished hangs up; its further tokens are of no interest."""
-        ...
 
     def step(self) -> Mapping[int, Sequence[int]]:
         """Lets the engine do one step, and returns the tokens that have come of it, by request."""
-        ...
 
     @property
     def busy(self) -> bool:
         """Whether the engine has anything to do."""
-        ...
 
     def close(self) -> None:
         """Gives back what it holds."""
-        ...
 
 
 @final
@@ -162,13 +159,11 @@ class Difference:
 
     Attributes:
         request: whose.
-        finished: how many requests had finished before it.
         at: the first token that differs.
         got, right: both texts.
     """
 
     request: Request
-    finished: int
     at: int
     got: tuple[int, ...]
     right: tuple[int, ...]
@@ -187,7 +182,7 @@ class Outcome:
 
     Attributes:
         finished: requests that finished, in order.
-        texts: the answer of each, as far as it came.
+        texts: the answer of each request that finished or was aborted, in order, as far as it came.
         differences: those that are wrong.
         error: the exception of the engine that ended it early, or an `AdapterError`.
     """
@@ -203,8 +198,13 @@ class Outcome:
         return bool(self.differences or self.error)
 
     def __str__(self) -> str:
-        failed = [] if self.error is None else [f"the engine has failed: {type(self.error).__name__}: {self.error}"]
-        return "\n".join([*map(str, self.differences), *failed])
+        lines = [*map(str, self.differences)]
+        if self.error is not None:
+            lines.append(f"the engine has failed: {type(self.error).__name__}: {self.error}")
+        if self.error is not None and not isinstance(self.error, AdapterError):
+            last = traceback.extract_tb(self.error.__traceback__)[-1]
+            lines.append(f"  {last.filename}:{last.lineno}, in {last.name}")
+        return "\n".join(lines)
 
 
 def play(
@@ -212,8 +212,8 @@ def play(
 ) -> Outcome:
     """Plays a history, and compares each answer, aborted ones as far as they came.
 
-    An engine that fails is a result, and so is an adapter that loses a request, returns tokens behind its end or of
-    nobody, or never ends: see `Outcome.error`.
+    An engine that fails, also as it is made or closed, is a result, and so is an adapter that loses a request, returns
+    tokens behind its end or of nobody, or never ends: see `Outcome.error`.
 
     Args:
         engine: made anew for it.
@@ -222,14 +222,13 @@ def play(
         model: that the engine runs.
         verifier: expects the requests of the history, and is told of what is read.
     """
-    player = _Player(engine, oracle, verifier, engine.open(history.settings, model, verifier))
+    outcome = Outcome()
     try:
-        player.play(history)
+        with contextlib.closing(engine.open(history.settings, model, verifier)) as adapter:
+            _Player(engine, oracle, verifier, adapter, outcome).play(history)
     except Exception as error:
-        player.outcome.error = error
-    finally:
-        player.adapter.close()
-    return player.outcome
+        outcome.error = error
+    return outcome
 
 
 @attrs.define
@@ -238,7 +237,7 @@ class _Player:
     oracle: Oracle
     verifier: Verifier | None
     adapter: Adapter
-    outcome: Outcome = attrs.field(factory=Outcome)
+    outcome: Outcome
     requests: list[Request] = attrs.field(factory=list)
     open: dict[int, list[int]] = attrs.field(factory=dict)
     aborted: set[int] = attrs.field(factory=set)
@@ -306,9 +305,9 @@ class _Player:
         request = self.requests[number]
         self.outcome.texts[number] = got = tuple(self.open.pop(number))
         right = self._answer(request).tokens
-        differ = [at for at, token in enumerate(got) if token != right[at]]
-        if differ:
-            self.outcome.differences.append(Difference(request, len(self.outcome.finished), differ[0], got, right))
+        at = next((at for at, token in enumerate(got) if token != right[at]), None)
+        if at is not None:
+            self.outcome.differences.append(Difference(request, at, got, right))
 
     def _answer(self, request: Request) -> Answer:
         return self.oracle.answer(request.prompt, request.max_new_tokens, request.temperature)

@@ -4,13 +4,14 @@ It reads through the engine's own cache, and all that it is pointed at counts: e
 positions that it is given. One wrong byte changes the next token of the request and every one behind it.
 """
 
+from collections.abc import Mapping
 from typing import Protocol, final
 
 import attrs
 import torch
 
 from batchstate.testing.exact.hashing import decode, encode, mix_tensor, modulo, signed
-from batchstate.testing.exact.text import COLUMN, KEY, LAYER, POSITION, TOKEN, TURN, VALUE, ExactSpec
+from batchstate.testing.exact.text import COLUMN, KEY, LAYER, POSITION, TOKEN, TURN, VALUE, ExactSpec, sampling_shift
 
 __all__ = ["Cache", "ExactModel", "Read", "advanced"]
 
@@ -38,11 +39,9 @@ class Cache(Protocol):
 
     def attend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Read:
         """Keeps new entries, dtype[b, t, heads, head_dim] each, where the engine says, and reads what it says."""
-        ...
 
     def advance(self, layer: int, inputs: torch.Tensor) -> torch.Tensor:
         """The states int64[b, t] of a layer of state behind each input int64[b, t]; see `advanced`. Keeps the last."""
-        ...
 
 
 class ExactModel:
@@ -51,10 +50,13 @@ class ExactModel:
     Args:
         spec: its shape.
         dtype: of the entries in memory: a floating dtype of 16 bits or more.
+        forced: of the oracle, where it forces answers.
     """
 
-    def __init__(self, spec: ExactSpec, *, dtype: torch.dtype = torch.float32) -> None:
-        self.spec, self.dtype = spec, dtype
+    def __init__(
+        self, spec: ExactSpec, *, dtype: torch.dtype = torch.float32, forced: Mapping[int, int] | None = None
+    ) -> None:
+        self.spec, self.dtype, self._forced = spec, dtype, forced
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         """The hash int64[b, t] behind each token int64[b, t] at its position int64[b, t]."""
@@ -78,14 +80,17 @@ class ExactModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32[..., vocab_size] of hashes int64[...]: 0 for the next token, and -10,000 for all others."""
         tokens = modulo(hidden, self.spec.vocab_size)
+        if self._forced:
+            words = hidden.flatten().tolist()
+            chosen = [self._forced.get(*pair) for pair in zip(words, tokens.flatten().tolist(), strict=True)]
+            tokens = torch.tensor(chosen, device=hidden.device).view(hidden.shape)
         logits = torch.full((*tokens.shape, self.spec.vocab_size), -1e4, device=tokens.device)
         return logits.scatter_(-1, tokens.unsqueeze(-1), 0.0)
 
     def sample(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
         """Tokens int64[n] of logits float[n, vocab_size], moved by what each row's temperature float32[n] is."""
-        bits = temperatures.float().view(torch.int32).long()
-        shifts = torch.where(bits == 0, 0, modulo(mix_tensor(bits * signed(TURN)), self.spec.vocab_size))
-        return (logits.argmax(-1) + shifts) % self.spec.vocab_size
+        shifts = [sampling_shift(temperature, self.spec.vocab_size) for temperature in temperatures.tolist()]
+        return (logits.argmax(-1) + torch.tensor(shifts, device=logits.device)) % self.spec.vocab_size
 
 
 def _sums(visible: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,14 @@
 """A packed forward: requests one behind the other, each with queries of its own, and KV memory read by rows."""
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import final
 
 import attrs
 import torch
 from torch.nn.functional import pad
 
-from batchstate.testing.exact.hashing import from_octets, octets
+from batchstate.testing.exact.hashing import decode, from_octets, octets
 from batchstate.testing.exact.model import Read, advanced
 from batchstate.testing.exact.verify import Verifier
 
@@ -69,9 +70,6 @@ class PackedCache:
         self._state_rows = torch.zeros(len(query_lens), dtype=torch.int64) if state_rows is None else state_rows
         self._requests, self._verifier = requests, verifier
         queries, entries = torch.tensor(query_lens), torch.tensor(kv_lens)
-        takes_part = queries > 0
-        self._read_rows = self._read_rows[takes_part.repeat_interleave(entries).to(write_rows.device)]
-        entries = entries * takes_part
         self._query_lens, self._kv_lens = queries.tolist(), entries.tolist()
         ends, behind, device = entries.cumsum(0), queries.cumsum(0), positions.device
         owners = torch.arange(len(queries)).repeat_interleave(queries)
@@ -98,26 +96,21 @@ class PackedCache:
         if self._verifier is not None:
             drafts = [max(queries - 1, 0) if self._guesses else 0 for queries in self._query_lens]
             self._verifier.look(
-                layer, read, self._requests, self._kv_lens, self._read_rows, self._memory.page_size, drafts
-            )
+                layer, decode(read_keys[0]), self._columns, self._read_rows, self._requests, self._kv_lens,
+                drafts=drafts, page_size=self._memory.page_size,
+            )  # fmt: skip
         return read
 
     def advance(self, layer: int, inputs: torch.Tensor) -> torch.Tensor:
         """See `Cache.advance`. A request whose queries are all its entries begins anew, whatever its row holds."""
         rows, memory = self._state_rows.long(), self._memory.keys[layer]
-        begins = torch.tensor(
-            [queries == entries for queries, entries in zip(self._query_lens, self._kv_lens, strict=True)]
-        )
-        before = torch.where(begins.to(rows.device), 0, from_octets(memory[rows]))
+        past = torch.tensor(self._kv_lens, device=rows.device) - torch.tensor(self._query_lens, device=rows.device)
+        before = torch.where(past == 0, 0, from_octets(memory[rows]))
         if self._verifier is not None:
-            past = [entries - queries for queries, entries in zip(self._query_lens, self._kv_lens, strict=True)]
-            self._verifier.look_at_states(layer, before, self._requests, past, rows)
-        states = torch.zeros_like(inputs)
-        first = 0
-        for row, queries in enumerate(self._query_lens):
-            if queries:
-                part = slice(first, first + queries)
-                states[:, part] = advanced(before[row : row + 1], inputs[:, part])
-                memory[rows[row]] = octets(states[0, part.stop - 1], memory.dtype)
-                first += queries
-        return states
+            goes_on = (past > 0).tolist()
+            self._verifier.look(layer, before[past > 0], past[past > 0] - 1, rows[past > 0],
+                                [*compress(self._requests, goes_on)], [1] * sum(goes_on))  # fmt: skip
+        parts = torch.split(inputs[0, : sum(self._query_lens)], self._query_lens)
+        states = [advanced(before[row : row + 1], part[None])[0] for row, part in enumerate(parts)]
+        memory[rows] = octets(torch.stack([state[-1] for state in states]), memory.dtype)
+        return pad(torch.cat(states), (0, inputs.shape[1] - sum(self._query_lens)))[None]

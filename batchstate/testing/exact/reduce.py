@@ -19,7 +19,6 @@ def reduced(
     history: History,
     fails: Callable[[History], bool],
     *,
-    plays: int = 600,
     seconds: float = 60.0,
 ) -> History:
     """The shortest failing history that passes of smaller and smaller changes lead to.
@@ -28,18 +27,14 @@ def reduced(
         engine: whose settings these are.
         history: that fails.
         fails: plays one, and says whether it fails too.
-        plays: histories tried at most.
         seconds: after which no further one is tried.
     """
-    end = time.perf_counter() + seconds
-    passes = (_without, _longer, _shorter, _plainer)
-    left, again = plays, True
-    while again and left > 0:
+    end, again = time.perf_counter() + seconds, True
+    while again:
         again = False
-        for smaller in passes:
+        for smaller in (_without, _longer, _shorter, _plainer):
             candidates = smaller(engine, history)
-            while left > 0 and (candidate := next(candidates, None)) is not None:
-                left = left - 1 if time.perf_counter() < end else 0
+            while time.perf_counter() < end and (candidate := next(candidates, None)) is not None:
                 if candidate != history and fails(candidate):
                     history, again = candidate, True
                     candidates = smaller(engine, history)

@@ -90,10 +90,14 @@ class Oracle:
 
     Args:
         spec: of the model.
+
+    Attributes:
+        forced: hash behind a history -> token that goes on with it, not yet moved by a sampling row; for the model.
     """
 
     def __init__(self, spec: ExactSpec) -> None:
         self.spec = spec
+        self.forced: dict[int, int] = {}
         self._answers: dict[tuple[tuple[int, ...], int, float], Answer] = {}
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int, temperature: float = 0.0) -> Answer:
@@ -103,12 +107,24 @@ class Oracle:
             self._answers[key] = self._answered(*key)
         return self._answers[key]
 
+    def force(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 0.0) -> None:
+        """Makes tokens, as of a recording, the right answer to a prompt, before that is asked for.
+
+        Of two answers to one prompt the first stays up to where they part: only the history says to a model whose a
+        forward is.
+        """
+        shift, chain = sampling_shift(temperature, self.spec.vocab_size), _Chain(self.spec)
+        for token in prompt[:-1]:
+            chain.append(token)
+        for token, following in zip([prompt[-1], *tokens], tokens, strict=False):
+            self.forced.setdefault(signed(chain.append(token)), (following - shift) % self.spec.vocab_size)
+
     def _answered(self, prompt: tuple[int, ...], max_new_tokens: int, temperature: float) -> Answer:
         shift, chain, tokens = sampling_shift(temperature, self.spec.vocab_size), _Chain(self.spec), list(prompt)
         for position in range(len(prompt) + max_new_tokens - 1):
-            chosen = chain.append(tokens[position]) % self.spec.vocab_size
+            hidden = chain.append(tokens[position])
             if position >= len(prompt) - 1:
-                tokens.append((chosen + shift) % self.spec.vocab_size)
+                tokens.append((self.forced.get(signed(hidden), hidden) + shift) % self.spec.vocab_size)
         entries = tuple(np.array(layer, np.int64) for layer in chain.entries)
         return Answer(tuple(tokens[len(prompt) :]), entries)
 

@@ -9,11 +9,9 @@ from typing import final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate.testing.exact.hashing import decode
-from batchstate.testing.exact.model import Read
 from batchstate.testing.exact.text import Answer
 
 __all__ = ["Verifier", "WrongRead"]
@@ -78,64 +76,46 @@ class Verifier:
     def look(
         self,
         layer: int,
-        read: Read,
-        requests: Sequence[int],
-        kv_lens: Sequence[int],
+        words: torch.Tensor,
+        columns: torch.Tensor,
         rows: torch.Tensor,
-        page_size: int,
-        drafts: Sequence[int],
+        requests: Sequence[int],
+        entries: Sequence[int],
+        *,
+        drafts: Sequence[int] | None = None,
+        page_size: int = 1,
     ) -> None:
-        """The entries that a packed forward reads in a layer.
+        """All that a forward reads in a layer, request by request.
 
         Args:
             layer: its number.
-            read: as for the model, with one row.
-            requests: whose the entries are, in their order; those that are not expected are passed over.
-            kv_lens: entries of each.
+            words: int64[n], of `decode`; of a layer of state the states that the forward begins with.
+            columns: int64[n], positions, as for the model; of a state that of the last token behind it.
             rows: int64[n] -> row of memory.
+            requests: whose they are, in their order; those that are not expected are passed over.
+            entries: how many each reads.
+            drafts: how many of the last of each may be of guessed tokens; None for none.
             page_size: rows of a page.
-            drafts: for each request how many of its last entries may be of guessed tokens.
         """
-        words, columns = decode(read.keys[0]).cpu().numpy(), read.columns[0].cpu().numpy()
-        start = 0
-        for request, entries, guessed in zip(requests, kv_lens, drafts, strict=False):
-            part = slice(start, start + entries - guessed)
-            start += entries
-            if request in self._answers:
-                self._compare(request, layer, words[part], columns[part], rows[part], page_size)
-
-    def look_at_states(
-        self, layer: int, states: torch.Tensor, requests: Sequence[int], past: Sequence[int], rows: torch.Tensor
-    ) -> None:
-        """The states int64[n] that a forward begins with, behind `past` tokens of each request."""
-        words = states.cpu().numpy()
-        for number, (request, tokens) in enumerate(zip(requests, past, strict=False)):
-            if tokens and request in self._answers:
-                part, column = slice(number, number + 1), np.array([tokens - 1])
-                self._compare(request, layer, words[part], column, rows[part], 1)
-
-    def _compare(
-        self,
-        request: int,
-        layer: int,
-        words: npt.NDArray[np.int64],
-        columns: npt.NDArray[np.int64],
-        rows: torch.Tensor,
-        page_size: int,
-    ) -> None:
-        right = self._answers[request].entries[layer]
-        ends = len(right)  # an engine that runs ahead goes on behind the answer, where nothing counts
-        wrong = (columns < 0) | ((right[np.clip(columns, 0, ends - 1)] != words) & (columns < ends))
-        if not wrong.any() or len(self.reports) == _MOST or any(old.request == request for old in self.reports):
-            return
-        first = int(wrong.argmax())
-        word, row = int(words[first]), int(rows[first])
-        self.reports.append(
-            WrongRead(
-                request, layer, int(columns[first]), row, row // page_size, self._owners(layer, word),
-                word not in (0, self._zero), int(wrong.sum()), len(words),
-            )
-        )  # fmt: skip
+        all_words, all_columns, stop = words.cpu().numpy(), columns.cpu().numpy(), 0
+        for request, count, guessed in zip(requests, entries, drafts or [0] * len(entries), strict=False):
+            start, stop = stop, stop + count
+            if request not in self._answers or any(old.request == request for old in self.reports):
+                continue
+            part = slice(start, stop - guessed)
+            words_read, positions, right = all_words[part], all_columns[part], self._answers[request].entries[layer]
+            ends = len(right)  # an engine that runs ahead goes on behind the answer, where nothing counts
+            differ = (right[np.clip(positions, 0, ends - 1)] != words_read) & (positions < ends)
+            wrong = np.flatnonzero(differ | (positions < 0))
+            if wrong.size and len(self.reports) < _MOST:
+                first = int(wrong[0])
+                word, row = int(words_read[first]), int(rows[start + first])
+                self.reports.append(
+                    WrongRead(
+                        request, layer, int(positions[first]), row, row // page_size, self._owners(layer, word),
+                        word not in (0, self._zero), wrong.size, len(words_read),
+                    )
+                )  # fmt: skip
 
     def _owners(self, layer: int, word: int) -> tuple[tuple[int, int], ...]:
         return tuple(

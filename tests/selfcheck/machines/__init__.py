@@ -18,6 +18,7 @@ from tests.selfcheck.machines.steps import StepMachine
 from tests.selfcheck.machines.strangers import StrangersMachine
 from tests.selfcheck.machines.transfers import TransfersMachine
 from tests.selfcheck.machines.watched import WatchedMachine
+from tests.selfcheck.machines.watched_rows import WatchedRowsMachine
 
 MACHINES: dict[str, type[Machine]] = {
     machine.NAME: machine
@@ -39,6 +40,7 @@ MACHINES: dict[str, type[Machine]] = {
         FailureMachine,
         RanksMachine,
         WatchedMachine,
+        WatchedRowsMachine,
         PlainTorchMachine,
         PlainTorchOnSimMachine,
         PlainTorchWatchedMachine,

@@ -869,8 +869,10 @@ class HostTierMachine(Machine):
 
     def _abort(self, requests: list[TieredRequest], ended: bool) -> None:
         staged = any(req.state is STAGED for req in requests)
-        before = self.host.stats.pending
+        before, places = self.host.stats.pending, self.tier.host_locations(self.handles(requests), 1)
         self.tier.abort(self.handles(requests), after=self.last)
+        if requests and levels.cheap:
+            self.refused(Code.SLOT_STALE_HANDLE, lambda: places.np)
         for request in requests:
             if ended and request.writer is not None:
                 request.writer.end()

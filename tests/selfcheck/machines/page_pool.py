@@ -52,6 +52,7 @@ class PagePoolMachine(PagesMachine):
         "clearing behind a step in flight refused",
         "a guess held refused",
         "memory that was lost begins anew",
+        "a prefix without the draft model's KV refused",
     )
     MISUSES = refusals.PAGES
 
@@ -629,6 +630,21 @@ class PagePoolMachine(PagesMachine):
                 second = list(self.requests)[-1]
                 self._forward([second])
                 self._share(self.requests[second], 1, 1)
+
+    @rule()
+    def leave_draft_out(self) -> None:
+        """The target writes a prompt, and the draft model has not: nobody else begins with it before that."""
+        slots, size = self.take(1), self.pages.page_size
+        launches, self.launches = self.launches, False
+        grown = slots and self.extend_to(slots, [size])
+        self.launches = launches
+        if grown:
+            holder = self.requests[slots[0]]
+            self.pages.commit(holder.owner, size)
+            if levels.cheap:
+                self.reached("a prefix without the draft model's KV refused")
+                self.refused(Code.PAGE_UNWRITTEN, lambda: self.pages.hold(holder.owner, size))
+            self.launch_forward(holder, size)
 
     @HAS_REQUESTS
     @rule()

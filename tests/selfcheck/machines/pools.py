@@ -125,6 +125,7 @@ class PagesMachine(PoolMachine):
         self.slots, self.most = SlotPool(self.rt, size), most
         self.pages = PagePool(self.rt, self.slots, num_pages, page_size, max_tokens_per_request=most)
         self.kv = self.rt.device_zeros((self.pages.location_capacity,), torch.int64, name="kv")
+        self.pages.register_kv(memory="draft")
         self.requests: dict[int, KVOwner] = {}  # by slot
         self.leases: list[KVOwner] = []  # pages held without a slot
         self.memory: dict[int, Any] = {}  # location -> token
@@ -192,6 +193,7 @@ class PagesMachine(PoolMachine):
         self.reached("written on one stream and read on another", holder.written > 0 and side is not holder.side)
         for at in range(holder.first, length):
             self.use_kv(self.location(holder, at, pages), None if at < holder.written else at)
+        self.pages.mark_written(holder.owner, holder.written, length, memory="draft")
         holder.written, holder.side = length, side
 
     def use_kv(self, location: int, value: int | None) -> None:
