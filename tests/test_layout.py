@@ -41,6 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "watch": ("watch",),
     "races": ("races",),
     "testing": ("testing",),
+    "replay": ("replay",),
     "commands": ("cli", "__main__"),
 }
 """From the lowest to the highest: modules of the package, and folders with all that is in them."""
@@ -52,14 +53,15 @@ GROUND = ("ground", "runtime")
 OUTSIDE = {
     "_arrays": ("transport", "testing"),
     "_interpreted": ("batchstate",),
-    "_lazy": ("batchstate", "races", "testing"),
+    "_lazy": ("batchstate", "races", "replay", "testing"),
     "_source_lines": ("races",),
+    "_version": ("replay",),
 }
 """Private modules of the package that more than the core may import, and who may."""
 
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
-    "ground": (LAYERS["ground"], 1_790),
+    "ground": (LAYERS["ground"], 1_815),
     "runtime": (("runtime",), 1_735),
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
@@ -71,7 +73,8 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "watch": (("watch",), 3_045),
     "races": (("races",), 10_300),
     "fuzz tools": (("testing",), 3_885),
-    "command line": (("cli", "__main__"), 565),
+    "replay": (("replay",), 2_410),
+    "command line": (("cli", "__main__"), 725),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
@@ -92,14 +95,15 @@ are for kernels of Triton: footprints of a launch, races between its programs, a
 watch had 2,400: 560 are for values that requests say, rows without one, idle bounds, what nothing declares, and page
 tables of engines; 60 are for what calls say of requests, and for host columns beside it with `lag`. 30 lines of the
 ground are errors that users import from the package, and modules that need no import; 60 of the others are messages
-in the words of a class that others wrote, calls that type checkers refuse, and `batchstate info`.
+in the words of a class that others wrote, calls that type checkers refuse, and `batchstate info`. The command line
+had 530: 170 are `replay`.
 """
 
-MOST_LINES, MOST_FILES = 44_010, 153
+MOST_LINES, MOST_FILES = 46_610, 162
 BESIDE = {"tests/selfcheck": 13_260, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
-OTHER_TESTS = 43_200
+OTHER_TESTS = 43_700
 
 MOST_FLOORS = 12
 

@@ -120,6 +120,7 @@ class Hooked:
         Raises:
             ArgumentError: an owner has no such method, or one that cannot be hooked.
         """
+        levels.opened()
         with _installing:
             records = records or {}
             methods = [(where, name, _method(self.name, where, name)) for where, name in {**hooks, **records}]
