@@ -445,7 +445,7 @@ class PlannedStep:
         """Handles of the requests that sample, and of padded rows where all do."""
         return self._sampling.handles(padded=True)
 
-    # What it found
+    # Results
 
     def publish(self, **values: object) -> None:
         """Makes the forward's values known to the next step, and sends the results to the host.

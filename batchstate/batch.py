@@ -449,7 +449,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """The same batch with other values in some rows of one mirrored column, on both sides.
 
         `column` has exact values and is not the slots. `rows` are a mask bool[num_reqs], or unique row indices int[k];
-        `values` one value, or k. What they do not fit is refused as elsewhere.
+        `values` one value, or k. Values that do not fit are refused as elsewhere.
         """
         declared, subject = self._tensor_column(column, "update")
         index = kept_rows(rows, self._begin("update"), subject)

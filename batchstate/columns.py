@@ -84,8 +84,8 @@ class TensorColumn(Column):
             f"contract={self.contract.value!r}": self.contract is Contract.UPPER_BOUND,
             f"holds={self.holds!r}": self.holds is not None,
         }
-        given = ", ".join([str(self.dtype), *(option for option, differs in shown.items() if differs)])
-        return f"{self.name} = {self.declared_by}({given})".lstrip(" =")
+        options = ", ".join([str(self.dtype), *(option for option, differs in shown.items() if differs)])
+        return f"{self.name} = {self.declared_by}({options})".lstrip(" =")
 
     @property
     def unit(self) -> str | None:

@@ -155,9 +155,9 @@ def watch_pages(
                 break
         if index is None:
             return
-        found = dict(index(pool))
+        listed = dict(index(pool))
         remedy = f"the index and the pages change together: look in {site.suspects}"
-        for key, page in found.items():
+        for key, page in listed.items():
             if keyed.get(page, key) != key or (keys is not None and page not in keyed):
                 problem = f"the index finds page {page} by a key that it has not"
                 report_stale(site, "index", problem, key, keyed.get(page), remedy)

@@ -88,7 +88,7 @@ class _Pass:
             self._behind[following] = [(self._rt.current_id, None)]
 
     def end(self, of_leaves: bool) -> None:
-        """What follows comes behind the nodes that have left a gradient."""
+        """Later work comes behind the nodes that have left a gradient."""
         left = {stream for node, stream in self._streams.items() if not of_leaves or node._sequence_nr() == _OF_LEAF}
         for stream in sorted(left - {self.ambient}):
             self._rt.wait(self._fence(stream), stream=self._rt._by_number[self.ambient])

@@ -105,7 +105,7 @@ class KernelLaunch:
                 raise
         self._check()
 
-    # What the interpreter does
+    # The interpreter's calls
 
     @contextlib.contextmanager
     def _told(self, builder: Any) -> Iterator[None]:

@@ -369,9 +369,9 @@ class CudaSimRuntime(CudaWindow[DeviceStream], SimRuntime):
     def launch_kernel(self, name: str, interpret: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
         """See `CudaWindow`: it is enqueued as a whole, on stand-ins for its tensors."""
 
-        def late(*given: Any, **named: Any) -> None:
+        def late(*stand_ins: Any, **named: Any) -> None:
             with untraced():
-                interpret(*(tuple(value) if isinstance(value, list) else value for value in given), **named)
+                interpret(*(tuple(value) if isinstance(value, list) else value for value in stand_ins), **named)
 
         self._tracer.enqueue_kernel(name, late, args, kwargs, tensors_of(args, kwargs))
 
