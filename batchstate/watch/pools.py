@@ -163,9 +163,9 @@ def watch_pages(
                 report_stale(site, "index", problem, key, keyed.get(page), remedy)
                 return
         for page, key in keyed.items():
-            if found.get(key, page) != page or key not in found:
+            if listed.get(key, page) != page or key not in listed:
                 problem = f"the key of page {page} is not in the index, or finds another page"
-                report_stale(site, "index", problem, page, found.get(key), remedy)
+                report_stale(site, "index", problem, page, listed.get(key), remedy)
                 return
 
     def question(pool: Any, site: CallSite, _: Sequence[Any]) -> None:
