@@ -70,7 +70,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_220),
-    "watch": (("watch",), 3_045),
+    "watch": (("watch",), 3_055),
     "races": (("races",), 10_300),
     "fuzz tools": (("testing",), 3_885),
     "replay": (("replay",), 2_410),
@@ -93,7 +93,8 @@ middle, for storages, pinned memory and numpy as torch uses them, for one format
 earlier owner or step has left; 335 are for pinned blocks and graphs as torch keeps them, and for backward passes; 450
 are for kernels of Triton: footprints of a launch, races between its programs, and what its interpreter tells. The
 watch had 2,400: 560 are for values that requests say, rows without one, idle bounds, what nothing declares, and page
-tables of engines; 60 are for what calls say of requests, and for host columns beside it with `lag`. 30 lines of the
+tables of engines; 60 are for what calls say of requests, and for host columns beside it with `lag`; 10 are for moves
+inside another hooked call, and for what was never compared. 30 lines of the
 ground are errors that users import from the package, and modules that need no import; 60 of the others are messages
 in the words of a class that others wrote, calls that type checkers refuse, and `batchstate info`. The command line
 had 530: 170 are `replay`.
@@ -103,7 +104,7 @@ MOST_LINES, MOST_FILES = 46_610, 162
 BESIDE = {"tests/selfcheck": 13_260, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
-OTHER_TESTS = 43_700
+OTHER_TESTS = 43_810
 
 MOST_FLOORS = 12
 

@@ -317,6 +317,115 @@ def test_moves_that_are_applied_later() -> None:
         watch(Rows, after=["run"], num_rows=len, rows=["a"], settled={"a": "late"})
 
 
+class Runner(Rows):
+    """The owner of a batch, whose step calls the method that moves rows."""
+
+    reqs: list[str]
+    a: list[int]
+    host: list[int]
+    device: Any
+
+    def step(self, keep: list[int], wrong: bool) -> None:
+        """Drops requests; both sides are one value again when it ends."""
+        self.host = [length + 1 for length in self.host]
+        self.drop(keep, wrong)
+        self.device = self.device + 1
+
+    def drop(self, keep: list[int], wrong: bool) -> None:
+        """Moves rows."""
+        self.reqs = [self.reqs[row] for row in keep]
+        self.host, self.device = [self.host[row] for row in keep], self.device[keep]
+        self.a = [self.a[row] for row in (keep[::-1] if wrong else keep)]
+
+
+@pytest.mark.parametrize("outer", ["after", "moves"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_moves_inside_another_hooked_call(outer: str, wrong: bool) -> None:
+    """They are compared by their requests, unless the outer call is; all else waits for the outer call's end."""
+    rows: Any = Runner(reqs=["x", "y", "z"], a=[1, 2, 3], host=[4, 5, 6], device=torch.tensor([4, 5, 6]))
+    declared: dict[str, Any] = {"after": ["step", "drop", "late"], "moves": ["drop"]}
+    if outer == "moves":
+        declared = declared | {"moves": ["drop", "step"], "pairs": [("host", "device", "relative")]}
+    errors: list[Any] = []
+    declared = {"key": "reqs", "rows": ["a"], "pairs": [("host", "device")], **declared, "on_violation": errors.append}
+    with checks("full"), watch(Runner, num_rows=lambda runner: len(runner.reqs), **declared) as watching:
+        rows.step([0, 2], wrong)
+        rows.late()
+    named = [(error.code, error.column, error.operation) for error in errors]
+    assert named == [(Code.ROW_KEPT, "a", "after drop" if outer == "after" else "after step")] * wrong
+    counters = watching.counters
+    assert (counters.calls, counters.nested) == (3, 0 if outer == "after" else 1)
+    assert counters.checked == counters.compared == 3 - counters.nested
+
+
+def test_a_row_without_a_request_is_not_poisoned_inside_a_call() -> None:
+    """Whether it is one, is known when the outer call ends."""
+    rows: Any = Rows(reqs=["x", None], a=torch.tensor([1, 0]))
+
+    def write(r: Any) -> None:
+        r.a[1] = 5
+        r.late()
+        r.reqs = ["x", "y"]
+
+    with watched(key="reqs", moves=["late"], rows=["a"], vacant={"a": POISON}):
+        rows.run(write)
+        assert rows.a.tolist() == [1, 5]
+        rows.run(lambda r: setattr(r, "reqs", ["x", None]))
+        assert rows.a[1] > 5
+
+
+def test_methods_that_were_never_compared_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A method in `moves` whose rows were not seen, for want of a call, or of a request that stayed."""
+    with watched(key="reqs", moves=["run", "late"], rows=["a"]):
+        Rows(reqs=["x"], a=[0]).run(lambda r: r.late())
+    assert "in `moves` or `adds`, and never compared: late\n" in capsys.readouterr().out
+    with watched(key="reqs", moves=["run"], rows=["a"]):
+        Rows(reqs=["x"], a=[0]).run(lambda r: setattr(r, "reqs", ["y"]))
+    assert "never compared: run\n" in capsys.readouterr().out
+    with watched(key="reqs", moves=["run"], rows=["a"]), contextlib.suppress(Violation):
+        Rows(reqs=["x", "y"], a=[0, 1]).run(lambda r: r.a.reverse())
+    assert not capsys.readouterr().out
+
+
+def test_calls_of_a_pool_inside_another_are_counted() -> None:
+    """Pages are counted when the outer call ends."""
+    pool = Pool()
+    with watched_pool() as watching:
+        pool.step(lambda inner: inner.step(lambda innermost: None))
+    assert (watching.counters.checked, watching.counters.nested) == (1, 1)
+
+
+def test_functions_with_a_label() -> None:
+    """Each argument that takes a path takes `(label, function)`."""
+    rows: Any = Rows(reqs=["x"], a=torch.tensor([[1, 9]]), b=torch.tensor([[1, 8]]), n=1)
+    declared: dict[str, Any] = {"upto": {"a": ("width", lambda r: [1])}, "when": {"a": ("used", lambda r: True)}}
+    declared["derived"] = {("total", lambda r: r.n): lambda r: 1}
+    with watched(pairs=[("a", "b")], key=("whose", lambda r: r.reqs), **declared):
+        rows.run()
+        with reported(Code.DERIVED_STALE, "total"):
+            rows.run(lambda r: setattr(r, "n", 2))
+
+
+def test_a_merge_that_pads_wider_is_told_of_upto() -> None:
+    """Rows of another width are reported with the remedy, values of the same width without it."""
+    for wider, told in ((3, True), (2, False)):
+        rows: Any = Rows(reqs=["x"], a=torch.zeros(1, 2))
+        with watched(key="reqs", moves=["run"], rows=["a"]), pytest.raises(Violation) as caught:
+            rows.run(lambda r, wider=wider: setattr(r, "a", torch.ones(1, wider)))
+        assert ("`upto`" in str(caught.value)) is told
+
+
+def test_an_answer_of_another_shape_than_a_row() -> None:
+    """With `axis` the rows come first: an answer has one entry for each of the other axes."""
+    rows: Any = Rows(reqs=["x", "y"], groups=torch.zeros(3, 2, dtype=torch.int64))
+    with watched(key="reqs", axis={"groups": 1}, from_requests={"groups": lambda req: [0, 0, 0]}):
+        rows.run()
+    message = r"expected for each row entries of shape \[3\], or None"
+    declared: dict[str, Any] = {"axis": {"groups": 1}, "from_requests": {"groups": lambda req: 0}}
+    with watched(key="reqs", **declared), pytest.raises(DeclarationError, match=message):
+        rows.run()
+
+
 def test_lists_that_are_longer_than_the_batch() -> None:
     """With `buffers` a list may be preallocated, as an array may; one that grows has to follow the batch."""
     with watched(rows=["a"], buffers=True):
@@ -327,10 +436,29 @@ def test_lists_that_are_longer_than_the_batch() -> None:
             Rows(reqs=["x", "y"], a=[1]).run()
 
 
-def test_a_lag_that_compares_nothing_is_refused() -> None:
-    """Rows alone are not sampled."""
+@pytest.mark.parametrize("implied", [None, {"b": lambda rows: 1}])
+def test_a_lag_that_compares_nothing_is_refused(implied: Any) -> None:
+    """Rows alone, and flags, are not sampled."""
     with pytest.raises(ArgumentError, match="compares pairs and derived tensors"):
-        watch(Rows, after=["run"], num_rows=len, rows=["a"], lag=1)
+        watch(Rows, after=["run"], num_rows=len, rows=["a"], implied=implied, lag=1)
+
+
+@pytest.mark.parametrize("total", [1, torch.tensor(1)])
+def test_a_lag_that_compared_nothing_says_so(total: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A derived value may be a tensor or not: that is known at the end."""
+    derived: Any = {"total": lambda rows: torch.tensor(1)}
+    with watch(Rows, after=["run"], num_rows=lambda rows: 1, derived=derived, lag=1):
+        Rows(total=total).run()
+    assert ("`lag` compared nothing" in capsys.readouterr().out) is isinstance(total, int)
+
+
+def test_a_lag_counts_what_is_compared_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A column on the host beside what requests say waits for nothing."""
+    says: Any = {"a": lambda req: req.length}
+    with watch(Rows, after=["run"], num_rows=lambda rows: 1, key="reqs", from_requests=says, lag=1) as watching:
+        Rows(reqs=requests(3), a=[3]).run()
+    assert (watching.counters.samples, watching.counters.compared) == (0, 1)
+    assert not capsys.readouterr().out
 
 
 def test_names_that_nearly_exist() -> None:

@@ -90,16 +90,11 @@ class Audit:
             return
         declared, read = self._declared, dict[str, Any]()
         hosts, parts, counted, failing = [], [], bool(declared.upto), None
-        sides = declared.sides(batch, n)
-        while True:
-            try:
-                pair, host, device, whole = next(sides)
-            except StopIteration:
-                break
-            except BatchStateError as error:  # the others are sampled
-                failing = error
-                break
-            if isinstance(device, torch.Tensor):
+        try:
+            for pair, host, device, whole in declared.sides(batch, n):
+                if not isinstance(device, torch.Tensor):
+                    declared.compare_at_once(pair, host, device, batch, n, site)
+                    continue
                 counts = declared.counts_of(pair, batch, n) if counted else None
                 if pair.host not in read:
                     read[pair.host] = copy_of(entries_of(host, None if whole else n))
@@ -107,11 +102,12 @@ class Audit:
                 parts.append(device if whole or device.shape[0] == n else device[:n])
                 if isinstance(counts, torch.Tensor):
                     parts.append(counts)
-            else:
-                declared.compare_at_once(pair, host, device, batch, n, site)
+        except BatchStateError as error:  # the others are sampled
+            failing = error
         if failing is not None:
             self._hooked.report(failing)
         if not parts:
+            self._hooked.count("compared", site.compared)
             return
         if lane is None:
             lane = self._lane(batch, parts[0].device)

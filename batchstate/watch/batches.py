@@ -47,6 +47,7 @@ class Watched(Hooked):
         self.cls = cls
         self.declared = declared
         self._audit = None if lag is None else Audit(declared, self, lag, runtime)
+        self._uncompared = {*declared.moves, *declared.adds}
         self._unsettled: dict[int, list[Rows]] = {}  # moves that the engine applies later, by the batch's identity
 
     def __repr__(self) -> str:
@@ -73,11 +74,24 @@ class Watched(Hooked):
         return WatchedSpec(self.declared, {**defaults, **calls})
 
     def stop(self) -> None:
-        """Takes the hooks away, lets go of the requests that were checked last, and at `full` prints `undeclared`."""
+        """Takes the hooks away, lets go of the requests that were checked last, and prints what was not compared.
+
+        At `full` these are `undeclared`, and methods of `moves` and `adds`; with `lag`, a watch that compared nothing.
+        """
+        sampled, ended = self._audit is not None, not self.active
         super().stop()
         self.declared.forget()
-        if levels.full and (names := self.undeclared()):
-            print(f"{self!r}: as long as the batch in every call, and not declared: {', '.join(names)}")
+        figures = self.counters.as_dict()
+        if (
+            sampled
+            and figures["checked"]
+            and not any(map(figures.get, ("samples", "compared", "skipped", "violations")))
+        ):
+            print(f"{self!r}: `lag` compared nothing: no pair, and no derived tensor, had both sides in a checked call")
+        if levels.full and not (sampled or ended) and self._uncompared:
+            print(f"{self!r}: in `moves` or `adds`, and never compared: {', '.join(sorted(self._uncompared))}")
+        if levels.full and (undeclared := self.undeclared()):
+            print(f"{self!r}: as long as the batch in every call, and not declared: {', '.join(undeclared)}")
 
     def undeclared(self) -> list[str]:
         """Attributes whose length followed `num_rows` in every call at `full`, and that no argument names.
@@ -122,13 +136,15 @@ class Watched(Hooked):
             subject = args[0] if args else None
             if not isinstance(subject, cls):  # a function, or a class method, which may make one
                 subject = next(iter(_objects(cls, (*args, *kwargs.values()))), None)
-            if not self.enter(subject):
-                return function(*args, **kwargs)
             full, since = levels.full and audit is None, self.every > 1
+            outermost = self.enter(subject, moves=name in declared.moves, inner=full and (moving or bool(settling)))
+            if outermost is None:
+                return function(*args, **kwargs)
+            begins, ends = before and outermost, after and outermost  # inside another call it may be half changed
             site = CallSite(self.name, ended, step, report, since)
             compared, checked = False, subject is not None
             try:
-                if before and checked:
+                if begins and checked:
                     first = CallSite(self.name, began, step, report, since)
                     self.ask(began, declared.check, subject, first, full=full)
                     compared = first.compared
@@ -141,31 +157,33 @@ class Watched(Hooked):
                 try:
                     result = function(*args, **kwargs)
                 except Exception as error:
-                    if after and checked and not isinstance(error, BatchStateError):  # another watch has reported
-                        raised = CallSite(
-                            self.name, f"{ended}, which raised {type(error).__name__}", step, report, since
-                        )
-                        self.ask(raised.operation, declared.check, subject, raised, full=full)
+                    if ends and checked and not isinstance(error, BatchStateError):  # another watch has reported
+                        cut_short = f"{ended}, which raised {type(error).__name__}"
+                        raised = CallSite(self.name, cut_short, step, report, since)
+                        self.ask(cut_short, declared.check, subject, raised, full=full)
                     raise
                 outs = [subject] if result is None else _objects(cls, (result,)) or [subject]
-                for out in outs if checked or (after and outs[0] is not None) else ():
+                for out in outs if checked or (ends and outs[0] is not None) else ():
                     checked, now = True, None
-                    if after:
+                    if ends:
                         names = (added if moving else ()) if full else ()
                         now = self.ask(ended, declared.check, out, site, full=full, names=names, before=kept or ())
                         if audit is not None:
                             self.ask(ended, audit.sample, out, site, step)
                     if kept:
-                        self.ask(ended, declared.check_kept, kept, out, added, site, whole=after, now=now)
+                        self.ask(ended, declared.check_kept, kept, out, added, site, whole=ends, now=now)
                         if declared.settled and added is None:
                             self._unsettled.setdefault(id(out), kept)
                     if settling and (moved := self._unsettled.pop(id(out), None)) is not None:
                         self.ask(ended, declared.check_kept, moved, out, None, site, whole=True, only=settling)
-                    if full and declared.vacant:
+                    if full and declared.vacant and outermost:
                         self.ask(ended, declared.poison, out)
                 return result
             finally:
-                self.leave(subject, checked=checked, compared=full and (compared or site.compared))
+                if site.kept:
+                    self._uncompared.discard(name)
+                compared = full and (compared or site.compared or site.kept)
+                self.leave(subject, outermost=outermost, checked=checked, compared=compared)
 
         return run
 
@@ -314,7 +332,7 @@ def watch(
     )
     if lag is not None and lag < 1:
         raise ArgumentError(f"watch of {name}: expected lag=1 or more, got {lag!r}", lag, "1 compares at the next call")
-    if lag is not None and not (declared.pairs or declared.derived):
+    if lag is not None and not declared.sampled:
         problem = f"watch of {name}: lag={lag} compares pairs and derived tensors, and none is declared"
         raise ArgumentError(problem, lag, "name them in `pairs`, `from_requests` or `derived`, or leave out `lag`")
     watched = Watched(cls, declared, on_violation, every, lag, runtime)
@@ -357,17 +375,12 @@ def audit(
     batches: Any = cls  # by its public names: without the import, watching loads nothing of the state
     contracts = {name: getattr(column, "contract", None) for name, column in batches.columns().items()}
     names = [name for name, contract in contracts.items() if contract and contract.value != "device_only"]
-    pairs = [((name, partial(_host_side, name)), (f"{name}.device", partial(_device_side, name))) for name in names]
+    pairs = [((name, partial(_side, name, "np")), (f"{name}.device", partial(_side, name, "device"))) for name in names]
     return watch(cls, num_rows="num_rows", before=before, pairs=pairs, every=every, lag=lag, on_violation=on_violation)
 
 
-def _sides_agree(value: Any) -> bool:
-    return value.contract.value == "exact" and not value.open_windows
-
-
-def _host_side(name: str, batch: Any) -> Any:
-    return batch[name].np if batch.device_side.uploaded and _sides_agree(batch[name]) else None
-
-
-def _device_side(name: str, batch: Any) -> Any:
-    return batch[name].device if batch.device_side.uploaded and _sides_agree(batch[name]) else None
+def _side(name: str, side: str, batch: Any) -> Any:
+    """One side of a column whose sides are to agree at this moment."""
+    value = batch[name] if batch.device_side.uploaded else None
+    agrees = value is not None and value.contract.value == "exact" and not value.open_windows
+    return getattr(value, side) if agrees else None

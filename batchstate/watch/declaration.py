@@ -17,7 +17,7 @@ from batchstate.invariants import Invariant, times_checked
 from batchstate.violations import Code, Violation, Where
 from batchstate.watch._requests import AnswerGroup, OverRequests, RequestAnswers
 from batchstate.watch._vacant import POISON, poison, poisoned
-from batchstate.watch.paths import Along, Get, Name, Path, Reader, all_of, failed, getter
+from batchstate.watch.paths import Along, Get, Name, Path, Reader, all_of, failed, getter, label_of
 from batchstate.watch.snapshots import (
     PLAIN_KEYS,
     Array,
@@ -90,7 +90,8 @@ class CallSite:
 
     Attributes:
         since: whether earlier calls were not checked for the same.
-        compared: whether values were compared: both sides of a pair, or rows with those before the call.
+        compared: whether both sides of a pair were compared.
+        kept: whether rows were compared with those before the call.
     """
 
     object: str
@@ -99,6 +100,7 @@ class CallSite:
     report: Report
     since: bool = False
     compared: bool = False
+    kept: bool = False
 
     def ask(
         self,
@@ -134,10 +136,6 @@ class CallSite:
     def suspects(self) -> str:
         """Where a wrong value may come from."""
         return f"{self.method}, or what ran since this was last checked," if self.since else self.method
-
-
-def _truth(get: Get) -> Get:
-    return lambda batch: bool(get(batch))
 
 
 @contextlib.contextmanager
@@ -209,18 +207,19 @@ class Declaration:
         self.key = None if key is None else getter(key)
         self.optional = frozenset(name for name, condition in (when or {}).items() if condition is None)
         conditions = {name: condition for name, condition in (when or {}).items() if condition is not None}
-        self.when = {name: _truth(getter(condition)) for name, condition in conditions.items()}
+        self.when = {name: getter(condition) for name, condition in conditions.items()}
         self.upto = {name: getter(count) for name, count in upto.items()}
         self.indices = {
             name: (getter(name), flags if flags is None else getter(flags)) for name, flags in (indices or {}).items()
         }
         self.derived = [
-            _Derived(name if isinstance(name, str) else name.__name__, getter(name), want, bound)
+            _Derived(label_of(name), getter(name), want, bound)
             for bound, wants in ((False, derived), (True, implied))
             for name, want in (wants or {}).items()
         ]
         self._by_request = [value for value in self.derived if isinstance(value.want, OverRequests)]
         self._by_batch = [value for value in self.derived if value not in self._by_request]
+        self.sampled = bool(self.pairs) or not all(value.bound for value in self._by_batch)
         self._answers = RequestAnswers([value.want for value in self.derived if isinstance(value.want, OverRequests)])
         self._in_turn = ([self._by_request] if self._by_request else []) + [[value] for value in self._by_batch]
         self._by_request_at_once = all_of([value.name.removeprefix("not ") for value in self._by_request])
@@ -253,13 +252,9 @@ class Declaration:
         self._refuse_unknown()
 
     def _column(self, name: Any) -> str:
-        label: str
-        if isinstance(name, str | tuple):
-            label, column = (name, name) if isinstance(name, str) else name
-        else:
-            label, column = getattr(name, "__name__", "<lambda>"), name
-            if label == "<lambda>":
-                label = f"column {len(self.columns)}"
+        label, column = label_of(name), name[1] if isinstance(name, tuple) else name
+        if label == "<lambda>":
+            label = f"column {len(self.columns)}"
         if self._declared.setdefault(label, column) != column:
             both = f"{self._declared[label]!r} and {column!r}"
             problem = f"watch of {self.name}: two columns are called {label!r}: {both}"
@@ -721,7 +716,8 @@ class Declaration:
                 yield pair, host, device, False
         for value in self._by_batch:
             if isinstance(actual := value.get(batch), torch.Tensor) and not value.bound:
-                yield Pair(value.name, value.name, value.name), value.want(batch), actual, True
+                want = torch.as_tensor(value.want(batch), dtype=actual.dtype)  # a number beside a scalar tensor, too
+                yield Pair(value.name, value.name, value.name), want.reshape(-1), actual.reshape(-1), True
         if failing is not None:
             raise failing
 
@@ -748,7 +744,8 @@ class Declaration:
             try:
                 left, right = beside(host, right)
             except ValueError as error:
-                raise failed(f"pair {pair.name}", error) from error
+                shape = f"{error}; expected for each row entries of shape {list(right.shape[1:])}, or None"
+                raise failed(f"pair {pair.name}", ValueError(shape)) from error
         else:
             left = host
             if left.dtype != right.dtype:
@@ -849,10 +846,8 @@ class Declaration:
         if all(_equal(then, now) for then, now in zip(stamp[2], sources, strict=True)):
             times_checked[_DERIVED_STALE] += 1
             return
-        problem, remedy = (
-            f"{name!r} was made from other rows",
-            f"make {name!r} anew in {site.method}, or set it to None",
-        )
+        problem = f"{name!r} was made from other rows"
+        remedy = f"make {name!r} anew in {site.method}, or set it to None"
         report_stale(site, name, problem, "made from the rows of now", "made before they changed", remedy)
 
     def _note_lengths(self, batch: Any, n: int) -> None:
@@ -917,11 +912,11 @@ class Declaration:
         behind = behind.union(self.settled if only is None else self.columns.keys() - only)
         same = now.as_before() if added is None and whole else []
         left = now.columns.keys() - same
-        site.compared |= bool(same)
+        site.kept |= bool(same)
         for part, common in zip(before, now.stayed, strict=True) if left else ():
             if common is None:
                 continue
-            site.compared = True
+            site.kept = True
             for name, entries in part.entries().items():
                 if name in behind or name not in left:
                     if name not in behind and name not in now.columns and added is None:
@@ -942,6 +937,8 @@ class Declaration:
                 elif not whole and any(pair.host == name for pair in self.pairs):
                     remedy += f"; or, if {name!r} is the device side of its pair, name the host side first in `pairs`"
                 rows, sides = picked(np.arange(len(now.requests)), common[1]), (array_of(expected), array_of(actual))
+                if sides[0].shape != sides[1].shape:
+                    remedy += f"; or, if it pads {name!r} wider, say in `upto` how many entries of each row count"
                 site.ask(invariants.row_kept, *sides, rows=rows, names=now.requests, column=name, remedy=remedy)
         if now.bulk is not None and now.kept:
             kept: dict[str, Any] = dict(zip(now.bulk.lists, now.lists, strict=True))

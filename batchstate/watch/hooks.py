@@ -43,6 +43,7 @@ class WatchCounters:
         samples: device sides copied for a comparison a step later.
         compared: checks of `watch` and `audit` in which values were compared: calls at `full` with both sides of a pair
             or with rows that moved, and samples that have arrived. 0 if there was nothing but lengths and dtypes.
+        nested: calls left out inside another hooked call of the same object, where it may be half changed.
         skipped: samples left out because too many copies were under way.
         violations: found, by code.
     """
@@ -51,6 +52,7 @@ class WatchCounters:
     checked: int
     samples: int
     compared: int
+    nested: int
     skipped: int
     violations: Counter[str]
 
@@ -83,7 +85,7 @@ class Hooked:
         self.every = every
         self.numbers = itertools.count(1)
         self._lock = threading.RLock()  # a finalizer that runs inside may call a hooked method
-        self._figures = dict.fromkeys(("checked", "samples", "compared", "skipped"), 0)
+        self._figures = dict.fromkeys(("checked", "samples", "compared", "nested", "skipped"), 0)
         self._violations: Counter[str] = Counter()
         self._thread = threading.local()
         self._logged: set[tuple[Any, ...]] = set()
@@ -193,22 +195,27 @@ class Hooked:
         finally:
             del stop  # its traceback has this frame
 
-    def enter(self, subject: object) -> bool:
-        """Whether this thread is not yet inside a checked call of this object; marks it if so."""
-        inside: set[int] | None = getattr(self._thread, "inside", None)
-        if inside is None:
-            inside = self._thread.inside = set()
-        if id(subject) in inside:
-            return False
-        inside.add(id(subject))
-        return True
+    def enter(self, subject: object, *, moves: bool = True, inner: bool = False) -> bool | None:
+        """Marks a checked call of this object in this thread, and says whether it is the outermost.
 
-    def leave(self, subject: object, *, checked: bool = True, compared: bool = False) -> None:
+        None, and counted, for one inside another that is left out: all but those with `inner` in one without `moves`.
+        """
+        inside: dict[int, bool] = self._thread.__dict__.setdefault("inside", {})
+        outermost = id(subject) not in inside
+        if not outermost and (inside[id(subject)] or not inner):
+            self.count("nested")
+            return None
+        inside[id(subject)] = moves
+        return outermost
+
+    def leave(self, subject: object, *, outermost: bool = True, checked: bool = True, compared: bool = False) -> None:
         """Ends what `enter` began, and counts it."""
         with self._lock:
             self._figures["checked"] += checked
             self._figures["compared"] += compared
-        self._thread.inside.discard(id(subject))
+        self._thread.inside[id(subject)] = False
+        if outermost:
+            del self._thread.inside[id(subject)]
 
 
 def _misdeclared(name: str, operation: str, error: Exception) -> DeclarationError:

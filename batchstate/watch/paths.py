@@ -16,7 +16,7 @@ from batchstate.errors import DeclarationError, closest
 from batchstate.watch.snapshots import BulkColumns
 
 Get: TypeAlias = Callable[[Any], Any]
-Name: TypeAlias = str | Get
+Name: TypeAlias = str | Get | tuple[str, Get]
 
 
 @final
@@ -82,11 +82,18 @@ def all_of(names: list[str]) -> Get | None:
 def getter(name: Name) -> Get:
     """Reads a declared name from a batch. None where a part of its path is None."""
     if not isinstance(name, str):
-        return name
+        return name[1] if isinstance(name, tuple) else name
     if name.startswith("not "):
         inner = getter(name.removeprefix("not "))
         return lambda batch: not inner(batch)
     return attrgetter(name) if name.isidentifier() else Path(name)
+
+
+def label_of(name: Name) -> str:
+    """The name of a column in reports; a lambda has none of its own."""
+    if isinstance(name, str):
+        return name
+    return name[0] if isinstance(name, tuple) else getattr(name, "__name__", "<lambda>")
 
 
 @final

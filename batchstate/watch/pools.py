@@ -10,7 +10,7 @@ from batchstate import invariants, levels
 from batchstate.errors import ArgumentError
 from batchstate.watch.declaration import CallSite, report_stale
 from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
-from batchstate.watch.paths import Get, Name, getter
+from batchstate.watch.paths import Get, Name, getter, label_of
 from batchstate.watch.snapshots import Snapshot, rows_of
 
 __tracebackhide__ = True  # so that pytest shows the engine's frames
@@ -59,7 +59,7 @@ class WatchedPool(Hooked):
             step: int, due: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             subject = next((value for value in (*args, *kwargs.values()) if isinstance(value, self.cls)), None)
-            if subject is None or not self.enter(subject):
+            if subject is None or self.enter(subject) is None:
                 return function(*args, **kwargs)
             try:
                 result = function(*args, **kwargs)
@@ -141,10 +141,7 @@ def watch_pages(
     read_free, read_cached = getter(free), None if cached is None else getter(cached)
     size, tokens_of_page = _size_of(num_pages), _size_of(page_size)
     read_lengths = None if lengths is None else getter(lengths)
-    counted_anew = [
-        (name if isinstance(name, str) else name.__name__, getter(name), count)
-        for name, count in (counters or {}).items()
-    ]
+    counted_anew = [(label_of(name), getter(name), count) for name, count in (counters or {}).items()]
 
     def content(pool: Any, site: CallSite, free_pages: Ints) -> None:
         keyed = {} if keys is None else dict(keys(pool))
@@ -294,6 +291,6 @@ def watch_copy(
         n = args[0] if args and isinstance(args[0], int) else rows_of(source)
         sides = Snapshot.of(source, n).values, Snapshot.of(target, n).values
         remedy = "the host side was written while its copy was under way, or fewer rows were copied than are used"
-        site.ask(invariants.mirror_equal, *sides, column=f"{host} / {device}", remedy=remedy)
+        site.ask(invariants.mirror_equal, *sides, column=f"{label_of(host)} / {label_of(device)}", remedy=remedy)
 
     return _install(cls, [method], question, "watch_copy", on_violation, every)
