@@ -572,16 +572,24 @@ def table_link(rows: Ints, expected: Ints, actual: Ints, **where: Unpack[Where])
 
 
 @cheap("plan each forward with `state_turns`, and declare it with `launched` once: a request counts its own turns")
-@origins("sglang #22542", "sglang #37837", "sglang #23496")
-def state_turn(slots: Ints, newest: Ints, reads: Ints, **where: Unpack[Where]) -> Breach | None:
+@origins("sglang #22542", "sglang #37837", "sglang #23496", "sglang #29792")
+def state_turn(
+    slots: Ints, newest: Ints, reads: Ints, turns: Ints, planned: Ints, **where: Unpack[Where]
+) -> Breach | None:
     """A forward reads the state that the request's own last forward has written. All integer[n], row by row.
 
-    Cost: one comparison per row. Broken by a parity of the step: a request that sat a step out reads the older state.
+    `turns` is how many turns each has had by now, `planned` how many when the forward was planned.
+    Cost: two comparisons per row. Broken by a parity of the step: a request that sat a step out reads the older state.
+    Or by a forward that is declared twice: with two states it has the right numbers again two turns later.
     """
-    if (row := first_row(newest != reads)) is None:
+    if (row := first_row((newest != reads) | (turns != planned))) is None:
         return None
-    problem = f"the request on slot {slots[row]} reads a state that it did not write last"
-    return Breach(problem, expected=f"state {newest[row]}", actual=f"state {reads[row]}", row=row, slot=int(slots[row]))
+    slot = int(slots[row])
+    if newest[row] != reads[row]:
+        problem = f"the request on slot {slot} reads a state that it did not write last"
+        return Breach(problem, expected=f"state {newest[row]}", actual=f"state {reads[row]}", row=row, slot=slot)
+    problem = f"the request on slot {slot} has had another turn since this one was planned"
+    return Breach(problem, expected=f"turn {turns[row]}", actual=f"turn {planned[row]}", row=row, slot=slot)
 
 
 @always("make the same calls on every rank, in the same order; decide by what is agreed, as `Agreement.watch` says it")
