@@ -123,10 +123,11 @@ PEERS := .venv-peers
 peers:  ## watch SGLang, vLLM, LMDeploy, Tokasaurus as released, then with a statement less; BATCHSTATE_PEERS=DIR: checkouts of TGI, exllamav3; ARGS='--json FILE'
 	@test -x $(PEERS)/bin/python || { echo "set-up: $(PEERS)"; $(PYTHON) -m venv $(PEERS); }
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[testing,engine]' aiohttp msgspec pillow pydantic requests
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt '.[testing,engine,triton]' aiohttp msgspec pillow pydantic requests
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 vllm==0.33.0 lmdeploy==0.18.0 tokasaurus==0.0.4
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption $(ARGS)
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.streams
+	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.kernels --table
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.sweep
 
 wheel: $(READY)  ## sdist and wheel in dist/; BATCHSTATE_COMPILED=0 for one without the compiled core

@@ -40,9 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device under test: cpu (default), cuda, cuda:1, race, sim")
 
 
-def pytest_configure() -> None:
-    """Refuse a compiled core of another source than the one that is here."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a compiled core of another source than the one that is here, and have kernels of Triton interpreted."""
     from tests.interpreted import stale
+
+    if config.getoption("--device") == "cpu":  # before Triton is imported, which torch does when it likes
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
     if problem := stale(Path(__file__).parent / "batchstate"):
         raise pytest.UsageError(problem)

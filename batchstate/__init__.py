@@ -1,20 +1,40 @@
 """Mirrored batch state for LLM inference engines: two sides that agree, slots with owners, checked invariants.
 
-The names below are the whole public surface for an engine; `batchstate.testing` is the surface for its tests.
+The names below are what an engine needs to keep its state here. `batchstate.watch` checks classes that an engine has,
+`batchstate.races` its streams, `batchstate.testing` fuzzes it, and `batchstate.transport` moves KV to other processes.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from batchstate import races as races
+    from batchstate import testing as testing
+    from batchstate import transport as transport
+    from batchstate import watch as watch
     from batchstate._core import compiled as compiled
+    from batchstate._planned_step import PlannedStep as PlannedStep
     from batchstate._version import __version__ as __version__
     from batchstate.batch import Batch as Batch
     from batchstate.columns import device_only as device_only
     from batchstate.columns import host_list as host_list
     from batchstate.columns import mirrored as mirrored
     from batchstate.columns import slot_column as slot_column
+    from batchstate.errors import ArgumentError as ArgumentError
     from batchstate.errors import BatchStateError as BatchStateError
+    from batchstate.errors import CaptureError as CaptureError
+    from batchstate.errors import ContractError as ContractError
+    from batchstate.errors import DeclarationError as DeclarationError
+    from batchstate.errors import DeviceError as DeviceError
+    from batchstate.errors import DtypeError as DtypeError
+    from batchstate.errors import HandshakeError as HandshakeError
+    from batchstate.errors import OwnerThreadError as OwnerThreadError
+    from batchstate.errors import PoolBrokenError as PoolBrokenError
     from batchstate.errors import PoolExhaustedError as PoolExhaustedError
+    from batchstate.errors import RowIndexError as RowIndexError
+    from batchstate.errors import ShapeError as ShapeError
+    from batchstate.errors import SideMissingError as SideMissingError
+    from batchstate.errors import TransferError as TransferError
+    from batchstate.errors import ValueOverflowError as ValueOverflowError
     from batchstate.forward.inputs import ForwardInputs as ForwardInputs
     from batchstate.forward.plan import ForwardPlan as ForwardPlan
     from batchstate.forward.token_array import TokenArray as TokenArray
@@ -59,10 +79,13 @@ else:
         __name__,
         {
             "_core": "compiled",
+            "_planned_step": "PlannedStep",
             "_version": "__version__",
             "batch": "Batch",
             "columns": "device_only host_list mirrored slot_column",
-            "errors": "BatchStateError PoolExhaustedError",
+            "errors": "ArgumentError BatchStateError CaptureError ContractError DeclarationError DeviceError "
+            "DtypeError HandshakeError OwnerThreadError PoolBrokenError PoolExhaustedError RowIndexError ShapeError "
+            "SideMissingError TransferError ValueOverflowError",
             "forward.inputs": "ForwardInputs",
             "forward.plan": "ForwardPlan",
             "forward.token_array": "TokenArray",
@@ -82,4 +105,5 @@ else:
             "tables": "Table",
             "violations": "Code Violation",
         },
+        modules="races testing transport watch",
     )

@@ -16,7 +16,7 @@ stays, and the pool refuses every later call. Outside of the mark nothing is hal
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from threading import get_ident
@@ -192,6 +192,12 @@ class AllFences:
             fence.wait()
 
 
+def waiting_for(groups: Iterable[tuple[Ints, int]]) -> str:
+    """Pending entries in a report, by the step in which they were freed: ` (3, 4 since step 7)`."""
+    steps = [f"{', '.join(map(str, entries.tolist()))} since step {step}" for entries, step in groups]
+    return f" ({'; '.join(steps[:4])}{'; ...' if len(steps) > 4 else ''})" if steps else ""
+
+
 def joined(*fences: Fence | None) -> Fence | None:
     """One fence for those that are not None, each once; None without any."""
     behind = tuple({id(fence): fence for fence in fences if fence is not None}.values())
@@ -291,7 +297,8 @@ def check_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operat
     if not isinstance(handles, kind):
         if isinstance(handles, MirroredTensor) and handles.unit is not None:
             invariants.unit_mismatch(str(kind.unit), str(handles.unit), **pool.where(operation))
-        remedy = f"pass handles, as the pool returns them; a number does not say whose {kind.unit} it is"
+        such = ", such as `batch.slots`" * (kind.unit == "slot")
+        remedy = f"pass handles, as the pool returns them{such}; a number does not say whose {kind.unit} it is"
         raise expected(f"{pool.name}: {operation}", f"{kind.unit}s", handles, remedy, DtypeError)
     if levels.full:
         handles.check(operation)
@@ -594,7 +601,9 @@ class Allocator:
     def expect_idle(self, operation: str) -> None:
         self.transaction.reap()
         if self.live:
-            self.check_live(0, operation, leaked=self.live_indices(), named=self._taken_at.named)
+            groups = ((indices, queried.step) for queried, indices in self.pending_groups())
+            report: Any = {"leaked": self.live_indices(), "named": self._taken_at.named, "waits": waiting_for(groups)}
+            self.check_live(0, operation, **report)
 
     def check_live(self, live: int, operation: str, **report: Any) -> None:
         """Checks that so many are live, as counted elsewhere: SLOT_CONSERVATION."""

@@ -210,7 +210,7 @@ class PlannedStep:
     def _made(self, state: RowState, lease: StepMemory | None = None) -> Batch:
         declared = self._declared
         rows, pool_id = state.block.n, declared.pages.slots.pool_id
-        return self._kind(declared.runtime, state, self.num_reqs, rows, pool_id, self._windows, None, lease)
+        return self._kind._made(declared.runtime, state, self.num_reqs, rows, pool_id, self._windows, None, lease)
 
     # The host's part
 
@@ -445,7 +445,7 @@ class PlannedStep:
         """Handles of the requests that sample, and of padded rows where all do."""
         return self._sampling.handles(padded=True)
 
-    # What it found
+    # Results
 
     def publish(self, **values: object) -> None:
         """Makes the forward's values known to the next step, and sends the results to the host.

@@ -229,6 +229,6 @@ def check_accepted(accepted: Array, put_in: Array, **where: Unpack[Where]) -> No
 
     def explain(accepted: int, put_in: int, most: int) -> tuple[str, str]:
         problem = f"a request accepted {accepted} tokens of a step in which it put in {put_in}"
-        return problem, "accept 1 + the drafts that were right, counted per row of the requests that sample"
+        return problem, "accept 1 + the drafts that were right, or fewer, in the order of the rows that sample"
 
     invariants.length_order(accepted, put_in, int(put_in.max(initial=0)), explain=explain, **where)

@@ -1,5 +1,6 @@
 """Where in the source an operation was called: the line in the library, and the line outside that led there."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable
@@ -11,9 +12,10 @@ import torch
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_NUMPY = os.path.dirname(os.path.abspath(numpy.__file__)) + os.sep
-_BETWEEN = (_TORCH, _NUMPY, *(os.path.join(_PACKAGE, part) + os.sep for part in ("races", "runtime")), "<frozen")
+_TRITON = importlib.util.find_spec("triton")
+_OTHERS = (*torch.__path__, *numpy.__path__, *((_TRITON and _TRITON.submodule_search_locations) or ()))
+_FOLDERS = (*_OTHERS, *(os.path.join(_PACKAGE, part) for part in ("races", "runtime")))
+_BETWEEN = (*(os.path.join(os.path.abspath(folder), "") for folder in _FOLDERS), "<frozen")
 _MACHINERY, _LIBRARY, _USER = range(3)
 _kinds: dict[str, int] = {}
 

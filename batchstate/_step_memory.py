@@ -261,7 +261,7 @@ class StepMemories:
         held = 0
         for memory in self._all:
             if free is None or memory.others:  # of those that other streams use each gets its fence soon
-                # Of more streams than are remembered, the first have been forgotten.
+                # Beyond so many streams the first have been forgotten.
                 if memory.held() != memory.counts or len(memory.others) >= MOST_SYNCHRONISED:
                     held += 1
                 elif memory.free(stream) and free is None:

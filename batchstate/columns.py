@@ -7,7 +7,7 @@ read columns; attributes that would be lost in silence are refused.
 
 import types
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_origin, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Never, TypeVar, get_origin, overload
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Column:
             raise DeclarationError(f"one declaration for {self.name!r} and {name!r}", name, "declare each column anew")
         self.name = name
 
-    def __set__(self, instance: object, value: object) -> None:
+    def __set__(self, instance: object, value: Never) -> None:  # so that type checkers refuse it too
         remedy = f"a batch is immutable: batch = batch.replace({self.name}=...)"
         raise DeclarationError(f"cannot assign to column {self.name!r} of a batch", type(value).__name__, remedy)
 
@@ -56,6 +56,7 @@ class TensorColumn(Column):
     """
 
     value_type: type[MirroredTensor] = MirroredTensor
+    declared_by = "mirrored"
 
     def __init__(
         self, dtype: torch.dtype, shape: Iterable[int], pad: object, contract: Contract, holds: str | None = None
@@ -75,6 +76,16 @@ class TensorColumn(Column):
             problem = f"a pad of {list(row.shape)} for rows of {list(self.shape)}"
             raise ShapeError(problem, pad, "pass one number or one row")
         self.pad: Array = np.broadcast_to(row, self.shape)
+
+    def __repr__(self) -> str:
+        shown = {
+            f"shape={self.shape}": self.shape != (),
+            f"pad={self.pad.tolist()}": bool(self.pad.any()),
+            f"contract={self.contract.value!r}": self.contract is Contract.UPPER_BOUND,
+            f"holds={self.holds!r}": self.holds is not None,
+        }
+        options = ", ".join([str(self.dtype), *(option for option, differs in shown.items() if differs)])
+        return f"{self.name} = {self.declared_by}({options})".lstrip(" =")
 
     @property
     def unit(self) -> str | None:
@@ -111,6 +122,9 @@ class SlotColumn(MirroredColumn):
     def __init__(self) -> None:
         super().__init__(torch.int64, (), 0, Contract.EXACT)
 
+    def __repr__(self) -> str:
+        return f"{self.name} = slot_column()".lstrip(" =")
+
     if TYPE_CHECKING:
 
         @overload
@@ -123,9 +137,14 @@ class SlotColumn(MirroredColumn):
 class DeviceColumn(TensorColumn):
     """The device side alone; its rows are gathered when they are read."""
 
+    declared_by = "device_only"
+
 
 class HostColumn(Column, Generic[T]):
     """Python objects, one per request; a tuple on the batch. Padded rows have none."""
+
+    def __repr__(self) -> str:
+        return f"{self.name} = host_list()".lstrip(" =")
 
     @overload
     def __get__(self, instance: None, owner: type) -> "HostColumn[T]": ...

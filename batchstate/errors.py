@@ -86,6 +86,10 @@ class CaptureError(BatchStateError, RuntimeError):
     """Something that CUDA-graph capture forbids was called while capturing."""
 
 
+class RecordingError(BatchStateError, ValueError):
+    """A file is no recording, is damaged, or comes from another version; or it cannot be replayed here."""
+
+
 class HandshakeError(BatchStateError, ValueError):
     """Two peers do not fit together: another page size, dtype, instance, or an endpoint that is not ours.
 

@@ -675,6 +675,8 @@ class FutureMap(OfThisProcess):
             _ = value.device_side  # refuses one that is knowingly old
             if levels.full:
                 value.check("publish")
+        elif not isinstance(value, torch.Tensor):
+            raise expected(subject, f"a tensor on {device}", value, "make it a tensor in the forward", DtypeError)
         elif value.device != device:
             problem = f"{subject}: expected a tensor on {device}, got one on {value.device}"
             remedy = "pass a tensor of the runtime's device, or host values as a list or an array"

@@ -82,6 +82,7 @@ class Invariant(Generic[P]):
             times_checked[self.code] += 1
             breach = self.question(*args, **options)
             if breach is not None:
+                __tracebackhide__ = True
                 where = {"object": object, "operation": operation, "column": column, "step": step}
                 raise Violation(self.code, breach, remedy=self.remedy, where=where)
 
@@ -165,7 +166,7 @@ def _rows(hits: Mask) -> Mask:
 # Mirrored values and the columns of a batch.
 
 
-@full("one side was written alone: change the value through an operation that acts on both sides")
+@full("one side was written alone: let the operation that changed it change both sides")
 @origins("sglang #25944", "sglang #26020", "sglang #18647", "vllm #48419")
 def mirror_equal(host: Array, device: Array, **where: Unpack[Where]) -> Breach | None:
     """Host and device side hold the same dtype, shape and bits.
@@ -182,7 +183,7 @@ def mirror_equal(host: Array, device: Array, **where: Unpack[Where]) -> Breach |
     return Breach(problem, expected=host[row], actual=device[row], row=row)
 
 
-@full("raise the host bound before the forward that may exceed it is launched, or resolve the exact value")
+@full("raise the host bound before the forward that may exceed it is launched, or bring the exact value to the host")
 @origins("sglang #26128", "sglang #28480")
 def mirror_bound(host: Array, device: Array, **where: Unpack[Where]) -> Breach | None:
     """Under contract `upper_bound` every host element is at least its device element.
@@ -263,7 +264,7 @@ def mirror_aliased(host: tuple[int, int], device: tuple[int, int], **where: Unpa
     return Breach(problem, expected="disjoint memory", actual=f"{start:#x} to {stop:#x} on both sides")
 
 
-@cheap("every column takes part in every operation: declare the column, do not carry it beside the batch")
+@cheap("every column takes part in every operation: find the operation that leaves this column out")
 @origins("sglang #18647", "sglang #7585", "sglang #40629", "vllm #48419")
 def row_count(expected: int, actual: Mapping[str, int], **where: Unpack[Where]) -> Breach | None:
     """Every column of a batch has exactly as many rows as the batch has requests. `actual` maps column -> rows.
@@ -472,14 +473,15 @@ def slot_conservation(
     *,
     leaked: Ints | None = None,
     named: Callable[[int], str] = str,
+    waits: str = "",
     problem: str | None = None,
     remedy: str | None = None,
     **where: Unpack[Where],
 ) -> Breach | None:
     """Free + pending + live = size, each counted on its own.
 
-    `leaked` are indices to name in the report, by `named`: those whose owner is gone or should be. `problem` and
-    `remedy` say it in the words of a place that knows what is being done.
+    `leaked` are indices to name in the report, by `named`: those whose owner is gone or should be. `waits` names those
+    that are pending. `problem` and `remedy` say it in the words of a place that knows what is being done.
     Cost: two additions at `cheap`; `verify` counts the states anew. Broken by a leak or by a free list that grew.
     """
     total = free + pending + live
@@ -491,7 +493,7 @@ def slot_conservation(
         names = ", ".join(named(index) for index in leaked[:8].tolist())
         lost = f"{leaked.size} leaked: {names}{', ...' if leaked.size > 8 else ''}; without them "
     return Breach(
-        problem or f"{lost}{free} free + {pending} pending + {live} live is {total}",
+        problem or f"{lost}{free} free + {pending} pending{waits} + {live} live is {total}",
         expected=f"{size} in all",
         actual=total,
         slot=slot,
@@ -718,8 +720,8 @@ def length_order(
     least, most = int(committed[row]), int(allocated[row])
     if explain is not None:
         problem, remedy = explain(least, most, width)
-        order = f"0 <= {least} <= {most} <= {width}"
-        return Breach(problem, expected=order, actual="not in this order", row=row, remedy=remedy)
+        limit, number = (most, least) if not 0 <= least <= most else (width, most)
+        return Breach(problem, expected=f"0 to {limit}", actual=number, row=row, remedy=remedy)
     expected = f"0 <= committed <= allocated <= {width}"
     actual = f"committed {least}, allocated {most}"
     return Breach("token lengths are out of order", expected=expected, actual=actual, row=row)
@@ -786,8 +788,8 @@ def future_consumed(slots: Ints, taken: Mask, writer: Writer, reader: str, **whe
 
 
 @cheap(
-    "read every entry before the next publish (`prefetch` what the host needs right after the forward), or "
-    "`discard` what is not wanted"
+    "read every entry before the next publish (`prefetch` what the host needs right after the forward), or `discard` "
+    "what is not wanted; a chunk of a prompt that is not its last samples nothing: say so in the plan, `samples=`"
 )
 @origins("sglang-jax#1487", "sglang-jax#1504", "sglang #13713", "sglang #30435")
 def future_unread_overwritten(

@@ -9,6 +9,7 @@ synchronises, and says so in `Counters.check_reads` instead of `Counters.forced_
 
 import contextlib
 import enum
+import importlib
 import os
 from collections.abc import Iterator
 from typing import NoReturn
@@ -59,6 +60,18 @@ def checks(level: str | Level) -> Iterator[None]:
         yield
     finally:
         set_checks(before)
+
+
+tools: dict[str, str] = {"BATCHSTATE_RECORD": "batchstate.replay.recorder"}
+"""Environment variable -> module of a tool that it switches on, which lies above all that it records."""
+
+
+def opened() -> None:
+    """The library begins to be used: a runtime opens, or a watch begins. Switches on the tools of the environment."""
+    while tools:
+        variable, module = tools.popitem()
+        if value := os.environ.get(variable):
+            importlib.import_module(module).switch_on(value)
 
 
 try:

@@ -231,11 +231,11 @@ class MirroredTensor(OfThisProcess):
     contract: Contract = Contract.EXACT
     name: str = ""
     _windows: tuple[StaleWindow, ...] = ()  # some of them closed by now
-    # Of handles, int64[n], which move with the rows; once they are there.
+    # Generations of handles, int64[n], which move with the rows; once they are there.
     _gens: Array | None = attrs.field(default=None, alias="generations")
     _pool_id: int = 0  # of the pool that made the indices
     _row_set: RowSet | None = None  # the requests that the rows belong to, if known
-    # Of a batch: its values whose host side can be written from outside, or may be stale. They add themselves.
+    # Values of a batch whose host side can be written from outside, or may be stale. They add themselves.
     _exposed: "list[MirroredTensor] | None" = None
     # The host side when it was handed out as a tensor or when a check first read it, for later checks at `full`.
     _contents: Array | None = None

@@ -1,6 +1,7 @@
 """A broken invariant: its code, and a report that a person can act on."""
 
 import enum
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import attrs
@@ -94,6 +95,10 @@ class Breach:
     remedy: str | None = attrs.field(default=None, kw_only=True)
 
 
+observers: list[Callable[["Violation"], None]] = []
+"""Called with each violation when it is made: a recording writes its file then."""
+
+
 class Violation(BatchStateError, RuntimeError):
     """An invariant was found broken. The state is as it was before the operation, unless the breach was older.
 
@@ -117,6 +122,8 @@ class Violation(BatchStateError, RuntimeError):
         self.object: str | None = named if named is None or isinstance(named, str) else repr(named)
         self.operation, self.step = where.get("operation"), where.get("step")
         self.column = breach.column or where.get("column")
+        for observer in observers:
+            observer(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for logs and JSON."""

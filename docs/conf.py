@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import pkgutil
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sphinx.util.nodes import make_refnode
 project = "batchstate"
 author = "The batchstate authors"
 copyright = author
-release = importlib.metadata.version("batchstate")
+release = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["version"]
 
 sys.path += [str(Path(__file__).parent / "_ext"), str(Path(__file__).parent.parent)]  # directives, and `tests`
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_code", "layout"]
@@ -60,7 +60,7 @@ def _api_modules() -> list[str]:
     spec = importlib.util.find_spec("batchstate")
     if spec is None or spec.submodule_search_locations is None:
         raise RuntimeError("batchstate is not installed: run `make setup`")
-    modules: list[str] = []
+    modules: list[str] = ["batchstate"]
     for module in pkgutil.iter_modules(spec.submodule_search_locations):
         if module.name in NOT_API or module.name.startswith("_"):
             continue
@@ -82,7 +82,8 @@ def _write_api_pages() -> list[str]:
     folder.mkdir(exist_ok=True)
     modules = _api_modules()
     for module in modules:
-        text = f"# {module}\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n"
+        content = f"```{{eval-rst}}\n.. automodule:: {module}\n```\n"
+        text = f"# {module}\n\n" + (content if module != "batchstate" else "```{public-names}\n```\n")
         page = folder / f"{module}.md"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)

@@ -109,6 +109,7 @@ SIDES = {
     RaceKind.FREED_IN_USE: (("b", EventKind.OPERATION, "reads"), (HOST, EventKind.FREE, "frees")),
     RaceKind.UNWRITTEN_READ: (("a", EventKind.ALLOCATION, "allocates"), ("a", EventKind.OPERATION, "reads")),
     RaceKind.LEFTOVER_READ: (("a", EventKind.OPERATION, "writes"), ("a", EventKind.OPERATION, "reads")),
+    RaceKind.PROGRAMS_CLASH: (("a", EventKind.OPERATION, "writes"), ("a", EventKind.OPERATION, "reads")),
 }
 """Kind -> lane, kind of event and what it does, of both accesses."""
 

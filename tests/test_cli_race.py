@@ -1,6 +1,7 @@
 """`batchstate`: help, version and exit codes; `batchstate race`: the report in words and as a page, and refusals."""
 
 import errno
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -88,6 +89,16 @@ def test_what_is_typed_is_answered(typed: str, code: int, told: str, capsys: pyt
     printed = capsys.readouterr()
     assert told in (printed.err if code else printed.out)
     assert typed != "--help" or max(map(len, printed.out.splitlines())) <= 80
+
+
+def test_info_says_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line each for the library with its core, Python, torch and devices."""
+    assert main(["info"]) == 0
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    core = "compiled" if batchstate.compiled else "interpreted"
+    assert lines["batchstate"] == f"{batchstate.__version__}, core {core}"
+    assert lines["torch"] == importlib.metadata.version("torch")
+    assert {"python", "cuda", "devices", "checks"} <= lines.keys()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from batchstate import Code, errors
 from batchstate.invariants import INVARIANTS
 from batchstate.violations import Breach, Violation
+from tests import api_page
 from tests.selfcheck.mutants import MUTANTS
 from tests.sglang_changes import BUSINESS, CHANGES, Point, fact
 
@@ -57,6 +58,12 @@ def test_a_broken_link_is_found() -> None:
     """The test can fail: a file that is missing, a heading that is missing; code and other sites are left alone."""
     text = "[a](docs/none.md) [b](README.md#none) [c](README.md#install) `[d](none)` [e](https://example.org/none)"
     assert broken_links(ROOT / "README.md", text) == ["docs/none.md", "README.md#none"]
+
+
+def test_every_public_name_has_a_line() -> None:
+    """The page of the API has the tables that `python -m tests.api_page` writes."""
+    text = api_page.PAGE.read_text()
+    assert text.partition(api_page.BEGIN)[2].partition(api_page.END)[0].strip() == api_page.table().strip()
 
 
 # The page of mistakes: errors that exist, and codes that find the mutants beside them

@@ -189,7 +189,7 @@ WORDS: list[tuple[Code, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
         Code.LENGTH_ORDER,
         (ints([3]), ints([2]), 8),
         {"explain": explained},
-        {"problem": "3 of 2 in 8", "remedy": "do less", "expected": "0 <= 3 <= 2 <= 8", "actual": "not in this order"},
+        {"problem": "3 of 2 in 8", "remedy": "do less", "expected": "0 to 2", "actual": 3},
     ),
     (Code.PAGE_OWNER, (ints([1, 2]), ints([1, 1])), {"pages": ints([5, 9])}, {"slot": 9, "row": None}),
     (Code.TIER_STATE, (ints([4]), ints([1]), (1,), STATES), {"missing": ints([3])}, {"actual": "3 tokens are missing"}),

@@ -13,6 +13,7 @@ import pytest
 import batchstate
 import batchstate.races
 import batchstate.testing
+from batchstate import errors
 
 
 def declared(package: ModuleType) -> list[str]:
@@ -25,9 +26,9 @@ def declared(package: ModuleType) -> list[str]:
 @pytest.mark.parametrize("package", [batchstate, batchstate.testing, batchstate.races])
 def test_every_public_name_is_there(package: ModuleType) -> None:
     """Each can be imported, `dir` lists it, no module of that name hides it, and type checkers see the same names."""
-    for module in pkgutil.iter_modules(package.__path__):
-        assert module.name not in vars(package)["__all__"]
-    assert {*vars(package)["__all__"]} == {*declared(package)} - {"__version__"}
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert not modules & {*vars(package)["__all__"]}
+    assert {*vars(package)["__all__"]} == {*declared(package)} - {"__version__"} - modules
     for name in declared(package):
         assert getattr(package, name) is not None
         assert name in dir(package)
@@ -47,6 +48,19 @@ def test_version_is_that_of_the_package() -> None:
     except metadata.PackageNotFoundError:
         installed = "unknown (a checkout that is not installed)"
     assert batchstate.__version__ == installed
+
+
+def test_public_modules_need_no_import() -> None:
+    """`batchstate.watch` and the like are there after `import batchstate`."""
+    code = "import batchstate; print(batchstate.watch.watch.__name__, batchstate.races.cuda_on_cpu.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "watch cuda_on_cpu\n"
+
+
+def test_every_error_is_exported() -> None:
+    """Each error class can be imported from the package."""
+    classes = inspect.getmembers(errors, inspect.isclass)
+    assert {name for name, value in classes if value.__module__ == errors.__name__} <= {*dir(batchstate)}
 
 
 def test_import_alone_is_light() -> None:

@@ -1,10 +1,12 @@
 """`RaceRuntime(note_waits=True)`: waits for more than is needed, what they have to order, and what they need not."""
 
+# mypy: disable-error-code="no-untyped-call"
+
 import pytest
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.races import RaceRuntime
+from batchstate.races import RaceRuntime, cuda_on_cpu
 from batchstate.races.waits import WideWait
 
 
@@ -78,3 +80,51 @@ def test_waits_are_kept_on_request_alone() -> None:
     """Without `note_waits` there is nothing to ask for."""
     with RaceRuntime() as rt, pytest.raises(ArgumentError, match="kept no waits"):
         rt.wide_waits()
+
+
+def one_event_for_all_steps(*, racy: bool) -> tuple[WideWait, ...]:
+    """An output thread reads step n, and step n + 1 has recorded the event anew meanwhile (vllm #39115)."""
+    with cuda_on_cpu(note_waits=True) as rt:
+        copies = torch.cuda.Stream()
+        landings = [torch.zeros(4, pin_memory=True) for _ in range(2)]
+        events = [torch.cuda.Event() for _ in range(2)]
+        for step in range(2):
+            tokens = torch.full((4,), float(step), device="cuda")
+            copies.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(copies):
+                landings[step].copy_(tokens, non_blocking=True)
+                tokens.record_stream(copies)
+                done = events[0 if racy else step]
+                done.record()
+        events[0].synchronize()
+        assert landings[0].tolist() == [0.0] * 4
+        wide = rt.wide_waits()
+    assert rt.races == ()
+    return wide
+
+
+def test_an_event_that_is_recorded_anew_before_its_waiter_woke() -> None:
+    """The wait is for the next step too; one event per step ends that."""
+    assert one_event_for_all_steps(racy=False) == ()
+    (wide,) = one_event_for_all_steps(racy=True)
+    assert wide.recorded is not None
+    assert wide.recorded.startswith("tests/test_race_waits.py:")
+    assert [one.split(" at ")[0] for one in wide.spare] == ["copy to host"]
+    assert "was recorded in time at" in str(wide)
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_streams_that_are_one(priority: int) -> None:
+    """Torch hands out 32 of each priority in turn: of 33 that are alive two are one; of 33 in turn none are."""
+    with cuda_on_cpu() as rt:
+        for _ in range(40):
+            torch.cuda.Stream(priority=priority)
+        assert rt.aliased_streams == []
+        kept = [torch.cuda.Stream(priority=priority) for _ in range(32)]
+        torch.cuda.Stream(priority=priority - 1)
+        assert rt.aliased_streams == []
+        last = torch.cuda.Stream(priority=priority)
+        ((first, second),) = rt.aliased_streams
+        assert rt.label_of_stream(kept[0]) in first
+        assert second.startswith("'last', made at tests/test_race_waits.py:")
+        assert last is not None

@@ -63,6 +63,11 @@ def ordinary_use(rt: Runtime, pool: SlotPool, pages: PagePool, request: Request)
 
 def refused(rt: Runtime, pool: SlotPool, pages: PagePool, batch: Decode, other: Batch) -> None:
     """What a type checker refuses before the program runs."""
+    Decode()  # type: ignore[call-arg]
+    Decode(rt)  # type: ignore[arg-type]
+    batch.seq_lens = [1, 2]  # type: ignore[assignment]
+    batch.slots = pool.take(2)  # type: ignore[assignment]
+    batch.requests = ()  # type: ignore[assignment]
     Decode.build("cpu", slots=pool.take(1))  # type: ignore[arg-type]
     mirrored(int)  # type: ignore[arg-type]
     mirrored(np.int64)  # type: ignore[arg-type]

@@ -7,18 +7,20 @@ import sys
 from collections.abc import Callable, Sequence
 
 import batchstate
-from batchstate.cli import race, race_run
+from batchstate.cli import info, race, race_run, replay
 from batchstate.errors import BatchStateError
 from batchstate.violations import Violation
 
 _BEGIN = """\
 begin with:
   batchstate race run YOUR_SCRIPT.py      races of a script that says cuda
+  batchstate replay FILE                  what was recorded before a violation
+  batchstate info                         versions, for a report of a bug
 
 `batchstate COMMAND --help` lists the options of a command."""
 
 
-COMMANDS = (race, race_run)
+COMMANDS = (race, race_run, replay, info)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +79,7 @@ class _Version(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="batchstate",
-        description="Finds races between streams, and draws their reports.",
+        description="Finds races between streams, replays what was recorded, and says what is installed.",
         epilog=_BEGIN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -82,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script: 0 without new findings, 1 with some or too many waits, 2 if it could not be run to its end."""
     from batchstate.races.cuda import CudaSimRuntime, cuda_on_cpu, watch_cuda
+    from batchstate.races.devices import interpret_kernels
     from batchstate.races.render import run_html
     from batchstate.races.report import FINDINGS, accepted_in, findings, identity
 
@@ -97,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         problem = f"{args.script}: this script does not exist"
         raise ArgumentError(problem, str(args.script), "name a file of Python code")
     declare = None if args.declare is None else _declaration(args.declare)
+    if device not in _WATCHES:
+        interpret_kernels()
     if device == "sim":
         return _compare(args.script, args.arguments, args.seed, args.json)
     settings: dict[str, Any] = {"on_race": "collect", "note_waits": args.note_waits}
@@ -153,6 +156,8 @@ def run(args: argparse.Namespace) -> int:
         notes.append(
             f"{times} poll{'s' * (times != 1)} until the fence gave in, at {at.words()[0]}: nothing waits there"
         )
+    for first, second in rt.aliased_streams:
+        notes.append(f"one stream of torch, which hands out 32 in turn: {first}, and {second}")
     if processes:
         many = "process was" if len(processes) == 1 else "processes were"
         notes.append(f"{len(processes)} {many} started that {'is' if len(processes) == 1 else 'are'} not watched")

@@ -362,7 +362,7 @@ def check_uploaded(plan: ForwardPlan, uploaded: Extras, subject: str) -> None:
 
 
 def put_in_of(plan: ForwardPlan, width: int) -> PutIn | None:
-    """What requests put in of `width` numbers each; None where each puts in all. Else one copy."""
+    """Indices and counts of the numbers that requests put in, `width` at most; None where each puts in all. A copy."""
     queries = plan.query_lens[plan.relay_rows]
     if not np.count_nonzero(queries != width):
         return None

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import SlotListener, TakenAt, check_of_pool, joined, new_pool_id
+from batchstate._allocator import SlotListener, TakenAt, check_of_pool, joined, new_pool_id, waiting_for
 from batchstate._arrays import read_only
 from batchstate._core import PageRows
 from batchstate._origin import Changes
@@ -390,7 +390,8 @@ class PageHolders(SlotListener):
         self.transaction.reap()
         if self.rows.live:
             leaked = self.rows.arrays["holders"].nonzero()[0]
-            self._check_live(0, operation, leaked=leaked, named=self._taken_at.named)
+            waits = waiting_for((pages, step) for pages, _, step in self.pending_groups())
+            self._check_live(0, operation, leaked=leaked, named=self._taken_at.named, waits=waits)
 
     def verify(self, operation: str = "verify") -> None:
         """Counts all anew: each page has as many holders as it records, and each holder is a live slot or a lease.

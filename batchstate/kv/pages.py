@@ -878,9 +878,15 @@ class PagePool(OfThisProcess):
         """Refuses (DERIVED_STALE), at `cheap`, lengths int64[n] other than committed."""
         if levels.cheap:
             committed, where = self._committed(rows), self._where(operation)
-            where["column"], problem = "seq_lens", "the lengths are not those of the pages"
-            stale = committed != lens
-            invariants.derived_stale(stale, lambda row: (problem, committed[row], lens[row]), slots=rows, **where)
+            where["column"] = "seq_lens"
+
+            def explain(row: int) -> tuple[str, object, object]:
+                problem = "the lengths are not those of the pages"
+                if lens[row] > committed[row]:
+                    problem += ": a plan takes those without the tokens that it puts in, as `step.batch` has them"
+                return problem, committed[row], lens[row]
+
+            invariants.derived_stale(committed != lens, explain, slots=rows, **where)
 
     def tables_with(self, rows: Ints, there: int, totals: Ints, new: Ints) -> npt.NDArray[np.int32]:
         """The pages for `totals` tokens, int32[n, most], with the `new` ones that a step will take.

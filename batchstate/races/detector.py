@@ -11,7 +11,7 @@ not come behind it, but behind all earlier uses of memory that this stream had g
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import attrs
 
@@ -173,10 +173,12 @@ class RaceAllocation(Allocation):
         kept_for: streams for which it is kept alive.
         first_write: the event that wrote it first, for memory that is undecided.
         dropped: line where its last tensor was dropped.
+        captured: whether a graph has its address.
         fresh: the event that allocated it without writing it; None for all other memory.
         reused: stream -> its newest use of memory that this allocation may have got; None where `fresh` is.
         written: bytes written since `fresh`.
         declared: whose its elements are, where the code says so.
+        block: memory that is handed out again.
     """
 
     name: Name
@@ -187,10 +189,12 @@ class RaceAllocation(Allocation):
     kept_for: set[int] = attrs.field(factory=set)
     first_write: Entry | None = None
     dropped: SourceLine | None = None
+    captured: bool = False
     fresh: Entry | None = None
     reused: dict[int, int] | None = None
     written: ByteRegion | None = None
     declared: list[Declared] = attrs.field(factory=list)
+    block: Any = None
 
     def __str__(self) -> str:
         where = "" if self.allocated_at is None or self.allocated_at.line is None else f" at {self.allocated_at.line}"
@@ -405,8 +409,11 @@ class Detector:
 
     def freed(self, allocation: RaceAllocation) -> None:
         """The last tensor of a piece of memory is gone. Reports nothing: it may be called anywhere."""
-        stream = allocation.allocated_on if allocation.kind is MemoryKind.DEVICE else None
-        if stream is None:
+        pinned = allocation.kind is MemoryKind.PINNED
+        stream = self.clocks.host if pinned else allocation.allocated_on
+        if allocation.captured:
+            allocation.dropped = source_line(2)
+        if stream is None or allocation.kind not in (MemoryKind.DEVICE, MemoryKind.PINNED):
             return
         own, foreign = stream.number, False
         got_back = self._got_back.get(own)
@@ -416,7 +423,7 @@ class Detector:
         for logs in (allocation.writes, allocation.reads):
             for other, log in logs.items():
                 newest = log.events[-1]
-                if other != own:
+                if other != own and not (pinned and other in allocation.kept_for):
                     foreign = True
                     if self.waits is not None:
                         self.waits.needs(own, other, newest, None)
@@ -446,6 +453,31 @@ class Detector:
             line, caller = entry.source_line.words()
             second = Access(entry.number, "allocates", entry.name, stream.name, entry.step, line, caller, rows)
             self.report(RaceKind.FREED_IN_USE, allocation, rows_of(allocation.name, region), first, second)
+
+    def allocates_pinned(self) -> None:
+        """The host allocates pinned memory, and may get a block that torch does not know to be in use."""
+        __tracebackhide__ = True
+        if self._freed.get(0):
+            self.allocates(self.clocks.host, self.event(self.clocks.host, EventKind.ALLOCATION, "pinned memory"))
+
+    def freed_under_graph(
+        self, name: str, stream: StreamClock, accesses: Sequence[tuple[RaceAllocation, ByteRegion, bool]]
+    ) -> bool:
+        """Reports that a graph is about to access memory that was freed behind its capture; else returns False."""
+        __tracebackhide__ = True
+        for memory, region, writes in accesses:
+            if memory.captured and memory.dropped is not None:
+                drop = self.event(self.clocks.host, EventKind.FREE, "the drop of its last tensor", at=memory.dropped)
+                entry = self.event(stream, EventKind.OPERATION, name)
+                self.report(
+                    RaceKind.FREED_IN_USE,
+                    memory,
+                    rows_of(memory.name, region),
+                    self.access(drop.number, 0, "frees", memory, region),
+                    self.access(entry.number, stream.number, "writes" if writes else "reads", memory, region),
+                )
+                return True
+        return False
 
     # Reports
 
@@ -498,6 +530,7 @@ _PROBLEMS = {
     RaceKind.FREED_IN_USE: "memory may be given to another tensor while it is in use",
     RaceKind.UNWRITTEN_READ: "memory is read that nothing has written",
     RaceKind.LEFTOVER_READ: "a value is read that somebody else has left",
+    RaceKind.PROGRAMS_CLASH: "two programs of one launch access one element, and one of them writes it",
 }
 
 
@@ -505,8 +538,12 @@ def _problem(kind: RaceKind, first: Access, second: Access, owners: tuple[str, s
     if owners is not None:
         left, wanted = owners
         return f"{_PROBLEMS[kind]}: {_short(second)} reads for {wanted} what {_short(first)} wrote for {left}"
+    if kind is RaceKind.PROGRAMS_CLASH:
+        return f"{_PROBLEMS[kind]}: nothing orders the programs of {_short(second)}"
     if kind is RaceKind.UNWRITTEN_READ:
         return f"{_PROBLEMS[kind]}: {_short(second)} finds what {_short(first)} left there"
+    if first.does == "frees":
+        return f"a graph uses memory that was freed behind its capture: {_short(second)} has its address alone"
     if first.does == "allocates":
         return (
             f"memory is used on {_where(second)} with no order after its allocation on {_where(first)}, "

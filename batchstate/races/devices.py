@@ -1,6 +1,8 @@
 """Names of devices that a test can run on: those of torch, and the tools that stand in for one."""
 
 import contextlib
+import importlib.util
+import os
 from collections.abc import Iterator
 
 from batchstate.errors import ArgumentError
@@ -9,6 +11,8 @@ from batchstate.runtime import Runtime, open_runtime
 RACE = "race"
 SIM = "sim"
 PROMPT = "prompt"
+INTERPRET = "TRITON_INTERPRET"
+"""Environment variable by which Triton runs kernels on a CPU; read when it is imported and when one is decorated."""
 
 
 def is_tool(device: str) -> bool:
@@ -70,3 +74,9 @@ def window_of(runtime: Runtime) -> Iterator[Runtime]:
     else:
         with runtime:
             yield runtime
+
+
+def interpret_kernels() -> None:
+    """Asks Triton for its interpreter, where it is installed and nobody has decided: before it is imported."""
+    if importlib.util.find_spec("triton") is not None:
+        os.environ.setdefault(INTERPRET, "1")

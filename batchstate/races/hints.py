@@ -35,18 +35,36 @@ class HintFor:
                 f"nothing writes any of it between {first.operation} and {second.operation}",
                 "write it first, allocate it with zeros, or read only what was written",
             )
+        if kind is RaceKind.LEFTOVER_READ and first.does == "gives":
+            return (
+                "a graph has numbers of the host from its capture",
+                "keep the number in a tensor that is filled before each replay, or capture the graph again",
+            )
         if kind is RaceKind.LEFTOVER_READ:
             return (
                 f"nothing writes it anew between {first.operation} and {second.operation}",
                 "write or clear it when it gets its next owner, or read only what that has written",
             )
+        if first.does == "frees":
+            return (
+                "the graph keeps no memory that was there before its capture",
+                "keep the tensor for as long as the graph is replayed, or capture the graph again",
+            )
+        if kind is RaceKind.PROGRAMS_CLASH:
+            return (
+                f"nothing orders the programs of one launch of {first.operation}",
+                "give each program elements of its own, use atomics on both sides, or make two launches of it",
+            )
         behind = history.fence_behind(stream, first.event, first.step, named=self.FENCES)
         if kind is RaceKind.FREED_IN_USE and first.does != "allocates":
             where = "" if dropped is None or dropped.line is None else f", dropped at {dropped.line},"
-            return (
-                f"nothing keeps the memory{where} until stream {first.lane!r} is done with it",
-                self.keep(first, behind),
-            )
+            remedy = self.keep(first, behind)
+            if second.lane == HOST:
+                remedy = (
+                    f"keep it until {first.operation} on {first.lane!r} is over: "
+                    "torch keeps pinned memory for copies that it has made itself, and for nothing else"
+                )
+            return (f"nothing keeps the memory{where} until stream {first.lane!r} is done with it", remedy)
         who = "the host" if second.lane == HOST else f"stream {second.lane!r}"
         early = history.waited_too_early(stream, first, second)
         if early is not None:

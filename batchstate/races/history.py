@@ -1,10 +1,12 @@
 """The newest events of a run, and the memory they touched in words."""
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import final
 
 import attrs
+import numpy as np
 import torch
 
 from batchstate._source_lines import SourceLine
@@ -149,6 +151,17 @@ def rows_of(name: Name, region: ByteRegion) -> str:
             rows.append((first, last))
     partly = any(lo % row or hi % row for lo, hi in intervals)
     return f"{'parts of ' if partly else ''}{_listed(word, rows, region.more)}"
+
+
+def element_of(name: Name, byte: int) -> str:
+    """The element that a byte lies in: `row 3, column 5`, seen as the tensor that the memory was first seen as."""
+    at = byte // name.dtype.itemsize
+    if not name.shape or at >= math.prod(name.shape):
+        return f"byte {byte}"
+    where = [int(axis) for axis in np.unravel_index(at, name.shape)]
+    if len(where) > 2:
+        return f"element {where}"
+    return f"row {where[0]}, column {where[1]}" if len(where) == 2 else f"element {where[0]}"
 
 
 def _listed(word: str, intervals: Sequence[tuple[int, int]], left_out: int) -> str:

@@ -16,6 +16,7 @@ from batchstate.races.detector import Detector, RaceAllocation
 from batchstate.races.history import Entry, rows_of
 from batchstate.races.report import EventKind, RaceKind
 from batchstate.races.tracing.clocks import StreamClock
+from batchstate.races.tracing.memory import Address
 from batchstate.races.tracing.regions import ByteRegion
 
 POISON = 0xA5
@@ -28,7 +29,8 @@ class _Copy:
     entry: Entry
     allocation: RaceAllocation
     region: ByteRegion
-    tensor: torch.Tensor  # of host memory
+    tensor: torch.Tensor | None  # of host memory; None where nothing keeps it until the copy has run
+    address: Address  # of the tensor
     checksum: int  # of it, when the copy was enqueued
     values: torch.Tensor | None = None  # that land there
     disturbed: bool = False  # a traced operation has written it since
@@ -46,11 +48,17 @@ class HostMemory:
         self._sources: deque[_Copy] = deque()
         self._landings: deque[_Copy] = deque()
 
-    def reads(self, entry: Entry, allocation: RaceAllocation, region: ByteRegion, tensor: torch.Tensor) -> None:
-        """A copy to the device reads `tensor` when it runs: copies that land there before it have landed by then."""
+    def reads(
+        self, entry: Entry, allocation: RaceAllocation, region: ByteRegion, tensor: torch.Tensor, kept: bool
+    ) -> None:
+        """A copy to the device reads `tensor` when it runs: copies that land there before it have landed by then.
+
+        `kept` says that torch keeps the memory for it.
+        """
         self.ordered(entry.stream, allocation, region)
         if not any(landing.values is None and landing.touches(allocation, region) for landing in self._landings):
-            self._sources.append(_Copy(entry, allocation, region, tensor, _checksum(tensor)))
+            held = tensor if kept else None
+            self._sources.append(_Copy(entry, allocation, region, held, Address(tensor), _checksum(tensor)))
         # else a device fills it at a time of its own, and it has no checksum
 
     def ordered(self, stream: StreamClock, allocation: RaceAllocation, region: ByteRegion) -> None:
@@ -73,7 +81,7 @@ class HostMemory:
         if values is not None:
             _poison(tensor)
         checksum = 0 if values is None else _checksum(tensor)
-        self._landings.append(_Copy(entry, allocation, region, tensor, checksum, values))
+        self._landings.append(_Copy(entry, allocation, region, tensor, Address(tensor), checksum, values))
 
     def overwritten(self, allocation: RaceAllocation, region: ByteRegion) -> None:
         """A traced write: unseen writes before it are checked for now, so that it is not blamed for them."""
@@ -106,14 +114,16 @@ class HostMemory:
             self._check(self._sources.popleft())
 
     def _check(self, source: _Copy) -> None:
-        if _checksum(source.tensor) != source.checksum:
+        tensor = source.address.tensor()
+        if tensor is not None and _checksum(tensor) != source.checksum:
             self._unseen(source, RaceKind.STAGING_REFILLED, "reads")
 
     def _land(self, landing: _Copy) -> None:
-        if landing.values is None:
+        tensor = landing.address.tensor()
+        if landing.values is None or tensor is None:
             return
-        changed = not landing.disturbed and _checksum(landing.tensor) != landing.checksum
-        landing.tensor.copy_(landing.values)
+        changed = not landing.disturbed and _checksum(tensor) != landing.checksum
+        tensor.copy_(landing.values)
         where = landing.allocation, landing.region
         self._sources = deque(source for source in self._sources if not source.touches(*where))
         for other in self._landings:

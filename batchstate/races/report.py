@@ -39,6 +39,8 @@ class RaceKind(StrEnum):
     """Fresh memory is read before any byte of it was written."""
     LEFTOVER_READ = "leftover read"
     """A value is read that an earlier owner of the row, or an earlier step, has left."""
+    PROGRAMS_CLASH = "programs clash"
+    """Two programs of one launch access one element, and at least one of them writes it."""
 
 
 class EventKind(StrEnum):
@@ -261,14 +263,17 @@ def load_reports(path: str | Path) -> list[RaceReport]:
 
 
 def identity(race: RaceReport) -> Identity:
-    """A key of a finding that survives moved lines: its kind, and files, functions, operations and streams."""
+    """A key of a finding that survives moved lines, and a run from another folder.
+
+    It has the kind, and names of files, functions, operations and streams.
+    """
     return _identity(str(race.kind), attrs.asdict(race.first), attrs.asdict(race.second))
 
 
 def _identity(kind: str, *sides: Mapping[str, Any]) -> Identity:
     parts = [kind]
     for side in sides:
-        parts += [re.sub(r":\d+ in ", " in ", side["caller"] or side["site"]), side["operation"], side["lane"]]
+        parts += [re.sub(r"^.*/|:\d+(?= in )", "", side["caller"] or side["site"]), side["operation"], side["lane"]]
     return tuple(parts)
 
 

@@ -39,15 +39,17 @@ class RaceTracer(Tracer[RaceAllocation]):
         host_memory: copies between host and device.
         pieces: pieces of memory seen so far: the number of the newest.
         launched: name of the innermost launch under way, for reports.
+        replaying: whether operations are those of a graph.
         seen: memory accessed since that launch began -> whether it was written; None outside of launches.
     """
 
     def __init__(self, runtime: TracedRuntime[StreamClock], detector: Detector) -> None:
-        super().__init__(runtime.device, detector.freed)
+        super().__init__(runtime.device, self._freed)
         self.detector = detector
         self.host_memory = HostMemory(detector)
         self.pieces = 0
         self.launched: str | None = None
+        self.replaying = False
         self.seen: dict[RaceAllocation, bool] | None = None
         self._inner = runtime._inner
         self._clock_of: Callable[[Any], StreamClock] = runtime._known_stream
@@ -67,6 +69,8 @@ class RaceTracer(Tracer[RaceAllocation]):
     def allocate(self, tensor: torch.Tensor, kind: MemoryKind) -> RaceAllocation:
         """Notes whose memory a new tensor is, and where it was made."""
         stream = None if kind in HOST_KINDS else self.current()
+        if kind is MemoryKind.PINNED:
+            self.detector.allocates_pinned()
         return self.allocations.add(tensor, RaceAllocation(kind, self._name(tensor), stream, source_line(2)))
 
     def allocate_on_device(self, tensor: torch.Tensor, entry: Entry) -> RaceAllocation:
@@ -80,6 +84,10 @@ class RaceTracer(Tracer[RaceAllocation]):
             self.detector.note_first(entry, allocation, region)
         self.detector.allocates(entry.stream, entry)
         return allocation
+
+    def _freed(self, allocation: RaceAllocation) -> None:
+        """The last tensor of a piece of memory is gone."""
+        self.detector.freed(allocation)
 
     def keep_for(self, tensor: torch.Tensor, stream: StreamClock) -> None:
         """The memory is kept until a stream has run all that it has by then."""
@@ -167,7 +175,7 @@ class RaceTracer(Tracer[RaceAllocation]):
                 self.seen = seen
             for tensor in reads:
                 if self.kind_of(tensor) is MemoryKind.PINNED:  # the host may write it unseen until the kernel has run
-                    self._reads_source(entry, tensor)
+                    self._reads_source(entry, tensor, by_torch=False)
 
     def _on_device(self, call: TracedCall) -> Any:
         __tracebackhide__ = True
@@ -310,12 +318,18 @@ class RaceTracer(Tracer[RaceAllocation]):
         if allocation is not None and region is not None:
             with untraced():
                 self.host_memory.lands(entry, allocation, region, target, values)
+            if not self.replaying:
+                allocation.kept_for.add(entry.stream.number)
 
-    def _reads_source(self, entry: Entry, source: torch.Tensor) -> None:
+    def _reads_source(self, entry: Entry, source: torch.Tensor, *, by_torch: bool = True) -> None:
+        """Something reads pinned memory when it runs. Torch keeps the block for copies of its own, but for no graph."""
+        kept = by_torch and not self.replaying
         allocation, region = self.allocations.of(source), of_tensor(source)
         if allocation is not None and region is not None:
+            if kept:
+                allocation.kept_for.add(entry.stream.number)
             with untraced():
-                self.host_memory.reads(entry, allocation, region, source)
+                self.host_memory.reads(entry, allocation, region, source, kept)
 
     def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copied_to_device(source, target)

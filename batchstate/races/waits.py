@@ -29,6 +29,7 @@ class WideWait:
         orders: the newest operation of that stream that has to come before, and its line; None if there is none.
         for_what: the access that needs it, and its line; None if there is none.
         spare: operations behind it that are waited for too, and need not be; at least one.
+        recorded: where the event was recorded early enough, if it was recorded anew before this wait; else None.
     """
 
     lane: str
@@ -39,14 +40,20 @@ class WideWait:
     orders: str | None
     for_what: str | None
     spare: tuple[str, ...]
+    recorded: str | None
 
     def __str__(self) -> str:
         who = "the host" if self.lane == HOST else f"stream {self.lane!r}"
+        remedy = "wait for a fence that is recorded after what has to be ordered, and no later"
+        if self.recorded is not None:
+            remedy = (
+                f"{self.fence} was recorded in time at {self.recorded}, and anew before this wait: use one per step"
+            )
         needed = "orders nothing" if self.orders is None else f"has to order {self.orders}, for {self.for_what}"
         return (
             f"{who} waits for {self.fence} of stream {self.of!r} at {self.site}, step {self.step}: it {needed}\n"
             f"  need not   {', '.join(self.spare)}\n"
-            f"  remedy     wait for a fence that is recorded after what has to be ordered, and no later"
+            f"  remedy     {remedy}"
         )
 
 
@@ -59,6 +66,7 @@ class _Wait:
     before: list[int]
     seen: list[int]
     work: list[Entry]
+    recordings: list[Entry]  # of the same event, earlier ones, oldest first
     needed: int = 0
     for_what: Entry | None = None
     whole: bool = False  # needed for events of other streams that the fence's stream knew
@@ -72,6 +80,7 @@ class _Wait:
         if not spare or self.whole:
             return None
         newest = next((_at(entry) for entry in self.work if entry.number == self.needed), None)
+        in_time = (entry for entry in self.recordings if self.needed and self.needed < entry.number < spare[-1].number)
         return WideWait(
             lane=self.entry.stream.name,
             fence=self.fence,
@@ -81,6 +90,7 @@ class _Wait:
             orders=(newest or "an operation too old to be known") if self.needed else None,
             for_what=None if self.for_what is None else _at(self.for_what),
             spare=tuple(map(_at, spare)),
+            recorded=next((entry.source_line.words()[0] for entry in in_time), None),
         )
 
 
@@ -96,12 +106,15 @@ class Waits:
         """A stream, or the host, that knew the events `before` waits for a fence, which tells it of those `seen`."""
         newest = before[of.number] if of.number < len(before) else 0
         work: list[Entry] = []
+        recordings: list[Entry] = []
         for earlier in self._history.newest_first():
             if earlier.number <= newest:
                 break
             if earlier.stream is of and earlier.number < event and earlier.kind in WORK and not earlier.hidden:
                 work.append(earlier)
-        wait = _Wait(entry, fence, of, list(before), list(seen), work[::-1])
+            if earlier.name is fence and earlier.stream is of and earlier.number < event:
+                recordings.append(earlier)
+        wait = _Wait(entry, fence, of, list(before), list(seen), work[::-1], recordings[::-1])
         self._waits.setdefault(entry.stream.number, []).append(wait)
 
     def needs(self, stream: int, other: int, event: int, access: Entry | None) -> None:

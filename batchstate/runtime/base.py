@@ -269,6 +269,7 @@ class Runtime(OfThisProcess, abc.ABC):
         self._known_memory = KnownMemory() if self.remember_memory and device.type == "cpu" else None
         self._suspension_logged = False
         self.agreement: Agreement | None = None
+        levels.opened()
 
     def __repr__(self) -> str:
         kind, device = type(self).__name__, str(self.device)

@@ -17,6 +17,8 @@ from batchstate.levels import Level
 from batchstate.races.devices import window_of
 from batchstate.runtime import Runtime, open_runtime
 
+__tracebackhide__ = True  # so that pytest shows the engine's frames
+
 OpenRuntime = Callable[[], Runtime]
 """Opens the runtime of one example: this is where the race detector or a simulated device is chosen."""
 

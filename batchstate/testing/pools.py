@@ -34,6 +34,8 @@ from batchstate.testing.machine import DisagreementError, Machine
 from batchstate.testing.runner import STEPS, MachineResult, error_of, run_machine, with_replay
 from batchstate.violations import Where
 
+__tracebackhide__ = True  # so that pytest shows the engine's frames
+
 __all__ = ["InjectedError", "PoolSpec", "fuzz_pool", "pool_machine"]
 
 P = TypeVar("P")

@@ -44,6 +44,8 @@ from batchstate.watch.batches import WatchedSpec
 from batchstate.watch.declaration import CallSite, Declaration
 from batchstate.watch.snapshots import Snapshot, address_range
 
+__tracebackhide__ = True  # so that pytest shows the engine's frames
+
 __all__ = ["Twin", "TwinSlots", "TwinSpec", "fuzz_twins", "twin_machine"]
 
 Row = dict[str, Any]

@@ -18,6 +18,8 @@ from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.paths import Get, Name
 from batchstate.watch.snapshots import Rows
 
+__tracebackhide__ = True  # so that pytest shows the engine's frames
+
 __all__ = ["Watched", "WatchedSpec", "audit", "watch"]
 
 OPERATIONS = ("filter", "merge", "next_batch", "split", "advance", "update", "replace")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants
-from batchstate.errors import ArgumentError, BatchStateError, DeclarationError, one_of
+from batchstate.errors import ArgumentError, BatchStateError, DeclarationError, one_of, shown
 from batchstate.invariants import Invariant, times_checked
 from batchstate.violations import Code, Violation, Where
 from batchstate.watch._requests import AnswerGroup, OverRequests, RequestAnswers
@@ -38,6 +38,8 @@ from batchstate.watch.snapshots import (
     width_of,
     without_tails,
 )
+
+__tracebackhide__ = True  # so that pytest shows the engine's frames
 
 _DERIVED_STALE, _ROW_KEPT = Code.DERIVED_STALE, Code.ROW_KEPT
 
@@ -99,7 +101,14 @@ class CallSite:
     compared: bool = False
 
     def ask(
-        self, invariant: Invariant[...], *args: Any, column: str, remedy: str, names: Sequence[Any] = (), **options: Any
+        self,
+        invariant: Invariant[...],
+        *args: Any,
+        column: str,
+        remedy: str,
+        names: Sequence[Any] = (),
+        problem: str | None = None,
+        **options: Any,
     ) -> bool:
         """Checks an invariant, counted, and reports it in words for a class that others wrote."""
         times_checked[invariant.code] += 1
@@ -109,9 +118,11 @@ class CallSite:
         where: Where = {"object": self.object, "operation": self.operation, "column": column}
         if self.step is not None:
             where["step"] = self.step
+        problem = problem or breach.problem
         if breach.row is not None and breach.row < len(names):
-            breach = attrs.evolve(breach, problem=f"{breach.problem}: request {_shown(names[breach.row])}")
-        self.report(Violation(invariant.code, attrs.evolve(breach, column=column), remedy=remedy, where=where))
+            problem += f": request {_shown(names[breach.row])}"
+        breach = attrs.evolve(breach, problem=problem, column=column)
+        self.report(Violation(invariant.code, breach, remedy=remedy, where=where))
         return False
 
     @property
@@ -759,7 +770,12 @@ class Declaration:
             left = np.where(owned.reshape(-1, *[1] * (left.ndim - 1)), left, right)
         remedy = f"one side was written alone: look in {site.method}, and at what ran since the last check, for a line "
         remedy += f"that changes {pair.host!r} or {pair.device!r} without the other"
-        site.ask(invariant, left, right, names=requests, column=pair.name, remedy=remedy)
+        problem = None
+        if pair.host in self._said_hosts:
+            problem = f"{pair.device!r} is not what its request says"
+            remedy = f"look for the write of {pair.device!r} that {site.suspects} leaves out, or makes in another row; "
+            remedy += "or `from_requests` is wrong"
+        site.ask(invariant, left, right, names=requests, column=pair.name, remedy=remedy, problem=problem)
 
     def compare_at_once(self, pair: Pair, host: Any, device: Any, batch: Any, n: int, site: CallSite) -> None:
         """Compares what requests say with a column on the host."""
@@ -958,11 +974,14 @@ class Declaration:
 
 
 def _shown(request: Any) -> str:
-    """A request in a report: its id, as SGLang, vLLM, LMDeploy or TGI calls it."""
+    """A request in a report: its id, as SGLang, vLLM, LMDeploy, TGI or mini-sglang calls it, or its `repr`."""
     if isinstance(request, PLAIN_KEYS):
         return repr(request)
-    names = (getattr(request, name, None) for name in ("rid", "request_id", "req_id", "seq_id", "id"))
-    return repr(next((name for name in names if name is not None), type(request).__name__))
+    names = (getattr(request, name, None) for name in ("rid", "request_id", "req_id", "seq_id", "uid", "id"))
+    if (name := next((name for name in names if name is not None), None)) is not None:
+        return repr(name)
+    text = repr(request)
+    return shown(request) if len(text) > 40 or " object at 0x" in text else text
 
 
 def report_stale(site: CallSite, column: str, problem: str, expected: Any, actual: Any, remedy: str) -> bool:

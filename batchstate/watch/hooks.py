@@ -15,6 +15,8 @@ from batchstate import levels
 from batchstate.errors import ArgumentError, BatchStateError, DeclarationError, closest
 from batchstate.violations import Violation
 
+__tracebackhide__ = True  # so that pytest shows the engine's frames
+
 Hook: TypeAlias = str | Callable[..., Any] | tuple[Any, str]
 OnViolation: TypeAlias = Literal["raise", "log"] | Callable[[BatchStateError], object]
 
@@ -118,6 +120,7 @@ class Hooked:
         Raises:
             ArgumentError: an owner has no such method, or one that cannot be hooked.
         """
+        levels.opened()
         with _installing:
             records = records or {}
             methods = [(where, name, _method(self.name, where, name)) for where, name in {**hooks, **records}]

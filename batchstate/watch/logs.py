@@ -14,6 +14,8 @@ from batchstate.watch.paths import Name, getter
 from batchstate.watch.pools import WatchedPool
 from batchstate.watch.snapshots import entries_of
 
+__tracebackhide__ = True  # so that pytest shows the engine's frames
+
 __all__ = ["watch_log"]
 
 Write: TypeAlias = tuple[int, int, Iterable[Any]]

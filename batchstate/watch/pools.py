@@ -13,6 +13,8 @@ from batchstate.watch.hooks import Around, Hook, Hooked, OnViolation, hooks_of
 from batchstate.watch.paths import Get, Name, getter
 from batchstate.watch.snapshots import Snapshot, rows_of
 
+__tracebackhide__ = True  # so that pytest shows the engine's frames
+
 __all__ = ["WatchedPool", "watch_copy", "watch_pages", "watch_slots"]
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -153,17 +155,17 @@ def watch_pages(
                 break
         if index is None:
             return
-        found = dict(index(pool))
+        listed = dict(index(pool))
         remedy = f"the index and the pages change together: look in {site.suspects}"
-        for key, page in found.items():
+        for key, page in listed.items():
             if keyed.get(page, key) != key or (keys is not None and page not in keyed):
                 problem = f"the index finds page {page} by a key that it has not"
                 report_stale(site, "index", problem, key, keyed.get(page), remedy)
                 return
         for page, key in keyed.items():
-            if found.get(key, page) != page or key not in found:
+            if listed.get(key, page) != page or key not in listed:
                 problem = f"the key of page {page} is not in the index, or finds another page"
-                report_stale(site, "index", problem, page, found.get(key), remedy)
+                report_stale(site, "index", problem, page, listed.get(key), remedy)
                 return
 
     def question(pool: Any, site: CallSite, _: Sequence[Any]) -> None:

@@ -6,6 +6,7 @@
     {attributes} MODULE:NAME  the attributes that the docstring of a class lists, with their types
     {error-classes}           the error classes, with the builtin that each derives from
     {race-cases} FILE         every race case, with what each tool said of it; FILE holds that, beside the page
+    {public-names}            the names of `batchstate` itself, each with a line and a link
     {sglang-points} CHANGE    the points of one of SGLang's changes, and the tests that show them
 
 Each makes Markdown and hands it to the parser of the page.
@@ -268,6 +269,20 @@ class RaceCases(FromCode):
         return lines
 
 
+class PublicNames(FromCode):
+    """The names that `batchstate` exports."""
+
+    def markdown(self) -> list[str]:
+        """One row a name."""
+        from tests.api_page import names_of
+
+        linked = (
+            (f"`{name}`" if page == "batchstate" else f"{{py:obj}}`{name} <{page}.{name}>`", sentence)
+            for name, page, sentence in names_of("batchstate")
+        )
+        return table(("name", "meaning"), linked)
+
+
 class SGLangPoints(FromCode):
     """The points of one of SGLang's changes, with what shows each."""
 
@@ -292,5 +307,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("attributes", Attributes)
     app.add_directive("error-classes", ErrorClasses)
     app.add_directive("race-cases", RaceCases)
+    app.add_directive("public-names", PublicNames)
     app.add_directive("sglang-points", SGLangPoints)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

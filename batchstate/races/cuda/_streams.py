@@ -5,6 +5,7 @@ this file here, which pass for theirs: `isinstance` goes by `__class__`.
 """
 
 import time
+from collections import Counter
 from typing import Any, ClassVar, final
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._names import assigned_name, label_of
 from batchstate.races.cuda._tracer import CUDA, NotModelledError
-from batchstate.races.cuda._window import CudaWindow
+from batchstate.races.cuda._window import STREAMS, CudaWindow
 from batchstate.runtime import Fence
 
 _CUDA_TYPE = 1
@@ -153,21 +154,32 @@ class _Event(_Made):
 class _Graph(_Made):
     _OF_TORCH = _cuda.CUDAGraph
     _capture: Any = None
+    _launched: tuple[int, Fence | None] = 0, None
+    _pool: Any = None
 
     def capture_begin(
         self, pool: Any = None, capture_error_mode: str = "global", check_input_liveness: bool = False
     ) -> None:
         self._rt.tracer.refuse_capture("capture_begin")
+        self._pool = self._rt.new_graph_pool() if pool is None else pool
+        if self._rt.graphs is not None:
+            self._rt.graphs.captured(pool)
         self._capture = self._rt.tracer.begin_capture()
 
     def capture_end(self) -> None:
         self._rt.tracer.end_capture()
 
     def replay(self) -> None:
-        tracer = self._rt.tracer
+        rt = self._rt
         if self._capture is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        tracer.replay(self._capture)
+        stream, fence = self._launched
+        if fence is not None and stream != rt.current_id:
+            rt.stream_waits(None, fence)  # a graph is launched behind its launch before, on any stream
+        if rt.graphs is not None:
+            rt.graphs.launched(self)
+        rt.tracer.replay(self._capture)
+        self._launched = rt.current_id, rt.record_event(self, None)
 
     def reset(self) -> None:
         self._capture = None
@@ -175,8 +187,8 @@ class _Graph(_Made):
     def instantiate(self) -> None:
         pass
 
-    def pool(self) -> tuple[int, int]:
-        return 0, 1
+    def pool(self) -> Any:
+        return self._pool
 
 
 @final
@@ -197,12 +209,17 @@ def makers(rt: CudaWindow[Any]) -> list[tuple[Any, dict[str, Any]]]:
             name = f"{cls.__module__}.{cls.__qualname__}, a subclass of {kind}"
             raise NotModelledError.of(name, f"make a torch.cuda.{kind}")
 
+    made_of: Counter[int] = Counter()
+
     def stream(cls: Any, device: Any = None, priority: int = 0, **ids: Any) -> _Stream:
         plain(cls, _cuda.Stream, _cuda.ExternalStream)
         number = ids.get("stream_id", ids.get("stream_ptr"))
         with _cuda.device(device):
-            number = rt.new_stream(assigned_name()) if number is None else rt.known_stream(number)
-        return _Stream(rt, number, priority)
+            made = _Stream(rt, rt.new_stream(assigned_name()) if number is None else rt.known_stream(number), priority)
+        if number is None:
+            count = made_of[priority] = made_of[priority] + 1
+            rt.stream_made(made, (priority, count % STREAMS))
+        return made
 
     def event(
         cls: Any,

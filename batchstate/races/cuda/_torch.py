@@ -16,10 +16,13 @@ from typing import Any
 import torch
 import torch.utils._device
 import torch.utils.dlpack
+from torch.autograd.variable import Variable
 
 from batchstate.errors import ArgumentError
+from batchstate.races.cuda._backward import StreamedEngine
 from batchstate.races.cuda._streams import GENERIC, makers
 from batchstate.races.cuda._tracer import CPU, CUDA, NotModelledError, check_declared
+from batchstate.races.cuda._triton import interpreted
 from batchstate.races.cuda._window import CudaWindow
 from batchstate.races.tracing.memory import MemoryKind
 
@@ -59,6 +62,7 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
     if cuda.is_available():
         cuda.init()  # torch does that once, and not inside of a window
     answers = _answers(rt)
+    engine = StreamedEngine(Variable._execution_engine, rt)
     with contextlib.ExitStack() as stack:
         stack.callback(_default_device, torch.utils._device.CURRENT_DEVICE)
         refused = [
@@ -69,6 +73,7 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
         stack.callback(_restore, refused)
         for _, name, _ in refused:
             delattr(c, name)
+        stack.enter_context(interpreted(rt))
         for name, function in rt.stands_for.items():
             _stand_in(stack, name, function)
         if _DYNAMO in sys.modules:  # functions that were compiled before run as they are written
@@ -77,7 +82,7 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
             stack.callback(_forget_stream)
         before = list[tuple[Any, str, Any]]()  # one callback: one for each costs more than the window's other work
         stack.callback(_restore, before)
-        graphs = {"_cuda_isCurrentStreamCapturing": lambda: rt.capturing, "_graph_pool_handle": lambda: (0, 1)}
+        graphs = {"_cuda_isCurrentStreamCapturing": lambda: rt.capturing, "_graph_pool_handle": rt.new_graph_pool}
         for owner, attributes in (
             (c, answers),
             *makers(rt),
@@ -87,7 +92,8 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
             (cuda.memory, dict.fromkeys(_POOLS, _nothing)),
             (cuda.graphs.graph, {"default_capture_stream": None}),
             (cuda.nvtx, {"_nvtx": _Silent()}),
-            (torch.Tensor, _of_tensors(rt)),
+            (torch.Tensor, {**_of_tensors(rt), "register_hook": _hooks(engine)}),
+            (Variable, {"_execution_engine": engine}),
             (torch.UntypedStorage, _of_storages(rt)),
             (torch, _of_torch()),
             (torch.jit, {"script": _as_it_is, "trace": _as_it_is, "trace_module": _as_it_is}),
@@ -100,6 +106,11 @@ def replaced(rt: CudaWindow[Any]) -> Iterator[None]:
         _forget_functions()
         stack.callback(_forget_functions)
         yield
+
+
+def _hooks(engine: StreamedEngine) -> Callable[..., Any]:
+    register: Any = torch.Tensor.register_hook
+    return lambda self, hook: register(self, engine.on_stream_of(self, hook) if self.requires_grad else hook)
 
 
 def _default_device(before: torch.device | None) -> None:

@@ -174,7 +174,7 @@ class CudaTracer(Tracer[A]):
             if to_device:
                 raise RuntimeError(f"{operation.name}: only dense CPU tensors can be pinned, and device= says {device}")
             kwargs = {**kwargs, "pin_memory": False} if self.on_cpu else kwargs
-            return self.keep(func(*args, **kwargs), MemoryKind.PINNED)
+            return self.new_pinned(func(*args, **kwargs))
         crosses = operation.name == "copy_" and mixed and MemoryKind.UNDECIDED not in kinds
         moves = operation.name == "_to_copy" and of_device is not to_device
         if capturing and (of_device or to_device):
@@ -192,7 +192,7 @@ class CudaTracer(Tracer[A]):
             if MemoryKind.PINNED in kinds:
                 self._host_uses_pinned(call)
             result = func(*args, **kwargs)
-            return self.keep(result, MemoryKind.PINNED) if operation.name == "_pin_memory" else result
+            return self.new_pinned(result) if operation.name == "_pin_memory" else result
         if mixed:
             self._refuse_host_operands(call)
         result = self._on_device(call)
@@ -210,7 +210,7 @@ class CudaTracer(Tracer[A]):
         if to_device:
             return self._copy(self._new_on_device(source, **made), source, non_blocking)
         if non_blocking:  # lands in pinned memory of its own, as torch does
-            return self._copy(self.keep(torch.empty_like(source, **made), MemoryKind.PINNED), source, True)
+            return self._copy(self.new_pinned(torch.empty_like(source, **made)), source, True)
         return self._brought_to_host("to", source, made["dtype"])
 
     def _refuse_host_operands(self, call: TracedCall) -> None:
@@ -230,7 +230,7 @@ class CudaTracer(Tracer[A]):
                 raise RuntimeError("cannot pin a tensor of cuda:0: only dense CPU tensors can be pinned")
             if kind is MemoryKind.PINNED:
                 return tensor
-            return self.keep(tensor.clone(), MemoryKind.PINNED)
+            return self.new_pinned(tensor.clone())
 
     def to_list(self, tensor: torch.Tensor) -> Any:
         """The result of `Tensor.tolist`; the host waits for a tensor of the device."""

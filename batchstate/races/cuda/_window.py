@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar, final
@@ -11,6 +12,8 @@ import torch
 
 from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
+from batchstate.races.cuda._backward import Turns
+from batchstate.races.cuda._graphs import Graphs
 from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
 from batchstate.races.detector import Race
 from batchstate.races.runtime import RaceRuntime
@@ -18,6 +21,11 @@ from batchstate.races.tracing.clocks import HOST, unused_name
 from batchstate.races.tracing.dispatch import dispatching
 from batchstate.races.tracing.runtime import TracedRuntime
 from batchstate.runtime import CpuRuntime, Fence, Runtime, Stream
+
+STREAMS = 32
+"""Streams of a priority that torch has: it hands them out in turn, so that the next one is the first again.
+
+As c10/cuda/CUDAStream.cpp has it (`kStreamsPerPool`)."""
 
 _open: list[Any] = []
 """The window that is open in this process, if one is."""
@@ -44,10 +52,11 @@ class ThreadedCpu(CpuRuntime):
 
 @final
 class Entered(threading.local):
-    """Per thread, the numbers of the streams that were current before each `with stream:`."""
+    """Per thread, the numbers of the streams that were current before each `with stream:`, and those of its nodes."""
 
     def __init__(self) -> None:
         self.before: list[int] = []
+        self.turns = Turns()
 
 
 S = TypeVar("S")
@@ -59,12 +68,15 @@ class TorchWindow(TracedRuntime[S]):
     Attributes:
         lock: held while an operation of the device happens.
         made_at: name of a stream -> the line of the code that made it.
+        aliased_streams: pairs of streams that are alive together and one on a GPU; see `STREAMS`.
     """
 
     _tracer: CudaTracer[Any]
 
     def __init__(self, inner: Runtime, **settings: Any) -> None:
         self.made_at: dict[str, SourceLine] = {}
+        self.aliased_streams: list[tuple[str, str]] = []
+        self._made: dict[object, tuple[Callable[[], Any], str]] = {}
         super().__init__(inner, **settings)
         self.lock = self._tracer.lock
 
@@ -92,6 +104,14 @@ class TorchWindow(TracedRuntime[S]):
     def _state_of(self, stream: Any) -> Any:
         """The tool's state of a stream of torch; None for one that it does not know."""
 
+    def stream_made(self, stream: Any, of_torch: object) -> None:
+        """The code has made a stream; `of_torch` says which of torch's streams it is."""
+        name = f"{self.label_of_stream(stream)!r}, made at {source_line().words()[0]}"
+        other, other_name = self._made.get(of_torch, (lambda: None, ""))
+        self._made[of_torch] = weakref.ref(stream), name
+        if other() is not None:
+            self.aliased_streams.append((other_name, name))
+
     def label_of_stream(self, stream: Any) -> str:
         """The name of a stream in reports; empty for an unknown stream."""
         state = self._state_of(stream)
@@ -109,6 +129,19 @@ class TorchWindow(TracedRuntime[S]):
 
 class PlainRaceRuntime(RaceRuntime):
     """A `RaceRuntime` over code that may catch a race: its window raises the first one again at its end."""
+
+    def __init__(self, inner: Runtime, **settings: Any) -> None:
+        super().__init__(inner, **settings)
+        self.graphs: Graphs = Graphs(self._tracer)
+
+    def bind(self, graph: Any, **values: Callable[[], object]) -> None:
+        """Declares numbers of the host that a graph has from its capture: a replay with others is a `LEFTOVER_READ`.
+
+        Args:
+            graph: a `torch.cuda.CUDAGraph`, captured with these values.
+            values: name -> function that returns the number. It is asked now, and before each replay.
+        """
+        self.graphs.bind(graph, values)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -139,7 +172,10 @@ class CudaWindow(TorchWindow[S]):
         stands_for: functions that replace the code's.
         tracer: is told of every operation.
         entered: streams that `with stream:` will make current again.
+        graphs: is told of graphs; None on the simulated device.
     """
+
+    graphs: Any = None
 
     def __init__(
         self,
@@ -153,6 +189,7 @@ class CudaWindow(TorchWindow[S]):
         self.name, self.memory, self.capability = name, memory, capability
         self.stands_for = dict(stands_for)
         self._polled: dict[int, Fence] = {}
+        self._graph_pools = 0
         super().__init__(ThreadedCpu(), **settings)
         self.tracer = self._tracer
         self.entered = Entered()
@@ -194,6 +231,7 @@ class CudaWindow(TorchWindow[S]):
     def set_current(self, number: int) -> None:
         """Makes a stream the current one of this thread."""
         self._inner._current = self._by_number[number]  # type: ignore[attr-defined]
+        self.entered.turns.turned(number)
 
     def keep_for(self, tensor: torch.Tensor, number: int) -> None:
         """`tensor.record_stream(stream)`."""
@@ -232,6 +270,10 @@ class CudaWindow(TorchWindow[S]):
         with self.lock:
             self._recorded(self._by_number[number], "all of the stream").wait()
 
+    @abc.abstractmethod
+    def launch_kernel(self, name: str, interpret: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """A Triton kernel is launched on the current stream: `interpret(*args, **kwargs)` runs it."""
+
     def wait_for_everything(self) -> None:
         """`torch.cuda.synchronize()`."""
         self._tracer.refuse_capture("torch.cuda.synchronize")
@@ -241,6 +283,11 @@ class CudaWindow(TorchWindow[S]):
     @abc.abstractmethod
     def _is_idle(self, stream: Stream) -> bool:
         """Whether all that a stream has is over, as far as the host knows."""
+
+    def new_graph_pool(self) -> tuple[int, int]:
+        """The id of a pool for memory of graphs."""
+        self._graph_pools += 1
+        return 0, self._graph_pools
 
     # Memory
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, final, overload
 
@@ -13,14 +13,17 @@ import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._arrays import pinned_array
+from batchstate.races.cuda._blocks import Blocks
 from batchstate.races.cuda._hints import torch_hint_for
 from batchstate.races.cuda._torch import replaced
 from batchstate.races.cuda._tracer import CudaTracer, NotModelledError
+from batchstate.races.cuda._triton import KernelLaunch
 from batchstate.races.cuda._window import CudaWindow, PlainRaceRuntime, open_window
 from batchstate.races.detector import OnRace, RaceAllocation
 from batchstate.races.devices import PROMPT, RACE, SIM
+from batchstate.races.history import Entry
 from batchstate.races.report import EventKind
-from batchstate.races.sim.calls import Call
+from batchstate.races.sim.calls import Call, View, packed
 from batchstate.races.sim.device import DeviceStream, Task
 from batchstate.races.sim.runtime import SimRuntime
 from batchstate.races.sim.shapes import NewTensor
@@ -28,43 +31,60 @@ from batchstate.races.sim.tracer import SimAllocation, SimTracer, new_seed
 from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.clocks import StreamClock
 from batchstate.races.tracing.dispatch import TracedCall, raw_kernel, untraced
-from batchstate.races.tracing.memory import MemoryKind
-from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in
-from batchstate.races.tracing.regions import of_tensor
+from batchstate.races.tracing.memory import Address, MemoryKind
+from batchstate.races.tracing.operations import MemoryAccess, Operation, tensors_in, tensors_of
+from batchstate.races.tracing.regions import ByteRegion, of_tensor
 from batchstate.runtime import Stream
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Held(NamedTuple):
+    """A tensor of a graph that was there before its capture, and all of it as a read."""
+
+    address: Address
+    access: tuple[RaceAllocation, ByteRegion, bool] | None
+
+
 class Node(NamedTuple):
     """One operation of a graph.
 
     Attributes:
-        operation, func, args, kwargs: the call.
-        results: its tensors.
-        new: whether each result is memory of the graph.
+        operation, func, args, kwargs: the call, with `Held` for tensors that were there before.
+        made: its results that are memory of the graph, None in place of the others.
         copies: whether it is a copy between pinned memory and the device.
     """
 
     operation: Operation
     func: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    results: list[torch.Tensor]
-    new: list[bool]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    made: list[torch.Tensor | None]
     copies: bool
+
+    def held(self) -> Iterator[Held]:
+        """The tensors that were there before."""
+        stack: list[Any] = [*self.args, *self.kwargs.values()]
+        while stack:
+            value = stack.pop()
+            if isinstance(value, Held):
+                yield value
+            elif isinstance(value, list):
+                stack += value
 
 
 @final
 class Capture:
     """The operations recorded between `capture_begin` and `capture_end`.
 
-    They run while they are recorded, so that the code sees shapes; their writes to older memory are put back.
+    They run while they are recorded, so that the code sees shapes; their writes to older memory are put back. Numbers
+    of the host are part of an operation from then on; of memory that was there before, the address is. Kernels of
+    Triton have no results, and wait for the replay.
     """
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[Node | Callable[[], None]] = []
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: set[int] = set()
 
@@ -72,10 +92,14 @@ class Capture:
         """The tensor is memory of the graph."""
         self._made.add(tensor.untyped_storage()._cdata)
 
+    def is_made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is memory of the graph."""
+        return tensor.untyped_storage()._cdata in self._made
+
     def keep(self, tensor: torch.Tensor) -> None:
         """Older memory is about to be written."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._made and storage._cdata not in self._kept:
+        if not self.is_made(tensor) and storage._cdata not in self._kept:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
             self._kept[storage._cdata] = (whole, whole.clone())
 
@@ -88,7 +112,29 @@ class Capture:
 
 @final
 class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
-    """Tells the detector of every access of code that names its devices."""
+    """Tells the detector of every access of code that names its devices.
+
+    Attributes:
+        blocks: device memory that comes back; None where each allocation has memory of its own.
+    """
+
+    blocks: Blocks | None = None
+
+    def allocate_on_device(self, tensor: torch.Tensor, entry: Entry) -> RaceAllocation:
+        """New device memory, written by an event."""
+        __tracebackhide__ = True
+        if self.blocks is None:
+            return super().allocate_on_device(tensor, entry)
+        with untraced():
+            block = self.blocks.move(tensor, entry.stream.number)
+        allocation = super().allocate_on_device(tensor, entry)
+        allocation.block = block
+        return allocation
+
+    def _freed(self, allocation: RaceAllocation) -> None:
+        super()._freed(allocation)
+        if self.blocks is not None:
+            self.blocks.free(allocation)
 
     def _is_checked(self, tensor: torch.Tensor) -> bool:
         return False
@@ -151,44 +197,70 @@ class CudaRaceTracer(CudaTracer[RaceAllocation], RaceTracer):
         for written in operation.writes(args, kwargs):
             for tensor in tensors_in(written):
                 capture.keep(tensor)
+
+        def held(tensor: torch.Tensor) -> Any:
+            memory, region = self.allocations.of(tensor), of_tensor(tensor)
+            if memory is None or (memory.kind is not MemoryKind.DEVICE and not copies):
+                return tensor.detach().clone()  # a number
+            if capture.is_made(tensor):
+                return tensor.detach()
+            memory.captured = True
+            return Held(Address(tensor), None if region is None else (memory, region, False))
+
         with untraced():
+            call_args, call_kwargs = packed(args, held), {key: packed(value, held) for key, value in kwargs.items()}
             result = func(*args, **kwargs)
-        results = list(tensors_in(result))
-        new = [self.allocations.of(made) is None for made in results]
-        for made, is_new in zip(results, new, strict=True):
+        results: list[torch.Tensor | None] = []
+        for made in tensors_in(result):
+            is_new = self.allocations.of(made) is None
             if is_new:  # in the graph's own pool, which no stream gets back
                 self.allocate(made, MemoryKind.DEVICE).allocated_on = None
                 capture.made(made)
-        capture.nodes.append(Node(operation, func, tuple(args), dict(kwargs), results, new, copies))
+            results.append(made if is_new else None)
+        capture.nodes.append(Node(operation, func, call_args, call_kwargs, results, copies))
         return result
 
     def replay(self, capture: Capture) -> None:
         """Runs the operations of a graph on the current stream."""
         __tracebackhide__ = True
         with self.lock, untraced():
-            outer, self.launched = self.launched, "graph"
+            outer, self.launched, self.replaying = self.launched, "graph", True
             try:
                 for node in capture.nodes:
                     self._replay(node)
             finally:
-                self.launched = outer
+                self.launched, self.replaying = outer, False
 
-    def _replay(self, node: Node) -> None:
+    def _replay(self, node: Node | Callable[[], None]) -> None:
         __tracebackhide__ = True
-        if node.copies:
-            self._copy(node.args[0], node.args[1], True)
+        if not isinstance(node, Node):
+            node()
             return
-        accesses = node.operation.accesses(node.args, node.kwargs, self._read_index)
-        for target, is_new in zip(node.results, node.new, strict=True):
-            if is_new and (region := of_tensor(target)) is not None:
+        gone = [held.access for held in node.held() if held.access is not None]
+        if self.detector.freed_under_graph(f"{node.operation.name} (graph)", self.current(), gone):
+            return
+        args, kwargs = _given(node.args), {key: _given(value) for key, value in node.kwargs.items()}
+        if node.copies:
+            self._copy(args[0], args[1], True)
+            return
+        accesses = node.operation.accesses(args, kwargs, self._read_index)
+        for target in node.made:
+            if target is not None and (region := of_tensor(target)) is not None:
                 accesses.append(MemoryAccess(target, region, True))
         updates = node.operation.updates
         entry, checked = self.begin(EventKind.OPERATION, node.operation.name, accesses, updates=updates)
-        result = node.func(*node.args, **node.kwargs)
-        for target, made, is_new in zip(node.results, tensors_in(result), node.new, strict=True):
-            if is_new:
+        result = node.func(*args, **kwargs)
+        for target, made in zip(node.made, tensors_in(result), strict=True):
+            if target is not None:
                 target.copy_(made)
         self.end(entry, checked)
+
+
+def _given(value: Any) -> Any:
+    """An argument of a graph's operation, as it was given."""
+    if isinstance(value, Held):
+        return value.address.tensor()
+    return [_given(part) for part in value] if isinstance(value, list) else value
 
 
 @final
@@ -197,11 +269,28 @@ class CudaRuntime(CudaWindow[StreamClock], PlainRaceRuntime):
 
     _tracer: CudaRaceTracer
 
+    def __init__(self, *, reuse: bool, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._tracer.blocks = Blocks() if reuse else None
+
     def _new_tracer(self) -> CudaRaceTracer:
         return CudaRaceTracer(self, self._detector)
 
     def _changed(self) -> AbstractContextManager[None]:
         return replaced(self)
+
+    def launch_kernel(self, name: str, interpret: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """See `CudaWindow`: it runs at once, or at each replay of the graph that is captured."""
+        __tracebackhide__ = True
+
+        def launch() -> None:
+            __tracebackhide__ = True
+            KernelLaunch(name, self._tracer).run(lambda: interpret(*args, **kwargs))
+
+        if self.capturing:
+            self._tracer.capture.nodes.append(launch)
+        else:
+            launch()
 
     def _is_idle(self, stream: Stream) -> bool:
         clock = self._known_stream(stream)
@@ -236,6 +325,9 @@ class CudaSimTracer(CudaTracer[SimAllocation], SimTracer):
 
     def _new_capture(self) -> list[Task]:
         return []
+
+    def _of_copy(self, pinned: torch.Tensor) -> View | torch.Tensor:
+        return super()._of_copy(pinned) if self.capture is None else self._address(pinned)
 
     def _captured(self, call: TracedCall, *, copies: bool) -> Any:
         if copies:
@@ -274,6 +366,15 @@ class CudaSimRuntime(CudaWindow[DeviceStream], SimRuntime):
     def _changed(self) -> AbstractContextManager[None]:
         return replaced(self)
 
+    def launch_kernel(self, name: str, interpret: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """See `CudaWindow`: it is enqueued as a whole, on stand-ins for its tensors."""
+
+        def late(*stand_ins: Any, **named: Any) -> None:
+            with untraced():
+                interpret(*(tuple(value) if isinstance(value, list) else value for value in stand_ins), **named)
+
+        self._tracer.enqueue_kernel(name, late, args, kwargs, tensors_of(args, kwargs))
+
     def _is_idle(self, stream: Stream) -> bool:
         return not self.pending(stream)
 
@@ -288,6 +389,7 @@ def cuda_on_cpu(
     capability: tuple[int, int] = ...,
     stands_for: Mapping[str, Callable[..., Any]] | None = None,
     note_waits: bool = False,
+    reuse: bool = False,
 ) -> CudaRuntime: ...
 @overload
 def cuda_on_cpu(
@@ -300,6 +402,7 @@ def cuda_on_cpu(
     capability: tuple[int, int] = ...,
     stands_for: Mapping[str, Callable[..., Any]] | None = None,
     note_waits: bool = False,
+    reuse: bool = False,
 ) -> CudaRuntime | CudaSimRuntime: ...
 def cuda_on_cpu(
     device: str = RACE,
@@ -311,6 +414,7 @@ def cuda_on_cpu(
     capability: tuple[int, int] = (9, 0),
     stands_for: Mapping[str, Callable[..., Any]] | None = None,
     note_waits: bool = False,
+    reuse: bool = False,
 ) -> CudaRuntime | CudaSimRuntime:
     """A window in which torch has a device `cuda:0` that is the CPU, and every access to its memory is checked.
 
@@ -337,8 +441,11 @@ def cuda_on_cpu(
         capability: of the device, major and minor.
         stands_for: code that needs a GPU -> its replacement: `package.module.attribute` (the launcher of a Triton
             kernel) or `namespace::operator` (an operator without a CPU kernel) -> a function of torch operations,
-            whose accesses are seen, or a `declared_kernel`.
+            whose accesses are seen, or a `declared_kernel`. Triton kernels that are interpreted need none.
         note_waits: see `RaceRuntime`.
+        reuse: give freed blocks of a size out again, the newest first, as torch does on a GPU: then addresses come
+            again, which tables keyed by `data_ptr()` meet. The simulated device always does. `UntypedStorage.resize_`
+            is torch's own error then.
 
     Returns:
         the runtime, for `with`.
@@ -355,7 +462,8 @@ def cuda_on_cpu(
         problem = f"cuda_on_cpu of device {device!r}"
         raise ArgumentError(problem, device, "use 'race', 'race:prompt', 'sim' or 'sim:NAME'")
     fences: Literal["eager", "lazy"] = "eager" if rest else "lazy"
-    return CudaRuntime(**described, on_race=on_race, fences=fences, note_waits=note_waits, hint_for=torch_hint_for)
+    settings: dict[str, Any] = {"on_race": on_race, "note_waits": note_waits, "reuse": reuse}
+    return CudaRuntime(**described, **settings, fences=fences, hint_for=torch_hint_for)
 
 
 def declared_kernel(
@@ -391,9 +499,10 @@ def declared_kernel(
             if rt is None:
                 return function(*args, **kwargs)
             arguments, names = signature.bind(*args, **kwargs).arguments, tuple(kwargs)
+            positional = len(args)  # the kernel may run late, and must keep no tensor
 
             def kernel(*values: Any) -> T:
-                return function(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+                return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
             with rt.lock:
                 launched: T = rt.launch(

@@ -122,6 +122,7 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
         for tensor, region, writes in operation.accesses(args, kwargs, _unknown):
             self._is_pinned(tensor)  # enters pinned memory among the allocations
             if (memory := self._accessed(tensor)) is not None:
+                memory.captured = True
                 accesses.append((memory, region, writes))
         result = func(*args, **kwargs)
         for made in tensors_in(result):
@@ -138,6 +139,8 @@ class WatchTracer(CudaTracer[RaceAllocation], RaceTracer):
         __tracebackhide__ = True
         with self.lock:
             for name, accesses in capture:
+                if self.detector.freed_under_graph(f"{name} (graph)", self.current(), accesses):
+                    continue
                 entry = self.detector.event(
                     self.current(),
                     EventKind.OPERATION,
@@ -294,6 +297,7 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
             if key not in self._streams:
                 self._streams[key] = self._new_stream(name or f"stream {self._unnamed}")
                 self.made_at[self._streams[key].name] = source_line()
+            self.stream_made(stream, key)
 
     def _state_of(self, stream: Any) -> StreamClock | None:
         return self._streams.get((stream.device_index, stream.stream_id))
@@ -394,8 +398,9 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
             with self.lock, untraced():
                 self._tracer.keep_for(tensor, self._of(stream))
 
-    def capture_begins(self, graph: Any, *_: object, **__: object) -> None:
+    def capture_begins(self, graph: Any, pool: Any = None, *_: object, **__: object) -> None:
         """Launches of this thread belong to a graph from now on."""
+        self.graphs.captured(pool)
         graph._batchstate_capture = self._tracer.begin_capture()
 
     def capture_ends(self, graph: Any) -> None:
@@ -404,7 +409,12 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
 
     def replays(self, graph: Any) -> None:
         """A graph is about to be launched."""
+        with self.lock:
+            self.graphs.launched(graph)
+        clock = self._of(None)
+        clock.join(getattr(graph, "_batchstate_launched", []))  # a graph is launched behind its launch before
         self._tracer.replay(getattr(graph, "_batchstate_capture", []))
+        graph._batchstate_launched = list(clock.seen)
 
 
 def watch_cuda(

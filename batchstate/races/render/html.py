@@ -7,6 +7,7 @@ the size of letters, and a screen reader meets a list of events.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
@@ -342,10 +343,10 @@ def race_html(report: RaceReport) -> str:
     fits = math.ceil(narrow if wide < 40 else wide)
     body = "few" if picture.least <= _FEW else "many"
     return document(
-        f"Race: {text(report.problem)}",
+        text(report.problem),
         style_sheet(picture.wide + numbers, fits),
         f"""<header>
-<p class="kind">Race: {text(report.kind)}</p>
+<p class="kind">Finding: {text(report.kind)}</p>
 <h1>{_sentence(report, report.problem)}</h1>
 </header>
 <main>
@@ -473,6 +474,8 @@ def run_html(script: str, reports: Sequence[RaceReport], notes: Sequence[str]) -
     )
     lines = "".join(f"<p>{text(line)}</p>\n" for line in notes)
     style = style_sheet(0, 40) + "iframe{border:0;width:100%;height:90vh}summary{cursor:pointer;padding:.5rem 0}\n"
-    many = f"{len(reports)} race{'s' * (len(reports) != 1)}"
+    many = f"{len(reports)} finding{'s' * (len(reports) != 1)}"
+    kinds = Counter(str(report.kind) for report in reports)
+    counted = ", ".join(kinds) if len(reports) == 1 else ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     content = f"<header>\n<h1>{many} in <code>{text(script)}</code></h1>\n</header>\n<main>\n{lines}{parts}</main>\n"
-    return document(f"{many} in {text(script)}", style, content + _FOOTER)
+    return document(f"{many} in {text(script)}{text(f': {counted}' * bool(reports))}", style, content + _FOOTER)

@@ -420,6 +420,9 @@ class SimFence:
         self.device.run_until(self.marker)
 
 
+_HOST = -1
+"""The host in place of a stream, among free blocks."""
+
 SMALLEST = 512
 """Bytes of the smallest block, as CUDA's allocator rounds: small results share a size, so that they meet again."""
 
@@ -490,7 +493,7 @@ class BlockAllocator:
             for block in self._given_back.pop(stream.number):
                 self._device.wipe(stream, block.memory)
                 self._free.setdefault((stream.number, block.memory.nbytes), []).append(block)
-        free = self._free.get((stream.number, _rounded(nbytes)))
+        free = self._free.get((stream.number, rounded(nbytes)))
         if not free:
             return self.fresh(stream, nbytes)
         self.reused += 1
@@ -498,12 +501,23 @@ class BlockAllocator:
 
     def fresh(self, stream: DeviceStream, nbytes: int) -> Block:
         """A block that was never used before."""
-        memory = np.empty(_rounded(nbytes), np.uint8)
+        memory = np.empty(rounded(nbytes), np.uint8)
         poison(memory)
         return Block(memory, stream)
 
-    def free(self, block: Block) -> None:
+    def pinned(self, nbytes: int) -> Block:
+        """A block of pinned host memory: the last one of its size that was given back, or a new one."""
+        free = self._free.get((_HOST, rounded(nbytes)))
+        if not free:
+            return self.fresh(self._device.streams[0], nbytes)
+        self.reused += 1
+        return free.pop()
+
+    def free(self, block: Block, *, pinned: bool = False) -> None:
         """The last tensor of a block is gone. Only notes it: this may be called anywhere."""
+        if pinned:
+            self._free.setdefault((_HOST, block.memory.nbytes), []).append(block)
+            return
         users, block.users = list(block.users.values()), {}
         if users:
             self._aside.append((block, [self._device.mark(stream) for stream in users]))
@@ -519,5 +533,6 @@ class BlockAllocator:
                 self._aside.append((block, markers))
 
 
-def _rounded(nbytes: int) -> int:
+def rounded(nbytes: int) -> int:
+    """Bytes of the block for an allocation."""
     return max(SMALLEST, 1 << max(nbytes - 1, 0).bit_length())

@@ -102,6 +102,17 @@ class SimTracer(Tracer[SimAllocation]):
         """New device memory of the current stream, with the content of its block."""
         return self._tensor(like, MemoryKind.DEVICE, self._allocator.allocate)
 
+    def new_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """New pinned memory. A copy of torch holds its tensor until it has run; a kernel has its address alone."""
+        pinned = self._tensor(
+            NewTensor.like(tensor), MemoryKind.PINNED, lambda _, nbytes: self._allocator.pinned(nbytes)
+        )
+        return pinned.copy_(tensor.detach())
+
+    def _of_copy(self, pinned: torch.Tensor) -> View | torch.Tensor:
+        """The stand-in of pinned memory in a copy."""
+        return pinned.data
+
     def pack(self, tensor: torch.Tensor) -> View | torch.Tensor:
         """The stand-in of a tensor that an operation reads, until it runs."""
         kind = self.kind_of(tensor)
@@ -112,6 +123,12 @@ class SimTracer(Tracer[SimAllocation]):
     def _pack_written(self, tensor: torch.Tensor) -> View | torch.Tensor:
         """The stand-in of a tensor that an operation writes: this decides that its memory is the device's."""
         block = self.use_on_device(tensor).block
+        return tensor.data if block is None else View.of(tensor, block)
+
+    def _address(self, tensor: torch.Tensor) -> View | torch.Tensor:
+        """The stand-in of a tensor that does not keep its memory, where that is a block."""
+        allocation = self.allocations.of(tensor)
+        block = None if allocation is None else allocation.block
         return tensor.data if block is None else View.of(tensor, block)
 
     def _tensor(
@@ -151,8 +168,8 @@ class SimTracer(Tracer[SimAllocation]):
             allocation.fill = None
 
     def _died(self, allocation: SimAllocation) -> None:
-        if allocation.block is not None and allocation.kind is MemoryKind.DEVICE:
-            self._allocator.free(allocation.block)
+        if allocation.block is not None and allocation.kind in (MemoryKind.DEVICE, MemoryKind.PINNED):
+            self._allocator.free(allocation.block, pinned=allocation.kind is MemoryKind.PINNED)
 
     def _record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         self._runtime._keep_alive(tensor, stream)
@@ -278,7 +295,7 @@ class SimTracer(Tracer[SimAllocation]):
 
     def _copy_to_device(self, target: torch.Tensor, source: torch.Tensor, name: str = "copy to device") -> None:
         """Enqueues a copy of pinned memory, which it reads when it runs."""
-        self._enqueue_copy(name, self.pack(target), source.data, self.allocations.of(source))
+        self._enqueue_copy(name, self.pack(target), self._of_copy(source), self.allocations.of(source))
 
     def _copy_to_host(self, target: torch.Tensor, source: torch.Tensor, name: str = "copy to host") -> None:
         """Enqueues a copy to pinned memory, which holds poison until it has run.
@@ -287,7 +304,7 @@ class SimTracer(Tracer[SimAllocation]):
         """
         if not self._device.reads_host(self.allocations.of(target)):
             target.copy_(poisoned(tuple(target.shape), target.dtype))
-        self._enqueue_copy(name, target.data, self.pack(source), None)
+        self._enqueue_copy(name, self._of_copy(target), self.pack(source), None)
 
     def _enqueue_copy(self, name: str, target: Any, source: Any, reads_host: object) -> None:
         work = Call(torch.Tensor.copy_, (target, source), {})
@@ -338,7 +355,7 @@ class SimTracer(Tracer[SimAllocation]):
             raise ArgumentError(problem, name, remedy)
 
         def pack(tensor: torch.Tensor) -> Any:
-            return tensor.data if self.kind_of(tensor) is MemoryKind.PINNED else self.pack(tensor)
+            return self._address(tensor) if self.kind_of(tensor) is MemoryKind.PINNED else self.pack(tensor)
 
         call_args = packed(args, pack)
         call_kwargs = {key: packed(value, pack) for key, value in kwargs.items()}

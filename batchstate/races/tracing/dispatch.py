@@ -77,7 +77,7 @@ class Tracer(abc.ABC, Generic[A]):
             if non_blocking:
                 self._decide(args[0], args[1])
         if self.on_cpu and kwargs.get("pin_memory"):
-            return self.keep(func(*args, **{**kwargs, "pin_memory": False}), MemoryKind.PINNED)
+            return self.new_pinned(func(*args, **{**kwargs, "pin_memory": False}))
         call = TracedCall(operation, func, args, kwargs, tensors, [self.kind_of(tensor) for tensor in tensors])
         if MemoryKind.DEVICE not in call.kinds:
             return self._on_host(call)
@@ -108,7 +108,7 @@ class Tracer(abc.ABC, Generic[A]):
             if name == "pin_memory":
                 if kind is MemoryKind.DEVICE:
                     raise ArgumentError("pin_memory of a device tensor", None, "only host memory can be pinned")
-                return True, self.keep(tensor.clone(), MemoryKind.PINNED)
+                return True, self.new_pinned(tensor.clone())
             named = kwargs.get("device", args[0] if args else None)
             dtype = kwargs.get("dtype", next((arg for arg in args if isinstance(arg, torch.dtype)), tensor.dtype))
             non_blocking = bool(kwargs.get("non_blocking", next((arg for arg in args if isinstance(arg, bool)), False)))
@@ -128,7 +128,7 @@ class Tracer(abc.ABC, Generic[A]):
             if name == "to" and named != "cpu":
                 return False, None
             if name == "to" and non_blocking:
-                result = self.keep(torch.empty_like(tensor, dtype=dtype), MemoryKind.PINNED)  # as torch does
+                result = self.new_pinned(torch.empty_like(tensor, dtype=dtype))  # as torch does
                 self._copy(result, tensor, non_blocking)
                 return True, result
             values = self._brought_to_host(name, tensor, dtype)
@@ -212,6 +212,10 @@ class Tracer(abc.ABC, Generic[A]):
     @abc.abstractmethod
     def keep(self, tensor: torch.Tensor, kind: MemoryKind) -> torch.Tensor:
         """Notes whose memory a new tensor is, and returns the tensor."""
+
+    def new_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """New pinned memory that holds a new tensor; returns the tensor there."""
+        return self.keep(tensor, MemoryKind.PINNED)
 
     @abc.abstractmethod
     def _existing(self, tensor: torch.Tensor) -> A:

@@ -39,11 +39,11 @@ class Name:
 
     __slots__ = ("dtype", "label", "number", "shape")
 
-    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+    def __init__(self, number: int, tensor: torch.Tensor, label: str = "") -> None:
         self.number = number
         self.shape: tuple[int, ...] = tensor.shape
         self.dtype = tensor.dtype
-        self.label = ""
+        self.label = label
 
     def __str__(self) -> str:
         return f"{self.label or f'tensor {self.number}'} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -70,6 +70,28 @@ class _Life(weakref.ref[Any]):
 
     __slots__ = ("key",)
     key: int
+
+
+@final
+class Address:
+    """A tensor by where it lies, which keeps no memory."""
+
+    __slots__ = ("_dtype", "_seen_as", "_storage", "_where")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._dtype, self._where = tensor.dtype, (int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        self._seen_as = tensor.is_conj(), tensor.is_neg()
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, or None once its memory is gone."""
+        storage = self._storage()
+        if storage is None:
+            return None
+        tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._where)
+        conjugate, negative = self._seen_as
+        tensor = torch._conj(tensor) if conjugate else tensor
+        return torch._neg_view(tensor) if negative else tensor
 
 
 @final
@@ -131,6 +153,11 @@ class Allocations(Generic[A]):
                     part = torch.empty(0, dtype=tensor.dtype)
                     return part.set_(storage, offset, tensor.shape, tensor.stride())
         return None
+
+    def alive(self) -> list[tuple[Any, A]]:
+        """Every piece that is alive, behind its storage."""
+        pieces = [(life(), allocation) for life, allocation in list(self._known.values())]
+        return [(storage, allocation) for storage, allocation in pieces if storage is not None]
 
     def close(self) -> None:
         """Forgets everything; later deaths are not reported."""

@@ -110,8 +110,8 @@ class Oracle:
     def force(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 0.0) -> None:
         """Makes tokens, as of a recording, the right answer to a prompt, before that is asked for.
 
-        Of two answers to one prompt the first stays up to where they part: only the history says to a model whose a
-        forward is.
+        If a prompt has two answers, the first stays up to where they part: only the history tells a model whose forward
+        it runs.
         """
         shift, chain = sampling_shift(temperature, self.spec.vocab_size), _Chain(self.spec)
         for token in prompt[:-1]:

@@ -97,6 +97,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_under_way] = _UnderWay()
     if config.getoption("cuda_on_cpu") and str(_asked(config, "device")).partition(":")[0] not in ("race", "sim"):
         raise pytest.UsageError("batchstate: --cuda-on-cpu needs --batchstate-device race, race:prompt or sim:NAME")
+    if config.getoption("cuda_on_cpu"):
+        from batchstate.races.devices import interpret_kernels
+
+        interpret_kernels()
     if config.getoption("batchstate_baseline") and not config.getoption("cuda_on_cpu"):
         raise pytest.UsageError("batchstate: --batchstate-baseline needs --cuda-on-cpu")
     if config.getoption("batchstate_checks") or config.getini("batchstate_checks"):

@@ -54,6 +54,9 @@ SOURCES = ("pageable memory", "pinned until an event is over", "pinned until a s
 """The source of a copy to the device, and when it is refilled."""
 
 
+UNSEEN = ("two launches", "pinned temporaries", "a backward pass")
+"""What torch does without a word."""
+
 READS: dict[str, Callable[[torch.Tensor], object]] = {
     "read back": lambda buffer: buffer.cpu(),
     "count": lambda buffer: torch.ones_like(buffer).nonzero(),
@@ -104,8 +107,11 @@ class Counts:
         self.side: Any = cuda.Stream()
         self.staging = torch.zeros(4, dtype=DTYPE, pin_memory=True)
         self.graph: Any = cuda.CUDAGraph()
+        step = torch.tensor(1, dtype=DTYPE)
         with cuda.graph(self.graph, stream=self.side):
-            self.device.add_(torch.ones_like(self.device))
+            self.device.add_(torch.ones_like(self.device)).mul_(step)
+        step.fill_(7)  # the graph has the number of its capture
+        self.weight = torch.ones(4, device="cuda", requires_grad=True)
         self.default: Any = cuda.current_stream()
         cuda.synchronize()
 
@@ -129,6 +135,38 @@ class Counts:
             self.device.add_(kept)
         self.default.wait_stream(stream)
         self.host = -self.host + (number + 1)
+
+    def replay_twice(self) -> None:
+        """A graph is launched behind its launch before, whatever the stream."""
+        self.side.wait_stream(self.default)
+        self.graph.replay()
+        with cuda.stream(self.side):
+            self.graph.replay()
+        self.default.wait_stream(self.side)
+        self.host = self.host + 2
+
+    def stage(self, number: int) -> None:
+        """Pinned temporaries are dropped under copies of torch, which keeps them."""
+        for _ in range(2):
+            staged = torch.full((4,), number, dtype=DTYPE).pin_memory()
+            self.device.add_(staged.to("cuda", non_blocking=True))
+            del staged
+            torch.zeros(4, dtype=DTYPE).pin_memory()
+        self.host = self.host + 2 * number
+
+    def learn(self, number: int) -> None:
+        """A loss of two streams, whose gradients are there behind the pass."""
+        self.side.wait_stream(self.default)
+        with cuda.stream(self.side):
+            left = self.weight * number
+        self.default.wait_stream(self.side)
+        left.record_stream(self.default)
+        loss: Any = (left * self.weight).sum()
+        loss.backward()
+        gradient: Any = self.weight.grad
+        self.device.add_((gradient / 2).to(DTYPE))
+        self.weight.grad = None
+        self.host = self.host + number
 
     def lend(self, number: int) -> None:
         """Memory of the default stream is read on the side stream, which its owner is told, and dropped."""
@@ -177,7 +215,15 @@ class PlainTorchMachine(Machine):
 
     NAME = "plain_torch"
     window: CudaRuntime | WatchedCuda | None = None
-    TARGETS = (*(f"behind by {way}" for way in WAYS), *SOURCES, "memory lent", "a replay", "rows moved", "owners")
+    TARGETS = (
+        *(f"behind by {way}" for way in WAYS),
+        *SOURCES,
+        "memory lent",
+        "a replay",
+        "rows moved",
+        "owners",
+        *UNSEEN,
+    )
 
     @initialize(scheduler=st.sampled_from(tuple(PORTFOLIO)), seed=st.integers(0, 99))
     def begin(self, scheduler: str, seed: int) -> None:
@@ -185,10 +231,12 @@ class PlainTorchMachine(Machine):
         replace(self._windows, race, "PATIENCE", 20)  # `Counts.upload` polls: it would ask 10,000 times
         self._open(scheduler, seed)
         self.counts = Counts()
+        if self.window is not None:
+            self.window.bind(self.counts.graph, number=lambda: int("1000"))
         self.expected = 0
 
     def _open(self, scheduler: str, seed: int) -> None:
-        self._owners(self._windows.enter_context(cuda_on_cpu()))
+        self._owners(self._windows.enter_context(cuda_on_cpu(reuse=bool(seed % 2))))
 
     def _owners(self, rt: CudaRuntime | WatchedCuda) -> None:
         """A table whose rows have owners, and a buffer that each step writes."""
@@ -233,6 +281,25 @@ class PlainTorchMachine(Machine):
         self.expected += number
         self.reached("memory lent")
 
+    @rule()
+    def replay_twice(self) -> None:
+        self.counts.replay_twice()
+        self.expected += 2
+        self.reached("two launches")
+
+    @rule(number=st.integers(1, 9))
+    def stage(self, number: int) -> None:
+        self.counts.stage(number)
+        self.expected += 2 * number
+        self.reached("pinned temporaries")
+
+    @precondition(lambda self: self.NAME != "plain_torch_watched")  # torch's engine runs it unseen on a GPU
+    @rule(number=st.integers(1, 9))
+    def learn(self, number: int) -> None:
+        self.counts.learn(number)
+        self.expected += number
+        self.reached("a backward pass")
+
     @rule(row=st.integers(0, 3))
     def move(self, row: int) -> None:
         self.counts.move(row)
@@ -259,7 +326,7 @@ class PlainTorchOnSimMachine(PlainTorchMachine):
 
     def _open(self, scheduler: str, seed: int) -> None:
         self._windows.enter_context(cuda_on_cpu(f"sim:{scheduler}", seed=seed))
-        changes = ["add", "replay", "lend", "upload"]
+        changes = ["add", "replay", "replay_twice", "stage", "learn", "lend", "upload"]
         self._windows.enter_context(watch(Counts, after=changes, num_rows=lambda _: 4, pairs=[("host", "device")]))
 
 
@@ -278,7 +345,7 @@ class PlainTorchWatchedMachine(PlainTorchMachine):
     """The same while a device runs it, told to `watch_cuda` alone; and rows that two streams write at once."""
 
     NAME = "plain_torch_watched"
-    TARGETS = (*PlainTorchMachine.TARGETS, "rows apart")
+    TARGETS = (*(target for target in PlainTorchMachine.TARGETS if target != "a backward pass"), "rows apart")
 
     def _open(self, scheduler: str, seed: int) -> None:
         device = self._windows.enter_context(cuda_on_cpu(on_race="collect"))

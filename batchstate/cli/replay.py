@@ -1,0 +1,155 @@
+"""`batchstate replay`: makes recorded operations again, shrinks them to a test, or shows them."""
+
+import argparse
+import importlib
+import sys
+import time
+from typing import Any
+
+from batchstate.cli._options import new_file
+from batchstate.errors import ArgumentError
+
+NAME = "replay"
+SUMMARY = "make recorded operations again, and shrink them to a test; `replay show FILE` prints them"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument("files", metavar="FILE", nargs="+", help="of `record_operations`; with `show` before it: print")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "race", "sim"), help="default: %(default)s")
+    parser.add_argument(
+        "--level", default="full", choices=("full", "cheap"), help="of the checks (default: %(default)s)"
+    )
+    engine = "serve the recorded requests by this engine, an `EngineUnderTest`, instead of making its calls again"
+    parser.add_argument("--engine", metavar="MODULE:NAME", help=engine)
+    parser.add_argument("--shrink", action="store_true", help="look for the least that finds the same")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, metavar="N", help="to shrink for (default: %(default)g)"
+    )
+    parser.add_argument("--test", metavar="OUT.py", type=new_file, help="write a pytest file")
+    parser.add_argument("--html", metavar="OUT.html", type=new_file, help="with `show`: a page instead of text")
+    parser.add_argument("--last", type=int, default=100, metavar="N", help="operations shown (default: %(default)d)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if the finding came again, 0 if not; of ranks 1 if they differ; of `show` 0."""
+    from batchstate.replay.format import load
+
+    if args.files[0] == "show":
+        return _show(args, [load(path) for path in args.files[1:]])
+    recordings = [load(path) for path in args.files]
+    if len(recordings) > 1:
+        return _ranks(recordings)
+    (recording,) = recordings
+    print(f"recorded: {recording.finding or 'no finding'}")
+    return _by_engine(args, recording) if args.engine else _by_calls(args, recording)
+
+
+def _show(args: argparse.Namespace, recordings: list[Any]) -> int:
+    from batchstate.replay import show
+
+    if not recordings:
+        raise ArgumentError("show without a file", None, "batchstate replay show FILE")
+    for recording in recordings:
+        if args.html is None:
+            print(show.text(recording, last=args.last))
+        else:
+            args.html.write_text(show.page(recording, last=args.last), encoding="utf-8")
+    return 0
+
+
+def _ranks(recordings: list[Any]) -> int:
+    from batchstate.replay.show import differ
+
+    found = differ(recordings)
+    print(found or f"{len(recordings)} ranks made the same calls")
+    return int(found is not None)
+
+
+class _Progress:
+    """A line on stderr, a few times a second, if somebody looks at it."""
+
+    def __init__(self, words: str) -> None:
+        self._words, self._next, self._on = words, 0.0, sys.stderr.isatty()
+
+    def __call__(self, first: int, second: int) -> None:
+        if self._on and time.monotonic() > self._next:
+            self._next = time.monotonic() + 0.2
+            print(f"\r{self._words.format(first, second)}\033[K", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clears the line."""
+        if self._on:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _by_calls(args: argparse.Namespace, recording: Any) -> int:
+    from batchstate.replay import Finding, replay, shrunk_calls
+    from batchstate.replay.written import test_of_calls
+
+    progress = _Progress("event {:,} of {:,}")
+    try:
+        again = replay(recording, device=args.device, level=args.level, progress=progress)
+    except KeyboardInterrupt:
+        print("interrupted: the finding has not come by then")
+        return 130
+    finally:
+        progress.end()
+    print(f"replayed {again.calls:,} calls at {args.level!r} on {args.device}, {again.refused:,} were refused")
+    print(f"{'came again' if again.repeated else 'did not come again'}: {again.finding or 'nothing was found'}")
+    if not again.repeated or again.event is None:
+        return 0
+    left = [event.number for event in recording.events if event.is_call]
+    if args.shrink:
+
+        def fails(without: frozenset[int]) -> bool:
+            options = {"device": args.device, "level": args.level}
+            return replay(recording, alike=Finding.resembles, without=without, **options).repeated
+
+        progress = _Progress("{} tries, {} calls left")
+        last = next(place for place, number in enumerate(left) if number == again.event.number)
+        result = shrunk_calls(left[: last + 1], fails, seconds=args.seconds, progress=progress)
+        progress.end()
+        left = list(result.smallest)
+        print(f"shrunk to {len(left)} calls in {result.tries} tries{', interrupted' * result.interrupted}")
+    if args.test:
+        args.test.write_text(test_of_calls(recording, frozenset(left), args.level, args.test), encoding="utf-8")
+        print(f"written: {args.test}")
+    return 1
+
+
+def _by_engine(args: argparse.Namespace, recording: Any) -> int:
+    from batchstate.replay import EngineLog, drive, shrunk_log
+    from batchstate.replay.written import test_of_log
+
+    module, _, name = args.engine.partition(":")
+    sys.path.insert(0, "")  # as `python -m` does
+    try:
+        engine = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        remedy = "name a module that can be imported here, and an EngineUnderTest in it"
+        raise ArgumentError(f"--engine {args.engine}: {error}", args.engine, remedy) from None
+    log = EngineLog.of(recording, engine)
+    finding = drive(engine, log, verify=log.texts)
+    same = recording.finding is not None and recording.finding.repeats(finding)
+    words = "came again" if same else "found another" if finding else "did not come again"
+    print(f"served {len(log.requests):,} requests; {words}: {finding or 'nothing was found'}")
+    if finding is None:
+        return 0
+    if args.shrink:
+        progress, code = _Progress("{} tries, {} requests left"), finding.code
+
+        def fails(other: EngineLog) -> bool:
+            found = drive(engine, other, verify=other.texts, patience=engine.patience)
+            return found is not None and found.code == code
+
+        result = shrunk_log(engine, log, fails, seconds=args.seconds, progress=progress)
+        progress.end()
+        log = result.smallest
+        print(f"shrunk to {len(log.requests)} requests in {result.tries} tries{', interrupted' * result.interrupted}")
+        finding = drive(engine, log, verify=log.texts) or finding
+    if args.test:
+        imports = f"from {module} import {name} as ENGINE"
+        args.test.write_text(test_of_log(engine, log, finding, imports), encoding="utf-8")
+        print(f"written: {args.test}")
+    return 1

@@ -1,0 +1,188 @@
+"""A recording in words, and as one page for a browser: requests as lanes, with the slots and pages that they have.
+
+Two rings of ranks that should have done the same are compared here too.
+"""
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from batchstate.replay.format import Device, Event, Handles, Host, Opaque, Part, Recording, Ref
+
+__all__ = ["differ", "lanes", "page", "text"]
+
+_SHOWN = 8
+
+
+def text(recording: Recording, *, last: int = 100) -> str:
+    """The last operations, one a line, and what was found behind them."""
+    names = _names(recording.events)
+    operations = [event for event in recording.events if event.is_call or event.kind in ("add", "abort", "step")]
+    lines = [
+        f"{len(recording.events):,} events of rank {recording.rank}, written for {recording.reason} by batchstate "
+        f"{recording.library} at {recording.level!r}, {recording.dropped:,} dropped; "
+        f"the last {min(last, len(operations))}:"
+    ]
+    results = {event.number: event for event in recording.events if event.kind in ("result", "raised")}
+    for event in operations[-last:]:
+        said = results.get(event.number) if event.is_call else None
+        outcome = (
+            ""
+            if said is None
+            else f" -> {_words(said.body, names)}"
+            if said.kind == "result"
+            else f" raised {said.body}"
+        )
+        lines.append(f"  step {event.step:<6} {_call(event, names)}{outcome}")
+    lines.append(f"found: {recording.finding}" if recording.finding is not None else "found: nothing")
+    return _printable("\n".join(lines))
+
+
+def _printable(words: str) -> str:
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in words)
+
+
+def _names(events: Sequence[Event]) -> dict[int, str]:
+    defined = [event for event in events if event.kind == "define" and isinstance(event.body, Mapping)]
+    return {event.number: str(event.body.get("name") or event.body.get("is"))[:60] for event in defined}
+
+
+def _call(event: Event, names: Mapping[int, str]) -> str:
+    if not event.is_call:
+        return f"{event.kind} {_words(event.body, names)}"
+    target, args, kwargs = event.body
+    parts = [_words(value, names) for value in args] if isinstance(args, tuple) else []
+    if isinstance(kwargs, Mapping):
+        parts += [f"{name}={_words(value, names)}" for name, value in kwargs.items()]
+    return f"#{event.number} {_words(target, names)}.{event.kind.partition('.')[2]}({', '.join(parts)})"
+
+
+def _words(value: Any, names: Mapping[int, str]) -> str:
+    if isinstance(value, Ref):
+        return names.get(value.number, f"#{value.number}")
+    if isinstance(value, Part):
+        return f"#{value.number}.{value.name[:20]}"
+    if isinstance(value, Handles):
+        return f"slots {_numbers(value.slots)}"
+    if isinstance(value, Host):
+        return f"{value.contract[:12]} {_numbers(value.values)}"
+    if isinstance(value, Device):
+        return f"{value.dtype[:12]}{list(value.shape)} of the device"
+    if isinstance(value, np.ndarray):
+        return _numbers(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_words(part, names)}" for name, part in list(value.items())[:_SHOWN]) + "}"
+    if isinstance(value, list | tuple):
+        more = ", ..." if len(value) > _SHOWN else ""
+        return "[" + ", ".join(_words(part, names) for part in value[:_SHOWN]) + more + "]"
+    return "object" if isinstance(value, Opaque) else "..." if value is ... else repr(value)[:60]
+
+
+def _numbers(array: Any) -> str:
+    flat = array.reshape(-1)
+    words = ", ".join(map(str, flat[:_SHOWN].tolist()))
+    return f"[{words}{f', ... {flat.size}' if flat.size > _SHOWN else ''}]"
+
+
+def lanes(recording: Recording) -> dict[int, list[tuple[int, int]]]:
+    """Slot -> the events at which it was taken and freed, as pairs; the number of events for one that is not freed."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    since: dict[int, int] = {}
+    events = recording.events
+
+    def freed(slots: Any, at: int) -> None:
+        for slot in slots.tolist():
+            if slot in since:
+                spans.setdefault(slot, []).append((since.pop(slot), at))
+
+    for at, event in enumerate(events):
+        if event.kind == "define" and isinstance(event.body, Mapping) and event.body.get("is") == "SlotPool":
+            since |= {slot: since.get(slot, at) for slot in _array(event.body.get("live")).tolist()}
+        elif event.kind == "result" and isinstance(event.body, Handles):
+            since |= dict.fromkeys(event.body.slots.tolist(), at)
+        elif event.kind in ("SlotPool.free", "SlotPool.release_requests", "PagePool.release_requests"):
+            for value in event.body[1] if isinstance(event.body[1], tuple) else ():
+                if isinstance(value, Handles):
+                    freed(value.slots, at)
+    for slot, at in since.items():
+        spans.setdefault(slot, []).append((at, len(events)))
+    return dict(sorted(spans.items()))
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, np.ndarray) and value.ndim == 1 else np.zeros(0, np.int64)
+
+
+_STYLE = """body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;
+color:#1b1f24;background:#fff}
+h1{font-size:1.3rem}pre{background:#f4f6f8;padding:1rem;overflow:auto;font-size:12px}
+.lane{display:flex;height:1.3rem;align-items:center}.lane b{width:6rem;font-weight:400}
+.bar{position:relative;flex:1;height:100%;background:#f4f6f8}
+.bar i{position:absolute;top:2px;bottom:2px;background:#3b6ea8;border-radius:2px;min-width:2px}
+.bar i:nth-child(even){background:#7aa6d6}.bad{color:#a4262c}
+@media(prefers-color-scheme:dark){body{color:#dfe3e8;background:#16191d}pre,.bar{background:#22272e}}"""
+
+
+def page(recording: Recording, *, last: int = 100) -> str:
+    """One page of HTML, without a script: slots as lanes, each bar a request that had it, and the operations."""
+    events, rows = max(len(recording.events), 1), list(_rows(recording))
+    finding = "nothing was found" if recording.finding is None else str(recording.finding)
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>{html.escape(finding[:80])}</title><style>{_STYLE}</style>"
+        f"<h1 class=bad>{html.escape(_printable(finding))}</h1>"
+        f"<p>{events:,} events from left to right; a bar is a request that had the slot, the next one came later.</p>"
+        f"{''.join(rows)}<h2>Operations</h2><pre>{html.escape(text(recording, last=last))}</pre></html>"
+    )
+
+
+def _rows(recording: Recording) -> Iterator[str]:
+    events = max(len(recording.events), 1)
+    for slot, spans in list(lanes(recording).items())[:512]:
+        bars = "".join(
+            f"<i style='left:{100 * start / events:.2f}%;width:{100 * (stop - start) / events:.2f}%' "
+            f"title='events {start} to {stop}'></i>"
+            for start, stop in spans[-256:]
+        )
+        yield f"<div class=lane><b>slot {slot}</b><div class=bar>{bars}</div></div>"
+
+
+def differ(recordings: Sequence[Recording]) -> str | None:
+    """The first operation that differs between ranks, in words; None where all did the same.
+
+    Compared are calls with their arguments, in order; values of the device and objects of the engine are not.
+    """
+    if len(recordings) < 2:
+        return None
+    names = [_names(recording.events) for recording in recordings]
+    calls = [[event for event in recording.events if event.is_call] for recording in recordings]
+    for place in range(max(map(len, calls))):
+        said = [
+            _call(own[place], name).partition(" ")[2] if place < len(own) else "nothing more"
+            for own, name in zip(calls, names, strict=True)
+        ]
+        exact = {(own[place].kind, _exact(own[place].body)) if place < len(own) else None for own in calls}
+        if len(exact) > 1:
+            words = [
+                f"  rank {recording.rank}, step {own[place].step if place < len(own) else '-'}: {call}"
+                for recording, own, call in zip(recordings, calls, said, strict=True)
+            ]
+            return _printable("\n".join([f"operation {place + 1} differs:", *words]))
+    return None
+
+
+def _exact(value: Any) -> Any:
+    """A value that compares by content, without numbers of events."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, Handles):
+        return value.slots.tobytes(), value.generations.tobytes()
+    if isinstance(value, Host):
+        return value.contract, _exact(value.values)
+    if isinstance(value, Mapping):
+        return tuple((name, _exact(part)) for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_exact, value))
+    return repr(value)

@@ -1,0 +1,513 @@
+"""Recordings: what is written, what comes again, and what damaged files do."""
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchstate import Batch, FutureMap, PagePool, SlotPool, StepPlanner, checks, mirrored, open_runtime, relay_field
+from batchstate.batch import Batch as PlainBatch
+from batchstate.cli import main
+from batchstate.columns import slot_column
+from batchstate.errors import ArgumentError, BatchStateError, RecordingError
+from batchstate.pools import SlotPool as PlainPool
+from batchstate.replay import (
+    EngineLog,
+    Finding,
+    Recording,
+    Served,
+    load,
+    record_operations,
+    replay,
+    show,
+    shrunk_calls,
+    shrunk_log,
+)
+from batchstate.replay.engine import drive, recorded
+from batchstate.replay.written import test_of_calls as written_of_calls
+from batchstate.runtime import Runtime
+from batchstate.step import PlannedStep
+from batchstate.violations import Code, Violation
+
+
+class Rows(Batch):
+    """Requests that decode."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64)
+    top_k = mirrored(torch.int32)
+
+
+class World:
+    """A small engine: steps in which requests leave and join, planned, run and read."""
+
+    def __init__(self, *, size: int = 8, rank: int = 0) -> None:
+        self.runtime: Runtime = open_runtime("cpu")
+        self.slots = SlotPool(self.runtime, size)
+        table = self.slots.table("req_to_token", (256,), torch.int32, holds="location")
+        self.pages = PagePool(self.runtime, self.slots, 128, 4, max_tokens_per_request=256, req_to_token=table)
+        self.relay = FutureMap(self.slots, {"last": relay_field(torch.int64, read_by="both")})
+        self.planner = StepPlanner(Rows, pages=self.pages, relay=self.relay, ids="last", results=("last",))
+        self.batch = Rows.empty(self.runtime)
+        self.rank, self.steps = rank, 0
+
+    def step(self) -> PlannedStep:
+        """One step: the oldest leaves at times, and one joins."""
+        self.runtime.next_step()
+        self.steps += 1
+        keep = np.arange(len(self.batch)) >= (len(self.batch) == 4)
+        joining = {"seq_lens": [0], "top_k": [self.steps]} if self.steps % 3 == 1 else None
+        n = int(keep.sum())
+        prompts = [None] * n + [[5, 6, 7]] * (joining is not None)
+        queries = [1] * n + [3] * (joining is not None)
+        after = self.runtime.record()
+        step = self.planner.plan(
+            self.batch, queries, keep=keep, joining=joining, after=after, prompt_ids=prompts if joining else None
+        )
+        step.inputs()
+        step.publish(last=torch.arange(step.num_reqs))
+        self.batch = step.batch  # type: ignore[assignment]
+        assert step.results["last"].np.tolist() == list(range(step.num_reqs))
+        return step
+
+    def free_twice(self) -> None:
+        """The bug: a slot that is freed and still in the batch."""
+        self.pages.release_requests(self.batch.filter([1]).slots, after=self.runtime.record())
+        self.planner.plan(self.batch)
+
+
+def recorded_bug(folder: Path, steps: int = 7, **options: Any) -> Path:
+    """The file of a violation behind so many steps."""
+    with record_operations(folder, **options) as recorder:
+        world = World()
+        for _ in range(steps):
+            world.step()
+        with pytest.raises(Violation):
+            world.free_twice()
+    return recorder.files[0]
+
+
+@pytest.fixture(scope="module")
+def bug(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording of the bug."""
+    return recorded_bug(tmp_path_factory.mktemp("bug"))
+
+
+def test_a_violation_comes_again(bug: Path) -> None:
+    """A replay at full finds the code, object and row of the recording, and refuses no call before."""
+    recording = load(bug)
+    again = replay(recording)
+    assert recording.finding is not None
+    assert recording.finding.code == Code.SLOT_STALE_HANDLE
+    assert again.repeated
+    assert again.finding is not None
+    assert again.finding.slot == recording.finding.slot
+    assert (again.refused, again.others) == (0, [])
+
+
+@pytest.mark.parametrize("device", ["race", "sim"])
+def test_a_violation_comes_again_under_a_tool(bug: Path, device: str) -> None:
+    """A recording is replayed on the simulated device and under the race detector too."""
+    assert replay(load(bug), device=device, level="cheap").repeated
+
+
+def test_a_clean_run_stays_clean(tmp_path: Path) -> None:
+    """The clean twin: what found nothing when it was recorded finds nothing at full."""
+    with record_operations(tmp_path) as recorder:
+        world = World()
+        for _ in range(12):
+            world.step()
+        path = recorder.dump()
+    assert path is not None
+    again = replay(load(path))
+    assert (again.finding, again.refused, again.others) == (None, 0, [])
+    assert again.calls > 30
+
+
+def test_a_ring_begins_with_the_state(tmp_path: Path) -> None:
+    """Where the ring has lost its beginning, a replay starts from the state that a segment begins with."""
+    path = recorded_bug(tmp_path, 900, ring_bytes=2 << 14, segments=2)
+    recording = load(path)
+    first = next(event for event in recording.events if event.is_call)
+    assert first.step > 300
+    assert path.stat().st_size < 2 << 14
+    assert replay(recording, level="cheap").repeated
+
+
+def test_values_that_landed_are_published_again(tmp_path: Path) -> None:
+    """A replay publishes what the host has read later."""
+    with record_operations(tmp_path) as recorder:
+        world = World()
+        for _ in range(4):
+            world.step()
+        path = recorder.dump()
+    seen: list[list[int]] = []
+    before = PlannedStep.publish
+
+    def publish(step: PlannedStep, **values: object) -> None:
+        seen.append(values["last"].tolist())  # type: ignore[attr-defined]
+        before(step, **values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannedStep, "publish", publish)
+        replay(load(str(path)))
+    assert seen == [[0], [0], [0], [0, 1]]
+
+
+def test_nothing_is_left_behind() -> None:
+    """Without a recording the methods are those of the classes."""
+    before = PlainPool.take, PlainBatch.filter, StepPlanner.plan, PlannedStep.batch
+    with record_operations("unused"):
+        assert PlainPool.take is not before[0]
+    assert (PlainPool.take, PlainBatch.filter, StepPlanner.plan, PlannedStep.batch) == before
+
+
+def test_one_recording_at_a_time(tmp_path: Path) -> None:
+    """A second recording, and a ring of no size, are refused."""
+    with record_operations(tmp_path), pytest.raises(ArgumentError, match="under way"):
+        record_operations(tmp_path)
+    with pytest.raises(ArgumentError, match="segments"):
+        record_operations(tmp_path, segments=1)
+
+
+def test_a_step_costs_few_calls_and_bytes(tmp_path: Path) -> None:
+    """A decode step of requests that stay writes 140 bytes, and nothing for a row until results are read."""
+    sizes = {}
+    for requests in (1, 4):
+        with record_operations(tmp_path) as recorder:
+            world = World()
+            taken = world.pages.take_requests([1] * requests)
+            columns = {"seq_lens": [1] * requests, "top_k": [0] * requests}
+            world.batch = Rows.build(world.runtime, slots=taken, **columns)
+            world.relay.publish(taken, last=[1] * requests)
+            counts = []
+            for _ in range(4):
+                before = len(recorder.events())
+                step = world.planner.plan(world.batch)
+                step.inputs()
+                step.publish(last=torch.zeros(requests, dtype=torch.int64))
+                world.batch = step.batch  # type: ignore[assignment]
+                step.results.resolve()
+                counts.append(len(recorder.events()) - before)
+            syncs, copies = world.runtime.counters.forced_syncs, world.runtime.counters.host_to_device_copies
+            assert (syncs, copies) == (0, 4 + 1)  # one a step, and what the first one goes on from
+        sizes[requests] = counts[-1]
+    assert sizes[1] == sizes[4] <= 140
+
+
+# Shrinking, and tests
+
+
+def test_calls_shrink_to_those_that_matter(bug: Path, tmp_path: Path) -> None:
+    """What is left is a take, what freed the slot, and the call that used it; the written test fails with it."""
+    recording = load(bug)
+
+    def fails(without: frozenset[int]) -> bool:
+        return replay(recording, level="cheap", alike=Finding.resembles, without=without).repeated
+
+    numbers = [event.number for event in recording.events if event.is_call]
+    small = shrunk_calls(numbers, fails)
+    assert len(small.smallest) <= 12
+    target = tmp_path / "test_small.py"
+    target.write_text(written_of_calls(recording, frozenset(small.smallest), "cheap", target))
+    assert _outcome(target) == "failed"
+
+
+def _outcome(path: Path) -> str:
+    space: dict[str, object] = {"__file__": str(path)}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    test = next(value for name, value in space.items() if name.startswith("test_"))
+    try:
+        test()  # type: ignore[operator]
+    except AssertionError:
+        return "failed"
+    return "passed"
+
+
+def test_a_bug_of_the_library_is_mended(tmp_path: Path) -> None:
+    """A test of calls passes once the library is right: here a release that leaves a slot live, and is put back."""
+    from batchstate._allocator import Allocator
+
+    before = Allocator.release
+
+    def lost(self: Allocator, handles: object, after: object, operation: str) -> None:
+        if operation != "free":
+            before(self, handles, after, operation)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch, record_operations(tmp_path) as recorder:
+        patch.setattr(Allocator, "release", lost)
+        pool = SlotPool(open_runtime("cpu"), 4)
+        pool.free(pool.take(2), after=None)
+        with pytest.raises(Violation):
+            pool.expect_idle()
+        recording = load(recorder.files[0])
+        assert replay(recording).repeated
+        numbers = frozenset(event.number for event in recording.events if event.is_call)
+        target = tmp_path / "test_leak.py"
+        target.write_text(written_of_calls(recording, numbers, "full", target))
+        assert _outcome(target) == "failed"
+    assert _outcome(target) == "passed"
+
+
+def test_shrinking_ends_at_ctrl_c_with_the_best(bug: Path) -> None:
+    """An interrupt ends a shrink with what has failed by then."""
+    tries = 0
+
+    def fails(without: frozenset[int]) -> bool:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            raise KeyboardInterrupt
+        return tries == 1
+
+    result = shrunk_calls(range(10), fails)
+    assert result.interrupted
+    assert len(result.smallest) == 5
+
+
+# Engines
+
+
+def test_an_engine_is_served_again_and_shrunk(tmp_path: Path) -> None:
+    """A bug of an engine's scheduler comes again from its recorded requests, and shrinks to one of them."""
+    from examples.exact.bugs import Bug
+    from examples.replay.bugs import traffic_abort_frees_twice as switch
+    from examples.replay.traffic import TRAFFIC
+
+    engine = TRAFFIC
+
+    bug = Bug("frees_twice", "traffic", "freed twice", "", switch)
+    settings = {name: values[0] for name, values in engine.choices.items()}
+    requests = [
+        Served(number // 2, (0,) * 20, 12, abort=number // 2 + 6 if number == 3 else None) for number in range(12)
+    ]
+    log = EngineLog(settings, tuple(requests), texts=False)
+    with bug.planted(), record_operations(tmp_path) as recorder:
+        finding = drive(recorded(engine, texts=False), log)
+    assert finding is not None
+    assert finding.code == Code.SLOT_DOUBLE_FREE
+    own = EngineLog.of(load(recorder.files[0]), engine)
+    assert own.requests[3] == requests[3]
+    with bug.planted():
+        assert finding.repeats(drive(engine, own))
+        small = shrunk_log(engine, own, lambda other: finding.repeats(drive(engine, other)), seconds=20).smallest
+        assert len(small.requests) == 1
+    assert drive(engine, small) is None
+
+
+def test_requests_of_another_engine_are_refused(bug: Path) -> None:
+    """A recording without requests cannot be served by an engine."""
+    from examples.replay.traffic import TRAFFIC
+
+    with pytest.raises(RecordingError, match="no requests"):
+        EngineLog.of(load(bug), TRAFFIC)
+
+
+# Ranks, pages, the command
+
+
+def test_the_first_operation_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
+    """Of two ranks, one of which takes a request more, the operation is named; equal ranks have none."""
+    files = []
+    for rank, more in ((0, 0), (1, 0), (1, 1)):
+        with record_operations(tmp_path, rank=rank) as recorder:
+            world = World()
+            for number in range(6):
+                if number == 4 and more:
+                    world.slots.take(1)
+                world.step()
+            files.append(str(recorder.dump()))
+        files[-1] = str(Path(files[-1]).rename(tmp_path / f"{rank}-{more}.ops"))
+    assert show.differ([load(files[0]), load(files[1])]) is None
+    words = str(show.differ([load(files[0]), load(files[2])]))
+    assert "rank 1, step" in words
+    assert "slots.take(1)" in words
+    assert main(["replay", files[0], files[2]]) == 1
+    assert main(["replay", *files[:2]]) == 0
+
+
+def test_the_command(bug: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`replay` says whether it came again, shrinks, and writes a test; `show` prints, and draws a page."""
+    out = tmp_path / "test_out.py"
+    assert main(["replay", str(bug), "--level", "cheap", "--shrink", "--test", str(out)]) == 1
+    assert "came again: SLOT_STALE_HANDLE" in capsys.readouterr().out
+    assert out.is_file()
+    page = tmp_path / "page.html"
+    assert main(["replay", "show", str(bug), "--last", "5"]) == 0
+    assert "plan(" in capsys.readouterr().out
+    assert main(["replay", "show", str(bug), "--html", str(page)]) == 0
+    assert "slot 1" in page.read_text()
+    assert "<script" not in page.read_text()
+    assert main(["replay", str(bug), "--engine", "examples.nobody:ENGINE"]) == 2
+
+
+def test_a_variable_switches_it_on(tmp_path: Path) -> None:
+    """With BATCHSTATE_RECORD any process that uses the library writes a file at a violation."""
+    code = "from batchstate import *; p = SlotPool(open_runtime('cpu'), 2); s = p.take(1); p.free(s, after=None)\n"
+    code += "try: p.free(s, after=None)\nexcept Violation: pass"
+    environment = {**os.environ, "BATCHSTATE_RECORD": str(tmp_path / "made")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+    (path,) = (tmp_path / "made").iterdir()
+    assert replay(load(path)).repeated
+
+
+def test_a_signal_writes_a_file(tmp_path: Path) -> None:
+    """A signal writes what the ring has, and the process goes on."""
+    with record_operations(tmp_path, signal=signal.SIGUSR1) as recorder:
+        SlotPool(open_runtime("cpu"), 2).take(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert [load(path).reason for path in recorder.files] == ["signal"]
+
+
+# Files that cannot be written, and files from strangers
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")])
+def test_an_engine_goes_on_without_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: OSError
+) -> None:
+    """A full disk, or a folder that cannot be written, is one line in the log; no half file stays."""
+
+    def full(self: Path, data: bytes) -> int:
+        self.touch()
+        raise error
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with record_operations(tmp_path) as recorder, caplog.at_level(logging.ERROR):
+        pool = SlotPool(open_runtime("cpu"), 4)
+        slots = pool.take(1)
+        pool.free(slots, after=None)
+        for _ in range(3):
+            with pytest.raises(Violation):
+                pool.free(slots, after=None)
+            assert recorder.dump() is None
+        assert len(pool.take(4)) == 4
+    assert len(caplog.records) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """With a few bytes changed, left out, doubled, or set to what lengths break at."""
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 6)):
+        at = rng.randrange(len(out) or 1)
+        kind = rng.randrange(5)
+        if kind == 0:
+            out[at : at + 1] = bytes([rng.randrange(256)])
+        elif kind == 1:
+            out[at : at + rng.randint(1, 64)] = b""
+        elif kind == 2:
+            out[at:at] = out[at : at + rng.randint(1, 64)]
+        elif kind == 3:
+            out[at : at + 4] = rng.choice((b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0\0\0\0", b"\0\0\1\0"))
+        else:
+            out[at : at + 8] = rng.choice((b"lltdlltd", b"a\7\4\xff\xff\xff\xff\xff", rng.randbytes(8)))
+    return bytes(out)
+
+
+def hostile(data: bytes, rng: random.Random) -> bytes:
+    """A damaged file; two of three have a right checksum, so that their events are looked at."""
+    line, _, packed = data.partition(b"\n")
+    if rng.random() < 1 / 3:
+        return mutated(data, rng)
+    events = mutated(zlib.decompress(packed), rng)
+    packed, header = zlib.compress(events), json.loads(line)
+    header |= {"bytes": len(events), "crc32": zlib.crc32(packed)}
+    if rng.random() < 0.2:
+        name = rng.choice(list(header))
+        header[name] = rng.choice([None, -1, 2**63, "x", [], {}, [[]], {"code": []}, True, 1.5])
+    return json.dumps(header).encode() + b"\n" + packed
+
+
+def survives(path: Path) -> str:
+    """What came of a file: `loaded`, `refused`; any error that is not typed goes through."""
+    try:
+        recording = load(path)
+    except RecordingError:
+        return "refused"
+    try:
+        replay(recording, level="cheap", alike=lambda wanted, found: False)
+        show.page(recording)
+    except BatchStateError:
+        return "refused"
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    "files", [120, pytest.param(3_000, marks=pytest.mark.nightly)], ids=lambda number: f"{number} files"
+)
+def test_damaged_files_are_refused(bug: Path, tmp_path: Path, files: int) -> None:
+    """Damaged and hostile files raise typed errors, run nothing, and take a bounded amount of memory."""
+    data, rng, outcomes = bug.read_bytes(), random.Random(35), dict[str, int]()
+    path = tmp_path / "hostile.ops"
+    tracemalloc.start()
+    try:
+        for _ in range(files):
+            path.write_bytes(hostile(data, rng))
+            outcome = survives(path)
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert outcomes["refused"] > files / 2
+    assert peak < 64 << 20
+
+
+def with_header(data: bytes, **changes: object) -> bytes:
+    """The file with other fields in its first line."""
+    line, _, packed = data.partition(b"\n")
+    return json.dumps({**json.loads(line), **changes}).encode() + b"\n" + packed
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: with_header(data, version=9), "format 9, and this library reads 1"),
+        (lambda data: data[:-7], "another checksum"),
+        (lambda data: with_header(data, bytes=1 << 29), "bytes of events or more"),
+        (lambda data: with_header(data, bytes=12), "bytes of events or more"),
+        (lambda data: with_header(data, methods=["os.system"]), "damaged"),
+        (lambda data: b"\x80\x04cos\nsystem\n", "does not begin"),
+        (lambda data: b"", "does not begin"),
+        (lambda data: b"{" * 5_000 + b"\n", "does not begin"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(
+    bug: Path, tmp_path: Path, change: Callable[[bytes], bytes], words: str
+) -> None:
+    """A file of another version, one that was cut, one that would grow, and one that is something else."""
+    path = tmp_path / "wrong.ops"
+    path.write_bytes(change(bug.read_bytes()))
+    with pytest.raises(RecordingError, match=words):
+        load(path)
+
+
+def test_calls_of_other_methods_are_refused(bug: Path, tmp_path: Path) -> None:
+    """A file cannot name a method that is not recorded."""
+    path, header = tmp_path / "calls.ops", json.loads(bug.read_bytes().partition(b"\n")[0])
+    path.write_bytes(with_header(bug.read_bytes(), methods=["SlotPool.__reduce__"] * len(header["methods"])))
+    with pytest.raises(RecordingError, match="__reduce__"):
+        replay(load(path))
+
+
+def test_recordings_say_what_they_are(bug: Path, tmp_path: Path) -> None:
+    """The reprs and words of what a recording has."""
+    recording: Recording = load(bug)
+    assert recording.finding is not None
+    assert "SLOT_STALE_HANDLE" in str(recording.finding)
+    assert recording.level == "cheap"
+    assert recording.reason == "violation"
+    with record_operations(tmp_path) as recorder, checks("off"):
+        assert recorder.dropped == 0
