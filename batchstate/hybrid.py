@@ -117,6 +117,7 @@ class StateTurns:
     reads: Ints
     writes: Ints
     kind: str
+    _turns: Ints
     _pool: "HybridSlotPool"
 
     def __repr__(self) -> str:
@@ -299,9 +300,9 @@ class HybridSlotPool(SlotPool):
         """
         rows = self.rows_of(slots, "state_turns", padded=True)
         states = self._owner(kind)
-        reads, writes = states.after(rows, 0), states.after(rows, 1)
-        self._check_turns(states, rows, reads, "state_turns")
-        return StateTurns(slots, reads, writes, states.kind, self)
+        reads, writes, turns = states.after(rows, 0), states.after(rows, 1), states.turns[rows]
+        self._check_turns(rows, states.newest, reads, "state", "state_turns")
+        return StateTurns(slots, reads, writes, states.kind, turns, self)
 
     def pass_turns(self, turns: StateTurns) -> None:
         """See `StateTurns.launched`."""
@@ -316,13 +317,13 @@ class HybridSlotPool(SlotPool):
     def check_turns(self, turns: StateTurns, operation: str) -> tuple[Ints, StateOwner]:
         """The rows of turns that are still the next of their requests, and the states. For the library."""
         rows, states = self.rows_of(turns.slots, operation, padded=True), self._owner(turns.kind)
-        self._check_turns(states, rows, turns.reads, operation)
+        self._check_turns(rows, states.turns, turns._turns, "turn", operation)
         return rows, states
 
-    def _check_turns(self, states: StateOwner, rows: Ints, reads: Ints, operation: str) -> None:
+    def _check_turns(self, rows: Ints, now: Ints, planned: Ints, unit: str, operation: str) -> None:
         if levels.cheap:
-            newest, step = states.newest[rows], self.runtime.step
-            invariants.state_turn(rows, newest, reads, object=self, operation=operation, step=step)
+            step = self.runtime.step
+            invariants.state_turn(rows, now[rows], planned, unit, object=self, operation=operation, step=step)
 
     def verify(self) -> None:
         """See `SlotPool.verify`; MIRROR_EQUAL also if the device maps a slot to other states than it owns."""

@@ -574,16 +574,18 @@ def table_link(rows: Ints, expected: Ints, actual: Ints, **where: Unpack[Where])
 
 
 @cheap("plan each forward with `state_turns`, and declare it with `launched` once: a request counts its own turns")
-@origins("sglang #22542", "sglang #37837", "sglang #23496")
-def state_turn(slots: Ints, newest: Ints, reads: Ints, **where: Unpack[Where]) -> Breach | None:
+@origins("sglang #22542", "sglang #37837", "sglang #23496", "sglang #29792")
+def state_turn(slots: Ints, now: Ints, given: Ints, unit: str, **where: Unpack[Where]) -> Breach | None:
     """A forward reads the state that the request's own last forward has written. All integer[n], row by row.
 
-    Cost: one comparison per row. Broken by a parity of the step: a request that sat a step out reads the older state.
+    `unit` is "state" where it is planned, and "turn", by number, where it is launched: of two states, the one that was
+    right is right again two turns later. Cost: one comparison per row. Broken by a parity of the step: a request that
+    sat a step out reads the older state. Or by a forward that is declared twice.
     """
-    if (row := first_row(newest != reads)) is None:
+    if (row := first_row(now != given)) is None:
         return None
-    problem = f"the request on slot {slots[row]} reads a state that it did not write last"
-    return Breach(problem, expected=f"state {newest[row]}", actual=f"state {reads[row]}", row=row, slot=int(slots[row]))
+    problem = f"the request on slot {slots[row]} is given another {unit} than its next"
+    return Breach(problem, expected=f"{unit} {now[row]}", actual=f"{unit} {given[row]}", row=row, slot=int(slots[row]))
 
 
 @always("make the same calls on every rank, in the same order; decide by what is agreed, as `Agreement.watch` says it")

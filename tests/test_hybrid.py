@@ -134,6 +134,9 @@ def test_turns_are_used_once_and_in_order(pool: HybridSlotPool) -> None:
     refused(Code.STATE_TURN, late.launched)
     refused(Code.STATE_TURN, lambda: early.extras)
     pool.state_turns(slots).launched()
+    assert late.reads.tolist() == pool.state_turns(late.slots).reads.tolist()  # two turns later
+    violation = refused(Code.STATE_TURN, late.launched)
+    assert (violation.row, violation.expected, violation.actual) == (0, "turn 2", "turn 0")
     pool.free(slots, after=None)
     refused(Code.SLOT_STALE_HANDLE, late.launched)
     refused(Code.SLOT_STALE_HANDLE, lambda: late.extras)

@@ -68,8 +68,8 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         {"row": 1, "slot": 5, "generation": 2, "actual": "written for generation 1, which has left"},
     ),
     Code.STATE_TURN: (
-        (ints([4, 5]), ints([7, 8]), ints([7, 9])),
-        (ints([4, 0]), ints([7, 0]), ints([7, 0])),
+        (ints([4, 5]), ints([7, 8]), ints([7, 9]), "state"),
+        (ints([4, 0]), ints([7, 0]), ints([7, 0]), "state"),
         {"row": 1, "slot": 5, "expected": "state 8", "actual": "state 9"},
     ),
     Code.RANKS_DIFFER: (

@@ -58,6 +58,25 @@ def test_a_cached_page_is_free_and_found(pages: PagePool, level: str) -> None:
         pages.verify()
 
 
+def test_the_fences_of_former_holders_order_eviction(pages: PagePool) -> None:
+    """Pages are evicted in the order in which they became free; the last release decides where both were free then."""
+    cache, stream = PrefixCache(pages), ManualStream()
+    for ended in (0, 1, 2):
+        ada = prefilled(pages, 2 * SIZE)
+        cache.insert(ada, ["a", "ab"])
+        again = pages.hold(ada, 2 * SIZE)
+        beginning, end = pages.hold(ada, 2 * SIZE).split(SIZE)
+        pages.release_requests(ada, after=None)
+        beginning.release(after=stream.record())
+        end.release(after=stream.record())
+        stream.complete(ended)
+        assert pages.stats.pending == 0
+        again.release(after=None)
+        stream.complete(2 - ended)
+        assert cache.fit(pages.num_pages).evicted == (("ab", "a") if ended == 2 else ("a", "ab"))
+        cache.clear()
+
+
 def test_a_page_with_a_holder_again_is_not_pending(pages: PagePool) -> None:
     """A cached page that a new request holds before its fence is complete is behind no fence that `pending` names."""
     cache, ada = PrefixCache(pages), prefilled(pages, SIZE)

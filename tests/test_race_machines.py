@@ -13,8 +13,9 @@ from tests.selfcheck.machines.host_tier import HostTierMachine
 OVERLAPPED = {"engine", "future_map", "steps", "overlap", "host_tier"}
 """Machines that run forwards."""
 
-WAITS = {"watched": {"index"}}
-"""Calls of torch that may wait: the class that is watched is not of this library, and indexes with a list."""
+WAITS = {"watched": {"index"}, "watched_rows": {"copy_"}}
+"""Calls of torch that may wait: the classes that are watched are not of this library; they index with a list, and write
+numbers one by one."""
 
 
 UNSEEN = ("slot_pool", "strangers", "ranks", "plain_torch", "plain_torch_on_sim", "plain_torch_watched")

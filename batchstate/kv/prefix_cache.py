@@ -61,11 +61,11 @@ class PrefixCache(OfThisProcess):
     """The pages of a pool that can be looked up by key.
 
     A key stands for all tokens up to the end of its page: a hash of them, or a tuple of the key before and the page's
-    own tokens. A cached page is not written any more. When its last holder leaves, the page is free, and it
-    stays in the cache until it is needed: taking pages takes those without a key first, then the cached ones, the
-    first released before others, and of those released together the end of a prefix before its beginning. Costs
-    O(pages that are named). A pool has one cache, else ArgumentError. With `notices` the keys of evicted pages are kept
-    for `take_evicted`, as vLLM does for its KV events, and pile up until they are taken.
+    own tokens. A cached page is not written any more. When its last holder leaves, behind all fences, the page is
+    free, and it stays in the cache until it is needed: taking pages takes those without a key first, then the cached
+    ones, those that became free first before others, and of those that one release made free the end of a prefix before
+    its beginning. Costs O(pages that are named). A pool has one cache, else ArgumentError. With `notices` the keys of
+    evicted pages are kept for `take_evicted`, as vLLM does for its KV events, and pile up until they are taken.
     """
 
     def __init__(self, pages: PagePool, *, notices: bool = False) -> None:

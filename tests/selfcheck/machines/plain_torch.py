@@ -112,6 +112,7 @@ class Counts:
             self.device.add_(torch.ones_like(self.device)).mul_(step)
         step.fill_(7)  # the graph has the number of its capture
         self.weight = torch.ones(4, device="cuda", requires_grad=True)
+        self.scale = torch.ones(4, device="cuda", requires_grad=True)
         self.default: Any = cuda.current_stream()
         cuda.synchronize()
 
@@ -156,16 +157,19 @@ class Counts:
 
     def learn(self, number: int) -> None:
         """A loss of two streams, whose gradients are there behind the pass."""
+        right = self.weight + 0  # the first use: torch adds gradients on its stream
         self.side.wait_stream(self.default)
         with cuda.stream(self.side):
-            left = self.weight * number
+            left = self.scale * number * self.weight
         self.default.wait_stream(self.side)
         left.record_stream(self.default)
-        loss: Any = (left * self.weight).sum()
+        loss: Any = (left * right).sum()
         loss.backward()
-        gradient: Any = self.weight.grad
-        self.device.add_((gradient / 2).to(DTYPE))
-        self.weight.grad = None
+        twice: Any = self.weight.grad
+        once: Any = self.scale.grad
+        once.record_stream(self.default)  # of a leaf that the side stream used first, and alone
+        self.device.add_((twice - once).to(DTYPE))
+        self.weight.grad = self.scale.grad = None
         self.host = self.host + number
 
     def lend(self, number: int) -> None:

@@ -187,6 +187,7 @@ class WatchedRowsMachine(Machine):
 
     def check(self) -> None:
         agree(self.watches[0].counters.calls, self.watches[0].counters.checked, "calls that were checked")
+        ask(self.watches[0].check, self.rows)
         ask(self.watches[2].check, self.cache)
         if not self.cache.tables:
             ask(self.watches[2].expect_idle, self.cache)
