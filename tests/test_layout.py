@@ -104,7 +104,7 @@ MOST_LINES, MOST_FILES = 46_610, 162
 BESIDE = {"tests/selfcheck": 13_260, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
-OTHER_TESTS = 43_810
+OTHER_TESTS = 43_860
 
 MOST_FLOORS = 12
 
