@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from batchstate.errors import OwnerThreadError as OwnerThreadError
     from batchstate.errors import PoolBrokenError as PoolBrokenError
     from batchstate.errors import PoolExhaustedError as PoolExhaustedError
+    from batchstate.errors import RecordingError as RecordingError
     from batchstate.errors import RowIndexError as RowIndexError
     from batchstate.errors import ShapeError as ShapeError
     from batchstate.errors import SideMissingError as SideMissingError
@@ -84,8 +85,8 @@ else:
             "batch": "Batch",
             "columns": "device_only host_list mirrored slot_column",
             "errors": "ArgumentError BatchStateError CaptureError ContractError DeclarationError DeviceError "
-            "DtypeError HandshakeError OwnerThreadError PoolBrokenError PoolExhaustedError RowIndexError ShapeError "
-            "SideMissingError TransferError ValueOverflowError",
+            "DtypeError HandshakeError OwnerThreadError PoolBrokenError PoolExhaustedError RecordingError "
+            "RowIndexError ShapeError SideMissingError TransferError ValueOverflowError",
             "forward.inputs": "ForwardInputs",
             "forward.plan": "ForwardPlan",
             "forward.token_array": "TokenArray",

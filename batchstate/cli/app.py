@@ -79,7 +79,7 @@ class _Version(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="batchstate",
-        description="Finds races between streams, replays what was recorded, and says what is installed.",
+        description="Finds races, replays recordings, and says what is installed.",
         epilog=_BEGIN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
