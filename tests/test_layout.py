@@ -61,7 +61,7 @@ OUTSIDE = {
 
 _KV_TIER = ("kv.hisparse", "kv.host_pool", "kv._tier", "kv.last_location")
 BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
-    "ground": (LAYERS["ground"], 1_816),
+    "ground": (LAYERS["ground"], 1_820),
     "runtime": (("runtime",), 1_735),
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (

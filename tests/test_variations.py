@@ -4,7 +4,8 @@ A variation is a generator. It yields a call that is right and has to pass, then
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from tests.test_agreement import Decode
 from tests.test_owned import drafting, in_flight
 from tests.worlds import Pools, Tier, Tiered
 
-Calls = Iterator[Callable[[], object]]
+Calls = Generator[Callable[[], object], None, None]
 VARIATIONS: dict[str, tuple[Callable[[], Calls], Code | type[Exception]]] = {}
 
 
@@ -391,8 +392,7 @@ def _padding_of_pages_adopted_dirty() -> Calls:
 def test_a_variation_is_refused(name: str, level: str) -> None:
     """The call that is right passes, and the one that is wrong is refused, with the answer that is declared."""
     variation, answer = VARIATIONS[name]
-    with checks(level):
-        calls = variation()
+    with checks(level), closing(variation()) as calls:  # closed: some are at a level of their own, which they put back
         next(calls)()
         with pytest.raises(Violation if isinstance(answer, Code) else answer) as caught:
             next(calls)()
