@@ -183,8 +183,8 @@ def _declaration(path: Path) -> Callable[[Any], object]:
     declare = runpy.run_path(str(path)).get("declare")
     if not callable(declare):
         raise ArgumentError(f"--declare {path}: it has no function declare(cuda)", str(path), "define one")
-    found: Callable[[Any], object] = declare
-    return found
+    function: Callable[[Any], object] = declare
+    return function
 
 
 def _say(*lines: str) -> None:
@@ -256,8 +256,8 @@ def _streams_of_races(script: Path, arguments: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "findings.json"
         _in_a_process("--json", str(path), str(script), *arguments)
-        found = json.loads(path.read_text(encoding="utf-8"))["findings"] if path.exists() else []
-    return list(dict.fromkeys(race["first"]["lane"] for race in found if race["first"]["lane"] != HOST))
+        races = json.loads(path.read_text(encoding="utf-8"))["findings"] if path.exists() else []
+    return list(dict.fromkeys(race["first"]["lane"] for race in races if race["first"]["lane"] != HOST))
 
 
 def _last(text: str) -> str:

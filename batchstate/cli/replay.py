@@ -61,9 +61,9 @@ def _show(args: argparse.Namespace, recordings: list[Any]) -> int:
 def _ranks(recordings: list[Any]) -> int:
     from batchstate.replay.show import differ
 
-    found = differ(recordings)
-    print(found or f"{len(recordings)} ranks made the same calls")
-    return int(found is not None)
+    difference = differ(recordings)
+    print(difference or f"{len(recordings)} ranks made the same calls")
+    return int(difference is not None)
 
 
 class _Progress:
@@ -140,8 +140,8 @@ def _by_engine(args: argparse.Namespace, recording: Any) -> int:
         progress, code = _Progress("{} tries, {} requests left"), finding.code
 
         def fails(other: EngineLog) -> bool:
-            found = drive(engine, other, verify=other.texts, patience=engine.patience)
-            return found is not None and found.code == code
+            again = drive(engine, other, verify=other.texts, patience=engine.patience)
+            return again is not None and again.code == code
 
         result = shrunk_log(engine, log, fails, seconds=args.seconds, progress=progress)
         progress.end()
