@@ -210,7 +210,9 @@ class PlannedStep:
     def _made(self, state: RowState, lease: StepMemory | None = None) -> Batch:
         declared = self._declared
         rows, pool_id = state.block.n, declared.pages.slots.pool_id
-        return self._kind._made(declared.runtime, state, self.num_reqs, rows, pool_id, self._windows, None, lease)
+        kind: Any = self._kind
+        batch: Batch = kind(declared.runtime, state, self.num_reqs, rows, pool_id, self._windows, None, lease)
+        return batch
 
     # The host's part
 

@@ -141,42 +141,40 @@ class Batch(OfThisProcess, metaclass=BatchType):
         cls._layout = Layout(declared)
         cls._slot_column = cls._layout.slots
 
-    def __init__(self, use_build_or_empty: UseBuildOrEmpty, /, **_: UseBuildOrEmpty) -> None:
-        """Refused: `build` and `empty` make batches."""
-        name = type(self).__name__
-        remedy = f"{name}.build(runtime, column=values, ...), or {name}.empty(runtime)"
-        raise DeclarationError(f"{name}(...): a batch class is not called", use_build_or_empty, remedy)
+    if TYPE_CHECKING:
 
-    @classmethod
-    def _made(
-        cls,
-        runtime: Runtime,
-        state: RowState,
-        num_reqs: int,
-        num_rows: int,
-        pool_id: int = 0,
-        windows: Windows = NO_WINDOWS,
-        row_set: RowSet | None = None,
-        lease: object = None,
-    ) -> Self:
-        """A batch. `row_set` is that of another batch of the same rows, if any.
+        def __init__(self, use_build_or_empty: UseBuildOrEmpty, /, **_: UseBuildOrEmpty) -> None:
+            """`build` and `empty` make batches."""
 
-        `lease` owns memory of the rows, on either side, which is filled again once nobody holds it.
-        """
-        self = cls.__new__(cls)
-        self.runtime = runtime
-        self.num_reqs = num_reqs
-        self.num_rows = num_rows
-        self.version = runtime.new_version()
-        self.lease = lease
-        self._row_set = row_set
-        self._state = state
-        self._device = self._crossed = None
-        self._guesses = False
-        self._pool_id = pool_id
-        self._windows = windows
-        self._values, self._exposed = {}, []
-        return self
+    else:
+
+        def __init__(
+            self,
+            runtime: Runtime,
+            state: RowState,
+            num_reqs: int,
+            num_rows: int,
+            pool_id: int = 0,
+            windows: Windows = NO_WINDOWS,
+            row_set: RowSet | None = None,
+            lease: object = None,
+        ) -> None:
+            """For the library. `row_set` is that of another batch of the same rows, if any.
+
+            `lease` owns memory of the rows, on either side, which is filled again once nobody holds it.
+            """
+            self.runtime = runtime
+            self.num_reqs = num_reqs
+            self.num_rows = num_rows
+            self.version = runtime.new_version()
+            self.lease = lease
+            self._row_set = row_set
+            self._state = state
+            self._device = self._crossed = None
+            self._guesses = False
+            self._pool_id = pool_id
+            self._windows = windows
+            self._values, self._exposed = {}, []
 
     @classmethod
     def build(cls, runtime: Runtime, /, **columns: ColumnValues) -> Self:
@@ -194,7 +192,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if columns.keys() != cls._columns.keys():
             cls._check_none_missing(columns, f"{cls.__name__}.build")
         state, num_rows, pool_id = rows_from(cls._layout, columns, runtime, f"{cls.__name__}.build")
-        batch = cls._made(runtime, state, num_rows, num_rows, pool_id or 0)
+        made: Any = cls
+        batch: Self = made(runtime, state, num_rows, num_rows, pool_id or 0)
         if levels.full:
             batch.check("build")
             return batch
@@ -762,7 +761,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
             num_reqs += joined.num_reqs
         rows = num_reqs if num_rows is None else num_rows
         lease = None if moved else self.lease  # the block may be the same, and what is on the device
-        batch = type(self)._made(self.runtime, state, num_reqs, rows, pool_id, windows, row_set, lease)
+        made: Any = type(self)
+        batch: Self = made(self.runtime, state, num_reqs, rows, pool_id, windows, row_set, lease)
         if state.changed is not None and (self._device is not None or self._crossed is not None):
             batch._device = self.device_side.kept(state, state.changed)
         if levels.full:
