@@ -183,7 +183,7 @@ def test_one_recording_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_step_costs_few_calls_and_bytes(tmp_path: Path) -> None:
-    """A decode step of requests that stay writes 140 bytes, and nothing for a row until results are read."""
+    """A decode step of requests that stay writes 160 bytes, and for each row no more than the token that landed."""
     sizes = {}
     for requests in (1, 4):
         with record_operations(tmp_path) as recorder:
@@ -204,7 +204,8 @@ def test_a_step_costs_few_calls_and_bytes(tmp_path: Path) -> None:
             syncs, copies = world.runtime.counters.forced_syncs, world.runtime.counters.host_to_device_copies
             assert (syncs, copies) == (0, 4 + 1)  # one a step, and what the first one goes on from
         sizes[requests] = counts[-1]
-    assert sizes[1] == sizes[4] <= 140
+    assert sizes[1] <= 160
+    assert sizes[4] == sizes[1] + 3 * 8
 
 
 # Shrinking, and tests
@@ -474,9 +475,9 @@ def with_header(data: bytes, **changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda data: with_header(data, version=9), "format 9, and this library reads 1"),
+        (lambda data: with_header(data, version=9), "format 9, and this library reads 2"),
         (lambda data: data[:-7], "another checksum"),
-        (lambda data: with_header(data, bytes=1 << 29), "bytes of events or more"),
+        (lambda data: with_header(data, bytes=1 << 27), "bytes of events or more"),
         (lambda data: with_header(data, bytes=12), "bytes of events or more"),
         (lambda data: with_header(data, methods=["os.system"]), "damaged"),
         (lambda data: b"\x80\x04cos\nsystem\n", "does not begin"),

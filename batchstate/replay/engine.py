@@ -92,7 +92,7 @@ class EngineLog:
 
 
 def _ids(prompt: Any) -> tuple[int, ...]:
-    if isinstance(prompt, tuple):  # one id, and how often
+    if isinstance(prompt, list):  # one id, and how often
         token, number = map(int, prompt)
         if not 0 < number <= 1 << 22:
             raise ValueError(f"a prompt of {number} tokens")

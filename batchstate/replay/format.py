@@ -1,57 +1,73 @@
-"""The file of a recording: one line of JSON, then events of plain numbers, compressed. Nothing in it is executed.
+"""The file of a recording: one line of JSON, then events, compressed. Nothing in it is executed.
 
-An event is `<BBIIi`: its kind, the number of its stream, the step of the runtime, its own number, and the length of its
-body; the body is one value. A value is a letter and what belongs to it: numbers, text, raw arrays of integers or floats
-with their shape, lists and mappings of values, references to what an earlier event made, handles as slots with
-generations. Each length is compared with the bytes that are left before anything is made of it, so that a file from a
-stranger takes no more memory than a few times its size.
+An event is `HEAD`, then its body: a length and so much JSON, then the bytes of its arrays. In JSON a mapping with the
+key `$` is a value of `SPECIAL`: a reference to the product of an earlier event, handles as slots with generations, an
+array. A call of a step that says nothing new has no body: its head says all. Bodies are read one at a time, when they
+are asked for, and each length is compared with the bytes that are there: a file from a stranger takes bounded memory.
 """
 
 import json
+import math
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
+from attrs.validators import deep_iterable, instance_of
 
 from batchstate._version import __version__
 from batchstate.errors import RecordingError
 
 __all__ = [
-    "DTYPES", "HEAD", "KINDS", "Device", "Event", "Finding", "Handles", "Host", "Opaque", "Part", "Recording", "Ref",
+    "HEAD", "KINDS", "SPECIAL", "Device", "Event", "Finding", "Handles", "Host", "Opaque", "Part", "Recording", "Ref",
     "load", "save",
 ]  # fmt: skip
 
-VERSION = 1
-MOST_BYTES, MOST_DEPTH, MOST_HEADER = 1 << 30, 12, 1 << 20
-HEAD = struct.Struct("<BBIII")
-KINDS = ("begin", "define", "result", "raised", "landed", "open", "add", "abort", "step", "note")
-"""Kinds of events that are no calls; from 16 on an event is a call of the method of that number."""
+VERSION = 2
+MOST_BYTES, MOST_TEXT, MOST_HEADER = 1 << 28, 1 << 20, 1 << 20
+HEAD = struct.Struct("<BBIIIII")
+"""Kind, number of the stream, step of the runtime, own number, number of the target, of the step whose batch is the
+first argument, length of the body; 0 for a target or a batch that the body names, if any."""
+KINDS = ("begin", "define", "result", "raised", "landed", "open", "add", "abort", "step", "note", "hook")
+"""Kinds of events that are no calls of ours; from 16 on an event is a call of the method of that number."""
 FIRST_METHOD = 16
-DTYPES = tuple(map(np.dtype, ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")))
+STATE, LEFT_OUT = 255, 254
+"""Streams of calls that nobody made, which bring an object to the state that it had when a segment began; and of calls
+that are not to be made, but say from which batch a later one was."""
+DTYPES = {np.dtype(code): np.dtype(code).name for code in "?bBhHiIqQefd"}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
-Ints = npt.NDArray[np.int64]
+_LENGTH = struct.Struct("<I")
+_DAMAGED = (
+    KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, struct.error, zlib.error
+)  # fmt: skip
+_number, _word = instance_of(int), instance_of(str)
+_vector = attrs.validators.and_(instance_of(np.ndarray), lambda _self, _at, value: value.ndim == 1 or _refuse("rows"))
+
+
+def _refuse(words: str) -> Any:
+    raise ValueError(words)
 
 
 @final
 @attrs.frozen
 class Ref:
-    """What the event of this number made."""
+    """The product of the event of this number."""
 
-    number: int
+    number: int = attrs.field(validator=_number)
 
 
 @final
 @attrs.frozen
 class Part:
-    """An attribute of what the event of this number made, such as the batch of a step."""
+    """An attribute of it, or one of several products, such as the batch of a step."""
 
-    number: int
-    name: str
+    number: int = attrs.field(validator=_number)
+    name: str = attrs.field(validator=_word)
 
 
 @final
@@ -59,9 +75,9 @@ class Part:
 class Handles:
     """Slots with their generations, int64[n] each, of the pool that the event `pool` defines."""
 
-    pool: int
-    slots: Ints
-    generations: Ints
+    pool: int = attrs.field(validator=_number)
+    slots: npt.NDArray[np.int64] = attrs.field(validator=_vector)
+    generations: npt.NDArray[np.int64] = attrs.field(validator=_vector)
 
 
 @final
@@ -69,8 +85,8 @@ class Handles:
 class Device:
     """A tensor of the device, whose values nobody has seen."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str = attrs.field(validator=_word)
+    shape: tuple[int, ...] = attrs.field(converter=tuple, validator=deep_iterable(_number))
 
 
 @final
@@ -78,8 +94,8 @@ class Device:
 class Host:
     """The host side of a mirrored value."""
 
-    contract: str
-    values: npt.NDArray[Any]
+    contract: str = attrs.field(validator=_word)
+    values: npt.NDArray[Any] = attrs.field(validator=instance_of(np.ndarray))
 
 
 @final
@@ -88,13 +104,29 @@ class Opaque:
     """An object of the engine."""
 
 
+def _same() -> Any:
+    return ...
+
+
+SPECIAL: Mapping[str, Callable[..., Any]] = {
+    "r": Ref, "p": Part, "h": Handles, "D": Device, "H": Host, "o": Opaque, "e": _same,
+}  # fmt: skip
+"""Letter -> the class whose attributes follow it; `a`, an array, is read with its bytes."""
+_LETTERS = {kind: letter for letter, kind in SPECIAL.items()}
+
+
+def tagged(value: Any) -> dict[str, list[Any]]:
+    """A value of a class in `SPECIAL`, for JSON."""
+    return {"$": [_LETTERS[type(value)], *(getattr(value, field.name) for field in attrs.fields(type(value)))]}
+
+
 @final
 @attrs.frozen
 class Finding:
-    """What was found: the code of a violation, or the name of another error, and where.
+    """A violation or another error, and where it was found.
 
     Attributes:
-        code, problem: of the violation or error.
+        code, problem: of the violation; else the name and the first line of the error.
         object: kind and name of the object, without its counts.
         operation, column, row, slot: as those of `Violation`.
     """
@@ -110,13 +142,11 @@ class Finding:
     @classmethod
     def of(cls, error: BaseException) -> "Finding":
         """From an error."""
-        code = str(getattr(error, "code", type(error).__name__))
         words = str(getattr(error, "problem", "")) or (str(error).splitlines() or [""])[0]
-        places: dict[str, Any] = {name: getattr(error, name, None) for name in ("operation", "column", "row", "slot")}
         named = getattr(error, "object", None)
-        plain: dict[str, Any] = {
-            name: value for name, value in places.items() if value is None or isinstance(value, str | int)
-        }
+        places: dict[str, Any] = {name: getattr(error, name, None) for name in ("operation", "column", "row", "slot")}
+        plain = {name: value for name, value in places.items() if isinstance(value, str | int)}
+        code = str(getattr(error, "code", type(error).__name__))
         return cls(code, words, None if named is None else str(named).partition(",")[0], **plain)
 
     def repeats(self, other: "Finding | None") -> bool:
@@ -142,8 +172,7 @@ class Event:
         kind: one of `KINDS`, or `class.method`.
         stream: number of the stream that was the current one.
         step: of the runtime.
-        number: of the event; what it made is referred to by it.
-        body: its value; of a call a tuple: target, arguments, keyword arguments.
+        number: of the event, by which others refer to its product.
         raw: its bytes in the file.
     """
 
@@ -151,13 +180,34 @@ class Event:
     stream: int
     step: int
     number: int
-    body: Any
-    raw: memoryview = attrs.field(default=memoryview(b""), repr=False)
+    raw: memoryview = attrs.field(repr=False)
 
     @property
     def is_call(self) -> bool:
         """Whether it is the call of a method."""
         return "." in self.kind
+
+    @property
+    def body(self) -> Any:
+        """Its value, read anew each time; of a call its target, arguments, and keyword arguments.
+
+        Raises:
+            RecordingError: it is damaged.
+        """
+        *_, target, batch, length = HEAD.unpack_from(self.raw)
+        try:
+            value = _value(self.raw[HEAD.size :]) if length else None
+            if not self.is_call:
+                return value
+            if target:
+                return Ref(target), [Part(batch, "batch")] if batch else [], value or {}
+            target, args, kwargs = value
+            if isinstance(args, list) and isinstance(kwargs, dict):
+                return target, args, kwargs
+            raise ValueError("a call is no target with arguments")
+        except _DAMAGED as error:
+            problem = f"event {self.number}, {self.kind}, is damaged: {type(error).__name__}: {str(error)[:80]}"
+            raise RecordingError(problem, self.number, "copy the file again") from None
 
 
 @final
@@ -167,7 +217,7 @@ class Recording:
 
     Attributes:
         events: in order.
-        finding: what was found when it was written; None where nobody found anything.
+        finding: of the violation or error that it was written at, or None.
         reason: why it was written.
         rank: of the process in its group.
         library: version that wrote it.
@@ -186,14 +236,31 @@ class Recording:
     methods: Sequence[str] = ()
 
     def save(self, path: Path, calls: Collection[int]) -> None:
-        """Writes a recording with these calls alone."""
-        kept = [event.raw for event in self.events if event.number in calls or not event.is_call]
-        save(path, b"".join(kept), self.methods, finding=self.finding, reason=self.reason, level=self.level)
+        """Writes a recording with these calls alone, and without those of others that they do not refer to."""
+        kept, wanted = list[bytes](), set(calls)
+        for event in reversed(self.events):
+            if event.number not in wanted and (event.is_call or event.kind in ("result", "raised", "landed")):
+                continue
+            raw = bytes(event.raw)
+            if event.is_call:
+                wanted.update(referred(event.body))
+                raw = raw if event.number in calls else raw[:1] + bytes([LEFT_OUT]) + raw[2:]
+            kept.append(raw)
+        events = b"".join(reversed(kept))
+        save(path, events, self.methods, finding=self.finding, reason=self.reason, level=self.level)
 
 
-def save(path: Path, events: bytes, methods: Sequence[str], **header: Any) -> None:
+def referred(value: Any) -> Iterator[int]:
+    """The numbers of events that a value refers to."""
+    if isinstance(value, Ref | Part):
+        yield value.number
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from referred(part)
+
+
+def save(path: Path, events: bytes, methods: Sequence[str], *, finding: Finding | None, **header: Any) -> None:
     """Writes a file whole or not at all."""
-    finding = header.pop("finding", None)
     packed = zlib.compress(events, 1)
     line = {
         "format": "batchstate recording", "version": VERSION, "library": __version__, "methods": list(methods),
@@ -213,7 +280,7 @@ def load(path: str | Path) -> Recording:
     """Reads a file, which may come from a stranger.
 
     Raises:
-        RecordingError: no recording, one of another version, a damaged one, or one beyond 1 GiB.
+        RecordingError: no recording, one of another version, a damaged one, or one beyond 256 MiB.
         OSError: it cannot be read.
     """
     path = Path(path)
@@ -231,10 +298,9 @@ def load(path: str | Path) -> Recording:
         remedy = f"replay it with the library that wrote it: {str(header.get('library'))[:40]}"
         raise RecordingError(problem, header.get("version"), remedy)
     try:
-        methods, finding = header["methods"], header["finding"]
+        methods, finding, size = header["methods"], header["finding"], header["bytes"]
         if not isinstance(methods, list) or len(methods) > 200 or not all(isinstance(name, str) for name in methods):
             raise _damaged(path, "its methods are no list of names")
-        size = header["bytes"]
         if type(size) is not int or not 0 <= size <= MOST_BYTES or header["crc32"] != zlib.crc32(packed):
             raise _damaged(path, f"its {len(packed):,} bytes of events have another checksum than its first line says")
         unpack = zlib.decompressobj()
@@ -244,20 +310,11 @@ def load(path: str | Path) -> Recording:
         if finding is not None:
             finding = Finding(**{name: _plain(value) for name, value in finding.items()})
         names = "reason", "rank", "library", "level", "dropped"
-        known = {name: _plain(header[name]) for name in names if name in header}
-        return Recording(list(_events(memoryview(events), methods)), finding, **known, methods=methods)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        struct.error,
-        OverflowError,
-        zlib.error,
-    ) as error:
-        if isinstance(error, RecordingError):
-            raise
+        plain = {name: _plain(header[name]) for name in names if name in header}
+        return Recording(list(_events(memoryview(events), methods)), finding, **plain, methods=methods)
+    except RecordingError:
+        raise
+    except _DAMAGED as error:
         raise _damaged(path, f"{type(error).__name__}: {str(error)[:80]}") from None
 
 
@@ -273,133 +330,50 @@ def _plain(value: Any) -> Any:
 
 
 def _events(data: memoryview, methods: Sequence[str]) -> Iterator[Event]:
-    at, end = 0, len(data)
-    while at < end:
-        code, stream, step, number, length = HEAD.unpack_from(data, at)
-        at += HEAD.size
-        if length > end - at:
-            raise ValueError(f"an event of {length} bytes, and {end - at} are left")
+    at = 0
+    while at < len(data):
+        code, stream, step, number, _, _, length = HEAD.unpack_from(data, at)
+        stop = at + HEAD.size + length
+        if stop > len(data):
+            raise ValueError(f"an event of {length} bytes, and {len(data) - at - HEAD.size} are left")
         kind = methods[code - FIRST_METHOD] if code >= FIRST_METHOD else KINDS[code]
-        body, stop = _value(data[at : at + length], 0, 0)
-        if stop != length:
-            raise ValueError(f"an event has {length - stop} bytes behind its value")
-        if code >= FIRST_METHOD and not (isinstance(body, tuple) and len(body) == 3):
-            raise ValueError("a call is no target with arguments")
-        yield Event(kind, stream, step, number, body, data[at - HEAD.size : at + length])
-        at += length
+        yield Event(kind, stream, step, number, data[at:stop])
+        at = stop
 
 
-_ONE = {b"N": None, b"T": True, b"F": False, b"e": ..., b"o": Opaque()}
-_COUNT, _INT, _FLOAT = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d")
+def body_of(text: str, arrays: Sequence[bytes]) -> bytes:
+    """A body: JSON, and the bytes of its arrays in their order."""
+    raw = text.encode()
+    return b"".join((_LENGTH.pack(len(raw)), raw, *arrays))
 
 
-def _value(data: memoryview, at: int, depth: int) -> tuple[Any, int]:
-    """The value at a place of a body, and the place behind it."""
-    letter = bytes(data[at : at + 1])
-    at += 1
-    if letter in _ONE:
-        return _ONE[letter], at
-    if depth > MOST_DEPTH:
-        raise ValueError("values lie too deep in each other")
-    read = _READERS.get(letter)
-    if read is None:
-        raise ValueError(f"no value begins with {letter!r}")
-    return read(data, at, depth + 1)
+def _value(data: memoryview) -> Any:
+    """The value of a body."""
+    (length,) = _LENGTH.unpack_from(data)
+    at = 4 + length
+    if length > MOST_TEXT or at > len(data):
+        raise ValueError(f"{length} bytes of text, and {len(data) - 4} are left")
+
+    def special(mapping: dict[str, Any]) -> Any:
+        nonlocal at
+        if "$" not in mapping:
+            return mapping
+        letter, *fields = mapping["$"]
+        if letter != "a":
+            return SPECIAL[letter](*fields)
+        dtype, shape = _BY_NAME[fields[0]], fields[1]
+        size = math.prod(map(_at_least_none, shape)) * dtype.itemsize
+        if len(shape) > 8 or size > len(data) - at:
+            raise ValueError(f"an array of {shape}, and {len(data) - at} bytes are left")
+        raw, at = data[at : at + size], at + size
+        array = np.frombuffer(raw, np.uint8 if dtype.kind == "b" else dtype).reshape(shape)
+        return array.astype(bool) if dtype.kind == "b" else array
+
+    value = json.loads(str(data[4 : 4 + length], "utf-8"), object_hook=special)
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes behind its value")
+    return value
 
 
-def _count(data: memoryview, at: int, least: int) -> tuple[int, int]:
-    """A number of things of `least` bytes each, which have to be there."""
-    (number,) = _COUNT.unpack_from(data, at)
-    if number * least > len(data) - at - 4:
-        raise ValueError(f"{number} values, and {len(data) - at - 4} bytes are left")
-    return number, at + 4
-
-
-def _text(data: memoryview, at: int, depth: int) -> tuple[str, int]:
-    length, at = _count(data, at, 1)
-    return str(data[at : at + length], "utf-8"), at + length
-
-
-def _list(data: memoryview, at: int, depth: int) -> tuple[list[Any], int]:
-    number, at = _count(data, at, 1)
-    values = []
-    for _ in range(number):
-        value, at = _value(data, at, depth)
-        values.append(value)
-    return values, at
-
-
-def _tuple(data: memoryview, at: int, depth: int) -> tuple[tuple[Any, ...], int]:
-    values, at = _list(data, at, depth)
-    return tuple(values), at
-
-
-def _dict(data: memoryview, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    number, at = _count(data, at, 5)
-    values = {}
-    for _ in range(number):
-        name, at = _text(data, at, depth)
-        values[name], at = _value(data, at, depth)
-    return values, at
-
-
-def _array(data: memoryview, at: int, depth: int) -> tuple[npt.NDArray[Any], int]:
-    code, ndim = data[at], data[at + 1]
-    dtype = DTYPES[code]
-    if ndim > 8:
-        raise ValueError(f"an array of {ndim} dimensions")
-    shape = struct.unpack_from(f"<{ndim}I", data, at + 2)
-    at += 2 + 4 * ndim
-    size = 1
-    for length in shape:
-        size *= length
-    stop = at + size * dtype.itemsize
-    if stop > len(data):
-        raise ValueError(f"an array of {size} values, and {len(data) - at} bytes are left")
-    if dtype.kind == "b" and any(byte > 1 for byte in data[at:stop]):
-        raise ValueError("a mask of other bytes than 0 and 1")
-    return np.frombuffer(data[at:stop], dtype).reshape(shape), stop
-
-
-def _handles(data: memoryview, at: int, depth: int) -> tuple[Handles, int]:
-    (pool,) = _COUNT.unpack_from(data, at)
-    number, at = _count(data, at + 4, 16)
-    slots, generations = np.frombuffer(data[at : at + 16 * number], np.int64).reshape(2, number)
-    return Handles(pool, slots, generations), at + 16 * number
-
-
-def _ref(data: memoryview, at: int, depth: int) -> tuple[Ref, int]:
-    return Ref(*_COUNT.unpack_from(data, at)), at + 4
-
-
-def _part(data: memoryview, at: int, depth: int) -> tuple[Part, int]:
-    name, stop = _text(data, at + 4, depth)
-    return Part(_COUNT.unpack_from(data, at)[0], name), stop
-
-
-def _device(data: memoryview, at: int, depth: int) -> tuple[Device, int]:
-    dtype, at = _text(data, at, depth)
-    shape, at = _value(data, at, depth)
-    if not isinstance(shape, tuple) or not all(type(length) is int for length in shape):
-        raise ValueError("a tensor without a shape")
-    return Device(dtype, shape), at
-
-
-def _malformed(problem: str) -> ValueError:
-    return ValueError(problem)
-
-
-def _host(data: memoryview, at: int, depth: int) -> tuple[Host, int]:
-    contract, at = _text(data, at, depth)
-    values, at = _value(data, at, depth)
-    if not isinstance(values, np.ndarray):
-        raise _malformed("a mirrored value without an array")
-    return Host(contract, values), at
-
-
-_READERS: dict[bytes, Callable[[memoryview, int, int], tuple[Any, int]]] = {
-    b"i": lambda data, at, depth: (*_INT.unpack_from(data, at), at + 8),
-    b"f": lambda data, at, depth: (*_FLOAT.unpack_from(data, at), at + 8),
-    b"s": _text, b"l": _list, b"t": _tuple, b"d": _dict, b"a": _array, b"h": _handles, b"r": _ref, b"p": _part,
-    b"D": _device, b"H": _host,
-}  # fmt: skip
+def _at_least_none(number: Any) -> int:
+    return number if type(number) is int and number >= 0 else _refuse("a length")  # type: ignore[no-any-return]

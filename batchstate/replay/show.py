@@ -53,9 +53,8 @@ def _call(event: Event, names: Mapping[int, str]) -> str:
     if not event.is_call:
         return f"{event.kind} {_words(event.body, names)}"
     target, args, kwargs = event.body
-    parts = [_words(value, names) for value in args] if isinstance(args, tuple) else []
-    if isinstance(kwargs, Mapping):
-        parts += [f"{name}={_words(value, names)}" for name, value in kwargs.items()]
+    parts = [_words(value, names) for value in args]
+    parts += [f"{name}={_words(value, names)}" for name, value in kwargs.items()]
     return f"#{event.number} {_words(target, names)}.{event.kind.partition('.')[2]}({', '.join(parts)})"
 
 
@@ -103,7 +102,7 @@ def lanes(recording: Recording) -> dict[int, list[tuple[int, int]]]:
         elif event.kind == "result" and isinstance(event.body, Handles):
             since |= dict.fromkeys(event.body.slots.tolist(), at)
         elif event.kind in ("SlotPool.free", "SlotPool.release_requests", "PagePool.release_requests"):
-            for value in event.body[1] if isinstance(event.body[1], tuple) else ():
+            for value in event.body[1]:
                 if isinstance(value, Handles):
                     freed(value.slots, at)
     for slot, at in since.items():
@@ -157,13 +156,17 @@ def differ(recordings: Sequence[Recording]) -> str | None:
     if len(recordings) < 2:
         return None
     names = [_names(recording.events) for recording in recordings]
+    order = [_order(recording.events) for recording in recordings]
     calls = [[event for event in recording.events if event.is_call] for recording in recordings]
     for place in range(max(map(len, calls))):
         said = [
             _call(own[place], name).partition(" ")[2] if place < len(own) else "nothing more"
             for own, name in zip(calls, names, strict=True)
         ]
-        exact = {(own[place].kind, _exact(own[place].body)) if place < len(own) else None for own in calls}
+        exact = {
+            (own[place].kind, _exact(own[place].body, numbers)) if place < len(own) else None
+            for own, numbers in zip(calls, order, strict=True)
+        }
         if len(exact) > 1:
             words = [
                 f"  rank {recording.rank}, step {own[place].step if place < len(own) else '-'}: {call}"
@@ -173,16 +176,24 @@ def differ(recordings: Sequence[Recording]) -> str | None:
     return None
 
 
-def _exact(value: Any) -> Any:
-    """A value that compares by content, without numbers of events."""
+def _order(events: Sequence[Event]) -> dict[int, int]:
+    """Number of an event that makes something -> how many there are before it."""
+    makers = (event for event in events if event.is_call or event.kind == "define")
+    return {event.number: place for place, event in enumerate(makers)}
+
+
+def _exact(value: Any, order: Mapping[int, int]) -> Any:
+    """A value that compares by content; references by the order of the events that they refer to."""
+    if isinstance(value, Ref | Part):
+        return type(value).__name__, order.get(value.number), getattr(value, "name", None)
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, Handles):
         return value.slots.tobytes(), value.generations.tobytes()
     if isinstance(value, Host):
-        return value.contract, _exact(value.values)
+        return value.contract, _exact(value.values, order)
     if isinstance(value, Mapping):
-        return tuple((name, _exact(part)) for name, part in value.items())
+        return tuple((name, _exact(part, order)) for name, part in value.items())
     if isinstance(value, list | tuple):
-        return tuple(map(_exact, value))
+        return tuple(_exact(part, order) for part in value)
     return repr(value)

@@ -24,6 +24,9 @@ _log = logging.getLogger("batchstate.watch")
 _installing = threading.RLock()
 _WATCHER = "_batchstate_watcher"
 
+observers: list[Callable[[str, tuple[Any, ...], dict[str, Any]], object]] = []
+"""Called before each call of a hooked method with its name and arguments, by a recording."""
+
 
 @final
 class _Stop(BaseException):
@@ -258,12 +261,15 @@ def _method(watched: str, owner: Any, name: str) -> Any:
 def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
     function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
     number_of, every = hooked.numbers.__next__, hooked.every
+    name = f"{hooked.name}.{function.__name__}"
     turn, first = itertools.count(1).__next__, 1 % every  # a count of its own: methods are called in turn
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
         if levels.cheap and hooked.active:
             number, due = number_of(), turn() % every == first
+            for observer in observers:
+                observer(name, args, kwargs)
             if due or hooked.pending:
                 return around(number, due, function, args, kwargs)
         return function(*args, **kwargs)
