@@ -140,7 +140,7 @@ def _by_engine(args: argparse.Namespace, recording: Any) -> int:
         progress, code = _Progress("{} tries, {} requests left"), finding.code
 
         def fails(other: EngineLog) -> bool:
-            again = drive(engine, other, verify=other.texts, patience=engine.patience)
+            again = drive(engine, other, verify=other.texts)
             return again is not None and again.code == code
 
         result = shrunk_log(engine, log, fails, seconds=args.seconds, progress=progress)

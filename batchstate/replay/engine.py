@@ -5,8 +5,9 @@ long as they were, by the exact model: its text says whether the engine's state 
 broken. A request that the ring has only from its middle on begins with the tokens that it had by then.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import attrs
@@ -16,7 +17,7 @@ import torch
 from batchstate.errors import RecordingError
 from batchstate.replay.format import Finding, Recording
 from batchstate.replay.recorder import recorder
-from batchstate.testing.exact.history import Adapter, AdapterError, EngineUnderTest, Request
+from batchstate.testing.exact.history import Adapter, EngineUnderTest, Outcome, Player, Request
 from batchstate.testing.exact.model import ExactModel
 from batchstate.testing.exact.text import Oracle
 from batchstate.testing.exact.verify import Verifier
@@ -185,12 +186,7 @@ def recorded(engine: EngineUnderTest, *, texts: bool = True) -> EngineUnderTest:
 
 
 def drive(
-    engine: EngineUnderTest,
-    log: EngineLog,
-    *,
-    verify: bool = False,
-    patience: int | None = None,
-    stop: Callable[[], bool] | None = None,
+    engine: EngineUnderTest, log: EngineLog, *, verify: bool = False, stop: Callable[[], bool] | None = None
 ) -> Finding | None:
     """Serves the requests of a log, and returns the first finding; None where all was right.
 
@@ -201,79 +197,43 @@ def drive(
         engine: made anew.
         log: the requests.
         verify: compare entries as they are read.
-        patience: steps without a token after which the engine is said not to end; else `engine.patience`.
         stop: asked now and then: whether to give up, as if nothing had been found.
     """
-    driver = _Driver(engine, log, verify, engine.patience if patience is None else patience)
+    spec = engine.spec(log.settings)
+    verifier, model = Verifier() if verify else None, ExactModel(spec, dtype=log.settings.get("dtype", torch.float32))
     try:
-        return driver.run(stop)
+        with contextlib.closing(engine.open(log.settings, model, verifier)) as adapter:
+            player = Player(engine, Oracle(spec), verifier, adapter, Outcome(), texts=log.texts)
+            for step, _ in enumerate(_steps(player, log, spec.vocab_size)):
+                for wrong in player.outcome.differences:
+                    return Finding("TEXT", str(wrong), f"request {wrong.request.number}", row=wrong.at)
+                for read in verifier.reports if verifier is not None else ():
+                    return Finding(
+                        "WRONG_READ", str(read), f"request {read.request}", row=read.position, slot=read.page
+                    )
+                if stop is not None and step % 64 == 63 and stop():
+                    break
     except Exception as error:
         return Finding.of(error)
-    finally:
-        driver.adapter.close()
+    return None
 
 
-class _Driver:
-    def __init__(self, engine: EngineUnderTest, log: EngineLog, verify: bool, patience: int) -> None:
-        self._engine, self._log, self._patience = engine, log, patience
-        spec = engine.spec(log.settings)
-        self._oracle, self._verifier = Oracle(spec), Verifier() if verify else None
-        self._vocab_size = spec.vocab_size
-        model = ExactModel(spec, dtype=log.settings.get("dtype", torch.float32))
-        self.adapter = engine.open(log.settings, model, self._verifier)
-        self._open: dict[int, list[int]] = {}
-        self._requests: dict[int, Request] = {}
-
-    def run(self, stop: Callable[[], bool] | None) -> Finding | None:
-        waiting = sorted(enumerate(self._log.requests), key=lambda served: served[1].at)[::-1]
-        aborts = {number: served.abort for number, served in enumerate(self._log.requests) if served.abort is not None}
-        silent = now = 0
-        while waiting or self._open or self.adapter.busy:
-            if waiting and not self._open and not self.adapter.busy:
-                now = max(now, waiting[-1][1].at)
-            while waiting and waiting[-1][1].at <= now:
-                self._add(*waiting.pop())
-            for number in [number for number, at in aborts.items() if at <= now and number in self._requests]:
-                del aborts[number]
-                if self._open.pop(number, None) is not None:
-                    self.adapter.abort(number)
-            came = self.adapter.step()
-            silent = 0 if any(came.values()) or not self._open else silent + 1
-            if silent > self._patience:
-                raise AdapterError(f"{self._engine.name} has made {silent} steps without a token", silent)
-            now += 1
-            for number, tokens in came.items():
-                finding = self._took(number, tokens) if number in self._open else None
-                if finding is not None:
-                    return finding
-            if self._verifier is not None and self._verifier.reports:
-                read = self._verifier.reports[0]
-                return Finding("WRONG_READ", str(read), f"request {read.request}", row=read.position, slot=read.page)
-            if stop is not None and now % 64 == 0 and stop():
-                break
-        return None
-
-    def _add(self, number: int, served: Served) -> None:
-        ids = tuple(token % self._vocab_size for token in served.prompt) if self._log.texts else served.prompt
-        request = Request(number, ids, served.answer, served.temperature)
-        if self._verifier is not None and self._log.texts:
-            self._verifier.expect(number, self._oracle.answer(ids, served.answer, served.temperature))
-        self._open[number], self._requests[number] = [], request
-        self.adapter.add(request)
-
-    def _took(self, number: int, tokens: Sequence[int]) -> Finding | None:
-        request, had = self._requests[number], self._open[number]
-        if len(had) + len(tokens) > request.max_new_tokens:
-            raise AdapterError(
-                f"{self._engine.name} has returned more tokens for request {number} than it may get", number
-            )
-        had += map(int, tokens)
-        if len(had) == request.max_new_tokens:
-            del self._open[number]
-            if self._log.texts:
-                right = self._oracle.answer(request.prompt, request.max_new_tokens, request.temperature).tokens
-                if tuple(had) != right:
-                    at = next(place for place, pair in enumerate(zip(had, right, strict=True)) if pair[0] != pair[1])
-                    problem = f"token {at} of the answer is {had[at]}, expected {right[at]}"
-                    return Finding("TEXT", problem, f"request {number}", row=at)
-        return None
+def _steps(player: Player, log: EngineLog, vocab_size: int) -> Iterator[None]:
+    """Does each step of the log; where nothing is left to do it goes on at the next arrival."""
+    waiting = sorted(enumerate(log.requests), key=lambda served: served[1].at)[::-1]
+    aborts = {number: served.abort for number, served in enumerate(log.requests) if served.abort is not None}
+    now = 0
+    while waiting or player.busy:
+        if waiting and not player.busy:
+            now = max(now, waiting[-1][1].at)
+        while waiting and waiting[-1][1].at <= now:
+            number, served = waiting.pop()
+            ids = tuple(token % vocab_size for token in served.prompt) if log.texts else served.prompt
+            player.add(Request(number, ids, served.answer, served.temperature))
+        for number in [number for number, at in aborts.items() if at <= now and number in player.requests]:
+            del aborts[number]
+            if number in player.open:
+                player.abort(number)
+        player.step()
+        now += 1
+        yield

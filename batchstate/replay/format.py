@@ -200,7 +200,7 @@ class Event:
             if not self.is_call:
                 return value
             if target:
-                return Ref(target), [Part(batch, "batch")] if batch else [], value or {}
+                value = [Ref(target), [Part(batch, "batch")] if batch else [], {} if value is None else value]
             target, args, kwargs = value
             if isinstance(args, list) and isinstance(kwargs, dict):
                 return target, args, kwargs

@@ -14,8 +14,8 @@ from batchstate.testing.exact.text import Answer, ExactSpec, Oracle
 from batchstate.testing.exact.verify import Verifier
 
 __all__ = [
-    "Adapter", "AdapterError", "Arrival", "Difference", "EngineUnderTest", "History", "Outcome", "Request", "Wave",
-    "play",
+    "Adapter", "AdapterError", "Arrival", "Difference", "EngineUnderTest", "History", "Outcome", "Player", "Request",
+    "Wave", "play",
 ]  # fmt: skip
 
 Settings = Mapping[str, Any]
@@ -225,52 +225,82 @@ def play(
     outcome = Outcome()
     try:
         with contextlib.closing(engine.open(history.settings, model, verifier)) as adapter:
-            _Player(engine, oracle, verifier, adapter, outcome).play(history)
+            _play(Player(engine, oracle, verifier, adapter, outcome), history)
     except Exception as error:
         outcome.error = error
     return outcome
 
 
+def _play(player: "Player", history: History) -> None:
+    vocab_size, longest = player.oracle.spec.vocab_size, player.engine.longest_prompt
+    for wave in history.waves:
+        for arrival in wave.arrivals:
+            player.add(arrival.request(len(player.requests), vocab_size, longest))
+        for client in wave.aborts:
+            if player.open:
+                player.abort(sorted(player.open)[client % len(player.open)])
+        for _ in range(wave.steps):
+            if not player.busy:
+                break
+            player.step()
+    while player.busy:  # behind the last answer for requests that were aborted
+        player.step()
+
+
+@final
 @attrs.define
-class _Player:
+class Player:
+    """Does to an engine what a history or a recording says, and compares what comes of it.
+
+    Attributes:
+        engine: that the adapter is of.
+        oracle: knows the right texts.
+        verifier: see `play`.
+        adapter: of the engine.
+        outcome: of what was done by now.
+        texts: whether the answers are those of the exact model, and are compared.
+        requests: that have arrived, by their numbers.
+        open: tokens of each request that has not finished.
+        aborted: requests whose clients have hung up.
+        silent: steps without a token since the last one that had some.
+    """
+
     engine: EngineUnderTest
     oracle: Oracle
     verifier: Verifier | None
     adapter: Adapter
     outcome: Outcome
-    requests: list[Request] = attrs.field(factory=list)
+    texts: bool = True
+    requests: dict[int, Request] = attrs.field(factory=dict)
     open: dict[int, list[int]] = attrs.field(factory=dict)
     aborted: set[int] = attrs.field(factory=set)
     silent: int = 0
 
-    def play(self, history: History) -> None:
-        for wave in history.waves:
-            for arrival in wave.arrivals:
-                self._add(arrival)
-            for client in wave.aborts:
-                if self.open:
-                    self._abort(sorted(self.open)[client % len(self.open)])
-            for _ in range(wave.steps):
-                if not self.open and not self.adapter.busy:
-                    break
-                self._step()
-        while self.open or self.adapter.busy:  # behind the last answer for requests that were aborted
-            self._step()
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.open or self.adapter.busy)
 
-    def _add(self, arrival: Arrival) -> None:
-        request = arrival.request(len(self.requests), self.oracle.spec.vocab_size, self.engine.longest_prompt)
-        self.requests.append(request)
-        if self.verifier is not None:
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+        self.requests[request.number] = request
+        if self.verifier is not None and self.texts:
             self.verifier.expect(request.number, self._answer(request))
         self.open[request.number] = []
         self.adapter.add(request)
 
-    def _abort(self, number: int) -> None:
+    def abort(self, number: int) -> None:
+        """The client of an open request hangs up."""
         self._end(number)
         self.aborted.add(number)
         self.adapter.abort(number)
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One step of the engine.
+
+        Raises:
+            AdapterError: it has lost a request, made too many tokens, or does not end; or an error of the engine.
+        """
         name, waiting = self.engine.name, sorted(self.open)[:8]
         if self.open and not self.adapter.busy:
             remedy = "let `busy` be true until each request has all its tokens, and return all of them from `step`"
@@ -304,10 +334,11 @@ class _Player:
     def _end(self, number: int) -> None:
         request = self.requests[number]
         self.outcome.texts[number] = got = tuple(self.open.pop(number))
-        right = self._answer(request).tokens
-        at = next((at for at, token in enumerate(got) if token != right[at]), None)
-        if at is not None:
-            self.outcome.differences.append(Difference(request, at, got, right))
+        if self.texts:
+            right = self._answer(request).tokens
+            at = next((at for at, token in enumerate(got) if token != right[at]), None)
+            if at is not None:
+                self.outcome.differences.append(Difference(request, at, got, right))
 
     def _answer(self, request: Request) -> Answer:
         return self.oracle.answer(request.prompt, request.max_new_tokens, request.temperature)
