@@ -95,20 +95,20 @@ def _by_calls(args: argparse.Namespace, recording: Any) -> int:
         return 130
     finally:
         progress.end()
-    print(f"replayed {again.calls:,} calls at {args.level!r} on {args.device}, {again.refused:,} were refused")
+    print(f"replayed {len(again.made):,} calls at {args.level!r} on {args.device}, {again.refused:,} were refused")
     print(f"{'came again' if again.repeated else 'did not come again'}: {again.finding or 'nothing was found'}")
-    if not again.repeated or again.event is None:
+    if not again.repeated:
         return 0
-    left = [event.number for event in recording.events if event.is_call]
+    left = again.made
     if args.shrink:
 
-        def fails(without: frozenset[int]) -> bool:
+        def fails(without: frozenset[int]) -> list[int]:
             options = {"device": args.device, "level": args.level}
-            return replay(recording, alike=Finding.resembles, without=without, **options).repeated
+            tried = replay(recording, alike=Finding.resembles, without=without, **options)
+            return tried.made if tried.repeated else []
 
         progress = _Progress("{} tries, {} calls left")
-        last = next(place for place, number in enumerate(left) if number == again.event.number)
-        result = shrunk_calls(left[: last + 1], fails, seconds=args.seconds, progress=progress)
+        result = shrunk_calls(left, fails, seconds=args.seconds, progress=progress)
         progress.end()
         left = list(result.smallest)
         print(f"shrunk to {len(left)} calls in {result.tries} tries{', interrupted' * result.interrupted}")

@@ -57,7 +57,7 @@ class Replay:
         finding: the one that the recording has, if it came again; else the first other one, or None.
         repeated: whether it came again.
         event: the event at which it came.
-        calls: made.
+        made: numbers of the calls that were made.
         refused: calls that raised something else than a violation, or whose objects were not there.
         others: findings that came before.
     """
@@ -65,7 +65,7 @@ class Replay:
     finding: Finding | None = None
     repeated: bool = False
     event: Event | None = None
-    calls: int = 0
+    made: list[int] = attrs.field(factory=list)
     refused: int = 0
     others: list[Finding] = attrs.field(factory=list)
 
@@ -180,13 +180,14 @@ class _Replayer:
             return False
         try:
             self._objects[event.number] = self._made(event, owner, target, args, kwargs)
-            outcome.calls += 1
+            outcome.made.append(event.number)
         except Violation as violation:
             finding = Finding.of(violation)
             if outcome.event is None:
                 outcome.event = event
             if self._wanted is not None and self._alike(self._wanted, finding):
                 outcome.finding, outcome.repeated, outcome.event = finding, True, event
+                outcome.made.append(event.number)
                 return True
             outcome.others.append(finding)
         except (*_ERRORS, _Missing) as error:

@@ -4,19 +4,23 @@ A shrink ends by itself, after its time, or at Ctrl-C, each time with the shorte
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Generic, Self, TypeVar, final
 
 import attrs
 
 from batchstate.replay.engine import EngineLog, Served
 from batchstate.testing.exact.history import EngineUnderTest
 
-__all__ = ["Shrunk", "shrunk", "shrunk_log"]
+__all__ = ["Shrunk", "shrunk_calls", "shrunk_log"]
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Takes the number of tries, and the size of the shortest that has failed."""
+
+
+class _TimeUp(Exception):
+    pass
 
 
 @final
@@ -31,53 +35,40 @@ class Shrunk(Generic[T]):
     """
 
     smallest: T
+    _fails: Callable[[T], T | None] = attrs.field(repr=False)
+    _size: Callable[[T], int] = attrs.field(repr=False)
+    _end: float = attrs.field(repr=False)
+    _progress: Progress | None = attrs.field(repr=False)
     tries: int = 0
     interrupted: bool = False
 
+    def __enter__(self) -> Self:
+        return self
 
-def shrunk(
-    begin: T,
-    candidates: Callable[[T], Iterator[T]],
-    fails: Callable[[T], bool],
-    size: Callable[[T], int],
-    *,
-    seconds: float = 120.0,
-    progress: Progress | None = None,
-) -> Shrunk[T]:
-    """Takes the first candidate that fails, again and again, until none of them does.
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        self.interrupted = isinstance(error, KeyboardInterrupt)
+        return isinstance(error, KeyboardInterrupt | _TimeUp)
 
-    Args:
-        begin: that fails.
-        candidates: smaller ones than the one that it is given, the boldest first.
-        fails: tries one.
-        size: for progress.
-        seconds: after which no further one is tried.
-        progress: called after each try.
-    """
-    result, end = Shrunk(begin), time.perf_counter() + seconds
-    try:
-        again = True
-        while again:
-            again = False
-            offered = candidates(result.smallest)
-            while time.perf_counter() < end and (candidate := next(offered, None)) is not None:
-                result.tries += 1
-                if fails(candidate):
-                    result.smallest, again = candidate, True
-                    break
-                if progress is not None:
-                    progress(result.tries, size(result.smallest))
-    except KeyboardInterrupt:
-        result.interrupted = True
-    return result
+    def fails(self, candidate: T) -> bool:
+        """Tries one, which becomes the smallest if it fails."""
+        if time.perf_counter() > self._end:
+            raise _TimeUp
+        self.tries += 1
+        failed = self._fails(candidate)
+        if failed is not None:
+            self.smallest = failed
+        if self._progress is not None:
+            self._progress(self.tries, self._size(self.smallest))
+        return failed is not None
 
-
-def chunks(number: int) -> Iterator[tuple[int, int]]:
-    """Runs of neighbours to leave out, long ones and late ones first: an error needs what lies close before it."""
-    size = number
-    while size := size // 2:
-        for stop in range(number, 0, -size):
-            yield max(stop - size, 0), stop
+    def leave_out(self, without: Callable[[T, int, int], T]) -> None:
+        """Leaves out runs of neighbours, long and late ones first: an error needs what lies close before it."""
+        run = self._size(self.smallest)
+        while run := run // 2:
+            stop = self._size(self.smallest)
+            while stop > 0:
+                self.fails(without(self.smallest, max(stop - run, 0), stop))
+                stop = min(stop - run, self._size(self.smallest))
 
 
 def shrunk_log(
@@ -88,28 +79,70 @@ def shrunk_log(
     seconds: float = 120.0,
     progress: Progress | None = None,
 ) -> Shrunk[EngineLog]:
-    """The shortest failing log that passes of smaller and smaller changes lead to."""
+    """The shortest failing log that passes of smaller and smaller changes lead to.
 
-    def candidates(log: EngineLog) -> Iterator[EngineLog]:
-        yield from _fewer(log)
-        yield from _shorter(engine, log)
-        yield from _plainer(engine, log)
+    Args:
+        engine: that serves it.
+        log: that fails.
+        fails: serves one.
+        seconds: after which no further one is tried.
+        progress: called after each try.
+    """
 
-    return shrunk(log, candidates, fails, lambda log: len(log.requests), seconds=seconds, progress=progress)
+    def size(log: EngineLog) -> int:
+        return len(log.requests)
+
+    end = time.perf_counter() + seconds
+    with Shrunk(log, lambda other: other if fails(other) else None, size, end, progress) as result:
+        for part in (8, 4, 2):  # the end alone, as the engine was then, or the beginning
+            requests, few = result.smallest.requests, size(result.smallest) // part
+            if few > 4 and not result.fails(_with(log, _from_zero(requests[-few:]))):
+                result.fails(_with(log, requests[:few]))
+        before = None
+        while result.smallest is not before:
+            before = result.smallest
+            result.leave_out(_without)
+            candidates = _smaller(engine, result.smallest)
+            while (candidate := next(candidates, None)) is not None:
+                if result.fails(candidate):
+                    candidates = _smaller(engine, result.smallest)
+    return result
+
+
+def shrunk_calls(
+    numbers: Sequence[int],
+    fails: Callable[[frozenset[int]], Collection[int]],
+    *,
+    seconds: float = 120.0,
+    progress: Progress | None = None,
+) -> Shrunk[Any]:
+    """The fewest of the calls `numbers` with which a recording still fails.
+
+    Args:
+        numbers: of the calls.
+        fails: makes them without some, and returns those that were made if it failed, else none.
+        seconds, progress: as for `shrunk_log`.
+    """
+    everything, end = frozenset(numbers), time.perf_counter() + seconds
+
+    def made(left: tuple[int, ...]) -> tuple[int, ...] | None:
+        calls = frozenset(fails(everything - set(left)))
+        return tuple(number for number in left if number in calls) if calls else None
+
+    with Shrunk(tuple(numbers), made, len, end, progress) as result:
+        before = None
+        while result.smallest is not before:
+            before = result.smallest
+            result.leave_out(lambda left, start, stop: left[:start] + left[stop:])
+    return result
 
 
 def _with(log: EngineLog, requests: Sequence[Served]) -> EngineLog:
     return attrs.evolve(log, requests=tuple(requests))
 
 
-def _fewer(log: EngineLog) -> Iterator[EngineLog]:
-    requests = log.requests
-    for part in (8, 4, 2):  # the end alone, as the engine was then, or the beginning
-        if len(requests) > part * 4:
-            yield _with(log, _from_zero(requests[-(len(requests) // part) :]))
-            yield _with(log, requests[: len(requests) // part])
-    for start, stop in chunks(len(requests)):
-        yield _with(log, _from_zero([*requests[:start], *requests[stop:]]))
+def _without(log: EngineLog, start: int, stop: int) -> EngineLog:
+    return _with(log, _from_zero([*log.requests[:start], *log.requests[stop:]]))
 
 
 def _from_zero(requests: Sequence[Served]) -> list[Served]:
@@ -122,55 +155,31 @@ def _moved(served: Served, at: int) -> Served:
     return attrs.evolve(served, at=at, abort=None if served.abort is None else max(served.abort - late, 0))
 
 
-def _shorter(engine: EngineUnderTest, log: EngineLog) -> Iterator[EngineLog]:
-    requests = log.requests
+def _smaller(engine: EngineUnderTest, log: EngineLog) -> Iterator[EngineLog]:
+    """Shorter requests, then plainer settings."""
+    requests, plain = log.requests, engine.temperatures[0]
     if any(served.at for served in requests):
         yield _with(log, [_moved(served, 0) for served in requests])
         yield _with(log, [_moved(served, served.at // 2) for served in requests])
-    yield from _evolved(log, lambda served: [attrs.evolve(served, abort=None)] if served.abort is not None else [])
-    plain = engine.temperatures[0]
-    yield from _evolved(log, lambda it: [attrs.evolve(it, temperature=plain)] if it.temperature != plain else [])
     for part in (2, 4):
         halves = [attrs.evolve(it, prompt=it.prompt[: max(len(it.prompt) // part, 1)]) for it in requests]
         if halves != list(requests):
             yield _with(log, halves)
-    yield from _evolved(log, lambda served: [
-        attrs.evolve(served, prompt=served.prompt[:length]) for length in _less(len(served.prompt))
-    ])  # fmt: skip
-    yield from _evolved(log, lambda served: [attrs.evolve(served, answer=length) for length in _less(served.answer)])
-    yield from _evolved(log, lambda served: [_moved(served, at) for at in _less(served.at + 1) if at < served.at])
-
-
-def _less(number: int) -> list[int]:
-    return sorted({1, number // 2, number - number // 4, number - 1} - {0, number}) if number > 1 else []
-
-
-def _evolved(log: EngineLog, smaller: Callable[[Served], Sequence[Served]]) -> Iterator[EngineLog]:
-    for place, served in enumerate(log.requests):
-        for other in smaller(served):
-            yield _with(log, [*log.requests[:place], other, *log.requests[place + 1 :]])
-
-
-def _plainer(engine: EngineUnderTest, log: EngineLog) -> Iterator[EngineLog]:
+    changes: list[Callable[[Served], list[Served]]] = [
+        lambda it: [attrs.evolve(it, abort=None)] if it.abort is not None else [],
+        lambda it: [attrs.evolve(it, temperature=plain)] if it.temperature != plain else [],
+        lambda it: [attrs.evolve(it, prompt=it.prompt[:length]) for length in _less(len(it.prompt))],
+        lambda it: [attrs.evolve(it, answer=length) for length in _less(it.answer)],
+        lambda it: [_moved(it, at) for at in _less(it.at + 1) if at < it.at],
+    ]
+    for change in changes:
+        for place, served in enumerate(requests):
+            for other in change(served):
+                yield _with(log, [*requests[:place], other, *requests[place + 1 :]])
     for name, values in engine.choices.items():
         if name in log.settings and log.settings[name] != values[0]:
             yield attrs.evolve(log, settings={**log.settings, name: values[0]})
 
 
-def shrunk_calls(
-    numbers: Sequence[int],
-    fails: Callable[[frozenset[int]], bool],
-    *,
-    seconds: float = 120.0,
-    progress: Progress | None = None,
-) -> Shrunk[Any]:
-    """The fewest of the calls `numbers` with which a recording still fails."""
-
-    def candidates(left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        for start, stop in chunks(len(left)):
-            yield left[:start] + left[stop:]
-
-    everything = frozenset(numbers)
-    return shrunk(
-        tuple(numbers), candidates, lambda left: fails(everything - set(left)), len, seconds=seconds, progress=progress
-    )
+def _less(number: int) -> list[int]:
+    return sorted({1, number // 2, number - number // 4, number - 1} - {0, number}) if number > 1 else []
