@@ -1,5 +1,6 @@
 """Recordings: what is written, what comes again, and what damaged files do."""
 
+import contextlib
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from batchstate.replay import (
     EngineLog,
     Finding,
     Recording,
+    Replay,
     Served,
     load,
     record_operations,
@@ -36,10 +38,13 @@ from batchstate.replay import (
     shrunk_log,
 )
 from batchstate.replay.engine import drive, recorded
+from batchstate.replay.format import STATE
 from batchstate.replay.written import test_of_calls as written_of_calls
 from batchstate.runtime import Runtime
 from batchstate.step import PlannedStep
 from batchstate.violations import Code, Violation
+from tests.selfcheck.mutants.diffs import Change, Diff
+from tests.selfcheck.mutants.registry import Patch
 
 
 class Rows(Batch):
@@ -214,13 +219,8 @@ def test_a_step_costs_few_calls_and_bytes(tmp_path: Path) -> None:
 def test_calls_shrink_to_those_that_matter(bug: Path, tmp_path: Path) -> None:
     """What is left is a take, what freed the slot, and the call that used it; the written test fails with it."""
     recording = load(bug)
-
-    def fails(without: frozenset[int]) -> list[int]:
-        again = replay(recording, level="cheap", alike=Finding.resembles, without=without)
-        return again.made if again.repeated else []
-
     numbers = [event.number for event in recording.events if event.is_call]
-    small = shrunk_calls(numbers, fails)
+    small = shrunk_calls(numbers, lambda without: resembling(recording, without))
     assert len(small.smallest) <= 12
     target = tmp_path / "test_small.py"
     target.write_text(written_of_calls(recording, frozenset(small.smallest), "cheap", target))
@@ -513,3 +513,122 @@ def test_recordings_say_what_they_are(bug: Path, tmp_path: Path) -> None:
     assert recording.reason == "violation"
     with record_operations(tmp_path) as recorder, checks("off"):
         assert recorder.dropped == 0
+
+
+# Mutants of the recorder and the replayer, and their clean twin
+
+
+def published(recording: Recording) -> tuple[Replay, list[list[int]]]:
+    """A replay, and the tokens that its steps publish."""
+    seen: list[list[int]] = []
+    before = PlannedStep.publish
+
+    def publish(step: PlannedStep, **values: object) -> None:
+        seen.append(values["last"].tolist())  # type: ignore[attr-defined]
+        before(step, **values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannedStep, "publish", publish)
+        return replay(recording), seen
+
+
+def resembling(recording: Recording, without: frozenset[int]) -> list[int]:
+    """The calls that are made without some, if the same is found."""
+    again = replay(recording, level="cheap", alike=Finding.resembles, without=without)
+    return again.made if again.repeated else []
+
+
+def trial_of_replays(folder: Path) -> set[str]:
+    """What goes wrong with a whole recording, one of a ring that has lost its beginning, and a written one."""
+    wrong, files, steps = set[str](), list[Path](), (12, 230)
+    for number in steps:
+        with record_operations(folder, ring_bytes=2 << 14, segments=2) as recorder:
+            world = World(size=6)
+            for _ in range(number):
+                world.step()
+            files.append(recorder.dump())  # type: ignore[arg-type]
+    for name, path in zip(("whole", "ring"), files, strict=True):
+        recording = load(path)
+        again, seen = published(recording)
+        calls = [event for event in recording.events if event.is_call and event.stream != STATE]
+        wrong |= {f"{name}: {again.finding.code}"} if again.finding is not None else set()
+        wrong |= {f"{name}: refused"} if again.refused else set()
+        wrong |= {f"{name}: values"} if any(row != list(range(len(row))) for row in seen[:-1]) else set()
+        wrong |= {f"{name}: lost"} if not seen or len(calls) < 30 else set()
+    recording = load(recorded_bug(folder))
+    made = replay(recording, level="cheap").made
+    small = shrunk_calls(made, lambda without: resembling(recording, without)).smallest
+    wrong |= {"small: long"} if len(small) > 8 else set()
+    recording.save(folder / "small.ops", small)
+    if not replay(load(folder / "small.ops"), alike=Finding.resembles).repeated:
+        wrong.add("small: lost")
+    return wrong
+
+
+REPLAY_MUTANTS = {
+    "handles_are_believed": (
+        "replay.replayer:_Replayer._slots",
+        "now = self._handles.get((handles.pool, slot, generation))",
+        "now = slot, generation",
+    ),
+    "joiners_named_from_the_first_row": (
+        "replay.replayer:_Replayer._translate",
+        "array[::-1].tolist()",
+        "array.tolist()",
+    ),
+    "landed_values_are_not_published": (
+        "replay.replayer:_Replayer._made",
+        "self._published(target, name, landed.get(name))",
+        "self._published(target, name, None)",
+    ),
+    "state_is_given_again": (
+        "replay.replayer:_Replayer.define",
+        "self._fresh.discard(number)\nif number in self._objects:",
+        "if number in self._objects:",
+    ),
+    "batch_left_out_is_lost": (
+        "replay.replayer:_Replayer._part",
+        "return self._value(event.body[1][0])",
+        "raise _Missing",
+    ),
+    "steps_of_a_lost_segment_are_kept": (
+        "replay.recorder:Recorder._begin",
+        "planned.clear()",
+        "pass",
+    ),
+    "joiners_are_not_noted": (
+        "replay.recorder:Recorder._planned_generally",
+        'self.write("result", own, number=step._recorded)',
+        "pass",
+    ),
+    "entries_are_not_noted": (
+        "replay.objects:_entries",
+        'yield "publish", (slots,), values, None',
+        "pass",
+    ),
+    "lengths_are_not_noted": (
+        "replay.objects:_pages_taken",
+        'yield "commit", (owners, committed[rows]), {}, None',
+        "pass",
+    ),
+    "landed_with_the_next_step": (
+        "replay.recorder:Recorder._landing",
+        "landed, 0, 0, number, 0, 0",
+        "landed, 0, 0, number + 3, 0, 0",
+    ),
+}
+"""Name -> function, a piece of it, and what stands there instead."""
+
+
+def test_replays_are_right(tmp_path: Path) -> None:
+    """The clean twin of the mutants below: nothing goes wrong."""
+    assert trial_of_replays(tmp_path) == set()
+
+
+@pytest.mark.parametrize("name", REPLAY_MUTANTS)
+def test_a_mutant_of_record_or_replay_is_seen(tmp_path: Path, name: str) -> None:
+    """A recorder or replayer with a bug breaks an invariant, refuses calls, or publishes other values."""
+    where, before, after = REPLAY_MUTANTS[name]
+    with contextlib.ExitStack() as undo:
+        Diff((Change(where, ((before, after),)),))(Patch(undo))
+        assert trial_of_replays(tmp_path) != set()
