@@ -54,6 +54,7 @@ from batchstate.replay.format import (
     tagged,
 )  # fmt: skip
 from batchstate.replay.objects import OBJECTS
+from batchstate.replay.ring import Ring
 from batchstate.runtime.base import Runtime
 from batchstate.step import PlannedStep, StepPlanner
 from batchstate.tables import TableWrite
@@ -81,7 +82,6 @@ SEAMS: Mapping[type, tuple[str, ...]] = {
 METHODS = [f"{owner.__name__}.{name}" for owner, names in SEAMS.items() for name in names]
 _CODES = {name: FIRST_METHOD + number for number, name in enumerate(METHODS)}
 _KIND = {name: number for number, name in enumerate(KINDS)}
-_FULL = 0.75
 _HEAD = HEAD.size
 _MOST_FILES = 16
 
@@ -95,7 +95,6 @@ class Recorder:
 
     Attributes:
         files: written by now.
-        dropped: events that did not fit into a segment.
     """
 
     def __init__(
@@ -103,17 +102,10 @@ class Recorder:
     ) -> None:
         self.directory, self.rank = directory, rank
         self.files: list[Path] = []
-        self.dropped = 0
-        self._size = max(ring_bytes // segments, 1 << 14)
-        self._segments = [memoryview(bytearray(self._size)) for _ in range(1 if everything else segments)]
-        self._ends = [0] * len(self._segments)
-        self._spool: list[bytes] | None = [] if everything else None
-        self._turns = self._at = 0
-        self._first = self._number = _last  # before the segment, and of the last event
-        self._buffer = self._segments[0]
-        self._mark = int(self._size * _FULL)
+        size, count = max(ring_bytes // segments, 1 << 14), 0 if everything else segments
+        self._ring = Ring(size, count, self._begin, _last)
         self._thread = threading.get_ident()
-        self._inside = self._failed = False
+        self._failed = False
         self._told: set[object] = set()
         self._batches: dict[tuple[int, int], Part | Ref] = {}
         self._planned: dict[int, dict[int, int]] = {}  # by runtime: version of a batch -> the step that made it
@@ -121,8 +113,6 @@ class Recorder:
         self._objects: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._pools: dict[int, int] = {}
         self._streams: dict[int, tuple[int, Any]] = {}  # with the stream, so that its id stays its own
-        self._stream: Any = None
-        self._stream_number = 0
         self._blobs: list[bytes] = []
         self._encode = json.JSONEncoder(default=self._special, separators=(",", ":"), check_circular=False).encode
         self._encoders: dict[type, Callable[[Any], Any]] = {}
@@ -145,10 +135,11 @@ class Recorder:
 
     def stop(self) -> None:
         """Puts the methods back."""
+        ring = self._ring
         global _active, _last
         if _active is self:
             _active = None
-        _last = self._number
+        _last = ring.number
         self._undo.close()
 
     # Files
@@ -180,11 +171,12 @@ class Recorder:
 
     def events(self) -> bytes:
         """The events of the ring, oldest first."""
-        if self._spool is not None:
-            return b"".join([*self._spool, self._buffer[: self._at]])
-        count, present = len(self._segments), self._turns % len(self._segments)
-        order = [(present + 1 + number) % count for number in range(count - 1)]
-        return b"".join([*(self._segments[i][: self._ends[i]] for i in order), self._buffer[: self._at]])
+        return self._ring.events()
+
+    @property
+    def dropped(self) -> int:
+        """Events that did not fit into a segment."""
+        return self._ring.dropped
 
     def _violated(self, error: Violation) -> None:
         identity = error.code, error.operation, error.object if error.row is None else None
@@ -196,72 +188,51 @@ class Recorder:
 
     def write(self, kind: str, body: object, *, number: int = 0) -> None:
         """Writes an event that is no call."""
-        self._event(_KIND[kind], 0, 0, number, self._body(body))
+        ring = self._ring
+        ring.write(_KIND[kind], 0, 0, number, self._body(body))
 
     def begin_step(self) -> None:
         """Begins the next segment if this one is nearly full: between two steps of an engine."""
-        if self._at > self._mark:
-            self._turn()
-
-    def _event(self, code: int, stream: int, step: int, number: int, body: bytes) -> None:
-        at = self._at
-        end = at + _HEAD + len(body)
-        if end > self._size:
-            if self._spool is None or end - at > self._size:
-                self.dropped += 1  # the next plan begins a segment; what does not fit until then is lost
-                return
-            self._turn()
-            at, end = 0, end - at
-        HEAD.pack_into(self._buffer, at, code, stream, step, number, 0, 0, len(body))
-        self._buffer[at + _HEAD : end] = body
-        self._at = end
-
-    def _turn(self) -> None:
-        """Begins the next segment."""
-        if self._spool is not None:
-            self._spool.append(bytes(self._buffer[: self._at]))
-            self._at = 0
-            return
-        present = self._turns % len(self._segments)
-        self._ends[present] = self._at
-        self._turns += 1
-        self._buffer = self._segments[self._turns % len(self._segments)]
-        self._at = 0
-        self._begin()
+        ring = self._ring
+        if ring.at > ring.mark:
+            ring.turn()
 
     def _begin(self) -> None:
         """Forgets the products of earlier segments, and writes down the state of all that is alive."""
+        ring = self._ring
         self._batches.clear()
         self._products.clear()
         for planned in self._planned.values():
             planned.clear()
         alive = [(number, value) for number, ref in self._objects.values() if (value := ref()) is not None]
-        if self._number > 1 << 31:
-            self._number = 0
+        if ring.number > 1 << 31:
+            ring.number = 0
             self._objects.clear()
             alive = []
-        self._first = self._number
-        self.write("begin", {"segment": self._turns})
+        ring.first = ring.number
+        self.write("begin", {"segment": ring.turns})
         for number, value in alive:
             self._define(value, number)
         for engine in list(self.engines):
             engine.write_open()
 
     def _call(self, code: int, target: Any, runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        if self._at > self._mark:
-            self._turn()
+        ring = self._ring
+        if ring.at > ring.mark:
+            ring.turn()
         body = self._body([target, args, kwargs])  # which may define objects before
-        self._number = number = self._number + 1
-        self._event(code, self._stream_of(runtime), runtime.step, number, body)
+        ring.number = number = ring.number + 1
+        ring.write(code, self._stream_of(runtime), runtime.step, number, body)
         return number
 
     def _stream_of(self, runtime: Runtime) -> int:
         """The number of the current stream."""
+        ring = self._ring
         stream = runtime.current_stream
-        if stream is not self._stream:
+        if stream is not ring.stream:
             entry = self._streams.setdefault(id(stream), (min(len(self._streams), LEFT_OUT - 1), stream))
-            self._stream_number, self._stream = entry
-        return self._stream_number
+            ring.stream_number, ring.stream = entry
+        return ring.stream_number
 
     def _raised(self, number: int, error: BaseException) -> None:
         self.write("raised", str(getattr(error, "code", type(error).__name__)), number=number)
@@ -287,14 +258,15 @@ class Recorder:
 
     def _body(self, value: object) -> bytes:
         """A value as the body of an event. A value that cannot be written does not trouble the engine."""
+        ring = self._ring
         outer, self._blobs = self._blobs, []
-        inside, self._inside = self._inside, True
+        inside, ring.inside = ring.inside, True
         try:
             return body_of(self._encode(value), self._blobs)
         except (TypeError, ValueError, RecursionError):
             return body_of(self._encode(_OPAQUE), [])
         finally:
-            self._blobs, self._inside = outer, inside
+            self._blobs, ring.inside = outer, inside
 
     def _special(self, value: Any) -> Any:
         """A value that JSON does not have."""
@@ -342,9 +314,11 @@ class Recorder:
         return {"$": ["r", number]} if ref() is value else _OPAQUE
 
     def _known(self, number: int) -> Any:
-        return {"$": ["r", number]} if number > self._first else _OPAQUE
+        ring = self._ring
+        return {"$": ["r", number]} if number > ring.first else _OPAQUE
 
     def _batch(self, batch: Batch) -> Any:
+        ring = self._ring
         key = batch.version, id(batch.runtime)
         if (step := self._planned.get(key[1], {}).get(batch.version)) is not None:
             return {"$": ["p", step, "batch"]}
@@ -356,40 +330,42 @@ class Recorder:
                 if isinstance(column, DeviceColumn):
                     values[name] = batch[name].device
             body = self._body([type(batch), [batch.runtime], values])
-            self._number += 1
-            self._event(_CODES["Batch.build"], 0, batch.runtime.step, self._number, body)
-            self._batches[key] = Ref(self._number)
+            ring.number += 1
+            ring.write(_CODES["Batch.build"], 0, batch.runtime.step, ring.number, body)
+            self._batches[key] = Ref(ring.number)
         return tagged(self._batches[key])
 
     # Objects
 
     def _target(self, value: Any) -> Any:
+        ring = self._ring
         number, ref = self._objects.get(id(value), (0, lambda: None))
         if ref() is not value:
             self._objects.pop(id(value), None)  # of an object that is gone; the order is that of the definitions
-            self._number = number = self._number + 1
+            ring.number = number = ring.number + 1
             self._define(value, number)
         return {"$": ["r", number]}
 
     def _define(self, value: Any, number: int) -> None:
         """Writes down what an object is, and the calls that bring it to its state."""
+        ring = self._ring
         kind = type if isinstance(value, type) else next(kind for kind in OBJECTS if isinstance(value, kind))
         # Encoded first: what it refers to is defined before it, also when a later segment begins.
         body = self._body({"is": kind.__name__, **OBJECTS[kind].described(value)})
-        self._event(_KIND["define"], 0, 0, number, body)
+        ring.write(_KIND["define"], 0, 0, number, body)
         self._objects[id(value)] = number, weakref.ref(value)
         if isinstance(value, SlotPool):
             self._pools[value.pool_id] = number
-        inside, self._inside = self._inside, True
+        inside, ring.inside = ring.inside, True
         try:
             for method, args, kwargs, product in OBJECTS[kind].state(value):
                 body = self._body([value, args, kwargs])
-                self._number += 1
-                self._event(_CODES[f"{kind.__name__}.{method}"], STATE, value.runtime.step, self._number, body)
+                ring.number += 1
+                ring.write(_CODES[f"{kind.__name__}.{method}"], STATE, value.runtime.step, ring.number, body)
                 if product is not None:
-                    self.write("result", product, number=self._number)
+                    self.write("result", product, number=ring.number)
         finally:
-            self._inside = inside
+            ring.inside = inside
 
     # Seams
 
@@ -412,22 +388,24 @@ class Recorder:
         self._undo.callback(setattr, owner, name, before)
 
     def _seam(self, code: int, method: Any) -> Any:
+        ring = self._ring
+
         @functools.wraps(method)
         def recorded(target: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or threading.get_ident() != self._thread:
+            if ring.inside or threading.get_ident() != self._thread:
                 return method(target, *args, **kwargs)
             runtime = args[0] if isinstance(target, type) and args else runtime_of(target)
             if not isinstance(runtime, Runtime):
                 return method(target, *args, **kwargs)
             number = self._call(code, target, runtime, args, kwargs)
-            self._inside = True
+            ring.inside = True
             try:
                 made = method(target, *args, **kwargs)
             except BaseException as error:
                 self._raised(number, error)
                 raise
             finally:
-                self._inside = False
+                ring.inside = False
             self._made(number, made)
             return made
 
@@ -437,14 +415,15 @@ class Recorder:
     # of them, and they go the general way.
 
     def _plan(self, code: int, method: Any) -> Any:
+        ring = self._ring
         pack_into, get_ident, general = HEAD.pack_into, threading.get_ident, self._seam(code, method)
 
         @functools.wraps(method)
         def plan(planner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            at, known = self._at, planner._recorded
-            if self._inside or get_ident() != self._thread:
+            at, known = ring.at, planner._recorded
+            if ring.inside or get_ident() != self._thread:
                 return method(planner, batch, *args, **kwargs)
-            if args or kwargs or known is None or at > self._mark or levels.full:
+            if args or kwargs or known is None or at > ring.mark or levels.full:
                 step = general(planner, batch, *args, **kwargs)
                 self._planned_generally(planner, step, kwargs.get("joining"))
                 return step
@@ -453,11 +432,11 @@ class Recorder:
             made = planned.pop(version, None)  # a batch goes on in one step: who asks it again writes it by value
             if made is None:
                 return general(planner, batch)
-            if runtime.current_stream is not self._stream:
+            if runtime.current_stream is not ring.stream:
                 self._stream_of(runtime)
-            self._number = own = self._number + 1
-            pack_into(self._buffer, at, code, self._stream_number, runtime.step, own, number, made, 0)
-            self._at = at + _HEAD
+            ring.number = own = ring.number + 1
+            pack_into(ring.buffer, at, code, ring.stream_number, runtime.step, own, number, made, 0)
+            ring.at = at + _HEAD
             try:
                 step = method(planner, batch)
             except BaseException as error:
@@ -482,19 +461,20 @@ class Recorder:
         planner._recorded = None if ref() is not planner else (number, self._planned[id(runtime)], runtime)
 
     def _inputs(self, code: int, method: Any) -> Any:
+        ring = self._ring
         pack_into, general = HEAD.pack_into, self._seam(code, method)
 
         @functools.wraps(method)
         def inputs(step: Any) -> Any:
-            number, at = step._recorded, self._at
-            if self._inside or levels.full or number <= self._first or at + _HEAD > self._size:
-                return general(step) if number > self._first else method(step)
+            number, at = step._recorded, ring.at
+            if ring.inside or levels.full or number <= ring.first or at + _HEAD > ring.size:
+                return general(step) if number > ring.first else method(step)
             runtime = step._declared.runtime
-            if runtime.current_stream is not self._stream:
+            if runtime.current_stream is not ring.stream:
                 self._stream_of(runtime)
-            self._number = own = self._number + 1
-            pack_into(self._buffer, at, code, self._stream_number, runtime.step, own, number, 0, 0)
-            self._at = at + _HEAD
+            ring.number = own = ring.number + 1
+            pack_into(ring.buffer, at, code, ring.stream_number, runtime.step, own, number, 0, 0)
+            ring.at = at + _HEAD
             try:
                 return method(step)
             except BaseException as error:
@@ -504,6 +484,7 @@ class Recorder:
         return inputs
 
     def _publish(self, code: int, method: Any) -> Any:
+        ring = self._ring
         general, tensor = self._seam(code, method), torch.Tensor
         events: dict[tuple[str, ...], tuple[struct.Struct, bytes, int]] = {}
 
@@ -515,34 +496,35 @@ class Recorder:
 
         @functools.wraps(method)
         def publish(step: Any, **values: Any) -> None:
-            number, at = step._recorded, self._at
+            number, at = step._recorded, ring.at
             layout, tail, size = events.get(names := tuple(values)) or event(names)
-            plain = number > self._first and at + size <= self._size and not (self._inside or levels.full)
+            plain = number > ring.first and at + size <= ring.size and not (ring.inside or levels.full)
             for value in values.values():
                 if type(value) is not tensor:
                     plain = False
             if plain:
                 runtime = step._declared.runtime
-                if runtime.current_stream is not self._stream:
+                if runtime.current_stream is not ring.stream:
                     self._stream_of(runtime)
-                self._number = own = self._number + 1
+                ring.number = own = ring.number + 1
                 layout.pack_into(
-                    self._buffer, at, code, self._stream_number, runtime.step, own, number, 0, size - _HEAD, tail
+                    ring.buffer, at, code, ring.stream_number, runtime.step, own, number, 0, size - _HEAD, tail
                 )
-                self._at = at + size
+                ring.at = at + size
                 try:
                     method(step, **values)
                 except BaseException as error:
                     self._raised(own, error)
                     raise
             else:
-                (general if number > self._first else method)(step, **values)
+                (general if number > ring.first else method)(step, **values)
             if step._results is not None:
                 step._results._recorded = number
 
         return publish
 
     def _landing(self, method: Any) -> Any:
+        ring = self._ring
         landed, last = _KIND["landed"], (None, 0, None, HEAD, b"", 0)
 
         def event(results: Any) -> Any:
@@ -558,25 +540,26 @@ class Recorder:
             nonlocal last
             if results._arrays is not None:
                 return method(results)
-            made, number, at = method(results), results._recorded, self._at
-            if number > self._first:
+            made, number, at = method(results), results._recorded, ring.at
+            if number > ring.first:
                 names, num_reqs, source, layout, head, size = last
                 if num_reqs != results.num_reqs or names is not results._names or source is not results._source:
                     *_, layout, head, size = last = event(results)
                 arrays = results._arrays
                 raw = arrays[0].tobytes() if len(arrays) == 1 else b"".join([array.tobytes() for array in arrays])
-                if at + size > self._size:
-                    self._event(landed, 0, 0, number, head + raw)
+                if at + size > ring.size:
+                    ring.write(landed, 0, 0, number, head + raw)
                 else:
-                    layout.pack_into(self._buffer, at, landed, 0, 0, number, 0, 0, size - _HEAD, head, raw)
-                    self._at = at + size
+                    layout.pack_into(ring.buffer, at, landed, 0, 0, number, 0, 0, size - _HEAD, head, raw)
+                    ring.at = at + size
             return made
 
         return resolve
 
     def _hooked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hooked method of a watched engine is called."""
-        if not self._inside and threading.get_ident() == self._thread:
+        ring = self._ring
+        if not ring.inside and threading.get_ident() == self._thread:
             self.begin_step()
             self.write("hook", {"call": name, "args": args[1:], "kwargs": kwargs})
 
