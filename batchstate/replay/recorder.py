@@ -377,8 +377,9 @@ class Recorder:
                 make = short.get((owner, name), self._seam)
                 self._replace(owner, name, functools.partial(make, _CODES[f"{owner.__name__}.{name}"]))
         self._replace(Prefetched, "resolve", self._landing)
-        for owner, nothing in ((StepPlanner, None), (PlannedStep, 0), (Prefetched, 0)):
-            setattr(owner, "_recorded", nothing)
+        unknown: list[tuple[Any, int | None]] = [(StepPlanner, None), (PlannedStep, 0), (Prefetched, 0)]
+        for owner, number in unknown:
+            owner._recorded = number
             self._undo.callback(delattr, owner, "_recorded")
 
     def _replace(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:

@@ -94,10 +94,11 @@ def shrunk_log(
 
     end = time.perf_counter() + seconds
     with Shrunk(log, lambda other: other if fails(other) else None, size, end, progress) as result:
-        for part in (8, 4, 2):  # the end alone, as the engine was then, or the beginning
+        part = 8
+        while part > 1:  # the end alone, as the engine was then, or the beginning
             requests, few = result.smallest.requests, size(result.smallest) // part
-            if few > 4 and not result.fails(_with(log, _from_zero(requests[-few:]))):
-                result.fails(_with(log, requests[:few]))
+            parts = (_with(log, _from_zero(requests[-few:])), _with(log, requests[:few])) if few > 1 else ()
+            part = 8 if any(map(result.fails, parts)) else part // 2
         before = None
         while result.smallest is not before:
             before = result.smallest
@@ -121,7 +122,8 @@ def shrunk_calls(
     Args:
         numbers: of the calls.
         fails: makes them without some, and returns those that were made if it failed, else none.
-        seconds, progress: as for `shrunk_log`.
+        seconds: after which no further ones are tried.
+        progress: called after each try.
     """
     everything, end = frozenset(numbers), time.perf_counter() + seconds
 
