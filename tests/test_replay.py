@@ -300,8 +300,10 @@ def test_an_engine_is_served_again_and_shrunk(tmp_path: Path) -> None:
         finding = drive(recorded(engine, texts=False), log)
     assert finding is not None
     assert finding.code == Code.SLOT_DOUBLE_FREE
-    own = EngineLog.of(load(recorder.files[0]), engine)
+    recording = load(recorder.files[0])
+    own = EngineLog.of(recording, engine)
     assert own.requests[3] == requests[3]
+    assert "<b>request 3</b>" in show.page(recording)
     with bug.planted():
         assert finding.repeats(drive(engine, own))
         small = shrunk_log(engine, own, lambda other: finding.repeats(drive(engine, other)), seconds=20).smallest
@@ -632,3 +634,35 @@ def test_a_mutant_of_record_or_replay_is_seen(tmp_path: Path, name: str) -> None
     with contextlib.ExitStack() as undo:
         Diff((Change(where, ((before, after),)),))(Patch(undo))
         assert trial_of_replays(tmp_path) != set()
+
+
+class Hand:
+    """An engine's own batch."""
+
+    def __init__(self) -> None:
+        self.lens = np.array([3, 4])
+        self.device = torch.tensor([3, 4])
+
+    def advance(self, by: int) -> None:
+        """Each request is longer; the device side is forgotten once."""
+        self.lens = self.lens + by
+        if by < 3:
+            self.device = self.device + by
+
+
+def test_hooked_methods_of_a_watched_engine_are_events(tmp_path: Path) -> None:
+    """The file of a violation in a watched engine says which of its methods were called, and with what."""
+    from batchstate.watch import watch
+
+    watched = watch(Hand, num_rows=lambda hand: len(hand.lens), pairs=[("lens", "device")], after=["advance"])
+    with record_operations(tmp_path) as recorder, checks("full"), watched:
+        hand = Hand()
+        hand.advance(1)
+        hand.advance(by=2)
+        with pytest.raises(Violation):
+            hand.advance(3)
+    recording = load(recorder.files[0])
+    hooked = [event.body for event in recording.events if event.kind == "hook"]
+    assert [body["call"] for body in hooked] == ["Hand.advance"] * 3
+    assert [(body["args"], body["kwargs"]) for body in hooked] == [([1], {}), ([], {"by": 2}), ([3], {})]
+    assert "Hand.advance(by=2)" in show.text(recording)

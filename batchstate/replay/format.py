@@ -86,7 +86,7 @@ class Device:
     """A tensor of the device, whose values nobody has seen."""
 
     dtype: str = attrs.field(validator=_word)
-    shape: tuple[int, ...] = attrs.field(converter=tuple, validator=deep_iterable(_number))
+    shape: list[int] = attrs.field(validator=deep_iterable(_number, instance_of(list)))
 
 
 @final
@@ -145,7 +145,7 @@ class Finding:
         words = str(getattr(error, "problem", "")) or (str(error).splitlines() or [""])[0]
         named = getattr(error, "object", None)
         places: dict[str, Any] = {name: getattr(error, name, None) for name in ("operation", "column", "row", "slot")}
-        plain = {name: value for name, value in places.items() if isinstance(value, str | int)}
+        plain: dict[str, Any] = {name: value for name, value in places.items() if isinstance(value, str | int)}
         code = str(getattr(error, "code", type(error).__name__))
         return cls(code, words, None if named is None else str(named).partition(",")[0], **plain)
 
@@ -196,7 +196,7 @@ class Event:
         """
         *_, target, batch, length = HEAD.unpack_from(self.raw)
         try:
-            value = _value(self.raw[HEAD.size :]) if length else None
+            value: Any = _value(self.raw[HEAD.size :]) if length else None
             if not self.is_call:
                 return value
             if target:
@@ -376,4 +376,4 @@ def _value(data: memoryview) -> Any:
 
 
 def _at_least_none(number: Any) -> int:
-    return number if type(number) is int and number >= 0 else _refuse("a length")  # type: ignore[no-any-return]
+    return number if type(number) is int and number >= 0 else _refuse("a length")

@@ -165,12 +165,12 @@ def _entries(relay: FutureMap) -> Iterator[StateCall]:
         handles = _live(relay.slots, live)
         for slot, *states in zip(live.tolist(), *(relay.states(handles, name) for name in relay.fields), strict=True):
             alike.setdefault(tuple(map(str, states)), []).append(slot)
-    for states, rows in alike.items():
+    for entry, rows in alike.items():
         slots, n = _live(relay.slots, rows), len(rows)
-        written = {name: state for name, state in zip(relay.fields, states, strict=True) if state != "unwritten"}
+        written = {name: state for name, state in zip(relay.fields, entry, strict=True) if state != "unwritten"}
         if written:
             fields = {name: relay.fields[name] for name in written}
-            values = {name: Device(_name(field.dtype), (n, *field.shape)) for name, field in fields.items()}
+            values = {name: Device(_name(field.dtype), [n, *field.shape]) for name, field in fields.items()}
             yield "publish", (slots,), values, None
         for name, state in written.items():
             if relay.fields[name].readers & 2:
@@ -189,7 +189,8 @@ def _described_planner(planner: StepPlanner) -> Body:
 def _described_kind(kind: type[Batch]) -> Body:
     columns = {}
     for name, column in kind.columns().items():
-        columns[name] = own = {"is": type(column).__name__}
+        own: Body = {"is": type(column).__name__}
+        columns[name] = own
         if isinstance(column, TensorColumn) and not isinstance(column, SlotColumn):
             own |= {"dtype": _name(column.dtype), "shape": list(column.shape), "pad": np.array(column.pad)}
             own |= {"contract": column.contract.value, "holds": column.holds}

@@ -122,7 +122,8 @@ class Recorder:
             before = signals.signal(signal, lambda *_: self.dump("signal"))
             self._undo.callback(signals.signal, signal, before)
         self._install()
-        for observers, observer in ((violations.observers, self._violated), (hooks.observers, self._hooked)):
+        told: list[tuple[list[Any], Any]] = [(violations.observers, self._violated), (hooks.observers, self._hooked)]
+        for observers, observer in told:
             observers.append(observer)
             self._undo.callback(observers.remove, observer)
         self._begin()
@@ -297,7 +298,7 @@ class Recorder:
         return {"$": ["a", name, array.shape]}
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        return tagged(Device(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        return tagged(Device(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
 
     def _handles(self, slots: Slots) -> Any:
         return {"$": ["h", self._pools.get(slots.pool_id, 0), slots.np, slots.generations]}
@@ -526,7 +527,8 @@ class Recorder:
 
     def _landing(self, method: Any) -> Any:
         ring = self._ring
-        landed, last = _KIND["landed"], (None, 0, None, HEAD, b"", 0)
+        landed = _KIND["landed"]
+        last: Any = None, 0, None, HEAD, b"", 0
 
         def event(results: Any) -> Any:
             arrays = results._arrays

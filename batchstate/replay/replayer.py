@@ -308,7 +308,7 @@ class _Replayer:
         dtype = dtype_named(value.dtype)
         sized(*value.shape, of=dtype.itemsize)
         made = torch.zeros(value.shape, dtype=dtype)
-        if isinstance(landed, np.ndarray) and landed.shape[1:] == value.shape[1:] and value.shape:
+        if isinstance(landed, np.ndarray) and list(landed.shape[1:]) == value.shape[1:] and value.shape:
             rows = min(len(landed), value.shape[0])
             made[:rows] = torch.from_numpy(landed[:rows].copy()).to(dtype)
         tensor: torch.Tensor = made.to(self._runtimes[0].device)
@@ -318,4 +318,4 @@ class _Replayer:
         """Values that a forward published: those that landed, or zeros, one for each request that samples."""
         relay: FutureMap = step._declared.relay  # type: ignore[assignment]
         field, rows = relay.fields[name], len(step.sampled_slots)
-        return self._on_device(Device(str(field.dtype).removeprefix("torch."), (rows, *field.shape)), landed)
+        return self._on_device(Device(str(field.dtype).removeprefix("torch."), [rows, *field.shape]), landed)

@@ -14,12 +14,13 @@ from batchstate.replay.format import Device, Event, Handles, Host, Opaque, Part,
 __all__ = ["differ", "lanes", "page", "text"]
 
 _SHOWN = 8
+_SAID = "add", "abort", "step", "hook"
 
 
 def text(recording: Recording, *, last: int = 100) -> str:
     """The last operations, one a line, and what was found behind them."""
     names = _names(recording.events)
-    operations = [event for event in recording.events if event.is_call or event.kind in ("add", "abort", "step")]
+    operations = [event for event in recording.events if event.is_call or event.kind in _SAID]
     lines = [
         f"{len(recording.events):,} events of rank {recording.rank}, written for {recording.reason} by batchstate "
         f"{recording.library} at {recording.level!r}, {recording.dropped:,} dropped; "
@@ -50,9 +51,14 @@ def _names(events: Sequence[Event]) -> dict[int, str]:
 
 
 def _call(event: Event, names: Mapping[int, str]) -> str:
+    body = event.body
+    if event.kind == "hook" and isinstance(body, Mapping):
+        args = [_words(value, names) for value in body.get("args") or ()]
+        args += [f"{name}={_words(value, names)}" for name, value in dict(body.get("kwargs") or {}).items()]
+        return f"{_words(body.get('call'), names)[1:-1]}({', '.join(args)})"
     if not event.is_call:
-        return f"{event.kind} {_words(event.body, names)}"
-    target, args, kwargs = event.body
+        return f"{event.kind} {_words(body, names)}"
+    target, args, kwargs = body
     parts = [_words(value, names) for value in args]
     parts += [f"{name}={_words(value, names)}" for name, value in kwargs.items()]
     return f"#{event.number} {_words(target, names)}.{event.kind.partition('.')[2]}({', '.join(parts)})"
@@ -110,6 +116,24 @@ def lanes(recording: Recording) -> dict[int, list[tuple[int, int]]]:
     return dict(sorted(spans.items()))
 
 
+def requests(recording: Recording) -> dict[int, list[tuple[int, int]]]:
+    """Request of a recorded adapter -> the events from its arrival to its last token, or to the end of its client."""
+    spans: dict[int, list[int]] = {}
+    for at, event in enumerate(recording.events):
+        body = event.body if event.kind in ("add", "abort", "note") else None
+        if event.kind == "add" and isinstance(body, list) and body:
+            spans[_number(body[0])] = [at, at]
+        numbers = [body] if event.kind == "abort" else _array(body.get("numbers")) if isinstance(body, Mapping) else ()
+        for number in map(_number, numbers):
+            if number in spans:
+                spans[number][1] = at
+    return {number: [(start, stop)] for number, (start, stop) in sorted(spans.items())}
+
+
+def _number(value: Any) -> int:
+    return int(value) if isinstance(value, int | np.integer) else -1
+
+
 def _array(value: Any) -> Any:
     return value if isinstance(value, np.ndarray) and value.ndim == 1 else np.zeros(0, np.int64)
 
@@ -139,13 +163,14 @@ def page(recording: Recording, *, last: int = 100) -> str:
 
 def _rows(recording: Recording) -> Iterator[str]:
     events = max(len(recording.events), 1)
-    for slot, spans in list(lanes(recording).items())[:512]:
+    named = [(f"request {number}", spans) for number, spans in requests(recording).items()][-512:]
+    for name, spans in [*named, *((f"slot {slot}", spans) for slot, spans in list(lanes(recording).items())[:512])]:
         bars = "".join(
             f"<i style='left:{100 * start / events:.2f}%;width:{100 * (stop - start) / events:.2f}%' "
             f"title='events {start} to {stop}'></i>"
             for start, stop in spans[-256:]
         )
-        yield f"<div class=lane><b>slot {slot}</b><div class=bar>{bars}</div></div>"
+        yield f"<div class=lane><b>{name}</b><div class=bar>{bars}</div></div>"
 
 
 def differ(recordings: Sequence[Recording]) -> str | None:

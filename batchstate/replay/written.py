@@ -1,5 +1,6 @@
 """Writes what is left of a recording as a pytest file."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ def test_of_calls(recording: Recording, calls: frozenset[int], level: str, path:
     defined = [event for event in recording.events if event.kind == "define"]
     finding = recording.finding or Finding("NOTHING")
     words = show.text(Recording([*defined, *made], finding), last=40).replace("\\", "/").splitlines()[1:]
-    comment = "\n".join(f"# {line.strip()[:116]}" for line in words)
+    wrapped = [textwrap.wrap(line.strip(), 114, subsequent_indent="    ") for line in words]
+    comment = "\n".join(f"# {line}" for lines in wrapped for line in lines)
     return (
         f'"""{_words(finding)}\n\nWritten by `batchstate replay --test`; its calls are in {small.name}.\n"""\n\n'
         f"from pathlib import Path\n\nfrom batchstate.replay import Finding, load, replay\n\n{comment}\n\n\n"
@@ -59,7 +61,8 @@ def test_of_log(engine: EngineUnderTest, log: EngineLog, finding: Finding, impor
 
 
 def _words(finding: Finding) -> str:
-    return f"{finding.code}: {finding.problem}".replace('"', "'").replace("\\", "/")[:110]
+    words = f"{finding.code}: {finding.problem}".replace('"', "'").replace("\\", "/")
+    return "\n".join(textwrap.wrap(words, 114))
 
 
 def _name(finding: Finding) -> str:
