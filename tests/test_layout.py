@@ -70,10 +70,10 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_220),
-    "watch": (("watch",), 3_055),
+    "watch": (("watch",), 3_065),
     "races": (("races",), 10_300),
-    "fuzz tools": (("testing",), 3_885),
-    "replay": (("replay",), 2_410),
+    "fuzz tools": (("testing",), 3_905),
+    "replay": (("replay",), 2_420),
     "command line": (("cli", "__main__"), 725),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
@@ -97,14 +97,15 @@ tables of engines; 60 are for what calls say of requests, and for host columns b
 inside another hooked call, and for what was never compared. 30 lines of the
 ground are errors that users import from the package, and modules that need no import; 60 of the others are messages
 in the words of a class that others wrote, calls that type checkers refuse, and `batchstate info`. The command line
-had 530: 170 are `replay`.
+had 530: 170 are `replay`. 20 lines of the fuzz tools let a recording be served by the player of histories; 10 of the
+watch tell a recording of hooked calls.
 """
 
-MOST_LINES, MOST_FILES = 46_610, 162
+MOST_LINES, MOST_FILES = 46_625, 164
 BESIDE = {"tests/selfcheck": 13_260, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
-OTHER_TESTS = 43_860
+OTHER_TESTS = 44_060
 
 MOST_FLOORS = 12
 

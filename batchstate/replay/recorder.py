@@ -29,11 +29,10 @@ import numpy as np
 import torch
 
 from batchstate import levels, violations
-from batchstate._prefetched import Prefetched
 from batchstate.batch import Batch
 from batchstate.columns import DeviceColumn, HostColumn
 from batchstate.errors import ArgumentError
-from batchstate.future_map import FutureMap
+from batchstate.future_map import FutureMap, Prefetched
 from batchstate.kv.pages import Extension, PageLease, PagePool
 from batchstate.mirror import Handles, MirroredTensor, Slots
 from batchstate.pools import SlotPool
@@ -541,7 +540,8 @@ class Recorder:
         @functools.wraps(method)
         def resolve(results: Any) -> Any:
             nonlocal last
-            if results._arrays is not None:
+            there = results._arrays is not None
+            if there:
                 return method(results)
             made, number, at = method(results), results._recorded, ring.at
             if number > ring.first:
