@@ -479,6 +479,7 @@ def with_header(data: bytes, **changes: object) -> bytes:
     ("change", "words"),
     [
         (lambda data: with_header(data, version=9), "format 9, and this library reads 2"),
+        (lambda data: with_header(data, dropped="x"), "a field of its first line is a str"),
         (lambda data: data[:-7], "another checksum"),
         (lambda data: with_header(data, bytes=1 << 27), "bytes of events or more"),
         (lambda data: with_header(data, bytes=12), "bytes of events or more"),

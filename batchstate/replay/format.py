@@ -39,6 +39,7 @@ STATE, LEFT_OUT = 255, 254
 """Streams of calls that nobody made, which bring an object to the state that it had when a segment began; and of calls
 that are not to be made, but say from which batch a later one was."""
 DTYPES = {np.dtype(code): np.dtype(code).name for code in "?bBhHiIqQefd"}
+_HEADER = {"reason": str, "rank": int, "library": str, "level": str, "dropped": int}
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 _LENGTH = struct.Struct("<I")
@@ -309,8 +310,7 @@ def load(path: str | Path) -> Recording:
             raise _damaged(path, f"{len(events):,} bytes of events or more, and its first line says {size:,}")
         if finding is not None:
             finding = Finding(**{name: _plain(value) for name, value in finding.items()})
-        names = "reason", "rank", "library", "level", "dropped"
-        plain = {name: _plain(header[name]) for name in names if name in header}
+        plain = {name: _plain(header[name], kind) for name, kind in _HEADER.items() if name in header}
         return Recording(list(_events(memoryview(events), methods)), finding, **plain, methods=methods)
     except RecordingError:
         raise
@@ -323,8 +323,8 @@ def _damaged(path: Path, problem: str) -> RecordingError:
     return RecordingError(f"{path}: no recording, or a damaged one: {problem}", str(path), remedy)
 
 
-def _plain(value: Any) -> Any:
-    if value is not None and not isinstance(value, str | int):
+def _plain(value: Any, kind: Any = str | int | None) -> Any:
+    if not isinstance(value, kind):
         raise ValueError(f"a field of its first line is a {type(value).__name__}")
     return value if not isinstance(value, str) else value[:2000]
 
