@@ -325,7 +325,7 @@ def _damaged(path: Path, problem: str) -> RecordingError:
 
 def _plain(value: Any, kind: Any = str | int | None) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"a field of its first line is a {type(value).__name__}")
+        raise TypeError(f"a field of its first line is a {type(value).__name__}")
     return value if not isinstance(value, str) else value[:2000]
 
 
