@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 import torch.utils.dlpack
 
-from batchstate._core import Columns, Requests, StepBlock
+from batchstate._core import Columns, StepBlock
 from batchstate.mirror import DeviceSide, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import MOST_SYNCHRONISED, Fence, Stream
@@ -229,11 +229,6 @@ class StepMemory:
     # The requests that sample
 
     @property
-    def requests(self) -> Requests:
-        """They."""
-        return self.block.those_sampling()
-
-    @property
     def num_rows(self) -> int:
         """How many, or with padded rows where all requests sample."""
         num_rows: int = self.block.last_rows
@@ -250,7 +245,7 @@ class StepMemory:
 
     def handles(self, *, padded: bool = False) -> Slots:
         """Their handles."""
-        rows, generations = self.requests.handles()
+        rows, generations = self.block.those_sampling().handles()
         if padded and self.num_rows > rows.size:
             more = np.zeros(self.num_rows - rows.size, dtype=np.int64)
             rows, generations = np.append(rows, more), np.append(generations, more)
