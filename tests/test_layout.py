@@ -101,7 +101,7 @@ had 530: 170 are `replay`. 20 lines of the fuzz tools let a recording be served 
 watch tell a recording of hooked calls.
 """
 
-MOST_LINES, MOST_FILES = 46_625, 164
+MOST_LINES, MOST_FILES = 46_635, 164
 BESIDE = {"tests/selfcheck": 13_260, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
