@@ -495,6 +495,10 @@ class SlotPool(OfThisProcess):
         self.transaction.enter(f"{self.name}: {operation}")
         return self._allocator.rows_of(slots, operation, unique=unique, padded=padded)
 
+    def owners_of(self, rows: Ints) -> Ints:
+        """See `IndexSpace`."""
+        return self._allocator.owners_of(rows)
+
     def check_rows(self, rows: Ints, generations: Ints, operation: str) -> None:
         """`check_handles`, of the numbers and generations int64[n] of handles of this pool. For the library."""
         self._allocator.check_held(rows, generations, operation)

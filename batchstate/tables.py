@@ -57,6 +57,9 @@ class IndexSpace(Protocol):
     capacity: int
     transaction: "Transaction"
 
+    def owners_of(self, rows: Ints) -> Ints:
+        """The generations of the owners of rows int64[n], int64[n]; 0 for nobody."""
+
     def rows_of(self, handles: Any, operation: str, *, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all live, int64[n]; with `padded` the last ones may be padding.
 
@@ -170,6 +173,7 @@ class Table(OfThisProcess):
         with torch.inference_mode(False):  # a view made in inference mode can be written there alone
             self._flat = device.view(signed_twin(device.dtype)).view(-1)
         self._fixed = FixedMemory(self.runtime, device)
+        self.runtime.own_rows(device, space.owners_of)
         self._host: Array | None = None
         self._changes: Changes | None = None
         self._written = np.zeros(self.capacity, dtype=np.int64)  # the generation that each row was last written for

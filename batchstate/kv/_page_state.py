@@ -488,6 +488,11 @@ class PageSpace:
         generations: Ints = self._holders.rows.arrays["generation"]
         return generations[numbers if self.per_page == 1 else numbers // self.per_page]
 
+    def owners_of(self, rows: Ints) -> Ints:
+        """See `IndexSpace`."""
+        holders = self._holders.rows.arrays["holders"]
+        return self.generations_of(rows) * (holders[rows // self.per_page] > 0)
+
     def handles(self, numbers: Ints, kind: type[Handles] | None = None) -> Handles:
         """The handles of `numbers` int64[n], which are live; of a `kind` of them."""
         return (kind or self.kind).of_pool(

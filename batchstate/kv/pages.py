@@ -415,6 +415,9 @@ class PagePool(OfThisProcess):
                 raise ArgumentError(problem, memory, "register each memory before the first page is taken")
             self.writes.marks[memory] = np.zeros(rows.capacity, dtype=np.int64)
         self._kv.extend(buffers)
+        for buffer in buffers:
+            space = "location" if len(buffer) == self.location_capacity else "page"
+            self.runtime.own_rows(buffer, self._spaces[space].owners_of)
 
     def check_kv(self, operation: str = "check_kv") -> None:
         """Checks, at `full`, that page 0 of the registered KV memory is finite (PAGE_ZERO_FINITE), on this stream."""

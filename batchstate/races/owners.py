@@ -6,7 +6,8 @@ tensors: which rows have an owner, or which buffers are written anew in each ste
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, final
+from functools import partial
+from typing import Any, Self, final
 
 import attrs
 import numpy as np
@@ -21,6 +22,9 @@ Ints = npt.NDArray[np.int64]
 
 Owners = Callable[[], "Mapping[int, Hashable] | npt.NDArray[Any]"]
 """Row -> its owner. An array has one entry for each row, and 0 for nobody."""
+
+RowOwners = Callable[[Ints], Ints]
+"""Rows int64[n] -> the number of the owner of each, int64[n]; 0 for nobody."""
 
 Valid = Callable[[], "int | Mapping[int, int]"]
 """The elements of a read that count: the first so many rows, or row -> the first so many of its elements."""
@@ -50,36 +54,61 @@ class Leftover:
 
 @final
 class Declared:
-    """A declared tensor: of each element, for whom, in which step and by which event it was written last.
+    """Memory with owners: of each of its units, for whom, in which step and by which event it was written last.
+
+    A unit is an element, or a row, which counts as written once any of it is.
 
     Args:
-        tensor: contiguous, rows first.
-        owner: asked before each access; None where owners are told by `give`.
-        fresh: whether an element counts for the step that wrote it alone.
-        valid: the elements that count, see `Valid`; without it a read of all elements counts for nothing.
-
-    Raises:
-        ArgumentError: the tensor is not contiguous, or has no rows.
+        tensor: rows first.
+        fresh: whether a unit counts for the step that wrote it alone.
+        valid: the elements that count, see `Valid`; without it a read of all units counts for nothing.
+        rows: whether rows are the units, each of which lies in one piece.
     """
 
     def __init__(
-        self, tensor: torch.Tensor, owner: Owners | None = None, *, fresh: bool = False, valid: Valid | None = None
+        self, tensor: torch.Tensor, *, fresh: bool = False, valid: Valid | None = None, rows: bool = False
     ) -> None:
-        if not tensor.ndim or not tensor.is_contiguous():
-            problem = f"owners of a tensor {list(tensor.shape)} with strides {list(tensor.stride())}"
-            raise ArgumentError(problem, tuple(tensor.shape), "declare a contiguous tensor with one row per owner")
         self.rows = len(tensor)
-        self._owner, self._fresh, self._valid = owner, fresh, valid
-        self._width = tensor.numel() // max(self.rows, 1)
-        self._size = tensor.element_size()
-        self._start = int(tensor.storage_offset()) * self._size
+        self._fresh, self._valid = fresh, valid
+        self._width = 1 if rows else tensor.numel() // max(self.rows, 1)
+        size = tensor.element_size()
+        self._size, self._stride = (tensor[0].nbytes, int(tensor.stride(0)) * size) if rows else (size, size)
+        self._start = int(tensor.storage_offset()) * size
+        self.owners: RowOwners = self._told
         self._names: list[Hashable] = [None]
         self._numbers: dict[Hashable, int] = {None: _NOBODY}
         self._of_row = np.zeros(self.rows, np.int64)
-        self._written_for = np.zeros(tensor.numel(), np.int64)
-        self._step = np.full(tensor.numel(), -1, np.int64)
-        self._event = np.zeros(tensor.numel(), np.int64)
-        self._stream = np.zeros(tensor.numel(), np.int16)
+        units = self.rows * self._width
+        self._written_for = np.zeros(units, np.int64)
+        self._step = np.full(units, -1, np.int64)
+        self._event = np.zeros(units, np.int64)
+        self._stream = np.zeros(units, np.int16)
+
+    @classmethod
+    def by_element(
+        cls, tensor: torch.Tensor, owner: Owners | None = None, *, fresh: bool = False, valid: Valid | None = None
+    ) -> Self:
+        """A tensor that an engine declares. `owner` is asked before each access; None where `give` tells owners.
+
+        Raises:
+            ArgumentError: the tensor is not contiguous, or has no rows.
+        """
+        if not tensor.ndim or not tensor.is_contiguous():
+            problem = f"owners of a tensor {list(tensor.shape)} with strides {list(tensor.stride())}"
+            raise ArgumentError(problem, tuple(tensor.shape), "declare a contiguous tensor with one row per owner")
+        declared = cls(tensor, fresh=fresh, valid=valid)
+        if owner is not None:
+            declared.owners = partial(declared._asked, owner)
+        return declared
+
+    @classmethod
+    def by_row(cls, memory: torch.Tensor, owners: RowOwners | None) -> Self:
+        """Memory of a pool, see `Runtime.own_rows`; without `owners` all of a read counts, and each step writes it."""
+        if owners is None:
+            return cls(memory, fresh=True, valid=lambda: len(memory), rows=True)
+        declared = cls(memory, rows=True)
+        declared.owners = owners
+        return declared
 
     def give(self, rows: Any, who: Hashable) -> None:
         """Rows belong to `who` from now on; None for nobody.
@@ -98,63 +127,66 @@ class Declared:
             self._names.append(who)
         return number
 
-    def _ask(self) -> None:
-        if self._owner is None:
-            return
-        owners = self._owner()
+    def _told(self, rows: Ints) -> Ints:
+        return self._of_row[rows]
+
+    def _asked(self, owner: Owners, rows: Ints) -> Ints:
+        owners = owner()
         if isinstance(owners, np.ndarray):
             self._of_row[:] = [self._number(who) if who else _NOBODY for who in owners.tolist()]
         else:
             self._of_row[:] = _NOBODY
             for row, who in owners.items():
                 self._of_row[row] = self._number(who)
+        return self._of_row[rows]
 
-    def _elements(self, region: ByteRegion) -> Ints:
-        """The elements of a region, in order."""
+    def _units(self, region: ByteRegion) -> Ints:
+        """The units of which a region has some bytes, in order."""
         exact = region.exact()
         if exact is None:
             return np.zeros(0, np.int64)
         starts, ends = exact.bounds()
-        first = np.clip((starts - self._start) // self._size, 0, len(self._event))
-        last = np.clip(-(-(ends - self._start) // self._size), 0, len(self._event))
-        return np.concatenate([np.arange(lo, hi) for lo, hi in zip(first.tolist(), last.tolist(), strict=True)])
+        first = np.clip((starts - self._start - self._size) // self._stride + 1, 0, len(self._event))
+        last = np.clip(-(-(ends - self._start) // self._stride), 0, len(self._event))
+        counts = np.maximum(last - first, 0)
+        units = np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)
+        return units[np.diff(units, prepend=-1) > 0]
 
     def wrote(self, entry: Entry, region: ByteRegion) -> None:
         """An event has written some bytes."""
-        self._ask()
-        at = self._elements(region)
-        self._written_for[at] = self._of_row[at // self._width]
+        at = self._units(region)
+        self._written_for[at] = self.owners(at // self._width)
         self._step[at], self._event[at], self._stream[at] = entry.step, entry.number, entry.stream.number
 
     def leftover(self, entry: Entry, region: ByteRegion) -> Leftover | None:
-        """The first element that an event reads and that somebody else has left, or None."""
-        self._ask()
-        at = self._elements(region)
+        """The first unit that an event reads and that somebody else has left, or None."""
+        at = self._units(region)
         if self._valid is not None:
             at = at[self._counts(at, self._valid())]
         elif len(at) == len(self._event):
             return None
-        rows = at // self._width
-        own, then = self._of_row[rows], self._written_for[at]
-        wrong = (own != _NOBODY) & (then != _NOBODY) & (own != then)
-        if self._fresh:
-            wrong |= (self._step[at] >= 0) & (self._step[at] < entry.step)
+        own, then = self.owners(at // self._width), self._written_for[at]
+        others = (own != _NOBODY) & (then != _NOBODY) & (own != then)
+        wrong = others | (self._fresh & (self._step[at] >= 0) & (self._step[at] < entry.step))
         if not wrong.any():
             return None
-        first = at[np.argmax(wrong)]
+        which = int(np.argmax(wrong))
+        first = at[which]
         event = int(self._event[first])
         shared = at[wrong & (self._event[at] == event)]
         apart = np.flatnonzero(np.diff(shared) > 1) + 1
-        starts = shared[np.concatenate(([0], apart))] * self._size + self._start
-        ends = (shared[np.concatenate((apart - 1, [len(shared) - 1]))] + 1) * self._size + self._start
+        starts = shared[np.concatenate(([0], apart))] * self._stride + self._start
+        ends = shared[np.concatenate((apart - 1, [len(shared) - 1]))] * self._stride + self._size + self._start
         whole = int(starts[0]), int(ends[-1])
         kept = ByteRegion(*whole) if len(starts) == 1 else ByteRegion(*whole, starts, ends)
-        row = first // self._width
-        if own[np.argmax(wrong)] != then[np.argmax(wrong)]:
-            words = (f"{self._names[int(then[np.argmax(wrong)])]!r}", f"{self._names[int(self._of_row[row])]!r}")
+        if others[which]:
+            words = self._name(int(then[which])), self._name(int(own[which]))
         else:
-            words = (f"step {self._step[first]}", f"step {entry.step}")
+            words = f"step {self._step[first]}", f"step {entry.step}"
         return Leftover(kept, event, int(self._stream[first]), *words)
+
+    def _name(self, number: int) -> str:
+        return repr(self._names[number]) if number < len(self._names) else f"generation {number}"
 
     def _counts(self, at: Ints, valid: "int | Mapping[int, int]") -> npt.NDArray[np.bool_]:
         rows = at // self._width

@@ -21,7 +21,7 @@ from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
 from batchstate.races.detector import Detector, OnRace
 from batchstate.races.hints import HintFor, hint_for
-from batchstate.races.owners import Declared, Owners, Valid
+from batchstate.races.owners import Declared, Owners, RowOwners, Valid
 from batchstate.races.report import EventKind, RaceReport
 from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.clocks import Clocks, StreamClock
@@ -327,7 +327,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         Raises:
             ArgumentError: the table is not contiguous, or no memory that the detector knows.
         """
-        self._declare(table, Declared(table, owner, valid=valid))
+        self._declare(table, Declared.by_element(table, owner, valid=valid))
 
     def owned_by(self, table: torch.Tensor, rows: Any, who: Hashable) -> None:
         """Tells that rows belong to `who` from now on, or with None to nobody. The first call declares the table.
@@ -354,7 +354,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         Raises:
             ArgumentError: as `rows_of`.
         """
-        self._declare(buffer, Declared(buffer, fresh=True, valid=valid))
+        self._declare(buffer, Declared.by_element(buffer, fresh=True, valid=valid))
 
     def after(self, method: str, then: Callable[[Any], object]) -> None:
         """Calls `then(self)` behind each call of a method of the engine, for the length of the window.
@@ -392,6 +392,11 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             problem = f"a tensor {list(tensor.shape)} of which the detector knows no memory"
             raise ArgumentError(problem, tuple(tensor.shape), "make it on the device, inside of the window")
         allocation.declared.append(declared)
+
+    def own_rows(self, memory: torch.Tensor, owners: RowOwners | None) -> None:
+        """See `Runtime.own_rows`."""
+        if memory.numel() and memory[0].is_contiguous():
+            self._tracer.use_on_device(memory).declared.append(Declared.by_row(memory, owners))
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """See `Runtime.name_memory`."""

@@ -116,6 +116,7 @@ MOST_SYNCHRONISED = 64  # streams that are remembered as synchronised with one t
 T = TypeVar("T")
 _log = logging.getLogger("batchstate")
 Array = npt.NDArray[Any]
+Owners = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
 
 class OfThisProcess:
@@ -245,10 +246,12 @@ class Runtime(OfThisProcess, abc.ABC):
         counters: running totals.
         owner: the thread that may use it.
         new_version: gives a number that no other value of this runtime has.
+        told_owners: tools beside every runtime of the process that `own_rows` tells.
         remember_memory: whether every runtime of a CPU remembers from its beginning which memory is the device's. Set
             where `no_hidden_sync` is imported.
     """
 
+    told_owners: ClassVar[list[Callable[[torch.Tensor, "Owners | None"], None]]] = []
     remember_memory: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
@@ -685,10 +688,19 @@ class Runtime(OfThisProcess, abc.ABC):
             problem = f"{action} is not possible while the stream is captured"
             raise CaptureError(problem, None, "prepare inputs before the capture, into buffers with fixed addresses")
 
-    # For test tools. The first two are hooks: a tool overrides them, and here they do nothing.
+    # For test tools. The first three are hooks that a tool overrides: here they do nothing.
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """Names the memory of a tensor, for reports."""
+
+    def own_rows(self, memory: torch.Tensor, owners: "Owners | None") -> None:
+        """Says whose the rows of device memory are: reading what an earlier owner has left is then `LEFTOVER_READ`.
+
+        Rows count as a whole: kernels read no further than their owner has written. `owners` returns for rows int64[n]
+        a number of each owner, int64[n], and 0 for nobody; None where each step writes all rows anew.
+        """
+        for tool in self.told_owners:
+            tool(memory, owners)
 
     def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
         """Says that the host, or a peer, is about to use rows `start` to `stop - 1` of memory that the device uses too.

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, final
 import attrs
 import torch
 
+from batchstate import levels
 from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._hints import torch_hint_for
@@ -17,6 +18,7 @@ from batchstate.races.cuda._tracer import CudaTracer
 from batchstate.races.cuda._window import PlainRaceRuntime, TorchWindow
 from batchstate.races.detector import OnRace, RaceAllocation
 from batchstate.races.report import EventKind
+from batchstate.races.owners import RowOwners
 from batchstate.races.runtime import DONE, RaceFence
 from batchstate.races.tracer import Checked, RaceTracer
 from batchstate.races.tracing.clocks import StreamClock
@@ -286,6 +288,11 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
 
     def _changed(self) -> contextlib.AbstractContextManager[None]:
         return _observed(self)
+
+    def own_rows(self, memory: torch.Tensor, owners: RowOwners | None) -> None:
+        """See `Runtime.own_rows`. Not below level `full`: to read an index on the GPU is to wait for it."""
+        if levels.full:
+            super().own_rows(memory, owners)
 
     # Streams
 
