@@ -23,7 +23,7 @@ from batchstate.errors import DtypeError
 from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
+from batchstate.runtime.base import Fence, OfThisProcess, Owners, Runtime, check_fence
 from batchstate.tables import RowZero, Table
 
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
@@ -123,6 +123,7 @@ class SlotPool(OfThisProcess):
             runtime, ordinary, reserve=reserved, label=label, transaction=self.transaction, name=name
         )
         self._core = self._allocator.core
+        self.owners_of: Owners = self._allocator.owners_of
         self.transaction.launches = Launches(runtime, self._core.arrays["forward"])
         self.size, self.reserve, self.capacity = ordinary, reserved, self._allocator.capacity
         self.pool_id = self._allocator.pool_id
@@ -494,10 +495,6 @@ class SlotPool(OfThisProcess):
         """
         self.transaction.enter(f"{self.name}: {operation}")
         return self._allocator.rows_of(slots, operation, unique=unique, padded=padded)
-
-    def owners_of(self, rows: Ints) -> Ints:
-        """See `IndexSpace`."""
-        return self._allocator.owners_of(rows)
 
     def check_rows(self, rows: Ints, generations: Ints, operation: str) -> None:
         """`check_handles`, of the numbers and generations int64[n] of handles of this pool. For the library."""

@@ -19,7 +19,7 @@ from batchstate.invariants import times_checked
 from batchstate.kv._lengths import AHEAD
 from batchstate.mirror import Contract, Handles, Pages
 from batchstate.runtime.agreement import QueriedFence
-from batchstate.runtime.base import Fence, Runtime, Stream
+from batchstate.runtime.base import Fence, Owners, Runtime, Stream
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
@@ -482,16 +482,19 @@ class PageSpace:
         self.kind, self.per_page = kind, per_page
         self.capacity = (holders.rows.num_pages + 1) * per_page
         self._holders = holders
+        generations, held = holders.rows.arrays["generation"], holders.rows.arrays["holders"]
+
+        def owners_of(rows: Ints) -> Ints:
+            pages = rows // per_page
+            owners: Ints = generations[pages] * (held[pages] > 0)
+            return owners
+
+        self.owners_of: Owners = owners_of
 
     def generations_of(self, numbers: Ints) -> Ints:
         """The present generations of the pages of `numbers`, int64[n]."""
         generations: Ints = self._holders.rows.arrays["generation"]
         return generations[numbers if self.per_page == 1 else numbers // self.per_page]
-
-    def owners_of(self, rows: Ints) -> Ints:
-        """See `IndexSpace`."""
-        holders = self._holders.rows.arrays["holders"]
-        return self.generations_of(rows) * (holders[rows // self.per_page] > 0)
 
     def handles(self, numbers: Ints, kind: type[Handles] | None = None) -> Handles:
         """The handles of `numbers` int64[n], which are live; of a `kind` of them."""

@@ -17,14 +17,12 @@ import torch
 from batchstate.errors import ArgumentError
 from batchstate.races.history import Entry
 from batchstate.races.tracing.regions import ByteRegion
+from batchstate.runtime.base import Owners
 
 Ints = npt.NDArray[np.int64]
 
-Owners = Callable[[], "Mapping[int, Hashable] | npt.NDArray[Any]"]
+AskedOwners = Callable[[], "Mapping[int, Hashable] | npt.NDArray[Any]"]
 """Row -> its owner. An array has one entry for each row, and 0 for nobody."""
-
-RowOwners = Callable[[Ints], Ints]
-"""Rows int64[n] -> the number of the owner of each, int64[n]; 0 for nobody."""
 
 Valid = Callable[[], "int | Mapping[int, int]"]
 """The elements of a read that count: the first so many rows, or row -> the first so many of its elements."""
@@ -74,7 +72,8 @@ class Declared:
         size = tensor.element_size()
         self._size, self._stride = (tensor[0].nbytes, int(tensor.stride(0)) * size) if rows else (size, size)
         self._start = int(tensor.storage_offset()) * size
-        self.owners: RowOwners = self._told
+        self.owners: Owners = lambda rows: self._of_row[rows]
+        self._by = ""
         self._names: list[Hashable] = [None]
         self._numbers: dict[Hashable, int] = {None: _NOBODY}
         self._of_row = np.zeros(self.rows, np.int64)
@@ -86,7 +85,7 @@ class Declared:
 
     @classmethod
     def by_element(
-        cls, tensor: torch.Tensor, owner: Owners | None = None, *, fresh: bool = False, valid: Valid | None = None
+        cls, tensor: torch.Tensor, owner: AskedOwners | None = None, *, fresh: bool = False, valid: Valid | None = None
     ) -> Self:
         """A tensor that an engine declares. `owner` is asked before each access; None where `give` tells owners.
 
@@ -102,12 +101,11 @@ class Declared:
         return declared
 
     @classmethod
-    def by_row(cls, memory: torch.Tensor, owners: RowOwners | None) -> Self:
-        """Memory of a pool, see `Runtime.own_rows`; without `owners` all of a read counts, and each step writes it."""
-        if owners is None:
-            return cls(memory, fresh=True, valid=lambda: len(memory), rows=True)
-        declared = cls(memory, rows=True)
-        declared.owners = owners
+    def by_row(cls, memory: torch.Tensor, owners: Owners, by_step: bool) -> Self:
+        """Memory of a pool, see `Runtime.own_rows`. What each step writes anew counts in reads of all of it, too."""
+        rows = len(memory)
+        declared = cls(memory, valid=(lambda: rows) if by_step else None, rows=True)
+        declared.owners, declared._by = owners, "step" if by_step else "generation"
         return declared
 
     def give(self, rows: Any, who: Hashable) -> None:
@@ -127,10 +125,7 @@ class Declared:
             self._names.append(who)
         return number
 
-    def _told(self, rows: Ints) -> Ints:
-        return self._of_row[rows]
-
-    def _asked(self, owner: Owners, rows: Ints) -> Ints:
+    def _asked(self, owner: AskedOwners, rows: Ints) -> Ints:
         owners = owner()
         if isinstance(owners, np.ndarray):
             self._of_row[:] = [self._number(who) if who else _NOBODY for who in owners.tolist()]
@@ -138,7 +133,8 @@ class Declared:
             self._of_row[:] = _NOBODY
             for row, who in owners.items():
                 self._of_row[row] = self._number(who)
-        return self._of_row[rows]
+        numbers: Ints = self._of_row[rows]
+        return numbers
 
     def _units(self, region: ByteRegion) -> Ints:
         """The units of which a region has some bytes, in order."""
@@ -186,7 +182,7 @@ class Declared:
         return Leftover(kept, event, int(self._stream[first]), *words)
 
     def _name(self, number: int) -> str:
-        return repr(self._names[number]) if number < len(self._names) else f"generation {number}"
+        return repr(self._names[number]) if number < len(self._names) else f"{self._by} {number}"
 
     def _counts(self, at: Ints, valid: "int | Mapping[int, int]") -> npt.NDArray[np.bool_]:
         rows = at // self._width

@@ -21,7 +21,7 @@ from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
 from batchstate.races.detector import Detector, OnRace
 from batchstate.races.hints import HintFor, hint_for
-from batchstate.races.owners import Declared, Owners, RowOwners, Valid
+from batchstate.races.owners import AskedOwners, Declared, Valid
 from batchstate.races.report import EventKind, RaceReport
 from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.clocks import Clocks, StreamClock
@@ -30,7 +30,7 @@ from batchstate.races.tracing.memory import MemoryKind
 from batchstate.races.tracing.runtime import TracedRuntime
 from batchstate.races.waits import Waits, WideWait
 from batchstate.runtime import DoneFence, Fence, MappedMemory, Runtime, Stream
-from batchstate.runtime.base import Array, foreign_fence
+from batchstate.runtime.base import Array, Owners, foreign_fence
 from batchstate.runtime.memory import StagingBlock
 
 
@@ -314,7 +314,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
 
     # Whose values
 
-    def rows_of(self, table: torch.Tensor, owner: Owners | None = None, *, valid: Valid | None = None) -> None:
+    def rows_of(self, table: torch.Tensor, owner: AskedOwners | None = None, *, valid: Valid | None = None) -> None:
         """Declares that each row of a table has an owner: reading what another owner has left is a `LEFTOVER_READ`.
 
         Args:
@@ -393,10 +393,10 @@ class RaceRuntime(TracedRuntime[StreamClock]):
             raise ArgumentError(problem, tuple(tensor.shape), "make it on the device, inside of the window")
         allocation.declared.append(declared)
 
-    def own_rows(self, memory: torch.Tensor, owners: RowOwners | None) -> None:
+    def own_rows(self, memory: torch.Tensor, owners: Owners, *, by_step: bool = False) -> None:
         """See `Runtime.own_rows`."""
         if memory.numel() and memory[0].is_contiguous():
-            self._tracer.use_on_device(memory).declared.append(Declared.by_row(memory, owners))
+            self._tracer.use_on_device(memory).declared.append(Declared.by_row(memory, owners, by_step))
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """See `Runtime.name_memory`."""

@@ -117,6 +117,7 @@ T = TypeVar("T")
 _log = logging.getLogger("batchstate")
 Array = npt.NDArray[Any]
 Owners = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+"""Of rows: the number of the owner of each, 0 for nobody."""
 
 
 class OfThisProcess:
@@ -246,12 +247,14 @@ class Runtime(OfThisProcess, abc.ABC):
         counters: running totals.
         owner: the thread that may use it.
         new_version: gives a number that no other value of this runtime has.
+        inspecting: whether a check looks at device memory: whatever it finds there, it reads for nobody.
         told_owners: tools beside every runtime of the process that `own_rows` tells.
         remember_memory: whether every runtime of a CPU remembers from its beginning which memory is the device's. Set
             where `no_hidden_sync` is imported.
     """
 
-    told_owners: ClassVar[list[Callable[[torch.Tensor, "Owners | None"], None]]] = []
+    inspecting: ClassVar[bool] = False
+    told_owners: ClassVar[list[Callable[..., None]]] = []
     remember_memory: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
@@ -577,7 +580,11 @@ class Runtime(OfThisProcess, abc.ABC):
         """The same as `read_back` for checks: counted in `check_reads` and nowhere else."""
         self.refuse_capture("a check's read-back")
         self.counters.check_reads += 1
-        return self._read_back(tensor)
+        Runtime.inspecting = True
+        try:
+            return self._read_back(tensor)
+        finally:
+            Runtime.inspecting = False
 
     def __enter__(self) -> Self:
         return self
@@ -693,14 +700,14 @@ class Runtime(OfThisProcess, abc.ABC):
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """Names the memory of a tensor, for reports."""
 
-    def own_rows(self, memory: torch.Tensor, owners: "Owners | None") -> None:
+    def own_rows(self, memory: torch.Tensor, owners: Owners, *, by_step: bool = False) -> None:
         """Says whose the rows of device memory are: reading what an earlier owner has left is then `LEFTOVER_READ`.
 
-        Rows count as a whole: kernels read no further than their owner has written. `owners` returns for rows int64[n]
-        a number of each owner, int64[n], and 0 for nobody; None where each step writes all rows anew.
+        `owners` returns for rows int64[n] the generation of each owner, int64[n], and 0 for nobody; `by_step` the step,
+        where each step writes all rows anew. It must not keep the memory alive.
         """
         for tool in self.told_owners:
-            tool(memory, owners)
+            tool(memory, owners, by_step=by_step)
 
     def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
         """Says that the host, or a peer, is about to use rows `start` to `stop - 1` of memory that the device uses too.

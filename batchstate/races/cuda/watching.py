@@ -18,7 +18,6 @@ from batchstate.races.cuda._tracer import CudaTracer
 from batchstate.races.cuda._window import PlainRaceRuntime, TorchWindow
 from batchstate.races.detector import OnRace, RaceAllocation
 from batchstate.races.report import EventKind
-from batchstate.races.owners import RowOwners
 from batchstate.races.runtime import DONE, RaceFence
 from batchstate.races.tracer import Checked, RaceTracer
 from batchstate.races.tracing.clocks import StreamClock
@@ -27,6 +26,7 @@ from batchstate.races.tracing.memory import MemoryKind
 from batchstate.races.tracing.operations import MemoryAccess, tensors_in
 from batchstate.races.tracing.regions import ByteRegion, LateRegion, of_tensor
 from batchstate.runtime import AcceleratorRuntime
+from batchstate.runtime.base import Owners
 
 
 class Node(NamedTuple):
@@ -289,10 +289,10 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
     def _changed(self) -> contextlib.AbstractContextManager[None]:
         return _observed(self)
 
-    def own_rows(self, memory: torch.Tensor, owners: RowOwners | None) -> None:
+    def own_rows(self, memory: torch.Tensor, owners: Owners, *, by_step: bool = False) -> None:
         """See `Runtime.own_rows`. Not below level `full`: to read an index on the GPU is to wait for it."""
         if levels.full:
-            super().own_rows(memory, owners)
+            super().own_rows(memory, owners, by_step=by_step)
 
     # Streams
 
