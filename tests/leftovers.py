@@ -8,6 +8,7 @@ No stream is missing here: everything runs on one, or waits as it should. Each i
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from batchstate import (
@@ -244,15 +245,16 @@ def row_of_a_table(rt: Any, racy: bool) -> Any:
 def entry_of_a_relay(rt: Any, racy: bool) -> Any:
     """A forward takes two fields for a request that has published one, with checks off."""
     slots = SlotPool(rt, 1)
-    relay = FutureMap(slots, {"token": relay_field(torch.int64), "score": relay_field(torch.float32)})
+    relay = FutureMap(slots, {"token": relay_field(torch.int64), "hidden": relay_field(torch.float32, (400,))})
     first = slots.take(1)
-    relay.publish(first, token=[7], score=[0.5])
+    relay.publish(first, token=[7], hidden=np.ones((1, 400), np.float32))
     slots.free(first, after=None)
     second = slots.take(1)
-    values = {"token": [8]} if racy else {"token": [8], "score": [0.25]}
-    relay.publish(second, **values)
+    relay.publish(second, token=[8])
+    if not racy:
+        relay.publish(second, hidden=np.zeros((1, 400), np.float32))
     with checks("off"):
-        return relay.gather(second, "token"), relay.gather(second, "score")
+        return relay.gather(second, "token"), relay.gather(second, "hidden")
 
 
 @own
@@ -288,17 +290,12 @@ def row_of_a_state(rt: Any, racy: bool) -> Any:
     return memory
 
 
-def _pages(rt: Any, *shape: int) -> tuple[Any, Any]:
-    pages = PagePool(rt, SlotPool(rt, 1), 1, 4, max_tokens_per_request=4)
-    memory = rt.device_zeros((*shape, 2), torch.float32)
-    pages.register_kv(memory)
-    return pages, memory
-
-
 @own
 def token_of_a_page(rt: Any, racy: bool) -> Any:
     """A page gets its next request, which attends one token more than it has written."""
-    pages, memory = _pages(rt, 8)
+    pages = PagePool(rt, SlotPool(rt, 1), 1, 4, max_tokens_per_request=4)
+    memory = rt.device_zeros((8, 2), torch.float32)
+    pages.register_kv(memory)
     for count in (4, 2):
         slot = pages.slots.take(1)
         first = int(pages.extend(slot, count).locations.np[0])
@@ -310,14 +307,17 @@ def token_of_a_page(rt: Any, racy: bool) -> Any:
 
 @own
 def page_by_page(rt: Any, racy: bool) -> Any:
-    """KV memory by page: a kernel may read a page that its request has begun, and none that it has not."""
-    pages, memory = _pages(rt, 2, 4)
+    """A kernel may read all of a page that its request has begun. The next request writes its keys, and no values."""
+    pages = PagePool(rt, SlotPool(rt, 1), 1, 4, max_tokens_per_request=4)
+    memory = rt.device_zeros((2, 2, 4, 2), torch.float32)  # keys and values of each page
+    pages.register_kv(memory[:, 0], memory[:, 1])
     for count in (4, 2):
         slot = pages.slots.take(1)
         pages.extend(slot, count)
         page = int(pages.pages_of(slot).np[0])
+        memory[page, 0, :count].fill_(count)
         if count == 4 or not racy:
-            memory[page, :count].fill_(count)
-        read = memory[page].sum()
+            memory[page, 1, :count].fill_(count)
+        read = memory[page, 0].sum() + memory[page, 1].sum()
         pages.release_requests(slot, after=None)
     return read
