@@ -321,7 +321,7 @@ class Detector:
         """Reports a read of what somebody else has left in declared memory."""
         __tracebackhide__ = True
         for declared in allocation.declared:
-            left = declared.leftover(entry, region)
+            left = declared.leftover(region)
             if left is not None:
                 self.report(
                     RaceKind.LEFTOVER_READ,

@@ -1,22 +1,20 @@
 """Whose value is read: elements that an earlier owner of a row, or an earlier step, has left.
 
 A value may be well ordered and still be another's: a slot, a page or a buffer has a new owner, and nobody has written
-it since. Nothing is compared by value, so integers and zeros count as any other number. An engine declares its own
-tensors: which rows have an owner, or which buffers are written anew in each step.
+it since. Nothing is compared by value, so integers and zeros count as any other number. Pools say whose their rows
+are; an engine declares its own tensors.
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from functools import partial
-from typing import Any, Self, final
+from typing import Any, NamedTuple, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.races.history import Entry
-from batchstate.races.tracing.regions import ByteRegion
+from batchstate.races.tracing.regions import ByteRegion, of_pieces
 from batchstate.runtime.base import Owners
 
 Ints = npt.NDArray[np.int64]
@@ -30,18 +28,8 @@ Valid = Callable[[], "int | Mapping[int, int]"]
 _NOBODY = 0
 
 
-@final
-@attrs.frozen
-class Leftover:
-    """An element that is read for one and was written for another.
-
-    Attributes:
-        region: all such elements of the read with the same writer.
-        event: that wrote it.
-        stream: of the event, by number.
-        left: words for who has left it.
-        wanted: words for whom it is read.
-    """
+class Leftover(NamedTuple):
+    """Elements that are read for one and were written for another, by one event of a stream; both in words."""
 
     region: ByteRegion
     event: int
@@ -52,61 +40,57 @@ class Leftover:
 
 @final
 class Declared:
-    """Memory with owners: of each of its units, for whom, in which step and by which event it was written last.
+    """Memory with owners: of each of its units, for whom and by which event it was written last.
 
     A unit is an element, or a row, which counts as written once any of it is.
 
     Args:
         tensor: rows first.
-        fresh: whether a unit counts for the step that wrote it alone.
+        owners: see `Runtime.own_rows`; None where `give` or `ask` tells them, who then have names.
+        by: word for their numbers.
         valid: the elements that count, see `Valid`; without it a read of all units counts for nothing.
         rows: whether rows are the units, each of which lies in one piece.
     """
 
     def __init__(
-        self, tensor: torch.Tensor, *, fresh: bool = False, valid: Valid | None = None, rows: bool = False
+        self,
+        tensor: torch.Tensor,
+        owners: Owners | None = None,
+        *,
+        by: str = "",
+        valid: Valid | None = None,
+        rows: bool = False,
     ) -> None:
         self.rows = len(tensor)
-        self._fresh, self._valid = fresh, valid
+        self._by, self._valid = by, valid
         self._width = 1 if rows else tensor.numel() // max(self.rows, 1)
         size = tensor.element_size()
         self._size, self._stride = (tensor[0].nbytes, int(tensor.stride(0)) * size) if rows else (size, size)
         self._start = int(tensor.storage_offset()) * size
-        self.owners: Owners = lambda rows: self._of_row[rows]
-        self._by = ""
+        self._of_row = np.zeros(self.rows, np.int64)
+        self._owners: Owners = owners or (lambda rows: self._of_row[rows])
         self._names: list[Hashable] = [None]
         self._numbers: dict[Hashable, int] = {None: _NOBODY}
-        self._of_row = np.zeros(self.rows, np.int64)
         units = self.rows * self._width
         self._written_for = np.zeros(units, np.int64)
-        self._step = np.full(units, -1, np.int64)
         self._event = np.zeros(units, np.int64)
         self._stream = np.zeros(units, np.int16)
 
-    @classmethod
-    def by_element(
-        cls, tensor: torch.Tensor, owner: AskedOwners | None = None, *, fresh: bool = False, valid: Valid | None = None
-    ) -> Self:
-        """A tensor that an engine declares. `owner` is asked before each access; None where `give` tells owners.
+    def ask(self, owner: AskedOwners) -> None:
+        """Owners are asked before each access."""
 
-        Raises:
-            ArgumentError: the tensor is not contiguous, or has no rows.
-        """
-        if not tensor.ndim or not tensor.is_contiguous():
-            problem = f"owners of a tensor {list(tensor.shape)} with strides {list(tensor.stride())}"
-            raise ArgumentError(problem, tuple(tensor.shape), "declare a contiguous tensor with one row per owner")
-        declared = cls(tensor, fresh=fresh, valid=valid)
-        if owner is not None:
-            declared.owners = partial(declared._asked, owner)
-        return declared
+        def owners(rows: Ints) -> Ints:
+            now = owner()
+            if isinstance(now, np.ndarray):
+                self._of_row[:] = [self._number(who) if who else _NOBODY for who in now.tolist()]
+            else:
+                self._of_row[:] = _NOBODY
+                for row, who in now.items():
+                    self._of_row[row] = self._number(who)
+            numbers: Ints = self._of_row[rows]
+            return numbers
 
-    @classmethod
-    def by_row(cls, memory: torch.Tensor, owners: Owners, by_step: bool) -> Self:
-        """Memory of a pool, see `Runtime.own_rows`. What each step writes anew counts in reads of all of it, too."""
-        rows = len(memory)
-        declared = cls(memory, valid=(lambda: rows) if by_step else None, rows=True)
-        declared.owners, declared._by = owners, "step" if by_step else "generation"
-        return declared
+        self._owners = owners
 
     def give(self, rows: Any, who: Hashable) -> None:
         """Rows belong to `who` from now on; None for nobody.
@@ -125,17 +109,6 @@ class Declared:
             self._names.append(who)
         return number
 
-    def _asked(self, owner: AskedOwners, rows: Ints) -> Ints:
-        owners = owner()
-        if isinstance(owners, np.ndarray):
-            self._of_row[:] = [self._number(who) if who else _NOBODY for who in owners.tolist()]
-        else:
-            self._of_row[:] = _NOBODY
-            for row, who in owners.items():
-                self._of_row[row] = self._number(who)
-        numbers: Ints = self._of_row[rows]
-        return numbers
-
     def _units(self, region: ByteRegion) -> Ints:
         """The units of which a region has some bytes, in order."""
         exact = region.exact()
@@ -151,38 +124,29 @@ class Declared:
     def wrote(self, entry: Entry, region: ByteRegion) -> None:
         """An event has written some bytes."""
         at = self._units(region)
-        self._written_for[at] = self.owners(at // self._width)
-        self._step[at], self._event[at], self._stream[at] = entry.step, entry.number, entry.stream.number
+        self._written_for[at] = self._owners(at // self._width)
+        self._event[at], self._stream[at] = entry.number, entry.stream.number
 
-    def leftover(self, entry: Entry, region: ByteRegion) -> Leftover | None:
-        """The first unit that an event reads and that somebody else has left, or None."""
+    def leftover(self, region: ByteRegion) -> Leftover | None:
+        """The first unit that is read and that somebody else has left, or None."""
         at = self._units(region)
         if self._valid is not None:
             at = at[self._counts(at, self._valid())]
         elif len(at) == len(self._event):
             return None
-        own, then = self.owners(at // self._width), self._written_for[at]
-        others = (own != _NOBODY) & (then != _NOBODY) & (own != then)
-        wrong = others | (self._fresh & (self._step[at] >= 0) & (self._step[at] < entry.step))
+        own, then = self._owners(at // self._width), self._written_for[at]
+        wrong = (own != _NOBODY) & (then != _NOBODY) & (own != then)
         if not wrong.any():
             return None
-        which = int(np.argmax(wrong))
-        first = at[which]
-        event = int(self._event[first])
+        first = int(np.argmax(wrong))
+        event = int(self._event[at[first]])
         shared = at[wrong & (self._event[at] == event)]
-        apart = np.flatnonzero(np.diff(shared) > 1) + 1
-        starts = shared[np.concatenate(([0], apart))] * self._stride + self._start
-        ends = shared[np.concatenate((apart - 1, [len(shared) - 1]))] * self._stride + self._size + self._start
-        whole = int(starts[0]), int(ends[-1])
-        kept = ByteRegion(*whole) if len(starts) == 1 else ByteRegion(*whole, starts, ends)
-        if others[which]:
-            words = self._name(int(then[which])), self._name(int(own[which]))
-        else:
-            words = f"step {self._step[first]}", f"step {entry.step}"
-        return Leftover(kept, event, int(self._stream[first]), *words)
+        kept = of_pieces(shared * self._stride + self._start, self._size) or region
+        left, wanted = self._name(int(then[first])), self._name(int(own[first]))
+        return Leftover(kept, event, int(self._stream[at[first]]), left, wanted)
 
     def _name(self, number: int) -> str:
-        return repr(self._names[number]) if number < len(self._names) else f"{self._by} {number}"
+        return f"{self._by} {number}" if self._by else repr(self._names[number])
 
     def _counts(self, at: Ints, valid: "int | Mapping[int, int]") -> npt.NDArray[np.bool_]:
         rows = at // self._width
