@@ -68,7 +68,7 @@ class Declared:
         self._size, self._stride = (tensor[0].nbytes, int(tensor.stride(0)) * size) if rows else (size, size)
         self._start = int(tensor.storage_offset()) * size
         self._of_row = np.zeros(self.rows, np.int64)
-        self._owners: Owners = owners or (lambda rows: self._of_row[rows])
+        self._owners: Owners = self._of_row.__getitem__ if owners is None else owners
         self._names: list[Hashable] = [None]
         self._numbers: dict[Hashable, int] = {None: _NOBODY}
         units = self.rows * self._width

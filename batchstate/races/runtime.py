@@ -348,7 +348,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     def fresh(self, buffer: torch.Tensor, *, valid: Valid | None = None) -> None:
         """Declares that each step writes a buffer anew: reading what an earlier one has left is a `LEFTOVER_READ`.
 
-        Values from before the declaration, or the first `next_step`, count for every step. The rest is as for `rows_of`.
+        Values from before the declaration, or the first `next_step`, count for every step. Else as `rows_of`.
         """
         self._declare(buffer, valid, lambda rows: np.full(rows.size, self.step), by="step")
 
