@@ -321,8 +321,7 @@ class Detector:
         """Reports a read of what somebody else has left in declared memory."""
         __tracebackhide__ = True
         for declared in allocation.declared:
-            left = declared.leftover(region)
-            if left is not None:
+            if (left := declared.leftover(region)) is not None:
                 self.report(
                     RaceKind.LEFTOVER_READ,
                     allocation,

@@ -1,8 +1,7 @@
 """Whose value is read: elements that an earlier owner of a row, or an earlier step, has left.
 
 A value may be well ordered and still be another's: a slot, a page or a buffer has a new owner, and nobody has written
-it since. Nothing is compared by value, so integers and zeros count as any other number. Pools say whose their rows
-are; an engine declares its own tensors.
+it since. Nothing is compared by value, so integers and zeros count as any other number. Pools declare their rows.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -69,7 +68,6 @@ class Declared:
         self._start = int(tensor.storage_offset()) * size
         self._of_row = np.zeros(self.rows, np.int64)
         self._owners: Owners = self._of_row.__getitem__ if owners is None else owners
-        self._names: list[Hashable] = [None]
         self._numbers: dict[Hashable, int] = {None: _NOBODY}
         units = self.rows * self._width
         self._written_for = np.zeros(units, np.int64)
@@ -104,10 +102,7 @@ class Declared:
         self._of_row[chosen] = self._number(who)
 
     def _number(self, who: Hashable) -> int:
-        number = self._numbers.setdefault(who, len(self._names))
-        if number == len(self._names):
-            self._names.append(who)
-        return number
+        return self._numbers.setdefault(who, len(self._numbers))
 
     def _units(self, region: ByteRegion) -> Ints:
         """The units of which a region has some bytes, in order."""
@@ -146,7 +141,7 @@ class Declared:
         return Leftover(kept, event, int(self._stream[at[first]]), left, wanted)
 
     def _name(self, number: int) -> str:
-        return f"{self._by} {number}" if self._by else repr(self._names[number])
+        return f"{self._by} {number}" if self._by else repr([*self._numbers][number])
 
     def _counts(self, at: Ints, valid: "int | Mapping[int, int]") -> npt.NDArray[np.bool_]:
         rows = at // self._width

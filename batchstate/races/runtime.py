@@ -340,9 +340,8 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         """
         allocation = self._tracer.allocations.of(table)
         if allocation is None or not allocation.declared:
-            self.rows_of(table)
-            allocation = self._tracer.allocations.of(table)
-        for declared in allocation.declared if allocation is not None else ():
+            self._declare(table, None)
+        for declared in self._tracer.use_on_device(table).declared:
             declared.give(rows, who)
 
     def fresh(self, buffer: torch.Tensor, *, valid: Valid | None = None) -> None:
@@ -353,14 +352,10 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         self._declare(buffer, valid, lambda rows: np.full(rows.size, self.step), by="step")
 
     def after(self, method: str, then: Callable[[Any], object]) -> None:
-        """Calls `then(self)` behind each call of a method of the engine, for the length of the window.
+        """Calls `then(self)` behind each call of a method of the engine, `module:Class.method`, in the window.
 
         Owners and steps of an engine are declared so from outside: `after("engine.scheduler:Scheduler.schedule",
         lambda scheduler: cuda.next_step())`.
-
-        Args:
-            method: `module:Class.method`.
-            then: gets the object; what it returns is dropped.
 
         Raises:
             ArgumentError: there is no such method, or no window is open.
