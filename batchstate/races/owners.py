@@ -113,7 +113,7 @@ class Declared:
         first = np.clip((starts - self._start - self._size) // self._stride + 1, 0, len(self._event))
         last = np.clip(-(-(ends - self._start) // self._stride), 0, len(self._event))
         counts = np.maximum(last - first, 0)
-        units = np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)
+        units: Ints = np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)
         return units[np.diff(units, prepend=-1) > 0]
 
     def wrote(self, entry: Entry, region: ByteRegion) -> None:
