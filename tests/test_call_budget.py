@@ -374,7 +374,7 @@ STEP = {"device_allocations": 0, "staging_allocations": 0}
 
 BUDGETS: dict[str, Budget] = {
     # Calls
-    "steady step": Budget(steady, {"calls": 112}, (1, 256), **PLAIN),
+    "steady step": Budget(steady, {"calls": 119}, (1, 256), **PLAIN),
     "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 202}, (8, 256), **{**PLAIN, "warm": 3}),
     "step with churn of one": Budget(churn, {"calls": 302}, (1,), **CPU),
     "step with churn of 256": Budget(churn, {"calls": 302}, (256,), **CPU),
