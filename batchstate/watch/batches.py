@@ -80,7 +80,7 @@ class Watched(Hooked):
         """
         sampled, ended = self._audit is not None, not self.active
         super().stop()
-        self.declared.forget()
+        self.declared.answers.forget()
         figures = self.counters.as_dict()
         if (
             sampled
@@ -167,7 +167,7 @@ class Watched(Hooked):
                     checked, now = True, None
                     if ends:
                         names = (added if moving else ()) if full else ()
-                        now = self.ask(ended, declared.check, out, site, full=full, names=names, before=kept or ())
+                        now = self.ask(ended, declared.check, out, site, full=full, names=names)
                         if audit is not None:
                             self.ask(ended, audit.sample, out, site, step)
                     if kept:
@@ -227,7 +227,7 @@ def watch(
     after: Collection[Hook] = (),
     before: Collection[Hook] = (),
     pairs: Iterable[Sequence[Any]] = (),
-    rows: Iterable[Name] | Mapping[str, Get] = (),
+    rows: Iterable[Name] = (),
     key: Name | None = None,
     moves: Collection[Hook] = (),
     adds: Mapping[str, Mapping[Name, int]] | None = None,

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from batchstate.errors import DeclarationError, closest
-from batchstate.watch.snapshots import BulkColumns
 
 Get: TypeAlias = Callable[[Any], Any]
 Name: TypeAlias = str | Get | tuple[str, Get]
@@ -108,7 +107,6 @@ class Reader:
         self._others = [(name, get) for name, get in columns.items() if name not in plain]
         self._plain = [(name, columns[name]) for name in plain]
         self.names = [*plain, *(name for name, _ in self._others)]
-        self.bulk: dict[tuple[type, ...], BulkColumns] = {}
 
     def read(self, batch: Any) -> Sequence[Any]:
         """The value of each of `names`."""
