@@ -261,8 +261,8 @@ def watch(
             `(class or module, "name")` for functions elsewhere that take the batch as an argument.
         before: methods before which it is checked.
         pairs: `(host, device)` columns that are one value, or `(host, device, "upper_bound")`. Their dtypes may differ,
-            and a column may be in several pairs. Lists of unequal length may stand beside a padded tensor. With
-            `"relative"` in the third place the entries depend on the row: `moves` does not ask that they are kept.
+            and a column may be in several pairs. Lists of unequal length may stand beside a padded tensor or each
+            other. With `"relative"` in the third place the entries depend on the row: `moves` does not keep them.
         rows: further columns with one entry per request: tensors, arrays, lists, or dictionaries from row to entry.
         key: the column with the request of each row: ids, or request objects, or a dictionary from row to request. A
             row whose request is None, or not in the dictionary, has none: pairs are not compared there.

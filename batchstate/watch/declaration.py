@@ -354,12 +354,7 @@ class Declaration:
         return keys_of(self.requests(batch))
 
     def requests(self, batch: Any, *, on_host: bool = False) -> list[Any]:
-        """The entry of `key` for each row, in a new list; empty without `key`.
-
-        Args:
-            batch: an object of the class.
-            on_host: do not read a `key` that lies on a device, which would wait; the list is then empty.
-        """
+        """The entry of `key` for each row, in a new list; empty without `key`, and `on_host` if it is on a device."""
         if self.key is None:
             return []
         try:
@@ -380,14 +375,7 @@ class Declaration:
         names: Collection[str] | None = None,
         read: Iterable[tuple[str, Any]] | None = None,
     ) -> Rows:
-        """The columns in use, perhaps in the batch's memory.
-
-        Args:
-            batch: an object of the class.
-            num_rows: by default as many as there are keys, or as the batch says.
-            names: only these columns.
-            read: the columns, if they were read already.
-        """
+        """The columns in use, or those of `names`, perhaps in the batch's memory; `read`, if they were read already."""
         requests, columns = self.requests(batch), dict[str, Array | list[Any]]()
         n = num_rows if num_rows is not None else len(requests) if self.key is not None else self.count(batch)
         del requests[n:]
@@ -456,17 +444,10 @@ class Declaration:
     # Checks
 
     def check(self, batch: Any, site: CallSite, *, full: bool, names: Collection[str] | None = ()) -> Rows | None:
-        """Checks a batch as it stands.
+        """Checks a batch as it stands; at `full` columns on the device too, which it then returns for `check_kept`.
 
-        Args:
-            batch: an object of the class.
-            site: for reports.
-            full: read columns on the device too. Else only the host's, and now and then one of the derived values, in
-                turn: in each fourth call, in larger batches less often.
-            names: columns to return besides those of pairs, for `check_kept`; None for all.
-
-        Returns:
-            At `full` the columns, perhaps in the batch's memory; None for an empty batch.
+        Else only the host's, and one of the derived values in turn: in each fourth call, in larger batches less often.
+        Those of pairs and of `names` are returned, None for all; they may be in the batch's memory.
         """
         n = self.count(batch)
         if not (full and n):
@@ -834,7 +815,7 @@ class Declaration:
         now: Rows | None = None,
         only: Collection[str] | None = None,
     ) -> None:
-        """Checks that each request has the entries that it had before, plus the declared additions.
+        """Checks that each request of a batch has the entries that it had in the batches `before`, plus additions.
 
         Args:
             before: the batches that went in.
