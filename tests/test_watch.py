@@ -1351,7 +1351,7 @@ class Odd:
         ({"adds": {"prepare_for_decode": {seq_lens: 1}}}, "two columns are called 'seq_lens'"),
         ({"when": {"top_p": "fresh"}}, "top_p in `when`, and not in `pairs` or `rows`"),
         ({"upto": {"tokens": "n"}}, "tokens in `upto`"),
-        ({"adds": {"prepare_for_decode": {"sum": 1}}}, "sum in `adds` of 'prepare_for_decode', and not in"),
+        ({"adds": {"prepare_for_decode": {"sum": 1}}}, "sum in `adds` of `prepare_for_decode`, and not in"),
         ({"pairs": [], "rows": [], "derived": {}, "implied": {}, "indices": {}, "adds": {}}, "no column is declared"),
         ({"lag": 0}, "expected lag=1 or more, got 0"),
         ({"every": 0}, "expected every=1 or more, got 0"),

@@ -60,9 +60,6 @@ class Watched(Hooked):
             **calls: fields of `batchstate.testing.TwinSpec`: `row`, `build`, `filter`, and `merge` or `add`; perhaps
                 `advance`, `ops`, `pad`, `copy`, `ascending`, `least_rows`, `max_rows`. `advance` may be the name of a
                 method; its `adds` are found by that name, or by the function's own.
-
-        Raises:
-            ArgumentError: `advance` has no name, so that it cannot be told which of `adds` it is.
         """
         advance = calls.get("advance")
         if isinstance(advance, str):
@@ -82,11 +79,8 @@ class Watched(Hooked):
         super().stop()
         self.declared.answers.forget()
         figures = self.counters.as_dict()
-        if (
-            sampled
-            and figures["checked"]
-            and not any(map(figures.get, ("samples", "compared", "skipped", "violations")))
-        ):
+        idle = not any(map(figures.get, ("samples", "compared", "skipped", "violations")))
+        if sampled and figures["checked"] and idle:
             print(f"{self!r}: `lag` compared nothing: no pair, and no derived tensor, had both sides in a checked call")
         if levels.full and not (sampled or ended) and self._uncompared:
             print(f"{self!r}: in `moves` or `adds`, and never compared: {', '.join(sorted(self._uncompared))}")
@@ -106,12 +100,7 @@ class Watched(Hooked):
             self.ask("flush", self._audit.compare, None)
 
     def check(self, batch: object, operation: str = "check") -> None:
-        """Checks everything of one object now.
-
-        Raises:
-            Violation: with `on_violation="raise"`.
-            DeclarationError: the object lacks what is declared.
-        """
+        """Checks everything of one object now."""
         site = CallSite(self.name, operation, None, self.report)
         try:
             self.ask(operation, self.declared.check, batch, site, full=levels.full)
@@ -368,9 +357,6 @@ def audit(
         every: sample before every n-th call of each.
         lag: as for `watch`.
         on_violation: as for `watch`.
-
-    Raises:
-        ArgumentError: it has no such operation.
     """
     batches: Any = cls  # by its public names: without the import, watching loads nothing of the state
     contracts = {name: getattr(column, "contract", None) for name, column in batches.columns().items()}

@@ -136,15 +136,19 @@ class CallSite:
         return f"{self.method}, or what ran since this was last checked," if self.since else self.method
 
 
-@contextlib.contextmanager
-def _blaming(argument: str) -> Iterator[None]:
+@final
+@attrs.frozen(eq=False)
+class _blaming:  # noqa: N801 - read as a function; a generator takes three times as long
     """Names the argument of the declaration that failed. Code that runs at `cheap` does so without this call."""
-    try:
-        yield
-    except BatchStateError:
-        raise
-    except Exception as error:
-        raise failed(argument, error) from error
+
+    argument: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, BatchStateError):
+            raise failed(self.argument, error) from error
 
 
 @final
@@ -301,21 +305,13 @@ class Declaration:
         return counts
 
     def _refuse_unknown(self) -> None:
-        unknown = {
-            "`when`": set(self.when) - set(self.columns),
-            "`upto`": set(self.upto) - set(self.columns),
-            "`when`, as optional": self.optional - set(self.columns),
-            **{
-                f"`{argument}`": set(names) - set(self.columns)
-                for argument, names in (("axis", self._axis), ("vacant", self.vacant), ("settled", self.settled))
-            },
-            **{f"`adds` of {method!r}": set(columns) - set(self.columns) for method, columns in self.adds.items()},
-        }
-        for argument, names in unknown.items():
-            if names:
-                listed = ", ".join(sorted(names))
-                problem = f"watch of {self.name}: {listed} in {argument}, and not in `pairs` or `rows`"
-                raise ArgumentError(problem, listed, "name columns of `pairs` or of `rows`")
+        of_columns: dict[str, Iterable[str]] = {"when": [*self.when, *self.optional], "upto": self.upto}
+        of_columns |= {"axis": self._axis, "vacant": self.vacant, "settled": self.settled}
+        of_columns |= {f"adds` of `{method}": columns for method, columns in self.adds.items()}
+        for argument, names in of_columns.items():
+            if unknown := ", ".join(sorted(set(names) - set(self.columns))):
+                problem = f"watch of {self.name}: {unknown} in `{argument}`, and not in `pairs` or `rows`"
+                raise ArgumentError(problem, unknown, "name columns of `pairs` or of `rows`")
         for_rows: list[tuple[str, Any]] = [("moves` or `adds", self.moves or self.adds), ("vacant", self.vacant)]
         for_rows += [("over_requests", self._by_request), ("from_requests", self._said)]
         if self.key is None and any(used for _, used in for_rows):
@@ -465,7 +461,7 @@ class Declaration:
             if self._unread:
                 self._read_names(batch)
             return None
-        wanted = None if names is None else self._paired.union(names)
+        wanted = self._paired.union(names) if names else self._paired if names is not None else None
         read = list(zip(reader.names, values, strict=True))
         if names and not self._usual.issuperset(names):
             apart = self._read_added[frozenset(names)]

@@ -117,11 +117,7 @@ class Hooked:
         hooks: Mapping[tuple[Any, str], "Around"],
         records: Mapping[tuple[Any, str], Callable[..., object]] | None = None,
     ) -> None:
-        """Puts hooks round methods, all or none; in front of those in `records` a function of their arguments.
-
-        Raises:
-            ArgumentError: an owner has no such method, or one that cannot be hooked.
-        """
+        """Puts hooks round methods, all or none; in front of those in `records` a function of their arguments."""
         levels.opened()
         with _installing:
             records = records or {}
@@ -273,11 +269,7 @@ def _wrapped(hooked: Hooked, method: Any, around: Around | None, record: Callabl
 
 
 def hooks_of(name: str, owner: type, hooks: Collection[Hook], argument: str) -> list[tuple[Any, str]]:
-    """Hooks as (class, method).
-
-    Raises:
-        ArgumentError: a function that is no method of the class.
-    """
+    """Hooks as (class, method)."""
     methods: list[tuple[Any, str]] = []
     for hook in hooks:
         if isinstance(hook, str):

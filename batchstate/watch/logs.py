@@ -42,9 +42,6 @@ def watch_log(
         device: where it goes: a tensor of rows, or of one entry each.
         staged: what the log keeps of staged writes; empty, or 0, after they were applied.
         on_violation: as for `watch`.
-
-    Raises:
-        ArgumentError: a method does not exist.
     """
     read_device, still = getter(device), [(name, getter(name)) for name in staged]
     writes: dict[int, tuple[Any, list[Write]]] = {}  # by identity; an entry keeps its log alive until it is applied

@@ -1,9 +1,4 @@
-"""Reading declared names from objects that others wrote.
-
-A name is a path: each part between dots is an attribute, the key of a dictionary or the number of an entry
-(`sampling_info.temperatures`, `block_table.0.num_blocks_per_row`); the word `not` before a path inverts it. If any
-part is None, so is the value. A function of the batch does as well.
-"""
+"""Reading declared names from objects that others wrote: paths, as `watch` tells, or functions of the batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter

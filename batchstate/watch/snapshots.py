@@ -1,6 +1,7 @@
 """Columns of a batch that others wrote, read as they are at one moment, and compared with another moment."""
 
 from collections.abc import Hashable, Mapping
+from operator import is_, itemgetter
 from typing import Any, Self, TypeAlias, final
 
 import attrs
@@ -24,7 +25,6 @@ _ONLY_TORCH = frozenset(
 )
 """Floats that numpy lacks (bfloat16, the 8-bit ones). float32 holds each of their values."""
 
-_COPIED = (list, dict, set)
 PLAIN_KEYS = (str, int, bytes, tuple)
 """Types of request ids. Other objects are known by identity."""
 
@@ -157,9 +157,12 @@ def copy_of(entries: Array | list[Any]) -> Array | list[Any]:
     """The same in memory of its own; lists, dictionaries, sets and tensors among the entries are copied too."""
     if isinstance(entries, np.ndarray):
         return entries.copy()
-    types, entries = set(map(type, entries)), entries.copy()
+    types = set(map(type, entries))
+    if types == {list}:  # the same as below, in half the time
+        return list(map(list.copy, entries))
+    entries = entries.copy()
     for kind in types - NEVER_CHANGE:
-        if issubclass(kind, _COPIED):
+        if issubclass(kind, list | dict | set):
             entries = [entry.copy() if isinstance(entry, kind) else entry for entry in entries]
         elif issubclass(kind, torch.Tensor | np.ndarray):
             entries = [entry.tolist() if isinstance(entry, kind) else entry for entry in entries]
@@ -201,6 +204,9 @@ class Rows:
 
     def in_both(self, now: "Rows") -> tuple[Selection, Selection] | None:
         """The rows of the requests that are in `now` too, here and there; None if there is none."""
+        n = len(self.requests)
+        if n <= len(now.requests) and None not in self.requests and all(map(is_, self.requests, now.requests)):
+            return slice(n), slice(n)  # the usual case: others have joined, or nobody
         index = {key: row for row, key in enumerate(keys_of(self.requests)) if key is not None}
         common = [(index[key], row) for row, key in enumerate(keys_of(now.requests)) if key in index]
         if not common:
@@ -216,7 +222,7 @@ def picked(entries: Any, rows: Selection) -> Any:
     """Some rows of a list or an array."""
     if isinstance(rows, slice) or not isinstance(entries, list):
         return entries[rows]
-    return [entries[row] for row in rows.tolist()]
+    return list(itemgetter(*rows.tolist())(entries))  # two rows at least: a single one is a range
 
 
 def alike(expected: Array | list[Any], actual: Array | list[Any]) -> bool:
