@@ -70,7 +70,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_220),
-    "watch": (("watch",), 3_055),
+    "watch": (("watch",), 2_700),
     "races": (("races",), 10_300),
     "fuzz tools": (("testing",), 3_885),
     "replay": (("replay",), 2_410),
