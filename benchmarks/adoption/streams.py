@@ -42,6 +42,9 @@ ORDERS = (
 )
 """Orders of the simulated device, with their seeds."""
 
+_BROKEN = (AssertionError, LookupError, RuntimeError, ValueError)
+"""Errors of an engine that goes on with wrong values."""
+
 KEPT = ("contextlib.contextmanager", "contextmanager", "classmethod", "property", "staticmethod")
 """Decorators that a definition keeps."""
 
@@ -172,7 +175,7 @@ def values_of(result: Any) -> Any:
 def races_of(helper: Helper, use: Callable[[Code], Any], without: tuple[str, int] | None = None) -> dict[str, Any]:
     """Reports of the race detector, lines that wait inside of torch, and whether the deleted line was reached."""
     code = code_of(helper, without)
-    breaks = () if without is None else (AssertionError, LookupError, ValueError)  # what landed early may be no index
+    breaks = () if without is None else _BROKEN  # what landed early may be no index
     with cuda_on_cpu(on_race="collect") as rt, contextlib.suppress(*breaks):
         code.window = rt
         use(code)
@@ -206,7 +209,7 @@ def _outcome(order: str, seed: int, use: Callable[[Code], Any], code: Code) -> A
             result = use(code)
             cuda.synchronize()
             return values_of(result)
-    except (AssertionError, DeviceFault, LookupError, ValueError) as error:
+    except (DeviceFault, *_BROKEN) as error:
         return type(error).__name__
 
 

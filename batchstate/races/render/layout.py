@@ -196,8 +196,6 @@ def _damaged(problem: str) -> ArgumentError:
 
 _SITE = re.compile(r"(?:.*[/\\])?(?P<file>[^/\\]+)(?P<line>:\d+)(?: in .*)?")
 _LAUNCHED = re.compile(r"(?P<operation>.+?) (?P<launch>\(.+\))")
-_WAIT = re.compile(r"wait:? (?P<less>(?:for )?(?:fence )?)(?P<fence>.+)")
-_COPY = re.compile(r"copy (?P<less>to (?:device|host))")
 
 TAGS = {
     EventKind.COPY_TO_DEVICE: "H→D",
@@ -239,19 +237,6 @@ def launched(event: Event) -> tuple[str, str]:
     """
     parts = None if event.kind in (EventKind.FENCE, EventKind.WAIT) else _LAUNCHED.fullmatch(label(event))
     return (parts["operation"], parts["launch"]) if parts else (label(event), "")
-
-
-def dispensable(event: Event) -> tuple[str, str, str]:
-    """An event's label in three parts; the mark or the tag beside it tells the middle one as well.
-
-    It is empty where all of the label is needed: `("wait", "for fence", "12")`, `("copy", "to device", "")`.
-    """
-    name = label(event)
-    waits = _WAIT.fullmatch(name) if event.kind is EventKind.WAIT else None
-    if waits is not None:
-        return "wait", waits["less"].strip(), waits["fence"]
-    copies = _COPY.fullmatch(name) if event.kind in TAGS else None
-    return ("copy", copies["less"], "") if copies is not None else (name, "", "")
 
 
 def nothing_on(lanes: tuple[str, ...]) -> str:
