@@ -295,6 +295,7 @@ def test_streams_of_one_line_are_told_apart() -> None:
 
     class Holder:
         inner: Any
+        left: Any
 
     def make(priority: int) -> Any:
         return Stream(priority=priority)

@@ -66,9 +66,7 @@ def wide_waits() -> Any:
 
 def an_event_for_all_steps() -> Any:
     """Whether the recording that was in time is told, with one event and with one per step."""
-    return [
-        [wait.recorded is not None for wait in one_event_for_all_steps(racy=racy)] for racy in (True, False)
-    ]
+    return [[wait.recorded is not None for wait in one_event_for_all_steps(racy=racy)] for racy in (True, False)]
 
 
 def waits_of_the_host() -> Any:
@@ -121,7 +119,12 @@ def exits(tmp_path: Path) -> Callable[[], Any]:
 
 BLOCKS, WAITS = "races.cuda._blocks:Blocks", "races.waits"
 MUTANTS: dict[str, tuple[str, str, str, Callable[[], Any] | None]] = {
-    "blocks of every stream": (f"{BLOCKS}.move", "self._free.get((stream, ", "self._free.get((1, ", blocks_that_come_back),
+    "blocks of every stream": (
+        f"{BLOCKS}.move",
+        "self._free.get((stream, ",
+        "self._free.get((1, ",
+        blocks_that_come_back,
+    ),
     "the block that was freed first": (f"{BLOCKS}.move", "free.pop()", "free.pop(0)", blocks_that_come_back),
     "a block that is still used": (f"{BLOCKS}.move", "free.pop() if free", "free[-1] if free", blocks_that_come_back),
     "a block that another stream was recorded for": (
@@ -132,7 +135,12 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], Any] | None]] = {
     ),
     "sizes of their own": (f"{BLOCKS}.move", "(stream, rounded(nbytes))", "(stream, nbytes)", a_table_by_address),
     "the first need is all": (f"{WAITS}:Waits.needs", "event > wait.needed", "not wait.needed", wide_waits),
-    "work of every stream": (f"{WAITS}:Waits.note", "earlier.stream is of and earlier.number < event and", "", wide_waits),
+    "work of every stream": (
+        f"{WAITS}:Waits.note",
+        "earlier.stream is of and earlier.number < event and",
+        "",
+        wide_waits,
+    ),
     "a wait through others is for nothing": (f"{WAITS}:Waits.needs", "self.needs(wait.of", "(wait.of", wide_waits),
     "a later recording counts": (
         f"{WAITS}:_Wait.wide",
@@ -147,7 +155,12 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[], Any] | None]] = {
         "1",
         a_loop_that_sleeps,
     ),
-    "streams that are gone": ("races.cuda._window:TorchWindow.stream_made", "other() is not None", "other_name", streams_in_turn),
+    "streams that are gone": (
+        "races.cuda._window:TorchWindow.stream_made",
+        "other() is not None",
+        "other_name",
+        streams_in_turn,
+    ),
     "one wait too few": ("cli.race_run:run", "waited > args.max_waits", "waited > args.max_waits + 1", None),
     "lines are counted": ("cli.race_run:run", "sum(rt.synchronised.values())", "len(waits)", None),
 }

@@ -93,7 +93,7 @@ PATIENCE = 10_000
 """Times that a fence is asked before it is complete: code that polls instead of waiting gets on, as on a device."""
 
 SLEPT = 100
-"""Times that a question counts before which the host has called `time.sleep` or `asyncio.sleep`: it polls with pauses."""
+"""Times that a question counts behind a `time.sleep` or `asyncio.sleep` of the host: it polls with pauses."""
 
 DONE: Fence = DoneFence()
 
@@ -146,7 +146,8 @@ class RaceFence:
         self.owner._host_joins(self)
 
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RaceRuntime(TracedRuntime[StreamClock]):

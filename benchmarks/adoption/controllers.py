@@ -1,4 +1,4 @@
-"""`python -m benchmarks.adoption.controllers`: classes of released engines that order streams, whole, as `streams` has it.
+"""`python -m benchmarks.adoption.controllers`: whole classes of released engines that order streams; see `streams`.
 
 SGLang's `HiCacheController` moves KV between its own pools on the device and on the host while forwards run; its radix
 cache's loops ask what is over. The kernels that copy are stood in for: numpy copies the same rows. LMDeploy's
@@ -82,7 +82,13 @@ class Memory:
         }
 
         def transfer_kv_all_layer(
-            *, src_k_layers: Any, dst_k_layers: Any, src_v_layers: Any, dst_v_layers: Any, num_layers: int, **options: Any
+            *,
+            src_k_layers: Any,
+            dst_k_layers: Any,
+            src_v_layers: Any,
+            dst_v_layers: Any,
+            num_layers: int,
+            **options: Any,
         ) -> None:
             tables = [layers[id(table)] for table in (src_k_layers, dst_k_layers, src_v_layers, dst_v_layers)]
             for layer in range(num_layers):
@@ -140,7 +146,7 @@ class Scheduler:
             self.controller.evict_host(request.on_host)
 
     def result(self) -> None:
-        """Whether the oldest forward has read the values that were stored; requests come back in other steps in each order."""
+        """Whether the oldest forward has read what was stored; in each order requests come back in other steps."""
         host, done, _, back, _ = self.under_way.popleft()
         done.synchronize()
         stored = 0.0 if back is None else float(LAYERS * back.number)
@@ -264,7 +270,7 @@ def agent_of(code: Code) -> Any:
     class Agent(code.BaseModelAgent):  # type: ignore[misc, name-defined] # the engine's
         def __init__(self) -> None:
             self._pre_in_que = self._in_que = self._out_que = None
-            self._pending_h2d_transfers = deque()
+            self._pending_h2d_transfers: deque[Any] = deque()
             self.tasks: set[Any] = set()
             self.stream, self.out_stream, self.cache_stream = cuda.Stream(), cuda.Stream(), cuda.Stream()
             self.dist_config = code.DistConfig()

@@ -78,6 +78,7 @@ class Helper:
 
 def statements(helper: Helper) -> Iterator[tuple[str, int]]:
     """Every statement of a helper that orders something: file and line."""
+    node: Any
     for file, names in helper.parts.items():
         for name in names:
             for node in ast.walk(_definition(file, name, callable(helper.given))):

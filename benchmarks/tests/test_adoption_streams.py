@@ -63,7 +63,7 @@ def test_statements_are_deleted_one_at_a_time(package: str) -> None:
 
 
 def test_loops_that_ask_are_statements(package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A loop that polls an event is deleted as a whole; decorators stay; fewer steps in flight than said are an error."""
+    """A loop that polls is deleted as a whole; decorators stay; fewer steps in flight than said are an error."""
     (tmp_path / "small_engine" / "polls.py").write_text(POLLS)
 
     def use(code: SimpleNamespace) -> Any:

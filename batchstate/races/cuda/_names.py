@@ -67,7 +67,9 @@ def _stored_behind(code: CodeType, at: int) -> tuple[str | None, bool]:
     """The name that takes the result of the instruction at an offset, and whether it is returned instead."""
     behind = (instruction for instruction in dis.get_instructions(code) if instruction.offset > at)
     above = 0  # values that lie on the stack over the result
-    for name, opcode, argument, value in ((i.opname, i.opcode, i.arg or 0, i.argval) for i in islice(behind, _MOST_PASSED)):
+    for name, opcode, argument, value in (
+        (i.opname, i.opcode, i.arg or 0, i.argval) for i in islice(behind, _MOST_PASSED)
+    ):
         if name.startswith("RETURN"):
             return None, not above
         effect = 0 if name in _IDLE else dis.stack_effect(opcode, argument if opcode >= dis.HAVE_ARGUMENT else None)
