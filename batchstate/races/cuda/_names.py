@@ -83,10 +83,8 @@ def _stored_behind(code: CodeType, at: int) -> tuple[str | None, bool]:
                 return None, False
         elif name in ("COPY", "SWAP"):
             above = 0 if above == argument - 1 else argument - 1 if name == "SWAP" and not above else above + effect
-        elif name in _TAKES or not name.startswith(_PUSHES):
-            if name not in (*_TAKES, *_IDLE) or (name in _TAKES and above + effect < 1):
-                return None, False
-            above += effect
+        elif (above + effect < 1) if name in _TAKES else not name.startswith((*_PUSHES, *_IDLE)):
+            return None, False
         else:
             above += effect
     return None, False
