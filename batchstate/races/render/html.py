@@ -21,7 +21,6 @@ from batchstate.races.render.layout import (
     label,
     laid_out,
     launched,
-    nothing_on,
     plain,
     short_site,
     where,
@@ -391,7 +390,7 @@ def _figure(report: RaceReport, picture: HtmlPicture) -> str:
     left_out = ""
     if picture.left_out:
         left_out = f" Left out: {picture.left_out} of {len(report.events)} events; the table has them all."
-    idle = f" {sentence(nothing_on(picture.idle))}." if picture.idle else ""
+    idle = f" No events here on: {escape(', '.join(map(plain, picture.idle)))}." if picture.idle else ""
     drawn = picture.draw()
     return f"""<section aria-labelledby="picture">
 <h2 id="picture">The picture</h2>

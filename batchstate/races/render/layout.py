@@ -174,7 +174,9 @@ def drawable(report: RaceReport) -> RaceReport:
             raise _damaged(f"event {event.number} waits for event {event.waits_for}, which is not before it")
         newest = event.number
     if report.events and report.first.event < report.events[0].number and report.first.lane in report.lanes:
-        report = attrs.evolve(report, events=(_event_of(report.first), *report.events))
+        at = report.first
+        old = Event(at.event, at.lane, EventKind.OPERATION, at.operation, at.step, at.site, at.caller)
+        report = attrs.evolve(report, events=(old, *report.events))
     lanes = {event.number: event.lane for event in report.events}
     for name, access in (("first", report.first), ("second", report.second)):
         if lanes.get(access.event) != access.lane:
@@ -182,12 +184,6 @@ def drawable(report: RaceReport) -> RaceReport:
     if report.first.event >= report.second.event:
         raise _damaged(f"the first access is event {report.first.event}, the second {report.second.event}")
     return report
-
-
-def _event_of(access: Access) -> Event:
-    return Event(
-        access.event, access.lane, EventKind.OPERATION, access.operation, access.step, access.site, access.caller
-    )
 
 
 def _damaged(problem: str) -> ArgumentError:
@@ -237,11 +233,6 @@ def launched(event: Event) -> tuple[str, str]:
     """
     parts = None if event.kind in (EventKind.FENCE, EventKind.WAIT) else _LAUNCHED.fullmatch(label(event))
     return (parts["operation"], parts["launch"]) if parts else (label(event), "")
-
-
-def nothing_on(lanes: tuple[str, ...]) -> str:
-    """The lanes that a picture leaves out, in words; empty where it has them all."""
-    return f"no events here on: {', '.join(map(plain, lanes))}" if lanes else ""
 
 
 def awaited(report: RaceReport, event: Event) -> str:
