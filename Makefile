@@ -127,6 +127,7 @@ peers:  ## watch SGLang, vLLM, LMDeploy, Tokasaurus as released, then with a sta
 	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps sglang==0.5.23 vllm==0.33.0 lmdeploy==0.18.0 tokasaurus==0.0.4
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption $(ARGS)
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.streams
+	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.controllers
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.kernels --table
 	@$(PEERS)/bin/python -W ignore -m benchmarks.adoption.sweep
 

@@ -143,7 +143,7 @@ def test_a_fence_is_shown_without_being_asked(runtime: AcceleratorRuntime, monke
     monkeypatch.setattr(FakeEvent, "query", asked.append)
     shown = [repr(runtime.record(stream)) for stream in (side, runtime.current_stream, side)]  # events are used anew
     names = "side", runtime.current_stream.name, "side"
-    assert shown == [f"EventFence({name!r}, number {number})" for number, name in enumerate(names, 1)]
+    assert shown == [f"<fence {number} on {name!r}>" for number, name in enumerate(names, 1)]
     assert not asked
 
 

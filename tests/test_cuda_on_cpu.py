@@ -290,6 +290,38 @@ def test_a_remedy_says_names_as_the_second_access_does(records: bool, inside: bo
     assert rt.races[0].suggestion.startswith(f"`torch.cuda.default_stream().{remedy}"), rt.races[0].suggestion
 
 
+def test_streams_of_one_line_are_told_apart() -> None:
+    """By the variables that take them, whatever stands beside them; in a list by their number."""
+
+    class Holder:
+        inner: Any
+        left: Any
+
+    def make(priority: int) -> Any:
+        return Stream(priority=priority)
+
+    with cuda_on_cpu(on_race="collect") as rt:
+        holder, table = Holder(), dict[str, Any]()
+        holder.inner = Holder()
+        first, second, third = Stream(), make(-1), Stream(priority=0)
+        holder.left, holder.inner.right = make(0), Stream()
+        both = also = Stream()
+        listed, table["a"] = [Stream(), Stream()], Stream()
+        made = (first, second, third, holder.left, holder.inner.right, both)
+        assert [rt.label_of_stream(stream) for stream in made] == ["first", "second", "third", "left", "right", "both"]
+        assert also is both
+        unnamed = [rt.label_of_stream(stream) for stream in (*listed, table["a"])]
+        assert all(name.startswith("stream ") for name in unnamed), unnamed
+        buffer = torch.zeros(4, device="cuda")
+        synchronize()
+        with torch.cuda.stream(listed[0]):
+            buffer.fill_(1)
+        with torch.cuda.stream(listed[1]):
+            buffer.fill_(2)
+    said = rt.races[0].suggestion.split("; ")
+    assert [part.rpartition(", ")[2] for part in said[1:]] == ["number 1 of the 3 so far", "number 2 of the 3 so far"]
+
+
 def test_a_report_keeps_no_tensor_of_the_code() -> None:
     """Local variables are looked at for a remedy; a tensor that one of them held is gone when the variable is."""
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from batchstate.errors import ArgumentError
-from batchstate.races import Race, RaceKind, RaceRuntime
+from batchstate.races import Race, RaceKind, RaceRuntime, open_device
 from batchstate.races import runtime as race_fences
 from batchstate.races.tracing.dispatch import raw_kernel
-from batchstate.runtime import CpuRuntime, Stream
+from batchstate.runtime import CpuRuntime, Stream, open_runtime
 from batchstate.violations import Code
 from tests.race_cases import CASES
 from tests.race_cases.tools import SEEDED, simulated
@@ -439,3 +439,16 @@ def test_two_processes_see_the_same_events() -> None:
     assert len(late) > 500
     assert "right: fill_, step 0" in ours
     assert ours.count("nothing orders") == 3
+
+
+@pytest.mark.parametrize(("device", "shown"), [("race", "<fence 1 on 'side'>"), ("sim:lazy", "<fence on 'side'>")])
+def test_a_fence_is_shown_by_its_stream(device: str, shown: str) -> None:
+    """A pool that waits for it says so in these words."""
+    with open_device(device) as rt:
+        assert repr(rt.record(rt.stream("side"))) == shown
+
+
+def test_a_device_of_the_tools_is_opened_elsewhere() -> None:
+    """`open_runtime` opens devices of torch alone, and says where the others are."""
+    with pytest.raises(ArgumentError, match=r"`batchstate\.races\.open_device` also opens 'race' and 'sim'"):
+        open_runtime("race")

@@ -2,7 +2,9 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
+import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,8 +91,9 @@ def test_rows_that_a_kernel_names() -> None:
         declared_kernel(rows={"x": "other"})(lambda x: None)
 
 
-def test_a_poll_loop_that_sleeps_gets_on() -> None:
-    """A hundred questions, each behind a `time.sleep`, are enough; the line is told."""
+@pytest.mark.parametrize("pause", [lambda: time.sleep(0), lambda: asyncio.run(asyncio.sleep(0))])
+def test_a_poll_loop_that_sleeps_gets_on(pause: Callable[[], None]) -> None:
+    """A hundred questions, each behind a `time.sleep` or an `asyncio.sleep`, are enough; the line is told."""
     with cuda_on_cpu() as rt:
         done = torch.cuda.Event()
         torch.zeros(4, device="cuda")
@@ -98,7 +101,7 @@ def test_a_poll_loop_that_sleeps_gets_on() -> None:
         asked = 0
         while not done.query():
             asked += 1
-            time.sleep(0)
+            pause()
         assert 90 < asked < 110
         ((at, times),) = rt.polled_at.items()
         assert "in test_a_poll_loop_that_sleeps_gets_on" in at.words()[0]

@@ -5,7 +5,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from batchstate.errors import ArgumentError
 from batchstate.runtime import Runtime, open_runtime
 
 RACE = "race"
@@ -57,13 +56,7 @@ def open_device(device: str = "cpu", *, steps_in_flight: int = 2, seed: int = 0)
         from batchstate.races.sim import SimRuntime
 
         return SimRuntime(scheduler=rest or "random", seed=seed, steps_in_flight=steps_in_flight)
-    try:
-        return open_runtime(device, steps_in_flight=steps_in_flight)
-    except ArgumentError as error:
-        if tool in ("cpu", "cuda"):
-            raise
-        remedy = "use 'cpu' or 'cuda', or a tool: 'race', 'race:prompt', 'sim', ..."
-        raise ArgumentError(error.problem, device, remedy) from None
+    return open_runtime(device, steps_in_flight=steps_in_flight)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,14 @@ accesses whether it is ordered, in any run. Fences are complete when the host ha
 behind them, so that a host that reads too early meets a fence that is not.
 """
 
+import asyncio
 import functools
 import pkgutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, final
+from typing import Any, Literal, ParamSpec, Self, TypeVar, final
 from unittest.mock import patch
 
 import attrs
@@ -93,7 +94,7 @@ PATIENCE = 10_000
 """Times that a fence is asked before it is complete: code that polls instead of waiting gets on, as on a device."""
 
 SLEPT = 100
-"""Times that a question counts before which the host has called `time.sleep`: it polls with pauses."""
+"""Times that a question counts behind a `time.sleep` or `asyncio.sleep` of the host: it polls with pauses."""
 
 DONE: Fence = DoneFence()
 
@@ -121,6 +122,9 @@ class RaceFence:
     _asked: int = 0
     _slept: int = 0
 
+    def __repr__(self) -> str:
+        return f"<{self.name} on {self.owner._detector.clocks.streams[self.stream].name!r}>"
+
     def query(self) -> bool:
         """Whether the host knows that everything before it has run. Never waits."""
         self.owner.check_owner("asking a fence")
@@ -143,6 +147,7 @@ class RaceFence:
         self.owner._host_joins(self)
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -165,7 +170,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         hint_for: words the missing edge and the remedy of a report.
 
     Attributes:
-        slept: calls of `time.sleep` in the window.
+        slept: calls of `time.sleep` and `asyncio.sleep` in the window.
         polled_at: lines that have asked a fence until it was complete for their patience alone, and how often.
     """
 
@@ -199,15 +204,17 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     def __enter__(self) -> Self:
         """From now on the detector is told of the operations of this thread, and of pauses of the host."""
         super().__enter__()
-        sleep = time.sleep
-
-        def sleeps(seconds: float) -> None:
-            self.slept += 1
-            sleep(seconds)
-
         if self._window is not None:
-            self._window.enter_context(patch.object(time, "sleep", sleeps))
+            for module in (time, asyncio):
+                self._window.enter_context(patch.object(module, "sleep", self._counted(module.sleep)))
         return self
+
+    def _counted(self, sleep: Callable[P, T]) -> Callable[P, T]:
+        def sleeps(*args: P.args, **kwargs: P.kwargs) -> T:
+            self.slept += 1
+            return sleep(*args, **kwargs)
+
+        return sleeps
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -125,7 +125,7 @@ class EventFence:
         self.event, self._counters, self._stream, self.number = event, counters, stream, number
 
     def __repr__(self) -> str:  # asks nothing: a report may be made while a graph is captured
-        return f"EventFence({self._stream.name!r}, number {self.number})"
+        return f"<fence {self.number} on {self._stream.name!r}>"
 
     def query(self) -> bool:
         """Whether the event has happened. Never waits."""
@@ -304,7 +304,8 @@ def open_runtime(device: str | torch.device = "cpu", *, steps_in_flight: int = 2
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ArgumentError(f"unknown device {device!r}", device, "use 'cpu' or 'cuda'") from None
+        remedy = "use 'cpu' or 'cuda'; `batchstate.races.open_device` also opens 'race' and 'sim'"
+        raise ArgumentError(f"unknown device {device!r}", device, remedy) from None
     if wanted.type == "cpu":
         return CpuRuntime(steps_in_flight=steps_in_flight)
     return AcceleratorRuntime(wanted, steps_in_flight=steps_in_flight)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from batchstate.races import DeviceFault, cuda_on_cpu
-from benchmarks.peers.installed import version_of
+from benchmarks.peers.installed import PeerError, version_of
 
 Code = SimpleNamespace
 """Functions and classes of an engine."""
@@ -42,6 +42,9 @@ ORDERS = (
 )
 """Orders of the simulated device, with their seeds."""
 
+_BROKEN = (AssertionError, LookupError, RuntimeError, ValueError)
+"""Errors of an engine that goes on with wrong values."""
+
 KEPT = ("contextlib.contextmanager", "contextmanager", "classmethod", "property", "staticmethod")
 """Decorators that a definition keeps."""
 
@@ -53,16 +56,21 @@ class Helper:
     Attributes:
         name: of it.
         parts: file of the package -> its definitions: `function`, `Class` or `Class.method`, taken as a function.
-        use: drives them rightly, in a window; returns values.
+        use: drives them rightly, in a window (`code.window`); returns values.
         misuses: what is done wrongly -> drives them so.
-        given: what the definitions take from elsewhere.
+        given: what the definitions take from elsewhere; a function where that is imported from the engine, and then
+            they keep their decorators.
+        redundant: the text of a statement -> why the engine's other statements make up for it.
+        depth: steps that are in flight together, if `use` says where steps begin.
     """
 
     name: str
     parts: Mapping[str, tuple[str, ...]]
     use: Callable[[Code], Any]
     misuses: Mapping[str, Callable[[Code], Any]] = attrs.field(factory=dict)
-    given: Mapping[str, Any] = attrs.field(factory=dict)
+    given: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = attrs.field(factory=dict)
+    redundant: Mapping[str, str] = attrs.field(factory=dict)
+    depth: int = 1
 
 
 # The engine's source
@@ -70,18 +78,26 @@ class Helper:
 
 def statements(helper: Helper) -> Iterator[tuple[str, int]]:
     """Every statement of a helper that orders something: file and line."""
+    node: Any
     for file, names in helper.parts.items():
         for name in names:
-            for node in ast.walk(_definition(file, name)):
-                if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-                    continue
-                if isinstance(node.value.func, ast.Attribute) and node.value.func.attr in ORDERING:
+            for node in ast.walk(_definition(file, name, callable(helper.given))):
+                if _orders(node):
                     yield file, node.lineno
+
+
+def _orders(node: Any) -> bool:
+    """Whether a statement orders something: a call, or a loop that asks until something is over."""
+    if isinstance(node, ast.While):
+        return ast.unparse(node.test).startswith("not ") and ast.unparse(node.test).endswith(".query()")
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and getattr(call.func, "attr", getattr(call.func, "id", None)) in ORDERING
 
 
 def code_of(helper: Helper, without: tuple[str, int] | None = None) -> Code:
     """A helper's definitions; `reached` counts how often the statement that is deleted would have run."""
-    made: dict[str, Any] = {"torch": torch, "np": np, "contextlib": contextlib, "reached": [], **helper.given}
+    given = helper.given() if callable(helper.given) else helper.given
+    made: dict[str, Any] = {"torch": torch, "np": np, "contextlib": contextlib, "reached": [], **given}
     for code in _compiled(helper, without):
         exec(code, made)
     return SimpleNamespace(**made)
@@ -92,7 +108,8 @@ def _compiled(helper: Helper, without: tuple[str, int] | None) -> list[Any]:
     methods = []
     for file, names in helper.parts.items():
         future = ast.parse("from __future__ import annotations").body
-        tree = ast.Module([*future, *(copy.deepcopy(_definition(file, name)) for name in names)], [])
+        whole = callable(helper.given)
+        tree = ast.Module([*future, *(copy.deepcopy(_definition(file, name, whole)) for name in names)], [])
         if without is not None and without[0] == file:
             tree = _Without(without[1]).visit(tree)
         methods.append(compile(ast.fix_missing_locations(tree), str(_path(file)), "exec"))
@@ -105,8 +122,10 @@ class _Without(ast.NodeTransformer):
     def __init__(self, line: int) -> None:
         self._line = line
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        return node if node.lineno != self._line else ast.copy_location(ast.parse("reached.append(1)").body[0], node)
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        if getattr(node, "lineno", None) == self._line and _orders(node):
+            return ast.copy_location(ast.parse("reached.append(1)").body[0], node)
+        return super().generic_visit(node)
 
 
 class _Imports(ast.NodeTransformer):
@@ -117,22 +136,22 @@ class _Imports(ast.NodeTransformer):
 
 
 @functools.cache
-def _definition(file: str, name: str) -> Any:
+def _definition(file: str, name: str, whole: bool) -> Any:
     owner, _, method = name.rpartition(".")
     node: Any
-    (node,) = [inner for inner in _tree(file).body if getattr(inner, "name", None) == (owner or name)]
+    (node,) = [inner for inner in _tree(file, whole).body if getattr(inner, "name", None) == (owner or name)]
     if owner:
         (node,) = [inner for inner in node.body if getattr(inner, "name", None) == method]
-    for inner in ast.walk(node):
+    for inner in () if whole else ast.walk(node):
         if isinstance(inner, ast.FunctionDef | ast.ClassDef):
             inner.decorator_list = [each for each in inner.decorator_list if ast.unparse(each) in KEPT]
     return node
 
 
 @functools.cache
-def _tree(file: str) -> ast.Module:
-    tree: ast.Module = _Imports().visit(ast.parse(_path(file).read_text()))
-    return tree
+def _tree(file: str, whole: bool) -> ast.Module:
+    tree = ast.parse(_path(file).read_text())
+    return tree if whole else _Imports().visit(tree)
 
 
 @functools.cache
@@ -157,20 +176,29 @@ def values_of(result: Any) -> Any:
 def races_of(helper: Helper, use: Callable[[Code], Any], without: tuple[str, int] | None = None) -> dict[str, Any]:
     """Reports of the race detector, lines that wait inside of torch, and whether the deleted line was reached."""
     code = code_of(helper, without)
-    breaks = () if without is None else (LookupError, ValueError)  # what landed early may be no index
+    breaks = () if without is None else _BROKEN  # what landed early may be no index
     with cuda_on_cpu(on_race="collect") as rt, contextlib.suppress(*breaks):
+        code.window = rt
         use(code)
         cuda.synchronize()
     races = sorted({str(race.kind) for race in rt.races})
     waits = sorted({str(at.line) for _, at in rt.waited_at if at.line and "adoption" not in at.line.code.co_filename})
-    return {"races": races, "waits": waits, "reached": bool(code.reached)}
+    return {
+        "races": races,
+        "waits": waits,
+        "reached": bool(code.reached),
+        "depth": max(rt.in_flight_depths, default=1),
+        "accesses": rt.accesses,
+    }
 
 
 def wrong_orders(helper: Helper, use: Callable[[Code], Any], without: tuple[str, int] | None = None) -> list[str]:
     """Orders of the simulated device in which it does not come to the right values."""
-    with cuda_on_cpu("sim:eager"):
+    with cuda_on_cpu("sim:eager") as window:
         torch.manual_seed(0)
-        right = values_of(helper.use(code_of(helper)))
+        code = code_of(helper)
+        code.window = window
+        right = values_of(helper.use(code))
     orders = [name for name, seed in ORDERS if _outcome(name, seed, use, code_of(helper, without)) != right]
     return sorted({*orders})
 
@@ -178,11 +206,11 @@ def wrong_orders(helper: Helper, use: Callable[[Code], Any], without: tuple[str,
 def _outcome(order: str, seed: int, use: Callable[[Code], Any], code: Code) -> Any:
     torch.manual_seed(0)
     try:
-        with cuda_on_cpu(f"sim:{order}", seed=seed):
+        with cuda_on_cpu(f"sim:{order}", seed=seed) as code.window:
             result = use(code)
             cuda.synchronize()
             return values_of(result)
-    except (DeviceFault, LookupError, ValueError) as error:
+    except (DeviceFault, *_BROKEN) as error:
         return type(error).__name__
 
 
@@ -203,6 +231,7 @@ def examined(helper: Helper) -> dict[str, Any]:
         if races["reached"]:
             row["wrong"] = wrong_orders(helper, helper.use, (file, line))
             row["verdict"] = "found" if row["races"] or row["wrong"] else "redundant"
+        row["why"] = "" if row["verdict"] == "found" else helper.redundant.get(text, "")
         report["deleted"].append(row)
     return report
 
@@ -604,19 +633,30 @@ HELPERS = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Examines all helpers; 1 if one that is used rightly is accused, or a misuse is not found."""
+def main(arguments: Sequence[str] | None = None, helpers: Sequence[Helper] = HELPERS) -> int:
+    """Examines helpers; 1 if one that is used rightly is accused, or a misuse is not found.
+
+    Also if fewer steps are in flight than a helper says, or if it has reasons and gives none for a redundant statement.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adoption.streams", description=__doc__)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     reports, bad = [], 0
-    for report in map(examined, HELPERS):
+    for helper in helpers:
+        try:
+            report = examined(helper)
+        except (ModuleNotFoundError, FileNotFoundError, PeerError) as error:
+            print(f"{helper.name}: skipped, not there: {error}")
+            continue
         reports.append(report)
         right, rows = report["right"], report["deleted"]
-        bad += bool(right["races"] or right["wrong"])
+        unexplained = [row for row in rows if row["verdict"] == "redundant" and not row["why"]]
+        bad += bool(right["races"] or right["wrong"]) + (right["depth"] < helper.depth)
         bad += sum(not (run["races"] or run["wrong"]) for run in report["misused"].values())
+        bad += len(unexplained) if helper.redundant else 0
         print(
-            f"{report['helper']}: used rightly: {right['races'] or 'silent'}, {right['wrong'] or 'right in all orders'}"
+            f"{helper.name}: used rightly: {right['races'] or 'silent'}, {right['wrong'] or 'right in all orders'}"
+            f" ({right['accesses']:,} accesses, {right['depth']} steps in flight)"
         )
         for name, run in report["misused"].items():
             print(
@@ -628,17 +668,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not row["reached"]:
                 continue
             said = f"{', '.join(row['races']) or 'no race'}; wrong values in {', '.join(row['wrong']) or 'no order'}"
-            print(f"  {row['verdict']}: {row['statement']} ({row['line']}): {said}", flush=True)
+            why = f": {row['why']}" if row["why"] else ""
+            print(f"  {row['verdict']}: {row['statement']} ({row['line']}): {said}{why}", flush=True)
     reached = {row["line"] for report in reports for row in report["deleted"] if row["reached"]}
     rest = {
-        row["line"]: row["statement"] for report in reports for row in report["deleted"] if row["line"] not in reached
+        row["line"]: f"{row['statement']} ({row['line']}){': ' * bool(row['why'])}{row['why']}"
+        for report in reports
+        for row in report["deleted"]
+        if row["line"] not in reached
     }
-    for line, statement in rest.items():
-        print(f"reached by no use: {statement} ({line})")
+    for statement in rest.values():
+        print(f"reached by no use: {statement}")
     verdicts = Counter(row["verdict"] for report in reports for row in report["deleted"] if row["reached"])
     print(f"{len(reports)} helpers, {bad} wrongly judged; statements deleted: {dict(verdicts)}")
     if options.json is not None:
-        versions = {engine: version_of(engine) for engine in ("sglang", "vllm")}
+        versions = {engine: version_of(engine) for engine in ("lmdeploy", "sglang", "vllm")}
         options.json.write_text(json.dumps({"versions": versions, "helpers": reports}, indent=1) + "\n")
     return int(bad > 0)
 

@@ -60,3 +60,50 @@ def test_statements_are_deleted_one_at_a_time(package: str) -> None:
     assert verdicts == {"7": "found", "8": "redundant", "11": "found", "13": "not reached", "14": "found"}
     (first, *_) = report["deleted"]
     assert first["races"] or first["wrong"]
+
+
+def test_loops_that_ask_are_statements(package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loop that polls is deleted as a whole; decorators stay; fewer steps in flight than said are an error."""
+    (tmp_path / "small_engine" / "polls.py").write_text(POLLS)
+
+    def use(code: SimpleNamespace) -> Any:
+        seen = []
+        for step in range(3):
+            code.window.next_step()
+            landing = torch.zeros(4, pin_memory=True)
+            landing.copy_(torch.full((4,), float(step), device="cuda"), non_blocking=True)
+            code.landed(streams.cuda.current_stream().record_event())
+            seen.append(landing.tolist())
+        return seen
+
+    parts = {"small_engine/polls.py": ("landed",)}
+    helper = streams.Helper("loops", parts, use, given=lambda: {"twice": twice}, depth=9)
+    assert streams.main([], [helper]) == 1
+    printed = capsys.readouterr().out
+    assert "used rightly: silent, right in all orders" in printed
+    assert "found: while not event.query():" in printed
+    assert "1 wrongly judged" in printed
+
+
+POLLS = """
+@twice
+def landed(event):
+    while not event.query():
+        pass
+"""
+
+
+def twice(function: Any) -> Any:
+    """A decorator that asks again."""
+    return lambda event: (function(event), function(event))
+
+
+def test_an_engine_that_is_not_there_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line; nothing else is examined less."""
+    gone = streams.Helper("Gone: a class", {"not_an_engine/a.py": ("A",)}, _use)
+    assert streams.main([], [gone]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        "Gone: a class: skipped, not there: not_an_engine/a.py",
+        "0 helpers, 0 wrongly judged; statements deleted: {}",
+    ]

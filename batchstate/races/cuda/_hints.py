@@ -74,4 +74,8 @@ def _made_at(lane: str) -> str:
     """Where a stream was made, if the code of the second access has no name for it."""
     window = open_window()  # None for a race that the end of the window has found
     made = None if window is None or lane in (_DEFAULT, HOST) or _stream(lane) else window.made_at.get(lane)
-    return "" if made is None else f"; <{lane}> is the stream made at {made.line}"
+    if window is None or made is None:
+        return ""
+    same = [name for name, line in window.made_at.items() if line == made]
+    number = f", number {same.index(lane) + 1} of the {len(same)} so far" if len(same) > 1 else ""
+    return f"; <{lane}> is the stream made at {made.line}{number}"

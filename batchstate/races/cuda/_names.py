@@ -5,15 +5,17 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import islice
 from types import CodeType
 from typing import Any
 
 from batchstate._source_lines import users_frame
 
-_PASSED = ("CACHE", "COPY", "EXTENDED_ARG", "LOAD_ATTR", "LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME")
-"""Instructions that may stand between a call and the one that stores its result."""
+_PUSHES, _TAKES = ("LOAD_", "PUSH_NULL"), ("LOAD_ATTR", "LOAD_METHOD", "PRECALL", "CALL", "CALL_KW")
+_IDLE = ("CACHE", "EXTENDED_ARG", "KW_NAMES", "NOP")
+"""Instructions that may stand between a call and the one that stores its result: `a, b = Stream(), Stream()`."""
 
-_MOST_PASSED, _MOST_FRAMES = 6, 4
+_MOST_PASSED, _MOST_FRAMES = 40, 4
 
 
 def assigned_name() -> str | None:
@@ -63,16 +65,26 @@ def expression_of(name: str, is_it: Callable[[Any], bool]) -> str | None:
 @lru_cache(maxsize=1024)
 def _stored_behind(code: CodeType, at: int) -> tuple[str | None, bool]:
     """The name that takes the result of the instruction at an offset, and whether it is returned instead."""
-    left = _MOST_PASSED
-    for instruction in dis.get_instructions(code):
-        if instruction.offset <= at:
-            continue
-        if instruction.opname.startswith("STORE_") and instruction.argval is not None:
-            name = instruction.argval[0] if isinstance(instruction.argval, tuple) else instruction.argval
-            return (name if isinstance(name, str) else None), False
-        if instruction.opname.startswith("RETURN"):
-            return None, True
-        left -= instruction.opname != "CACHE"
-        if instruction.opname not in _PASSED or not left:
+    behind = (instruction for instruction in dis.get_instructions(code) if instruction.offset > at)
+    above = 0  # values that lie on the stack over the result
+    for name, opcode, argument, value in (
+        (i.opname, i.opcode, i.arg or 0, i.argval) for i in islice(behind, _MOST_PASSED)
+    ):
+        if name.startswith("RETURN"):
+            return None, not above
+        effect = 0 if name in _IDLE else dis.stack_effect(opcode, argument if opcode >= dis.HAVE_ARGUMENT else None)
+        if name.startswith("STORE_"):
+            names = value[: 1 + name.endswith("_STORE_FAST")] if isinstance(value, tuple) else (value,)
+            place = above - (name == "STORE_ATTR")
+            if place < len(names):
+                return (names[place] if isinstance(names[place], str) else None), False
+            above += effect
+            if above < 0:
+                return None, False
+        elif name in ("COPY", "SWAP"):
+            above = 0 if above == argument - 1 else argument - 1 if name == "SWAP" and not above else above + effect
+        elif (above + effect < 1) if name in _TAKES else not name.startswith((*_PUSHES, *_IDLE)):
             return None, False
+        else:
+            above += effect
     return None, False

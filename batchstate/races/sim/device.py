@@ -400,10 +400,13 @@ PATIENCE = 1_000
 class SimFence:
     """A point in a stream. Complete once everything before it has run."""
 
-    marker: Marker = attrs.field(repr=False)
-    device: Device = attrs.field(repr=False)
-    _counters: Counters = attrs.field(repr=False)
-    _asked: int = attrs.field(default=0, repr=False)
+    marker: Marker
+    device: Device
+    _counters: Counters
+    _asked: int = 0
+
+    def __repr__(self) -> str:
+        return f"<fence on {self.marker.stream.name!r}>"
 
     def query(self) -> bool:
         """Whether everything before it has run. Never waits; the device may get on meanwhile."""

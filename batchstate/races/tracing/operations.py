@@ -54,6 +54,7 @@ _AWAITS = {
             "equal",
             "is_nonzero",
             "linalg_eig",
+            "linalg_lstsq",
         ),
         Awaits.RESULT,
     ),
@@ -62,6 +63,8 @@ _AWAITS = {
             "argwhere",
             "bincount",
             "embedding_renorm_",
+            "linalg_matrix_exp",
+            "linalg_pinv",
             "masked_select",
             "nonzero",
             "unique_dim",
@@ -83,16 +86,21 @@ def isin_waits(elements: Any, test_elements: Any, *, assume_unique: bool = False
     if assume_unique or not isinstance(test_elements, torch.Tensor):
         return False
     count = elements.numel() if isinstance(elements, torch.Tensor) else 1
-    return test_elements.numel() >= int(10 * count**0.145)
+    return count > 0 and test_elements.numel() >= int(10 * count**0.145)
 
 
 _ASKED: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "histc": lambda named: named.get("min", 0) == named.get("max", 0),
     "isin": lambda named: isin_waits(*named.values()) if len(named) == 2 else isin_waits(**named),
     "multinomial": lambda named: not named.get("replacement", False) or named["num_samples"] == 1,
+    "normal": lambda named: isinstance(named.get("std"), torch.Tensor),
     "repeat_interleave": lambda named: named.get("output_size") is None,
+    "searchsorted": lambda named: named.get("sorter") is not None,
 }
 """Operations that wait for some arguments only, then for what came before them."""
+
+_FILLS = ("index_fill", "index_fill_", "masked_fill", "masked_fill_")
+"""Operations that fetch a number which a tensor of the device holds, and are launched behind that."""
 
 _OVERWRITES = frozenset(
     (
@@ -198,10 +206,13 @@ class Operation:
         self.takes_host_index = self.name in _BY_MASK
         self.updates = self.name.endswith("_") and bool(sets) and self.name not in _OVERWRITES
         self._awaits = _AWAITS.get(self.name)
-        self._may_wait = (
-            self._awaits is not None or self.takes_host_index or self.name in (*_ASKED, "unique_consecutive")
-        )
         self._names = [argument.name for argument in arguments]
+        self._may_wait = (
+            self._awaits is not None
+            or self.takes_host_index
+            or self.name in (*_ASKED, *_FILLS, "unique_consecutive")
+            or "check_errors" in self._names
+        )
         self._only_shapes = self.name.startswith("new_") or self.name.endswith("_like")
         self._precise = _PRECISE.get(self.name)
         self._reads_whole = not (sets or self._only_shapes or self._precise or self._undeclared)
@@ -264,6 +275,12 @@ class Operation:
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if self.name == "unique_consecutive":
             return Awaits.RESULT if named.get("dim") is None else Awaits.BEFORE
+        if "check_errors" in self._names:
+            return Awaits.RESULT if named.get("check_errors") else Awaits.NOTHING
+        if self.name in _FILLS:
+            number = named.get("value")
+            on_device = isinstance(number, torch.Tensor) and kind_of(number) is MemoryKind.DEVICE
+            return Awaits.BEFORE if on_device else Awaits.NOTHING
         return Awaits.BEFORE if _ASKED[self.name](named) else Awaits.NOTHING
 
     def _index_waits(self, args: Sequence[Any], kind_of: Callable[[torch.Tensor], MemoryKind | None]) -> bool:
