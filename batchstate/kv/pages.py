@@ -884,6 +884,8 @@ class PagePool(OfThisProcess):
                 problem = "the lengths are not those of the pages"
                 if lens[row] > committed[row]:
                     problem += ": a plan takes those without the tokens that it puts in, as `step.batch` has them"
+                else:
+                    problem += ": plan from `step.batch` of the last step, not from the batch before it"
                 return problem, committed[row], lens[row]
 
             invariants.derived_stale(committed != lens, explain, slots=rows, **where)
