@@ -1,4 +1,4 @@
-"""Every page can be typed at Python's prompt: a line directly under a loop, and an empty one in a class, are errors there.
+"""Every page can be typed at Python's prompt: a line directly under a loop is an error there, as is a gap in a class.
 
 This file needs nothing but the library, its pages and pytest: a release runs it against the wheel.
 """
