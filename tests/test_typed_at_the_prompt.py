@@ -1,6 +1,6 @@
 """Every page can be typed at Python's prompt: a line directly under a loop is an error there, as is a gap in a class.
 
-This file needs nothing but the library, its pages and pytest: a release runs it against the wheel.
+This file needs the wheel with its extra `testing`, and the pages: a release runs it so.
 """
 
 import re
