@@ -72,7 +72,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "transport": (("transport",), 5_220),
     "watch": (("watch",), 3_055),
     "races": (("races",), 10_300),
-    "fuzz tools": (("testing",), 3_885),
+    "fuzz tools": (("testing",), 3_920),
     "replay": (("replay",), 2_410),
     "command line": (("cli", "__main__"), 725),
 }
@@ -86,7 +86,7 @@ fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 ar
 which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 220 of
 transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of
 tokens, and ranks that compare what they hold; 40 of the state are for a mark of what is written in each KV memory.
-Fuzz tools had 2,700: 1,235 are the exact model, 288 of them docstrings: the oracle is the model a second time, for
+Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings, 35 a bound of a single step: the oracle is the model a second time, for
 integers, so that no tensor says what is right; the shrinker knows of pages, where that of Hypothesis stops early;
 states, windows and drafts have a place in cache and verifier. Races had 8,500: 760 are for operators that wait in the
 middle, for storages, pinned memory and numpy as torch uses them, for one format of findings, and for values that an
@@ -100,7 +100,7 @@ in the words of a class that others wrote, calls that type checkers refuse, and 
 had 530: 170 are `replay`.
 """
 
-MOST_LINES, MOST_FILES = 46_610, 162
+MOST_LINES, MOST_FILES = 46_635, 162
 BESIDE = {"tests/selfcheck": 13_260, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
