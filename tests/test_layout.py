@@ -86,8 +86,9 @@ fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 ar
 which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 220 of
 transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of
 tokens, and ranks that compare what they hold; 40 of the state are for a mark of what is written in each KV memory.
-Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings, 35 a bound of a single step: the oracle is the model a second time, for
-integers, so that no tensor says what is right; the shrinker knows of pages, where that of Hypothesis stops early;
+Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings and 35 a bound of a single step: the oracle is
+the model a second time, for integers, so that no tensor says what is right; the shrinker knows of pages, where that of
+Hypothesis stops early;
 states, windows and drafts have a place in cache and verifier. Races had 8,500: 760 are for operators that wait in the
 middle, for storages, pinned memory and numpy as torch uses them, for one format of findings, and for values that an
 earlier owner or step has left; 335 are for pinned blocks and graphs as torch keeps them, and for backward passes; 450
