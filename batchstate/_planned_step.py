@@ -24,9 +24,8 @@ from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
 from batchstate.mirror import DeviceSide, Slots
 from batchstate.nvtx import ranges
-from batchstate.pools import SlotPool
 from batchstate.runtime.base import Stream
-from batchstate.runtime.memory import ALIGNMENT, PackedUpload, Place, ReadyTensor
+from batchstate.runtime.memory import ALIGNMENT, Place, ReadyTensor
 from batchstate.violations import Code
 
 Ints = npt.NDArray[np.int64]
@@ -37,41 +36,6 @@ TAKEN = STALE_HANDLE, Code.DERIVED_STALE, Code.FUTURE_CONSUMED
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 NO_PLACES: dict[str, int] = {}
 NOTHING: list[Place] = []
-
-
-@final
-class Sampled:
-    """The requests of a step that sample: it refers to the memory of the step, and not to the step.
-
-    Attributes:
-        requests: they.
-        num_rows: how many, or with padded rows where all requests sample.
-    """
-
-    __slots__ = ("_index", "_memory", "_pool", "_upload", "num_rows", "requests")
-
-    def __init__(self, pool: SlotPool, memory: StepMemory, index: torch.Tensor, upload: PackedUpload) -> None:
-        self._pool, self._memory, self._index, self._upload = pool, memory, index, upload
-        self.requests, self.num_rows = memory.block.those_sampling(), memory.block.last_rows
-
-    def index(self, stream: Stream) -> torch.Tensor:
-        """The slots on the device, safe on `stream`, the current one."""
-        upload, n = self._upload, self.requests.n
-        if stream is not upload.stream:
-            self._pool.runtime.use_on_current_stream(
-                upload.buffer, upload.stream, upload.ready, synchronised=upload.synchronised, current=stream
-            )
-        return self._index if self.num_rows == n else self._index[:n]
-
-    def handles(self, *, padded: bool = False) -> Slots:
-        """Their handles."""
-        rows, generations = self.requests.handles()
-        if padded and self.num_rows > rows.size:
-            more = np.zeros(self.num_rows - rows.size, dtype=np.int64)
-            rows, generations = np.append(rows, more), np.append(generations, more)
-        side = DeviceSide(ReadyTensor.uploaded(self._index[: len(rows)], self._upload))
-        pool = self._pool
-        return Slots.of_pool(pool.runtime, rows, generations, pool_id=pool.pool_id, name=pool.name, device=side)
 
 
 @ranges("inputs", "publish")
@@ -89,8 +53,6 @@ class PlannedStep:
     _batch: Batch | None = None
     _sent: Batch | None = None
     _plan: ForwardPlan | None = None
-    _index: torch.Tensor | None = None
-    _sampled: Sampled | None = None
     _results: Prefetched | None = None
     _before: ReadyTensor | None = None
     _accepted = False
@@ -110,7 +72,8 @@ class PlannedStep:
         windows: Windows,
     ) -> None:
         """For the library. The rows of `moved` lie in the memory, but for those of columns on the device alone."""
-        self._declared, self._kind, self._memory, self._moved = declared, kind, memory, moved
+        self._declared, self._memory, self._moved = declared, memory, moved
+        self._kind: Any = kind
         self._tokens, self._further, self._windows, self.num_reqs = tokens, further, windows, num_reqs
         self._step = declared.runtime.step
 
@@ -178,11 +141,6 @@ class PlannedStep:
         return generations
 
     @property
-    def _state(self) -> RowState:
-        """The rows, padded ones too."""
-        return self._moved.on(self._memory.block)
-
-    @property
     def batch(self) -> Batch:
         """The requests: their lengths count the tokens that each puts in."""
         batch = self._batch
@@ -201,17 +159,19 @@ class PlannedStep:
         """The same as it went to the device, with padded rows if there are any."""
         batch = self._sent
         if batch is None:
-            self._sent = batch = self._made(self._state, self._memory)
-            batch._crossed = self._upload
+            moved, memory, upload = self._moved, self._memory, self._upload
+            state = RowState(moved.layout, memory.block, moved.device, moved.objects)
+            self._sent = batch = self._made(state, memory)
+            batch._crossed = upload
             for name, places in self._further.needs.items():
-                batch.device_side.note_needs(name, self._upload, places)
+                batch.device_side.note_needs(name, upload, places)
         return batch
 
     def _made(self, state: RowState, lease: StepMemory | None = None) -> Batch:
-        declared = self._declared
-        rows, pool_id = state.block.n, declared.pages.slots.pool_id
-        kind: Any = self._kind
-        batch: Batch = kind(declared.runtime, state, self.num_reqs, rows, pool_id, self._windows, None, lease)
+        declared, kind = self._declared, self._kind
+        batch: Batch = kind(
+            declared.runtime, state, self.num_reqs, state.block.n, declared.pool_id, self._windows, None, lease
+        )
         return batch
 
     # The host's part
@@ -225,7 +185,8 @@ class PlannedStep:
 
     def _planned(self) -> ForwardPlan:
         declared, block, n, memory = self._declared, self._memory.block, self.num_reqs, self._memory
-        pages, batch, state = declared.pages, self.sent, self._state
+        pages, batch = declared.pages, self.sent
+        state = batch._state
         slots = Slots.of_pool(
             pages.runtime,
             memory.numbers(block.start(block.columns.slots) >> 3, block.n),
@@ -299,19 +260,19 @@ class PlannedStep:
                 PAGE_OWNER: a page that the step writes has got further holders; FUTURE_CONSUMED: the inputs were taken
                 before. FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED and FUTURE_ORDER of the relay's entries.
         """
-        declared, block, upload = self._declared, self._memory.block, self._upload
-        pages, relay, runtime = declared.pages, declared.relay, declared.runtime
-        declared.transaction.enter(INPUTS)
-        if runtime.capturing:
-            runtime.refuse_capture("taking the inputs of a step")
-        bounded = block.fed > 0 and declared.seq_lens in self._moved.device
+        declared, memory, upload, moved = self._declared, self._memory, self._upload, self._moved
+        block, pages, relay, runtime = memory.block, declared.pages, declared.relay, declared.runtime
+        transaction, fed, full = declared.transaction, block.fed > 0 and declared.relay is not None, levels.full
+        stream = runtime.stream_for(INPUTS)
+        if transaction.operation is not None:
+            transaction.enter(INPUTS)
+        bounded = block.fed > 0 and bool(moved.device) and declared.seq_lens in moved.device
         if bounded and declared.lengths is None:
             problem = f"{self!r} has bounds of the lengths, and the planner no field of true ones"
             raise ContractError(problem, "upper_bound", "name the field: StepPlanner(..., lengths=...)")
-        if levels.full:
+        if full:
             self.sent._check_unwritten(INPUTS)
-        stream, fed = runtime.current_stream, block.fed > 0 and relay is not None
-        numbers = relay._entries.numbers(stream) if relay is not None else None
+        numbers = None if relay is None or stream is relay._entries.only else set[int]()
         rule = block.running(declared.rules, pages.epochs.last, pages.shares.last, levels.cheap, numbers)
         if rule is not None or block.changed or self._used:
             self._check_running(rule)
@@ -325,24 +286,24 @@ class PlannedStep:
             )
         if block.k:
             self._write_table()
-        source, positions, starts, kv_lens, last, mapping, self._index = self._memory.views()
+        source, positions, starts, kv_lens, last, mapping, _ = memory.views()
         ids = self._gathered_ids(source) if declared.has_ids else None
         inputs = ForwardInputs(self, ids, positions, starts, kv_lens, last, mapping)
         if self._places:
             own = {name: at for name, at in self._places.items() if name not in self._further.named}
             inputs.put({name: upload.view(at) for name, at in own.items()}, self._further.token_arrays)
-        if levels.full and fed and relay is not None and len(declared.ids) == 1 and ids is not None:
+        if full and fed and relay is not None and len(declared.ids) == 1 and ids is not None:
             relay.check_gathered(declared.ids, ids)  # several lie mixed: see `inputs.check`
         if declared.lengths is not None:
             self._take_lengths(inputs, stream, bounded)
-        if levels.full:
+        if full:
             inputs.check(runtime)
         if not pages.writes.only(stream):
             pages.writes.note(self.rows, stream)
-        number = declared.transaction.launches.begin(stream, upload.ready)
-        declared.transaction.operation = INPUTS
+        number = transaction.launches.begin(stream, upload.ready)
+        transaction.operation = INPUTS
         block.launched(declared.rules, number)
-        declared.transaction.operation = None
+        transaction.operation = None
         self._used = True
         if self._plan is not None:
             self._plan.use()
@@ -433,19 +394,9 @@ class PlannedStep:
         self._upload.synchronised[stream.key] = stream
 
     @property
-    def _sampling(self) -> Sampled:
-        sampled = self._sampled
-        if sampled is None:
-            memory, index = self._memory, self._index
-            if index is None:
-                index = memory.views().sampled
-            self._sampled = sampled = Sampled(self._declared.pages.slots, memory, index, self._upload)
-        return sampled
-
-    @property
     def sampled_slots(self) -> Slots:
         """Handles of the requests that sample, and of padded rows where all do."""
-        return self._sampling.handles(padded=True)
+        return self._memory.handles(padded=True)
 
     # Results
 
@@ -459,24 +410,21 @@ class PlannedStep:
         relay = declared.relay
         if relay is None:
             raise ArgumentError("StepPlanner: publish without a relay", None, "declare the planner with one: relay=...")
-        sampled, runtime = self._sampling, declared.runtime
-        declared.transaction.enter("publish")
-        if runtime.capturing:
-            runtime.refuse_capture("publishing what a step has found")
-        requests = sampled.requests
+        memory, transaction = self._memory, declared.transaction
+        stream = declared.runtime.stream_for("publish")
+        if transaction.operation is not None:
+            transaction.enter("publish")
+        requests = memory.block.those_sampling()
         if requests.n and not self._used:
             remedy = "call `inputs` at forward entry: it writes the token table, and takes what the relay has"
             raise ArgumentError(f"{self!r}: publish, and its inputs were never taken", self, remedy)
         times_checked[STALE_HANDLE] += 1
         if declared.slots.first_not_held(requests) >= 0:
             declared.pages.slots.check_rows(*requests.handles(), "publish")
-        if declared.accepted is None:
-            self._results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
-            return
-        if requests.n and not self._accepted:
+        if declared.accepted is not None and requests.n and not self._accepted:
             raise ArgumentError(f"{self!r}: publish, and nothing is accepted", self, "call `accept` before")
-        self._results = results = relay.publish_for(sampled, runtime.current_stream, values, declared.results)
-        if results is not None:
+        self._results = results = relay.publish_for(memory, requests, stream, values, declared.results)
+        if declared.accepted is not None and results is not None:
             results.counting = declared.accepted, self._put_in
 
     def accept(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -496,17 +444,17 @@ class PlannedStep:
             Violation: LENGTH_ORDER: a request keeps fewer than 0 or more than it put in: here at `full`, and at `cheap`
                 when the results land. Else as `FutureMap.publish`. Nothing was published.
         """
-        declared, sampled, runtime = self._declared, self._sampling, self._declared.runtime
+        declared, memory, runtime = self._declared, self._memory, self._declared.runtime
         relay, before, names = declared.relay, self._before, (declared.accepted, declared.lengths)
         if relay is None or before is None:
             remedy = "declare StepPlanner(lengths=..., accepted=...), and call `inputs` first, at forward entry"
             raise ArgumentError(f"{self!r}: accept without lengths to start from", self, remedy)
         declared.transaction.enter("accept")
-        if runtime.capturing:
-            runtime.refuse_capture("publishing what a step has found")
-        declared.pages.slots.check_rows(*sampled.requests.handles(), "accept")
+        runtime.stream_for("accept")
+        requests = memory.block.those_sampling()
+        declared.pages.slots.check_rows(*requests.handles(), "accept")
         start: Any = before.on_current_stream(runtime)
-        true = relay.put_accepted(sampled, names, tokens, start, self._put_in())  # type: ignore[arg-type]
+        true = relay.put_accepted(memory, requests, names, tokens, start, self._put_in())  # type: ignore[arg-type]
         self._accepted = True
         return true
 

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._core import Requests
 from batchstate._origin import RowSet
 from batchstate._relay import FUTURE_ORDER, Use
 from batchstate._relay_field import RelayField
@@ -25,15 +24,11 @@ Array = npt.NDArray[Any]
 
 
 class Publishing(Protocol):
-    """Requests that publish.
+    """Live requests that publish, each named once."""
 
-    Attributes:
-        requests: live ones, each named once.
-        num_rows: how many there are with padded rows, which publish nothing.
-    """
-
-    requests: Requests
-    num_rows: int
+    @property
+    def num_rows(self) -> int:
+        """How many there are with padded rows, which publish nothing."""
 
     def index(self, stream: Stream) -> torch.Tensor:
         """Their slots on the device, int64[n], safe on `stream`, the current one."""
@@ -48,11 +43,14 @@ class LiveSlots:
     """Handles that publish; see `Publishing`."""
 
     slots: Slots
-    requests: Requests
-    num_rows: int
+    num_reqs: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
 
     def index(self, stream: Stream) -> torch.Tensor:
-        return self.slots.device if self.requests.n == self.num_rows else self.slots.device[: self.requests.n]
+        return self.slots.device if self.num_reqs == self.num_rows else self.slots.device[: self.num_reqs]
 
     def handles(self) -> Slots:
         return unpadded(self.slots)
@@ -153,26 +151,33 @@ class Prefetched(Mapping[str, MirroredTensor]):
         """
         if self._arrays is None:
             runtime, fields, _, _ = self._source
+            download, names = self._download, self._names
             if get_ident() != runtime.owner.ident:
-                runtime.check_owner(f"{self._download.name}: resolve")
-            arrays = self._download.resolve()
+                runtime.check_owner(f"{download.name}: resolve")
+            arrays = download.resolve()
             if self._parts is not None:
-                pairs = zip(self._parts, (fields[name] for name in self._names), strict=True)
+                pairs = zip(self._parts, (fields[name] for name in names), strict=True)
                 pieces = [(arrays[0][:, part].copy().view(numpy_dtype(field.dtype)), field) for part, field in pairs]
                 arrays = [piece.reshape(len(piece), *field.shape) for piece, field in pieces]
             if levels.cheap:
-                self._check_order()
-                for name, array in zip(self._names, arrays, strict=True):
-                    field = fields[name]
-                    if field.non_negative and not field.ragged:
+                done, publishes = download.done, self._publishes
+                times_checked[FUTURE_ORDER] += 1 + len(publishes)
+                for publish in publishes:
+                    if publish.fence is not done:
+                        self._check_order(publish.fence, publish.by, publish.by)
+                if not done.query():
+                    self._check_order(done, "the copy from the device", "the copy")
+                for i, name in enumerate(names):
+                    if fields[name].refuses:
                         where: Where = {**self._where, "column": name}
-                        invariants.sentinel_escaped(array.reshape(-1), **where)
-                    if self.counting is not None and name == self.counting[0]:
-                        of_field: Where = {**self._where, "column": name}
-                        check_accepted(array, self.counting[1](), **of_field)
+                        invariants.sentinel_escaped(arrays[i].reshape(-1), **where)
+                if self.counting is not None and self.counting[0] in names:
+                    counted, put_in = self.counting
+                    of_field: Where = {**self._where, "column": counted}
+                    check_accepted(arrays[names.index(counted)], put_in(), **of_field)
             self._arrays = arrays
             if self._rows is not None:
-                for name in self._names:
+                for name in names:
                     self[name].check("resolve")
         return self
 
@@ -189,15 +194,10 @@ class Prefetched(Mapping[str, MirroredTensor]):
             runtime, array, device, dtype=fields[name].dtype, shape=array.shape, name=name, row_set=rows
         )
 
-    def _check_order(self) -> None:
-        """The values had been published when they were read, as the publish's fence says, and have landed."""
-        done, publishes = self._download.done, self._publishes
-        times_checked[FUTURE_ORDER] += 1 + len(publishes)
-        for publish in publishes:
-            if publish.fence is not done and not (publish.fence and publish.fence.query()):
-                invariants.future_order(False, publish.by, "the host", f"a wait for {publish.by}", **self._where)
-        if not done.query():
-            invariants.future_order(False, "the copy from the device", "the host", "a wait for the copy", **self._where)
+    def _check_order(self, fence: Fence | None, writer: str, awaited: str) -> None:
+        """The values had been published when they were read, as a fence says, and have landed."""
+        if fence is None or not fence.query():
+            invariants.future_order(False, writer, "the host", f"a wait for {awaited}", **self._where)
 
     def __getitem__(self, field: str) -> MirroredTensor:
         if field not in self._names:

@@ -87,6 +87,7 @@ class RelayEntries(SlotListener):
         fields: name -> entries.
         label: of the relay, for reports.
         publishes: number -> publish, the last ones.
+        only: the stream of all uses, before there is a second.
     """
 
     _runtime: Runtime
@@ -96,7 +97,7 @@ class RelayEntries(SlotListener):
     publishes: dict[int, Use] = attrs.field(factory=dict, init=False)
     _last: Use | None = attrs.field(default=None, init=False)  # publish
     _older: dict[object, Use] = attrs.field(factory=dict, init=False)  # stream -> the last use not told apart
-    _only: Stream | None = attrs.field(default=None, init=False)  # the stream of all uses, before there is a second
+    only: Stream | None = attrs.field(default=None, init=False)
     _read: int = attrs.field(default=0, init=False)  # the last publish of which this stream may have read entries
     _count: int = attrs.field(default=0, init=False)  # of uses
 
@@ -104,18 +105,17 @@ class RelayEntries(SlotListener):
 
     def numbers(self, stream: Stream) -> Numbers | None:
         """Where a check puts the publishes that entries come from; None while all was on `stream`, the current one."""
-        return None if stream is self._only else set()
+        return None if stream is self.only else set()
 
     def check_overwrite(self, requests: Requests, names: Sequence[str], stream: Stream) -> Numbers | None:
         """The publishes that wrote these entries last; they must be read first: FUTURE_UNREAD_OVERWRITTEN, at `cheap`.
 
         To be passed to `come_behind`.
         """
-        fields, cheap = self.fields, levels.cheap
-        numbers = None if stream is self._only else set[int]()
-        refused = refused_write([fields[name] for name in names], requests, cheap, numbers)
+        fields, cheap, numbers = self.fields, levels.cheap, None if stream is self.only else set[int]()
         if cheap:
             times_checked[UNREAD_OVERWRITTEN] += len(names)
+        refused = refused_write([fields[name] for name in names], requests, cheap, numbers)
         if refused >= 0:
             entries, rows = fields[names[refused]], requests.handles()[0]
             number, taken = entries.arrays["number"][rows], entries.arrays["taken"][rows]
@@ -170,10 +170,10 @@ class RelayEntries(SlotListener):
         if numbers is None:
             return
         if not self.publishes:
-            self._only = stream
+            self.only = stream
             return
-        if self._only is not None:
-            self._note_reads_of(self._only)
+        if self.only is not None:
+            self._note_reads_of(self.only)
         key, uses, older = stream.key, list[Use](), False
         for number in numbers:
             publish = self.publishes.get(number)
@@ -200,7 +200,7 @@ class RelayEntries(SlotListener):
 
         Without one, a writer on another stream waits for all that the stream has by then.
         """
-        if numbers is None or stream is self._only:
+        if numbers is None or stream is self.only:
             self._read = self._count
             return
         self._count += 1
@@ -220,7 +220,7 @@ class RelayEntries(SlotListener):
 
     def _note_reads_of(self, only: Stream) -> None:
         """A second stream has come: until its last read, the first one may have read all that there was."""
-        self._only = None
+        self.only = None
         self.note_read({number for number in self.publishes if number <= self._read}, only)
         if self._older:
             self.note_read({0}, only)
@@ -241,7 +241,7 @@ class RelayEntries(SlotListener):
         publishes = [*self.publishes.items()]
         self.publishes = dict(publishes[KEPT:])
         # While there is one stream, no read was noted, and the last publish is behind all.
-        for _, publish in publishes[KEPT - 1 if self._only is not None else 0 : KEPT]:
+        for _, publish in publishes[KEPT - 1 if self.only is not None else 0 : KEPT]:
             for use in (publish, *publish.reads.values()):
                 before = self._older.get(use.stream.key)
                 if before is None or before.number < use.number:
@@ -276,14 +276,18 @@ class RelayEntries(SlotListener):
             if last is not None and last.fence is fence and not fence.query():
                 by, missing = self.by("publish", stream), "a fence for each publish"
                 invariants.future_order(False, last.by, by, missing, **self.where("publish"))
-        publish = self._add(fence, stream)
+        self._count = number = self._count + 1
+        publishes, fields = self.publishes, self.fields
+        self._last = publishes[number] = publish = Use(number, "publish", self._runtime.step, stream, fence)
+        if len(publishes) > 2 * KEPT:
+            self._forget()
         for name in names:
-            self.fields[name].publish(requests, publish.number, HOST if name in to_host else 0)
+            fields[name].publish(requests, number, HOST if name in to_host else 0)
         return publish
 
     def mark_failed(self, requests: Requests, names: Iterable[str], fence: Fence, stream: Stream) -> None:
         """Notes a publish that failed half way: the memory of `names` was written, and the entries are unwritten."""
-        publish, (rows, _) = self._add(fence, stream), requests.handles()
+        publish, (rows, _) = self.publish(requests, (), fence, stream), requests.handles()
         for name in names:
             self.fields[name].clear(rows, publish.number)
 
@@ -297,14 +301,6 @@ class RelayEntries(SlotListener):
     def on_free(self, rows: Ints, after: Fence | None) -> None:
         for entries in self.fields.values():
             entries.clear(rows)
-
-    def _add(self, fence: Fence, stream: Stream) -> Use:
-        self._count += 1
-        publish = Use(self._count, "publish", self._runtime.step, stream, fence)
-        self.publishes[self._count] = self._last = publish
-        if len(self.publishes) > 2 * KEPT:
-            self._forget()
-        return publish
 
     # Reports
 

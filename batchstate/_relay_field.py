@@ -30,6 +30,10 @@ class RelayField:
     must_read: bool
     ragged: bool = False
     stale: bool | float | None = None
+    refuses: bool = attrs.field(init=False)  # negative values on the host, whatever is behind those that count
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "refuses", self.non_negative and not self.ragged)
 
     @property
     def nbytes(self) -> int:

@@ -65,6 +65,8 @@ class Declared:
     asked: tuple[Code, ...] = attrs.field(init=False)
     runtime: Runtime = attrs.field(init=False)
     transaction: Transaction = attrs.field(init=False)
+    id_dtype: torch.dtype = attrs.field(init=False)
+    pool_id: int = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         def put(**values: object) -> None:
@@ -74,6 +76,7 @@ class Declared:
         pages, relay, stride = self.pages, self.relay, 0
         table = pages.req_to_token
         put(slots=pages.slots._allocator.core, runtime=pages.runtime, transaction=pages.slots.transaction)
+        put(id_dtype=torch.int32 if "input_ids" in self.int32 else torch.int64, pool_id=pages.slots.pool_id)
         put(read=self.ids if self.lengths is None else (*self.ids, self.lengths))
         if relay is not None and self.lengths is not None:
             for name in (self.lengths, str(self.accepted)):
@@ -107,10 +110,6 @@ class Declared:
         codes = (Code.FUTURE_UNWRITTEN, Code.FUTURE_GENERATION, Code.FUTURE_CONSUMED)
         put(asked=(Code.SLOT_STALE_HANDLE, Code.DERIVED_STALE, Code.FUTURE_CONSUMED, *codes * len(self.read)))
         put(rules=rules)
-
-    @property
-    def id_dtype(self) -> torch.dtype:
-        return torch.int32 if "input_ids" in self.int32 else torch.int64
 
 
 @final

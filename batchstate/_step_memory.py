@@ -20,16 +20,18 @@ import torch
 import torch.utils.dlpack
 
 from batchstate._core import Columns, StepBlock
-from batchstate.runtime.base import MOST_SYNCHRONISED, Fence, Runtime, Stream
-from batchstate.runtime.memory import PackedUpload, Place, StagingBlock
+from batchstate.mirror import DeviceSide, Slots
+from batchstate.pools import SlotPool
+from batchstate.runtime.base import MOST_SYNCHRONISED, Fence, Stream
+from batchstate.runtime.memory import PackedUpload, Place, ReadyTensor, StagingBlock
 
 Ints = npt.NDArray[np.int64]
 
 MOST_MEMORIES = 16
 """Beyond these, the memory that was held longest is left to its holder."""
 
-MOST_SIZES = 64
-"""Sizes of steps of which a memory keeps the views."""
+MOST_VIEWS = 320
+"""Views that a memory keeps, for steps of some 40 sizes."""
 
 SMALLEST = 1 << 12
 
@@ -76,7 +78,7 @@ class Views(NamedTuple):
 
 @final
 class StepMemory:
-    """The memory of one step at a time.
+    """The memory of one step at a time, and for `FutureMap` the requests of the step that publish; see `Publishing`.
 
     Attributes:
         array: pinned memory, int64[size / 8].
@@ -85,7 +87,8 @@ class StepMemory:
         size: in bytes.
         wide, narrow: the device's memory as int64 and int32, with a count of writes apart from that of the columns: a
             forward may write into its inputs.
-        sent: the fence behind the last copy of it, and the stream that ran it; None before it was sent.
+        copied: the fence behind the last copy of it, and the stream that ran it.
+        sent: the same; None where memory that nobody holds is known to be free.
         others: further streams that use it since then, by their keys.
         counts: how many hold it when it is free, but for views that it keeps.
     """
@@ -97,6 +100,7 @@ class StepMemory:
         "_handed",
         "_heads",
         "_objects",
+        "_pool",
         "_runtime",
         "_shared",
         "_storage",
@@ -104,6 +108,7 @@ class StepMemory:
         "_views",
         "array",
         "block",
+        "copied",
         "counts",
         "narrow",
         "others",
@@ -113,10 +118,13 @@ class StepMemory:
         "wide",
     )
 
-    def __init__(self, runtime: Runtime, columns: Columns, size: int) -> None:
+    copied: tuple[Fence, Stream]
+
+    def __init__(self, pool: SlotPool, columns: Columns, size: int) -> None:
+        runtime = pool.runtime
         tensor = runtime._allocate_staging(size)
         contents: npt.NDArray[np.uint8] = tensor.numpy()
-        self._runtime = runtime
+        self._pool, self._runtime = pool, runtime
         self.staging, self.size = StagingBlock(tensor, contents), size
         self.array: Ints = contents.view(np.int64)
         self.block = StepBlock(columns, self.array)
@@ -179,8 +187,8 @@ class StepMemory:
         except BaseException:
             self.sent = self._runtime.record(stream), stream  # it may be under way
             raise
-        self.sent = ready, stream
-        upload = PackedUpload(self._buffer, stream, ready, places)
+        self.sent = self.copied = ready, stream
+        upload = PackedUpload(self._buffer, stream, ready, places)  # not kept: it keeps views
         self.others = upload.synchronised
         return upload
 
@@ -218,11 +226,37 @@ class StepMemory:
             self._shared += 2
         return views
 
+    # The requests that sample
+
+    @property
+    def num_rows(self) -> int:
+        """How many, or with padded rows where all requests sample."""
+        num_rows: int = self.block.last_rows
+        return num_rows
+
+    def index(self, stream: Stream) -> torch.Tensor:
+        """Their slots on the device, safe on `stream`, the current one."""
+        ready, own = self.copied
+        block = self.block
+        if stream is not own:
+            self._runtime.use_on_current_stream(self._buffer, own, ready, synchronised=self.others, current=stream)
+        index = (self._handed or self.views())[-1]
+        return index if block.last_rows == block.s else index[: block.s]
+
+    def handles(self, *, padded: bool = False) -> Slots:
+        """Their handles."""
+        rows, generations = self.block.those_sampling().handles()
+        if padded and self.num_rows > rows.size:
+            more = np.zeros(self.num_rows - rows.size, dtype=np.int64)
+            rows, generations = np.append(rows, more), np.append(generations, more)
+        ready, own = self.copied
+        index, pool = (self._handed or self.views())[-1], self._pool
+        side = DeviceSide(ReadyTensor(index[: len(rows)], own, ready, self.others))
+        return Slots.of_pool(self._runtime, rows, generations, pool_id=pool.pool_id, name=pool.name, device=side)
+
     def free(self, stream: Stream) -> bool:
-        """Whether the next step may be planned here, where nobody holds it, on `stream`, the current one."""
-        if self.sent is None:
-            return True
-        ready, own = self.sent
+        """Whether the next step may be planned here, on `stream`, the current one: nobody holds what was sent."""
+        ready, own = self.sent  # type: ignore[misc]
         if not ready.query():
             return False
         if self.others or (own is not stream and own != stream):
@@ -235,7 +269,7 @@ class StepMemory:
         self.sent = None
         if not STAYS:
             self._renew()
-        elif len(self._views) + len(self._heads) + len(self._table_views) > MOST_SIZES:
+        elif self._shared > MOST_VIEWS:
             self._forget()
         return True
 
@@ -248,29 +282,37 @@ class StepMemories:
         made_for_holders: how many were made because others were held: more than the steps in flight explain.
     """
 
-    def __init__(self, runtime: Runtime, columns: Columns) -> None:
-        self._runtime, self._columns = runtime, columns
+    def __init__(self, pool: SlotPool, columns: Columns) -> None:
+        self._pool, self._runtime, self._columns = pool, pool.runtime, columns
         self._all: list[StepMemory] = []
         self._counts = 0
+        self._aside = False  # whether other streams have used memory
         self.made_for_holders = 0
         self._made(None, 0, SMALLEST)  # now: its counts are compared with those of memory that is made later
 
     def take(self, nbytes: int, stream: Stream) -> StepMemory:
         """Memory of at least `nbytes` for a step that is planned on `stream`, the current one. Never waits."""
         free: StepMemory | None = None
-        held = 0
-        for memory in self._all:
-            if free is None or memory.others:  # of those that other streams use each gets its fence soon
-                # Beyond so many streams the first have been forgotten.
-                if memory.held() != memory.counts or len(memory.others) >= MOST_SYNCHRONISED:
-                    held += 1
-                elif memory.free(stream) and free is None:
-                    free = memory
+        held, memories = 0, self._all
+        for memory in memories:
+            others = memory.others
+            if others:
+                self._aside = True
+            elif free is not None:
+                continue
+            # Beyond so many streams the first have been forgotten.
+            if memory.held() != memory.counts or len(others) >= MOST_SYNCHRONISED:
+                held += 1
+            elif (memory.sent is None or memory.free(stream)) and free is None:
+                free = memory
+                if not self._aside:  # of memory that other streams use each gets its fence soon
+                    break
         if free is None or free.size < nbytes:
             free = self._made(free, held, nbytes)
-        self._all.remove(free)
-        self._all.append(free)  # so that the one lent longest ago is asked first
-        self._runtime.host_accesses(free.staging.tensor, 0, free.size, "plan: fill", writes=True)
+        memories.remove(free)
+        memories.append(free)  # so that the one lent longest ago is asked first
+        if self._runtime.notes_host:
+            self._runtime.host_accesses(free.staging.tensor, 0, free.size, "plan: fill", writes=True)
         return free
 
     def _made(self, small: StepMemory | None, held: int, nbytes: int) -> StepMemory:
@@ -281,7 +323,7 @@ class StepMemories:
             self.made_for_holders += 1
             if held >= MOST_MEMORIES:
                 del self._all[0]
-        self._all.append(StepMemory(self._runtime, self._columns, max(SMALLEST, 1 << (nbytes - 1).bit_length())))
+        self._all.append(StepMemory(self._pool, self._columns, max(SMALLEST, 1 << (nbytes - 1).bit_length())))
         counts = 0
         for memory in self._all:  # as `take` asks
             if memory is self._all[-1]:

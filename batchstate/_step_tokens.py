@@ -45,8 +45,6 @@ class StepTokens:
         id_dtype: torch.dtype = torch.int64,
     ) -> Self:
         """From the arguments of a planner's step of n requests; raises as `ForwardPlan.of`."""
-        if type(query_lens) is int and query_lens == 1 and prompt_ids is None and samples is None:
-            return ONE_EACH
         subject, numbers = "StepPlanner: plan", query_lens
         if type(numbers) is not int:
             array = amounts(query_lens, n, f"{subject}: query_lens")

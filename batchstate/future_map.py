@@ -173,16 +173,20 @@ class FutureMap(OfThisProcess):
         """
         self._check_call(values, "publish")
         requests = self._live(slots, "publish")[1]
-        self.publish_for(LiveSlots(slots, requests, len(slots)), self.runtime.current_stream, values, ())
+        self.publish_for(LiveSlots(slots, requests.n), requests, self.runtime.current_stream, values, ())
 
     def publish_for(
-        self, publishing: Publishing, stream: Stream, values: Mapping[str, object], results: Sequence[str]
+        self,
+        publishing: Publishing,
+        requests: Requests,
+        stream: Stream,
+        values: Mapping[str, object],
+        results: Sequence[str],
     ) -> Prefetched | None:
         """`publish` for live requests on `stream`, the current one, and `prefetch` of `results`: for `StepPlanner`.
 
         Values at hand go straight to the host.
         """
-        requests = publishing.requests
         n, device = requests.n, self.runtime.device
         tensors: dict[str, torch.Tensor] = {}
         others: dict[str, torch.Tensor | MirroredTensor] = {}
@@ -559,13 +563,19 @@ class FutureMap(OfThisProcess):
         return self._fields[name]
 
     def put_accepted(
-        self, publishing: Publishing, names: tuple[str, str], tokens: torch.Tensor, before: torch.Tensor, put_in: Array
+        self,
+        publishing: Publishing,
+        requests: Requests,
+        names: tuple[str, str],
+        tokens: torch.Tensor,
+        before: torch.Tensor,
+        put_in: Array,
     ) -> torch.Tensor:
         """Publishes tokens accepted, and the lengths that follow, which it returns; see `PlannedStep.accept`.
 
         `before` int32[2, s] has the tokens before the step, and those put in, which are `put_in` int64[s] on the host.
         """
-        runtime, requests, stream = self.runtime, publishing.requests, self.runtime.current_stream
+        runtime, stream = self.runtime, self.runtime.current_stream
         field, lengths = names
         self._check_device_values(field, tokens, (requests.n, publishing.num_rows), publishing.handles)
         tokens = _live_rows(tokens, requests.n)

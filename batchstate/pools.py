@@ -162,14 +162,14 @@ class SlotPool(OfThisProcess):
         """
         self.transaction.enter(self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
-        if self.transaction.groups or self._before_take:
+        if self.transaction.groups or self.before_take:
             self.query_fences()
         return self._taken(wanted, reserved, None)
 
     def query_fences(self) -> None:
         """Queries fences, before a take is checked: it may run code of the engine. For the library."""
         self.transaction.reap()
-        for query in self._before_take:
+        for query in self.before_take:
             query()
 
     def take_with(self, n: int, give: Callable[[Ints], None]) -> Slots:
@@ -391,7 +391,7 @@ class SlotPool(OfThisProcess):
             ]
 
         self._listeners = listeners
-        self._before_take = [listener.before_take for listener in those("before_take")]
+        self.before_take = [listener.before_take for listener in those("before_take")]
         self._before_free = [listener.before_free for listener in those("before_free")]
         self._taking = those("check_take", "on_take")
         self._releasing_alone = [listener.check_free for listener in those("check_free")]

@@ -35,9 +35,9 @@ from batchstate._planned_step import OPERATION, PlannedStep
 from batchstate._rows import RowState, not_counted
 from batchstate._step_arguments import NO_FURTHER, NO_PAGES, Declared, Further, Joined
 from batchstate._step_memory import StepMemories, StepMemory
-from batchstate._step_tokens import StepTokens
+from batchstate._step_tokens import ONE_EACH, StepTokens
 from batchstate._upload import append_needs, extra_array, joined_writes
-from batchstate.batch import Batch
+from batchstate.batch import NO_WINDOWS, Batch
 from batchstate.columns import MirroredColumn
 from batchstate.errors import (
     ArgumentError,
@@ -150,7 +150,7 @@ class StepPlanner(OfThisProcess):
         self._declared = Declared(
             pages, relay, columns, seq_lens, kv_offset, taken, lengths, accepted, tuple(results), *flags
         )
-        self._memories = StepMemories(pages.runtime, self._layout.core)
+        self._memories = StepMemories(pages.slots, self._layout.core)
         self._usual = self._usual_rows = 0  # bytes of the last step, and the most rows for which they are enough
         # Whether nothing crosses but the arrays of the core, and what the engine adds to a step.
         self._plain = not (self._layouts or int32 or self._layout.on_device)
@@ -218,9 +218,10 @@ class StepPlanner(OfThisProcess):
         """
         # The arguments, which may run code of the engine.
         slots, runtime, declared = self._slots, self._runtime, self._declared
-        self._transaction.enter(OPERATION)
-        if runtime.capturing:
-            runtime.refuse_capture("planning a step")
+        transaction = self._transaction
+        stream = runtime.stream_for(OPERATION)
+        if transaction.operation is not None:
+            transaction.enter(OPERATION)
         if after is not None and after is not ...:
             check_fence(after, f"{slots.name}: {OPERATION}")
         n = num_reqs = self._begin(batch)
@@ -232,7 +233,9 @@ class StepPlanner(OfThisProcess):
             joined = self._joined(joining)
             n += joined.num_reqs
         num_rows = n if pad_rows is None else counted(pad_rows, "StepPlanner: pad_rows", least=n)
-        tokens = StepTokens.of(n, num_rows, query_lens, prompt_ids, samples, declared.id_dtype)
+        tokens = ONE_EACH
+        if type(query_lens) is not int or query_lens != 1 or prompt_ids is not None or samples is not None:
+            tokens = StepTokens.of(n, num_rows, query_lens, prompt_ids, samples, declared.id_dtype)
         first = None if published is None else self._first(published, joined)
         further = NO_FURTHER if self._plain and not first else Further()
         if extras or writes or token_arrays:
@@ -243,7 +246,8 @@ class StepPlanner(OfThisProcess):
                 further.arrays[f"published {name}"] = array
 
         # Fences, which may too. Behind them nothing of the engine runs.
-        self._pages.query_fences()
+        if transaction.groups or slots.before_take:
+            slots.query_fences()
         leaving = None
         if index is not None and kept < num_reqs:
             if after is ...:
@@ -258,10 +262,10 @@ class StepPlanner(OfThisProcess):
         if takes:
             slots.check_take(takes)
 
+        windows = batch._open_windows() if batch._exposed or batch._windows else NO_WINDOWS
         # A draft of the step, in memory that nobody reads, and its copy.
-        stream = runtime.current_stream
         memory, state = self._drafted(batch, index, joined, takes, tokens, n, num_rows, pad_tokens, further, stream)
-        step = PlannedStep(declared, self._kind, memory, state, tokens, n, further, batch._open_windows())
+        step = PlannedStep(declared, self._kind, memory, state, tokens, n, further, windows)
         if isinstance(query_lens, MirroredTensor) and query_lens.row_set is not None:
             rows = RowSet(0, (step.rows, step.generations), slots.pool_id)
             rows.check_same(query_lens.row_set, query_lens, object="StepPlanner", operation=OPERATION)
@@ -278,7 +282,7 @@ class StepPlanner(OfThisProcess):
             relay.put(joins, stream, step._slots_of(kept, n), values, numbers, first, then=OPERATION)
 
         # The changes, which cannot fail.
-        self._transaction.operation = OPERATION
+        transaction.operation = OPERATION
         if memory.block.new is not None:
             self._pages._holders.note(memory.block.new)
         bounded = declared.seq_lens in state.device
@@ -289,7 +293,7 @@ class StepPlanner(OfThisProcess):
             leaving is not None and after is not ...
         ):  # under the same mark: a step that has been taken, and whose leavers stay, is a leak
             slots.release_rows(*leaving, after, OPERATION)
-        self._transaction.operation = None
+        transaction.operation = None
         if memory.block.new_pages:
             self._pages._holders.check_whole(OPERATION)
         if levels.full:

@@ -374,10 +374,10 @@ STEP = {"device_allocations": 0, "staging_allocations": 0}
 
 BUDGETS: dict[str, Budget] = {
     # Calls
-    "steady step": Budget(steady, {"calls": 150}, (1, 256), **PLAIN),
-    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 226}, (8, 256), **{**PLAIN, "warm": 3}),
-    "step with churn of one": Budget(churn, {"calls": 374}, (1,), **CPU),
-    "step with churn of 256": Budget(churn, {"calls": 374}, (256,), **CPU),
+    "steady step": Budget(steady, {"calls": 119}, (1, 256), **PLAIN),
+    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 202}, (8, 256), **{**PLAIN, "warm": 3}),
+    "step with churn of one": Budget(churn, {"calls": 302}, (1,), **CPU),
+    "step with churn of 256": Budget(churn, {"calls": 302}, (256,), **CPU),
     "step with churn of an eighth": Budget(churn, {"functions": 217}, (16, 256), warm=PAGE_SIZE),
     "step of parts": Budget(parts, {"functions": 580, **ONCE}, (16, 256), warm=8),
     "batch alone, unchecked": Budget(batch_alone, {"python": 41, "numpy": 2}, levels=("off",), **ALONE),

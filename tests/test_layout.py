@@ -101,11 +101,11 @@ in the words of a class that others wrote, calls that type checkers refuse, and 
 had 530: 170 are `replay`.
 """
 
-MOST_LINES, MOST_FILES = 46_635, 162
+MOST_LINES, MOST_FILES = 46_645, 162
 BESIDE = {"tests/selfcheck": 13_260, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
-OTHER_TESTS = 43_860
+OTHER_TESTS = 43_900
 
 MOST_FLOORS = 12
 

@@ -443,7 +443,7 @@ def test_turn_overs_that_fail_are_taken_back(seed: int, level: str, mixed: bool)
                 (failed.rt, "_copied_to_device", 1),
                 (failed.rt, "launch", 1),
                 (failed.rt, "launch", 2),
-                (failed.pages, "query_fences", 1),
+                (failed.slots, "query_fences", 1),
             )[rng.integers(4)]
             try:
                 seen.append(failed.turn_over(gone, lens, prompted, as_columns=True)[1])

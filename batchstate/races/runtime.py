@@ -399,6 +399,8 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         if allocation is not None:
             allocation.name.label = name
 
+    notes_host = True
+
     def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
         """See `Runtime.host_accesses`: a race with any access of a stream to the rows that is not over."""
         with untraced():

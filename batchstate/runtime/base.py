@@ -25,6 +25,7 @@ from batchstate import invariants, levels
 from batchstate.errors import ArgumentError, CaptureError, DeviceError, OwnerThreadError, ShapeError
 from batchstate.invariants import times_checked
 from batchstate.runtime.memory import (
+    NUMPY_DTYPES,
     KnownMemory,
     MappedMemory,
     PackedUpload,
@@ -141,22 +142,27 @@ class Download(OfThisProcess):
     def __init__(
         self,
         runtime: "Runtime",
-        landing: Staging,
-        block: StagingBlock,
-        done: Fence,
-        stream: Stream,
+        packed: torch.Tensor | None,
         kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...], int]],
         name: str,
+        stream: Stream,
     ) -> None:
-        self.done = done
-        self.name = name
-        self._runtime = runtime
-        self._landing = landing
-        self._block = block
+        """Copies a vector of bytes, or of a dtype that numpy has, or nothing, on `stream`, the current one.
+
+        `kinds` are dtype, shape and bytes of each tensor in it.
+        """
+        self._runtime, self._kinds, self.name, self._stream, self.step = runtime, kinds, name, stream, runtime.step
+        self._landing = landing = runtime._landing
+        self._block = block = landing.take(0 if packed is None else packed.nbytes)
         self._lending = block.lending
-        self.step = runtime.step
-        self._kinds = kinds
-        self._stream = stream
+        try:
+            if packed is not None:
+                runtime._copied_to_host(block, packed)
+            self.done = runtime._fence_behind(stream)
+        except BaseException:
+            landing.release(block, runtime.record(stream), self.step, stream.key)  # the copy may be under way
+            raise
+        runtime.counters.device_to_host_copies += 1
         self._arrays: list[Array] | None = None
         self._lent = True
 
@@ -178,27 +184,31 @@ class Download(OfThisProcess):
             CaptureError: the current stream is being captured; its fences may then not be queried.
             Violation: STAGING_REUSED, at `cheap`: the memory was given to another copy meanwhile.
         """
-        if self._arrays is None:
-            if self._runtime.capturing:
-                self._runtime.refuse_capture(f"{self.name}: resolve")
+        arrays = self._arrays
+        if arrays is None:
+            runtime, block = self._runtime, self._block
+            if runtime.capturing:
+                runtime.refuse_capture(f"{self.name}: resolve")
             if not self.done.query():
                 self.done.wait()
             self._lent = False  # from here on the block is given back below, or is already another's
             if levels.cheap:
-                lent = self._block.lending
-                if lent == self._lending:
+                if block.lending == self._lending:
                     times_checked[_STAGING_REUSED] += 1
                 else:
-                    invariants.staging_reused(self._lending, lent, object=self, operation="resolve", step=self.step)
-            arrays, start, block = [], 0, self._block
+                    invariants.staging_reused(
+                        self._lending, block.lending, object=self, operation="resolve", step=self.step
+                    )
+            arrays, start, contents = [], 0, block.bytes
             for dtype, shape, nbytes in self._kinds:
-                array = block.bytes[start : start + nbytes].copy().view(dtype)  # as bytes: it may not be aligned there
+                array = contents[start : start + nbytes].copy().view(dtype)  # as bytes: it may not be aligned there
                 arrays.append(array if len(shape) == 1 else array.reshape(shape))
                 start += nbytes
-            self._runtime.host_accesses(block.tensor, 0, start, "download: take out", writes=False)
+            if runtime.notes_host:
+                runtime.host_accesses(block.tensor, 0, start, "download: take out", writes=False)
             self._arrays = arrays
             self._landing.give_up(block)
-        return self._arrays
+        return arrays
 
 
 @final
@@ -367,6 +377,14 @@ class Runtime(OfThisProcess, abc.ABC):
             remedy = "make one runtime per thread and process, or pass the call to the owning thread"
             raise OwnerThreadError(problem, name, remedy)
 
+    def stream_for(self, action: str) -> Stream:
+        """The current stream, for a call that its thread may make now: OwnerThreadError, CaptureError."""
+        if threading.get_ident() != self.owner.ident:
+            self.check_owner(action)
+        if self.capturing:
+            self.refuse_capture(action)
+        return self.current_stream
+
     def next_step(self) -> int:
         """Begins the next step; its number. STAGING_OVERRUN, at `cheap`: more are in flight than were declared."""
         if threading.get_ident() != self.owner.ident:
@@ -484,14 +502,15 @@ class Runtime(OfThisProcess, abc.ABC):
             problem = f"upload: expected at least {nbytes} bytes of memory, got {into.numel()}"
             raise ShapeError(problem, nbytes, "pass a larger tensor as `into`")
         block = self._staging.take(nbytes)
-        self.host_accesses(block.tensor, 0, nbytes, "staging: fill", writes=True)
+        if self.notes_host:
+            self.host_accesses(block.tensor, 0, nbytes, "staging: fill", writes=True)
         for array, (start, _, _) in zip(arrays, places, strict=True):
             block.write(array, start)
         stream = self.current_stream
         try:
             buffer, ready = self.copied(block, nbytes, stream, into=into)
         except BaseException:
-            self._give_back(block, self._staging, stream)
+            self._staging.release(block, self.record(stream), self.step, stream.key)  # it may be under way
             raise
         self._staging.release(block, ready, self.step, stream.key)
         return PackedUpload(buffer, stream, ready, places)
@@ -507,10 +526,6 @@ class Runtime(OfThisProcess, abc.ABC):
         counters.host_to_device_copies += 1
         counters.host_to_device_bytes += nbytes
         return buffer, self._fence_behind(stream)
-
-    def _give_back(self, block: StagingBlock, staging: Staging, stream: Stream) -> None:
-        """Gives back a block whose copy failed, or was interrupted: behind a fence, since it may be under way."""
-        staging.release(block, self.record(stream), self.step, stream.key)
 
     def download(
         self, tensors: Sequence[torch.Tensor], *, name: str = "download", stream: Stream | None = None
@@ -529,38 +544,18 @@ class Runtime(OfThisProcess, abc.ABC):
             stream = self.current_stream
         kinds, parts = [], []
         for tensor in tensors:
-            kinds.append((numpy_dtype(tensor.dtype), tensor.shape, tensor.nbytes))
-            if tensor.stride() != FLAT:  # not by a view: torch keeps the stride of a single element, whatever it is
-                tensor = tensor.contiguous().as_strided((tensor.numel(),), FLAT)
-            if tensor.numel():
-                parts.append(tensor)
-        packed = parts[0] if parts else None
+            dtype, nbytes = NUMPY_DTYPES.get(tensor.dtype), tensor.nbytes
+            if dtype is None:
+                dtype = numpy_dtype(tensor.dtype)  # refuses
+            kinds.append((dtype, tensor.shape, nbytes))
+            if nbytes:
+                # Not by a view: torch keeps the stride of a single element, whatever it is.
+                flat = tensor.stride() == FLAT
+                parts.append(tensor if flat else tensor.contiguous().as_strided((tensor.numel(),), FLAT))
         if len(parts) > 1:
             parts = [part.view(torch.uint8) for part in parts]
-            packed = self.launch(torch.cat, parts, reads=parts, name=f"{name}: pack")
-        return self.land(packed, kinds, name, stream)
-
-    def land(
-        self,
-        packed: torch.Tensor | None,
-        kinds: Sequence[tuple[np.dtype[Any], tuple[int, ...], int]],
-        name: str,
-        stream: Stream,
-    ) -> Download:
-        """The copy of `download`: of a vector of bytes, or of a dtype that numpy has, or of nothing. For the library.
-
-        `kinds` are dtype, shape and bytes of each tensor in it; `stream` is the current one.
-        """
-        block = self._landing.take(0 if packed is None else packed.nbytes)
-        try:
-            if packed is not None:
-                self._copied_to_host(block, packed)
-            done = self._fence_behind(stream)
-        except BaseException:
-            self._give_back(block, self._landing, stream)
-            raise
-        self.counters.device_to_host_copies += 1
-        return Download(self, self._landing, block, done, stream, kinds, name)
+            parts = [self.launch(torch.cat, parts, reads=parts, name=f"{name}: pack")]
+        return Download(self, parts[0] if parts else None, kinds, name, stream)
 
     def read_back(self, tensor: torch.Tensor) -> Array:
         """Brings a device tensor to the host. Waits for the device: counted as a forced sync."""
@@ -686,6 +681,9 @@ class Runtime(OfThisProcess, abc.ABC):
             raise CaptureError(problem, None, "prepare inputs before the capture, into buffers with fixed addresses")
 
     # For test tools. The first two are hooks: a tool overrides them, and here they do nothing.
+
+    notes_host: ClassVar[bool] = False
+    """Whether `host_accesses` does something."""
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """Names the memory of a tensor, for reports."""

@@ -5,6 +5,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any, final
 
 import numpy as np
@@ -66,6 +67,12 @@ class CpuRuntime(Runtime):
     @property
     def current_stream(self) -> Stream:
         """The stream of the innermost `use`."""
+        return self._current
+
+    def stream_for(self, action: str) -> Stream:
+        """See `Runtime.stream_for`; here nothing is captured."""
+        if get_ident() != self.owner.ident:
+            self.check_owner(action)
         return self._current
 
     def use(self, stream: Stream) -> "_Window":

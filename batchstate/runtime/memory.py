@@ -154,15 +154,17 @@ class Staging:
         """A block of at least `nbytes` that no copy still reads. Never waits; makes a new one if all are in flight."""
         size = 1 << ((nbytes and nbytes - 1) | (SMALLEST_BLOCK - 1)).bit_length()  # a power of two
         free = self._free.get(size)
-        if not free:
-            self.reap()
-            free = self._free.get(size)
+        block = free.pop() if free else self._freed(size)
+        self._lendings = block.lending = self._lendings + 1
+        return block
+
+    def _freed(self, size: int) -> StagingBlock:
+        """A block that came back meanwhile, or a new one."""
+        self.reap()
+        free = self._free.get(size)
         if free is None:
             free = self._free[size] = [self._make(size) for _ in range(self.depth)]
-        block = free.pop() if free else self._make(size)
-        self._lendings += 1
-        block.lending = self._lendings
-        return block
+        return free.pop() if free else self._make(size)
 
     def release(self, block: StagingBlock, fence: Fence, step: int, stream: object = None) -> None:
         """Gives a block back once `fence`, recorded behind the copy that reads it, is complete.

@@ -120,7 +120,7 @@ class Audit:
         with runtime.use(lane.stream):
             runtime.use_on_current_stream(packed, made_on)
             runs = [(_BYTE, run.shape, run.shape[0]) for run in flat]
-            download = runtime.land(packed, runs, "watch", lane.stream)
+            download = Download(runtime, packed, runs, "watch", lane.stream)
         types = [(part.dtype, part.shape) for part in parts]
         lane.samples.append(_Sample(call, site, declared.requests(batch, on_host=True), hosts, types, download))
         self._hooked.count("samples")

@@ -184,10 +184,10 @@ class Watch:
         self._start = engine.runtime.counters.snapshot()
         self._waits: list[object] = []
         self._downloads: list[Download] = []
-        self._download = engine.runtime.land
+        self._download = engine.runtime.download
         self._run = engine.scheduler.forward.run
         self._wait = LateFence.wait
-        monkeypatch.setattr(engine.runtime, "land", self._noted_download)
+        monkeypatch.setattr(engine.runtime, "download", self._noted_download)
         monkeypatch.setattr(engine.scheduler.forward, "run", self._noted_run)
         waits = self
 
