@@ -581,6 +581,10 @@ class Allocator:
         live: npt.NDArray[np.bool_] = self.states[indices] == LIVE
         return live
 
+    def owners_of(self, rows: Ints) -> Ints:
+        """The generation of each of `rows`, which are in range, int64[n]; 0 for one that nobody owns."""
+        return self.of(rows) * self.live_among(rows)
+
     def live_indices(self) -> Ints:
         """In ascending order. Costs O(size)."""
         return np.flatnonzero(self.states == LIVE)

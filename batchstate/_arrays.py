@@ -389,6 +389,16 @@ def check_dense(tensor: torch.Tensor, subject: str) -> None:
         raise DtypeError(f"{subject}: a tensor of layout {tensor.layout}", str(tensor.layout), "pass a dense tensor")
 
 
+def check_rows(buffers: Iterable[torch.Tensor], counts: Sequence[int], device: torch.device, subject: str) -> None:
+    """Refuses memory on another device, and memory that has none of these counts of rows."""
+    for buffer in buffers:
+        if buffer.device != device:
+            raise DeviceError(f"{subject} of a tensor on {buffer.device}", buffer.device, f"pass memory on {device}")
+        if not buffer.ndim or len(buffer) not in counts:
+            remedy = "pass " + " or ".join(f"[{count}, ...]" for count in counts)
+            raise ShapeError(f"{subject} of shape {list(buffer.shape)}", tuple(buffer.shape), remedy)
+
+
 def signed_twin(dtype: torch.dtype) -> torch.dtype:
     """The dtype whose kernels move `dtype`: another of the same width where `dtype` has none of its own."""
     return _SIGNED.get(dtype, dtype)

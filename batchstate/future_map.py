@@ -102,6 +102,9 @@ class FutureMap(OfThisProcess):
         self._rows = self._allocated(capacity + 1)  # and one for padded rows of graphs, which nobody reads
         with torch.inference_mode(False):  # a view made in inference mode can be written there alone
             self._memory = {field: memory[:capacity] for field, memory in self._rows.items()}
+            apart = [memory for field, memory in self._memory.items() if field not in self._places]
+            for memory in [self._record[:capacity], *apart] if self._places else apart:
+                self.runtime.own_rows(memory, slots.owners_of)
         self._source = Source(self.runtime, self._fields, repr(self), slots.pool_id)
         self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=self._source.label)
         self._transaction = slots.transaction

@@ -14,7 +14,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, size_of
-from batchstate._arrays import amounts, count
+from batchstate._arrays import amounts, check_rows, count
 from batchstate._core import SlotStates
 from batchstate.errors import ArgumentError
 from batchstate.mirror import Contract, Slots, StateRow, state_type
@@ -192,6 +192,17 @@ class HybridSlotPool(SlotPool):
     def state_capacity(self, kind: str | None = None) -> int:
         """Rows of a tensor that states index: the largest state + 1."""
         return self._owner(kind).allocator.capacity
+
+    def register_states(self, *buffers: torch.Tensor, kind: str | None = None) -> None:
+        """Says which memory of the engine states index, for the race detector: it then knows whose the rows are.
+
+        Raises:
+            ShapeError, DeviceError: buffers are [state_capacity, ...], on the device.
+        """
+        states = self._owner(kind).allocator
+        check_rows(buffers, (states.capacity,), self.runtime.device, f"{self.name}: register_states")
+        for buffer in buffers:
+            self.runtime.own_rows(buffer, states.owners_of)
 
     def state_stats(self, kind: str | None = None) -> SlotStats:
         """The states in numbers; `stats` has the slots."""

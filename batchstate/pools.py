@@ -23,7 +23,7 @@ from batchstate.errors import DtypeError
 from batchstate.invariants import times_checked
 from batchstate.mirror import Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
+from batchstate.runtime.base import Fence, OfThisProcess, Owners, Runtime, check_fence
 from batchstate.tables import RowZero, Table
 
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
@@ -123,6 +123,7 @@ class SlotPool(OfThisProcess):
             runtime, ordinary, reserve=reserved, label=label, transaction=self.transaction, name=name
         )
         self._core = self._allocator.core
+        self.owners_of: Owners = self._allocator.owners_of
         self.transaction.launches = Launches(runtime, self._core.arrays["forward"])
         self.size, self.reserve, self.capacity = ordinary, reserved, self._allocator.capacity
         self.pool_id = self._allocator.pool_id

@@ -111,6 +111,8 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
         self._fixed_part = self._fixed.memory[:used]
         self._packed_part = self._fixed.memory[:packed]
         self.receive(batch.empty(runtime), (), self._extras)
+        for view in self._views.values():
+            runtime.own_rows(view, lambda rows: np.full(rows.size, runtime.step), by_step=True)
 
     def __repr__(self) -> str:
         return f"StaticBuffers({self._batch.__name__}, {self.num_reqs} requests in {self.rows} rows)"

@@ -32,7 +32,7 @@ from batchstate.errors import (
     wrong_shape,
 )
 from batchstate.mirror import Handles, MirroredTensor, rows_of
-from batchstate.runtime.base import Fence, OfThisProcess, Runtime, check_fence
+from batchstate.runtime.base import Fence, OfThisProcess, Owners, Runtime, check_fence
 from batchstate.runtime.memory import FixedMemory, ReadyTensor, as_on_host, host_dtype
 from batchstate.violations import Code, Where
 
@@ -50,12 +50,17 @@ ROW_UNWRITTEN = Code.ROW_UNWRITTEN
 
 
 class IndexSpace(Protocol):
-    """A pool, as a table sees it, whose indices name its rows: `capacity` of them, 0 included."""
+    """A pool, as a table sees it, whose indices name its rows: `capacity` of them, 0 included.
+
+    Attributes:
+        owners_of: for `Runtime.own_rows`.
+    """
 
     name: str
     runtime: Runtime
     capacity: int
     transaction: "Transaction"
+    owners_of: Owners
 
     def rows_of(self, handles: Any, operation: str, *, padded: bool = False) -> Ints:
         """The numbers of handles of this pool that are all live, int64[n]; with `padded` the last ones may be padding.
@@ -170,6 +175,7 @@ class Table(OfThisProcess):
         with torch.inference_mode(False):  # a view made in inference mode can be written there alone
             self._flat = device.view(signed_twin(device.dtype)).view(-1)
         self._fixed = FixedMemory(self.runtime, device)
+        self.runtime.own_rows(device, space.owners_of)
         self._host: Array | None = None
         self._changes: Changes | None = None
         self._written = np.zeros(self.capacity, dtype=np.int64)  # the generation that each row was last written for

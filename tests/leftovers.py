@@ -8,7 +8,21 @@ No stream is missing here: everything runs on one, or waits as it should. Each i
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+
+from batchstate import (
+    Batch,
+    FutureMap,
+    HybridSlotPool,
+    PagePool,
+    SlotPool,
+    StaticBuffers,
+    checks,
+    mirrored,
+    relay_field,
+    slot_column,
+)
 
 Program = Callable[[Any, bool], Any]
 PROGRAMS: dict[str, Program] = {}
@@ -192,3 +206,118 @@ def rows_of_two_owners(cuda: Any, racy: bool) -> Any:
     table[rows(1, 2)] = torch.ones(2, 2, dtype=torch.int64, device="cuda")
     cuda.owned_by(table, [2], "c")
     return table.index_select(0, rows(1, 2) if racy else rows(1))
+
+
+# Memory of our own pools, whose owners nobody declares. `rt` is the runtime of the pools.
+
+
+class Running(Batch):
+    """Requests with one number each."""
+
+    slots = slot_column()
+    lens = mirrored(torch.int32)
+
+
+OWN: dict[str, Program] = {}
+
+
+def own(function: Program) -> Program:
+    """Registers a program by its name."""
+    OWN[function.__name__] = function
+    return function
+
+
+@own
+def row_of_a_table(rt: Any, racy: bool) -> Any:
+    """A slot gets its next request, and a kernel that has the table's address reads its row."""
+    slots = SlotPool(rt, 1)
+    table = slots.table("temperatures", (3,), torch.float32)
+    first = slots.take(1)
+    table.write(first, None, [[0.5, 0.5, 0.5]])
+    slots.free(first, after=None)
+    second = slots.take(1)
+    if not racy:
+        table.write(second, [1], [1.0])  # a kernel reads no further than its owner has written
+    return table.memory.index_select(0, second.device)
+
+
+@own
+def entry_of_a_relay(rt: Any, racy: bool) -> Any:
+    """A forward takes two fields for a request that has published one, with checks off."""
+    slots = SlotPool(rt, 1)
+    relay = FutureMap(slots, {"token": relay_field(torch.int64), "hidden": relay_field(torch.float32, (400,))})
+    first = slots.take(1)
+    relay.publish(first, token=[7], hidden=np.ones((1, 400), np.float32))
+    slots.free(first, after=None)
+    second = slots.take(1)
+    relay.publish(second, token=[8])
+    if not racy:
+        relay.publish(second, hidden=np.zeros((1, 400), np.float32))
+    with checks("off"):
+        return relay.gather(second, "token"), relay.gather(second, "hidden")
+
+
+@own
+def padded_rows_of_static_buffers(rt: Any, racy: bool) -> Any:
+    """A step fills the rows of its two requests with a kernel of its own; the graph reads all four rows."""
+    slots = SlotPool(rt, 4)
+    buffers = StaticBuffers(rt, Running, rows=4)
+    batch = Running.build(rt, slots=slots.take(3), lens=[5, 6, 7])
+    for step in range(2):
+        rt.next_step()
+        if step == 0 or not racy:
+            batch.to_static(buffers)
+        else:
+            buffers["lens"][:2].fill_(8)
+        total = buffers["lens"] * 2
+        rt.synchronize()
+    return total
+
+
+@own
+def row_of_a_state(rt: Any, racy: bool) -> Any:
+    """The recurrent state of a new request goes on from what the request before has left."""
+    slots = HybridSlotPool(rt, 1, states=1)
+    memory = rt.device_zeros((slots.state_capacity(), 3), torch.float32)
+    slots.register_states(memory)
+    for request in range(2):
+        slot = slots.take(1)
+        row = slots.states_of(slot)[0, 0]
+        if request == 0 or not racy:
+            memory[row].fill_(1.0)
+        memory[row].mul_(0.5)
+        slots.free(slot, after=None)
+    return memory
+
+
+@own
+def token_of_a_page(rt: Any, racy: bool) -> Any:
+    """A page gets its next request, which attends one token more than it has written."""
+    pages = PagePool(rt, SlotPool(rt, 1), 1, 4, max_tokens_per_request=4)
+    memory = rt.device_zeros((8, 2), torch.float32)
+    pages.register_kv(memory)
+    for count in (4, 2):
+        slot = pages.slots.take(1)
+        first = int(pages.extend(slot, count).locations.np[0])
+        memory[first : first + count].fill_(count)
+        read = memory[first : first + (3 if racy else count)].sum()
+        pages.release_requests(slot, after=None)
+    return read
+
+
+@own
+def page_by_page(rt: Any, racy: bool) -> Any:
+    """A kernel may read all of a page that its request has begun. The next request writes its keys, and no values."""
+    pages = PagePool(rt, SlotPool(rt, 1), 1, 4, max_tokens_per_request=4)
+    memory = rt.device_zeros((2, 2, 4, 2), torch.float32)  # keys and values of each page
+    pages.register_kv(memory[:, 0], memory[:, 1])
+    for count in (4, 2):
+        slot = pages.slots.take(1)
+        pages.extend(slot, count)
+        page = int(pages.pages_of(slot).np[0])
+        memory[page, 0, :count].fill_(count)
+        if count == 4 or not racy:
+            memory[page, 1, :count].fill_(count)
+        read = memory[page, 0].sum() + memory[page, 1].sum()
+        pages.release_requests(slot, after=None)
+    return read

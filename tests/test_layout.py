@@ -66,11 +66,11 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        13_100,
+        13_140,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_220),
-    "watch": (("watch",), 3_055),
+    "watch": (("watch",), 2_700),
     "races": (("races",), 10_300),
     "fuzz tools": (("testing",), 3_920),
     "replay": (("replay",), 2_410),
@@ -86,6 +86,7 @@ fields that may be stale, and publishes of a graph. The runtime had 1,640: 45 ar
 which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 220 of
 transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of
 tokens, and ranks that compare what they hold; 40 of the state are for a mark of what is written in each KV memory.
+35 of the state are for rows that say whose they are, and for memory of states.
 Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings and 35 a bound of a single step: the oracle is
 the model a second time, for integers, so that no tensor says what is right; the shrinker knows of pages, where that of
 Hypothesis stops early;
@@ -101,11 +102,11 @@ in the words of a class that others wrote, calls that type checkers refuse, and 
 had 530: 170 are `replay`.
 """
 
-MOST_LINES, MOST_FILES = 46_645, 162
-BESIDE = {"tests/selfcheck": 13_260, "examples/traffic": 1_200}
+MOST_LINES, MOST_FILES = 46_350, 162
+BESIDE = {"tests/selfcheck": 13_290, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
-OTHER_TESTS = 43_900
+OTHER_TESTS = 44_100
 
 MOST_FLOORS = 12
 

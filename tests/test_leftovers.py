@@ -2,18 +2,23 @@
 
 # mypy: disable-error-code="no-untyped-call"
 
+import contextlib
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from batchstate import SlotPool, checks
 from batchstate.cli import main
 from batchstate.errors import ArgumentError
 from batchstate.races import Race, RaceKind, RaceRuntime
 from batchstate.races.cuda import cuda_on_cpu
-from tests.leftovers import PROGRAMS
+from batchstate.runtime import Runtime, open_runtime
+from tests.leftovers import OWN, PROGRAMS
 from tests.selfcheck.machines.plain_torch import watched_over
 
 
@@ -36,6 +41,62 @@ def test_beside_a_device(name: str) -> None:
         with cuda_on_cpu(on_race="collect") as device, watched_over(device, on_race="collect") as cuda:
             PROGRAMS[name](cuda, racy)
         assert {race.kind for race in cuda.races} == ({RaceKind.LEFTOVER_READ} if racy else set()), cuda.races
+
+
+@contextlib.contextmanager
+def opened(tool: str) -> Iterator[tuple[RaceRuntime, Runtime]]:
+    """The race detector, and the runtime of the pools that it is to find out about."""
+    with contextlib.ExitStack() as stack:
+        if tool == "race":
+            rt = stack.enter_context(RaceRuntime(on_race="collect"))
+            yield rt, rt
+            return
+        cuda: Any = stack.enter_context(cuda_on_cpu(on_race="collect"))
+        if tool == "watch_cuda":
+            stack.enter_context(checks("full"))
+            cuda = stack.enter_context(watched_over(cuda, on_race="collect"))
+        yield cuda, open_runtime("cuda")
+
+
+@pytest.mark.parametrize("tool", ["race", "cuda_on_cpu", "watch_cuda"])
+@pytest.mark.parametrize("name", OWN)
+def test_pools_say_whose_their_rows_are(name: str, tool: str) -> None:
+    """Nothing is declared: what an earlier owner of a row has left is found, and the repaired program is silent."""
+    for racy in (True, False):
+        with opened(tool) as (detector, rt):
+            OWN[name](rt, racy)
+        assert {race.kind for race in detector.races} == ({RaceKind.LEFTOVER_READ} if racy else set()), detector.races
+        for race in detector.races:
+            assert "leftovers.py:" in f"{race.first.site} {race.first.caller}"
+            assert "leftovers.py:" in f"{race.second.site} {race.second.caller}"
+    assert Runtime.told_owners == []
+
+
+def test_a_watch_below_full_is_not_told() -> None:
+    """To look an index up on a GPU is to wait for it."""
+    with cuda_on_cpu(on_race="collect") as device, watched_over(device, on_race="collect") as cuda:
+        OWN["row_of_a_table"](open_runtime("cuda"), True)
+    assert cuda.races == ()
+    assert len(device.races) == 1
+
+
+def test_memory_of_a_pool_that_is_not_judged() -> None:
+    """A read of all rows, rows of padding, rows that nobody owns, and memory whose rows lie in pieces."""
+    with RaceRuntime() as rt:
+        slots = SlotPool(rt, 2)
+        table = slots.table("marks", (2,), torch.int64)
+        pieces = slots.adopt(rt.device_zeros((3, 8), torch.int64), "pieces")
+        first = slots.take(2)
+        for each in (table, pieces):
+            each.write(first, None, np.ones((2, each.shape[1]), np.int64))
+        rt.own_rows(pieces.memory.view(3, 4, 2).transpose(1, 2), slots.owners_of)
+        slots.free(first, after=None)
+        table.memory[1:] + 1
+        slots.take(2)
+        table.memory + 1
+        table.memory[:1] + 1
+        with pytest.raises(Race, match=r"reads for generation 2 what scatter_ .* wrote for generation 1"):
+            table.memory[1] + 1
 
 
 def test_a_report_names_both_owners() -> None:

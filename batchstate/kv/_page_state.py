@@ -19,7 +19,7 @@ from batchstate.invariants import times_checked
 from batchstate.kv._lengths import AHEAD
 from batchstate.mirror import Contract, Handles, Pages
 from batchstate.runtime.agreement import QueriedFence
-from batchstate.runtime.base import Fence, Runtime, Stream
+from batchstate.runtime.base import Fence, Owners, Runtime, Stream
 from batchstate.violations import Code, Where
 
 if TYPE_CHECKING:
@@ -482,6 +482,14 @@ class PageSpace:
         self.kind, self.per_page = kind, per_page
         self.capacity = (holders.rows.num_pages + 1) * per_page
         self._holders = holders
+        generations, held = holders.rows.arrays["generation"], holders.rows.arrays["holders"]
+
+        def owners_of(rows: Ints) -> Ints:
+            pages = rows // per_page
+            owners: Ints = generations[pages] * (held[pages] > 0)
+            return owners
+
+        self.owners_of: Owners = owners_of
 
     def generations_of(self, numbers: Ints) -> Ints:
         """The present generations of the pages of `numbers`, int64[n]."""

@@ -9,7 +9,7 @@ import torch
 
 from batchstate import invariants
 from batchstate._arrays import arange_per_row, converted
-from batchstate.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.runtime.memory import numpy_dtype
 from batchstate.tables import Table
 
@@ -44,18 +44,6 @@ def check_map(pool: "PagePool", table: Table, of: "PagePool", operation: str) ->
     where = pool._where(operation)
     where["column"] = table.name
     invariants.table_link(locations[written], expected[written], actual[written], **where)
-
-
-def check_buffers(pool: "PagePool", buffers: tuple[torch.Tensor, ...]) -> None:
-    """Refuses KV memory that locations or pages do not index."""
-    label = f"{pool.name}: register_kv"
-    for buffer in buffers:
-        if buffer.device != pool.runtime.device:
-            remedy = f"pass memory on {pool.runtime.device}"
-            raise DeviceError(f"{label} of a tensor on {buffer.device}", buffer.device, remedy)
-        if not buffer.ndim or buffer.shape[0] not in (pool.location_capacity, pool.num_pages + 1):
-            remedy = f"pass [{pool.location_capacity}, ...] or [{pool.num_pages + 1}, ...]"
-            raise ShapeError(f"{label} of shape {list(buffer.shape)}", tuple(buffer.shape), remedy)
 
 
 def check_page_zero(pool: "PagePool", buffers: Sequence[torch.Tensor], operation: str) -> None:

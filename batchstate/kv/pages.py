@@ -16,14 +16,14 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import Amount, amounts, as_array, count, read_only, shape_of
+from batchstate._arrays import Amount, amounts, as_array, check_rows, count, read_only, shape_of
 from batchstate._core import PageRows, Requests, tally
 from batchstate._origin import Origin
 from batchstate.errors import ArgumentError, ShapeError, another_runtime, expected, unexplained
 from batchstate.invariants import times_checked
 from batchstate.kv import _lengths as lengths_of
 from batchstate.kv._page_state import KV, PageHolders, PageSpace
-from batchstate.kv._page_tables import check_buffers, check_map, check_map_to, check_page_zero, check_req_to_token
+from batchstate.kv._page_tables import check_map, check_map_to, check_page_zero, check_req_to_token
 from batchstate.kv._sharing import PageLease, PageSharing, Source
 from batchstate.mirror import Locations, MirroredTensor, NewLocations, Pages, Slots, lined_up
 from batchstate.nvtx import ranges
@@ -407,7 +407,8 @@ class PagePool(OfThisProcess):
             ArgumentError: another memory, while requests, leases or a prefix cache have pages.
         """
         self.runtime.check_owner(f"{self.name}: register_kv")
-        check_buffers(self, buffers)
+        label = f"{self.name}: register_kv"
+        check_rows(buffers, (self.location_capacity, self.num_pages + 1), self.runtime.device, label)
         rows = self._rows
         if memory not in self.writes.marks:
             if used := self.num_pages - rows.free + rows.idle:
@@ -415,6 +416,9 @@ class PagePool(OfThisProcess):
                 raise ArgumentError(problem, memory, "register each memory before the first page is taken")
             self.writes.marks[memory] = np.zeros(rows.capacity, dtype=np.int64)
         self._kv.extend(buffers)
+        for buffer in buffers:
+            space = "location" if len(buffer) == self.location_capacity else "page"
+            self.runtime.own_rows(buffer, self._spaces[space].owners_of)
 
     def check_kv(self, operation: str = "check_kv") -> None:
         """Checks, at `full`, that page 0 of the registered KV memory is finite (PAGE_ZERO_FINITE), on this stream."""

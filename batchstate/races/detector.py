@@ -25,6 +25,7 @@ from batchstate.races.tracing.clocks import HOST, Clocks, StreamClock
 from batchstate.races.tracing.memory import HOST_KINDS, Allocation, MemoryKind, Name
 from batchstate.races.tracing.regions import ByteRegion, union_of
 from batchstate.races.waits import WORK, Waits
+from batchstate.runtime.base import Runtime
 from batchstate.violations import Breach, Violation
 
 _RECENT = 32
@@ -284,7 +285,7 @@ class Detector:
         for allocation, region, writes in accesses:
             self.accesses += 1
             before = (True, allocation.writes), (False, allocation.reads)
-            if allocation.declared and (updates or not writes):
+            if allocation.declared and (updates or not writes) and not Runtime.inspecting:
                 self._check_owner(allocation, entry, region)
             if self.waits is not None:
                 for _, logs in before if writes else before[:1]:
@@ -320,8 +321,7 @@ class Detector:
         """Reports a read of what somebody else has left in declared memory."""
         __tracebackhide__ = True
         for declared in allocation.declared:
-            left = declared.leftover(entry, region)
-            if left is not None:
+            if (left := declared.leftover(region)) is not None:
                 self.report(
                     RaceKind.LEFTOVER_READ,
                     allocation,

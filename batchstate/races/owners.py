@@ -1,25 +1,24 @@
 """Whose value is read: elements that an earlier owner of a row, or an earlier step, has left.
 
 A value may be well ordered and still be another's: a slot, a page or a buffer has a new owner, and nobody has written
-it since. Nothing is compared by value, so integers and zeros count as any other number. An engine declares its own
-tensors: which rows have an owner, or which buffers are written anew in each step.
+it since. Nothing is compared by value, so integers and zeros count as any other number. Pools declare their rows.
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from batchstate.errors import ArgumentError
 from batchstate.races.history import Entry
-from batchstate.races.tracing.regions import ByteRegion
+from batchstate.races.tracing.regions import ByteRegion, of_pieces
+from batchstate.runtime.base import Owners
 
 Ints = npt.NDArray[np.int64]
 
-Owners = Callable[[], "Mapping[int, Hashable] | npt.NDArray[Any]"]
+AskedOwners = Callable[[], "Mapping[int, Hashable] | npt.NDArray[Any]"]
 """Row -> its owner. An array has one entry for each row, and 0 for nobody."""
 
 Valid = Callable[[], "int | Mapping[int, int]"]
@@ -28,18 +27,8 @@ Valid = Callable[[], "int | Mapping[int, int]"]
 _NOBODY = 0
 
 
-@final
-@attrs.frozen
-class Leftover:
-    """An element that is read for one and was written for another.
-
-    Attributes:
-        region: all such elements of the read with the same writer.
-        event: that wrote it.
-        stream: of the event, by number.
-        left: words for who has left it.
-        wanted: words for whom it is read.
-    """
+class Leftover(NamedTuple):
+    """Elements that are read for one and were written for another, by one event of a stream; both in words."""
 
     region: ByteRegion
     event: int
@@ -50,36 +39,56 @@ class Leftover:
 
 @final
 class Declared:
-    """A declared tensor: of each element, for whom, in which step and by which event it was written last.
+    """Memory with owners: of each of its units, for whom and by which event it was written last.
+
+    A unit is an element, or a row, which counts as written once any of it is.
 
     Args:
-        tensor: contiguous, rows first.
-        owner: asked before each access; None where owners are told by `give`.
-        fresh: whether an element counts for the step that wrote it alone.
-        valid: the elements that count, see `Valid`; without it a read of all elements counts for nothing.
-
-    Raises:
-        ArgumentError: the tensor is not contiguous, or has no rows.
+        tensor: rows first.
+        owners: see `Runtime.own_rows`; None where `give` or `ask` tells them, who then have names.
+        by: word for their numbers.
+        valid: the elements that count, see `Valid`; without it a read of all units counts for nothing.
+        rows: whether rows are the units, each of which lies in one piece.
     """
 
     def __init__(
-        self, tensor: torch.Tensor, owner: Owners | None = None, *, fresh: bool = False, valid: Valid | None = None
+        self,
+        tensor: torch.Tensor,
+        owners: Owners | None = None,
+        *,
+        by: str = "",
+        valid: Valid | None = None,
+        rows: bool = False,
     ) -> None:
-        if not tensor.ndim or not tensor.is_contiguous():
-            problem = f"owners of a tensor {list(tensor.shape)} with strides {list(tensor.stride())}"
-            raise ArgumentError(problem, tuple(tensor.shape), "declare a contiguous tensor with one row per owner")
         self.rows = len(tensor)
-        self._owner, self._fresh, self._valid = owner, fresh, valid
-        self._width = tensor.numel() // max(self.rows, 1)
-        self._size = tensor.element_size()
-        self._start = int(tensor.storage_offset()) * self._size
-        self._names: list[Hashable] = [None]
-        self._numbers: dict[Hashable, int] = {None: _NOBODY}
+        self._by, self._valid = by, valid
+        self._width = 1 if rows else tensor.numel() // max(self.rows, 1)
+        size = tensor.element_size()
+        self._size, self._stride = (tensor[0].nbytes, int(tensor.stride(0)) * size) if rows else (size, size)
+        self._start = int(tensor.storage_offset()) * size
         self._of_row = np.zeros(self.rows, np.int64)
-        self._written_for = np.zeros(tensor.numel(), np.int64)
-        self._step = np.full(tensor.numel(), -1, np.int64)
-        self._event = np.zeros(tensor.numel(), np.int64)
-        self._stream = np.zeros(tensor.numel(), np.int16)
+        self._owners: Owners = self._of_row.__getitem__ if owners is None else owners
+        self._numbers: dict[Hashable, int] = {None: _NOBODY}
+        units = self.rows * self._width
+        self._written_for = np.zeros(units, np.int64)
+        self._event = np.zeros(units, np.int64)
+        self._stream = np.zeros(units, np.int16)
+
+    def ask(self, owner: AskedOwners) -> None:
+        """Owners are asked before each access."""
+
+        def owners(rows: Ints) -> Ints:
+            now = owner()
+            if isinstance(now, np.ndarray):
+                self._of_row[:] = [self._number(who) if who else _NOBODY for who in now.tolist()]
+            else:
+                self._of_row[:] = _NOBODY
+                for row, who in now.items():
+                    self._of_row[row] = self._number(who)
+            numbers: Ints = self._of_row[rows]
+            return numbers
+
+        self._owners = owners
 
     def give(self, rows: Any, who: Hashable) -> None:
         """Rows belong to `who` from now on; None for nobody.
@@ -93,68 +102,46 @@ class Declared:
         self._of_row[chosen] = self._number(who)
 
     def _number(self, who: Hashable) -> int:
-        number = self._numbers.setdefault(who, len(self._names))
-        if number == len(self._names):
-            self._names.append(who)
-        return number
+        return self._numbers.setdefault(who, len(self._numbers))
 
-    def _ask(self) -> None:
-        if self._owner is None:
-            return
-        owners = self._owner()
-        if isinstance(owners, np.ndarray):
-            self._of_row[:] = [self._number(who) if who else _NOBODY for who in owners.tolist()]
-        else:
-            self._of_row[:] = _NOBODY
-            for row, who in owners.items():
-                self._of_row[row] = self._number(who)
-
-    def _elements(self, region: ByteRegion) -> Ints:
-        """The elements of a region, in order."""
+    def _units(self, region: ByteRegion) -> Ints:
+        """The units of which a region has some bytes, in order."""
         exact = region.exact()
         if exact is None:
             return np.zeros(0, np.int64)
         starts, ends = exact.bounds()
-        first = np.clip((starts - self._start) // self._size, 0, len(self._event))
-        last = np.clip(-(-(ends - self._start) // self._size), 0, len(self._event))
-        return np.concatenate([np.arange(lo, hi) for lo, hi in zip(first.tolist(), last.tolist(), strict=True)])
+        first = np.clip((starts - self._start - self._size) // self._stride + 1, 0, len(self._event))
+        last = np.clip(-(-(ends - self._start) // self._stride), 0, len(self._event))
+        counts = np.maximum(last - first, 0)
+        units: Ints = np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)
+        return units[np.diff(units, prepend=-1) > 0]
 
     def wrote(self, entry: Entry, region: ByteRegion) -> None:
         """An event has written some bytes."""
-        self._ask()
-        at = self._elements(region)
-        self._written_for[at] = self._of_row[at // self._width]
-        self._step[at], self._event[at], self._stream[at] = entry.step, entry.number, entry.stream.number
+        at = self._units(region)
+        self._written_for[at] = self._owners(at // self._width)
+        self._event[at], self._stream[at] = entry.number, entry.stream.number
 
-    def leftover(self, entry: Entry, region: ByteRegion) -> Leftover | None:
-        """The first element that an event reads and that somebody else has left, or None."""
-        self._ask()
-        at = self._elements(region)
+    def leftover(self, region: ByteRegion) -> Leftover | None:
+        """The first unit that is read and that somebody else has left, or None."""
+        at = self._units(region)
         if self._valid is not None:
             at = at[self._counts(at, self._valid())]
         elif len(at) == len(self._event):
             return None
-        rows = at // self._width
-        own, then = self._of_row[rows], self._written_for[at]
+        own, then = self._owners(at // self._width), self._written_for[at]
         wrong = (own != _NOBODY) & (then != _NOBODY) & (own != then)
-        if self._fresh:
-            wrong |= (self._step[at] >= 0) & (self._step[at] < entry.step)
         if not wrong.any():
             return None
-        first = at[np.argmax(wrong)]
-        event = int(self._event[first])
+        first = int(np.argmax(wrong))
+        event = int(self._event[at[first]])
         shared = at[wrong & (self._event[at] == event)]
-        apart = np.flatnonzero(np.diff(shared) > 1) + 1
-        starts = shared[np.concatenate(([0], apart))] * self._size + self._start
-        ends = (shared[np.concatenate((apart - 1, [len(shared) - 1]))] + 1) * self._size + self._start
-        whole = int(starts[0]), int(ends[-1])
-        kept = ByteRegion(*whole) if len(starts) == 1 else ByteRegion(*whole, starts, ends)
-        row = first // self._width
-        if own[np.argmax(wrong)] != then[np.argmax(wrong)]:
-            words = (f"{self._names[int(then[np.argmax(wrong)])]!r}", f"{self._names[int(self._of_row[row])]!r}")
-        else:
-            words = (f"step {self._step[first]}", f"step {entry.step}")
-        return Leftover(kept, event, int(self._stream[first]), *words)
+        kept = of_pieces(shared * self._stride + self._start, self._size) or region
+        left, wanted = self._name(int(then[first])), self._name(int(own[first]))
+        return Leftover(kept, event, int(self._stream[at[first]]), left, wanted)
+
+    def _name(self, number: int) -> str:
+        return f"{self._by} {number}" if self._by else repr([*self._numbers][number])
 
     def _counts(self, at: Ints, valid: "int | Mapping[int, int]") -> npt.NDArray[np.bool_]:
         rows = at // self._width

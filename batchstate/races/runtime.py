@@ -15,13 +15,14 @@ from typing import Any, Literal, Self, TypeVar, final
 from unittest.mock import patch
 
 import attrs
+import numpy as np
 import torch
 
 from batchstate._source_lines import SourceLine, source_line
 from batchstate.errors import ArgumentError
 from batchstate.races.detector import Detector, OnRace
 from batchstate.races.hints import HintFor, hint_for
-from batchstate.races.owners import Declared, Owners, Valid
+from batchstate.races.owners import AskedOwners, Declared, Valid
 from batchstate.races.report import EventKind, RaceReport
 from batchstate.races.tracer import RaceTracer
 from batchstate.races.tracing.clocks import Clocks, StreamClock
@@ -30,7 +31,7 @@ from batchstate.races.tracing.memory import MemoryKind
 from batchstate.races.tracing.runtime import TracedRuntime
 from batchstate.races.waits import Waits, WideWait
 from batchstate.runtime import DoneFence, Fence, MappedMemory, Runtime, Stream
-from batchstate.runtime.base import Array, foreign_fence
+from batchstate.runtime.base import Array, Owners, foreign_fence
 from batchstate.runtime.memory import StagingBlock
 
 
@@ -314,7 +315,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
 
     # Whose values
 
-    def rows_of(self, table: torch.Tensor, owner: Owners | None = None, *, valid: Valid | None = None) -> None:
+    def rows_of(self, table: torch.Tensor, owner: AskedOwners | None = None, *, valid: Valid | None = None) -> None:
         """Declares that each row of a table has an owner: reading what another owner has left is a `LEFTOVER_READ`.
 
         Args:
@@ -327,7 +328,9 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         Raises:
             ArgumentError: the table is not contiguous, or no memory that the detector knows.
         """
-        self._declare(table, Declared(table, owner, valid=valid))
+        declared = self._declare(table, valid)
+        if owner is not None:
+            declared.ask(owner)
 
     def owned_by(self, table: torch.Tensor, rows: Any, who: Hashable) -> None:
         """Tells that rows belong to `who` from now on, or with None to nobody. The first call declares the table.
@@ -337,34 +340,22 @@ class RaceRuntime(TracedRuntime[StreamClock]):
         """
         allocation = self._tracer.allocations.of(table)
         if allocation is None or not allocation.declared:
-            self.rows_of(table)
-            allocation = self._tracer.allocations.of(table)
-        for declared in allocation.declared if allocation is not None else ():
+            self._declare(table, None)
+        for declared in self._tracer.use_on_device(table).declared:
             declared.give(rows, who)
 
     def fresh(self, buffer: torch.Tensor, *, valid: Valid | None = None) -> None:
         """Declares that each step writes a buffer anew: reading what an earlier one has left is a `LEFTOVER_READ`.
 
-        Values from before the declaration count for every step. Steps begin with `next_step`.
-
-        Args:
-            buffer: contiguous, rows first.
-            valid: see `rows_of`.
-
-        Raises:
-            ArgumentError: as `rows_of`.
+        Values from before the declaration, or the first `next_step`, count for every step. Else as `rows_of`.
         """
-        self._declare(buffer, Declared(buffer, fresh=True, valid=valid))
+        self._declare(buffer, valid, lambda rows: np.full(rows.size, self.step), by="step")
 
     def after(self, method: str, then: Callable[[Any], object]) -> None:
-        """Calls `then(self)` behind each call of a method of the engine, for the length of the window.
+        """Calls `then(self)` behind each call of a method of the engine, `module:Class.method`, in the window.
 
         Owners and steps of an engine are declared so from outside: `after("engine.scheduler:Scheduler.schedule",
         lambda scheduler: cuda.next_step())`.
-
-        Args:
-            method: `module:Class.method`.
-            then: gets the object; what it returns is dropped.
 
         Raises:
             ArgumentError: there is no such method, or no window is open.
@@ -386,12 +377,25 @@ class RaceRuntime(TracedRuntime[StreamClock]):
 
         self._window.enter_context(patch.object(owner, name, both))
 
-    def _declare(self, tensor: torch.Tensor, declared: Declared) -> None:
-        allocation = self._tracer.allocations.of(tensor)
+    def _declare(
+        self, tensor: torch.Tensor, valid: Valid | None, owners: Owners | None = None, by: str = ""
+    ) -> Declared:
+        shape, allocation = list(tensor.shape), self._tracer.allocations.of(tensor)
+        if not tensor.ndim or not tensor.is_contiguous():
+            problem = f"owners of a tensor {shape} with strides {list(tensor.stride())}"
+            raise ArgumentError(problem, shape, "declare a contiguous tensor with one row per owner")
         if allocation is None:
-            problem = f"a tensor {list(tensor.shape)} of which the detector knows no memory"
-            raise ArgumentError(problem, tuple(tensor.shape), "make it on the device, inside of the window")
-        allocation.declared.append(declared)
+            problem = f"a tensor {shape} of which the detector knows no memory"
+            raise ArgumentError(problem, shape, "make it on the device, inside of the window")
+        allocation.declared.append(declared := Declared(tensor, owners, by=by, valid=valid))
+        return declared
+
+    def own_rows(self, memory: torch.Tensor, owners: Owners, *, by_step: bool = False) -> None:
+        """See `Runtime.own_rows`."""
+        if memory.numel() and memory[0].is_contiguous():
+            count, by = len(memory), "step" if by_step else "generation"
+            declared = Declared(memory, owners, by=by, valid=(lambda: count) if by_step else None, rows=True)
+            self._tracer.use_on_device(memory).declared.append(declared)
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """See `Runtime.name_memory`."""

@@ -117,6 +117,8 @@ MOST_SYNCHRONISED = 64  # streams that are remembered as synchronised with one t
 T = TypeVar("T")
 _log = logging.getLogger("batchstate")
 Array = npt.NDArray[Any]
+Owners = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+"""Of rows: the number of the owner of each, 0 for nobody."""
 
 
 class OfThisProcess:
@@ -255,10 +257,14 @@ class Runtime(OfThisProcess, abc.ABC):
         counters: running totals.
         owner: the thread that may use it.
         new_version: gives a number that no other value of this runtime has.
+        inspecting: whether a check looks at device memory: whatever it finds there, it reads for nobody.
+        told_owners: tools beside every runtime of the process that `own_rows` tells.
         remember_memory: whether every runtime of a CPU remembers from its beginning which memory is the device's. Set
             where `no_hidden_sync` is imported.
     """
 
+    inspecting: ClassVar[bool] = False
+    told_owners: ClassVar[list[Callable[..., None]]] = []
     remember_memory: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
@@ -569,7 +575,11 @@ class Runtime(OfThisProcess, abc.ABC):
         """The same as `read_back` for checks: counted in `check_reads` and nowhere else."""
         self.refuse_capture("a check's read-back")
         self.counters.check_reads += 1
-        return self._read_back(tensor)
+        Runtime.inspecting = True
+        try:
+            return self._read_back(tensor)
+        finally:
+            Runtime.inspecting = False
 
     def __enter__(self) -> Self:
         return self
@@ -680,13 +690,22 @@ class Runtime(OfThisProcess, abc.ABC):
             problem = f"{action} is not possible while the stream is captured"
             raise CaptureError(problem, None, "prepare inputs before the capture, into buffers with fixed addresses")
 
-    # For test tools. The first two are hooks: a tool overrides them, and here they do nothing.
+    # For test tools. The first three are hooks that a tool overrides: here they do nothing.
 
     notes_host: ClassVar[bool] = False
     """Whether `host_accesses` does something."""
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """Names the memory of a tensor, for reports."""
+
+    def own_rows(self, memory: torch.Tensor, owners: Owners, *, by_step: bool = False) -> None:
+        """Says whose the rows of device memory are: reading what an earlier owner has left is then `LEFTOVER_READ`.
+
+        `owners` returns for rows int64[n] the generation of each owner, int64[n], and 0 for nobody; `by_step` the step,
+        where each step writes all rows anew. It must not keep the memory alive.
+        """
+        for tool in self.told_owners:
+            tool(memory, owners, by_step=by_step)
 
     def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
         """Says that the host, or a peer, is about to use rows `start` to `stop - 1` of memory that the device uses too.

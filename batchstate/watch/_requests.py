@@ -4,6 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from operator import is_
 from typing import Any, Final, final
 
 import attrs
@@ -64,7 +65,11 @@ class AnswerGroup:
 
 @final
 class RequestAnswers:
-    """The answers of several functions for each request. Keeps no request alive."""
+    """The answers of several functions for each request.
+
+    Attributes:
+        last: the batch of the last `groups_at`, its requests and their groups, kept while that batch lives.
+    """
 
     def __init__(self, wants: Sequence[OverRequests]) -> None:
         self._wants = wants
@@ -72,6 +77,25 @@ class RequestAnswers:
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._groups: weakref.WeakValueDictionary[tuple[Any, ...], AnswerGroup] = weakref.WeakValueDictionary()
         self._right: set[tuple[Any, ...]] = set()
+        self.last: tuple[weakref.ref[Any], list[Any], list[AnswerGroup]] | None = None
+
+    def groups_at(self, batch: Any, requests: list[Any]) -> list[AnswerGroup]:
+        """As `groups_of`, for all requests of a batch: those that it had in the last call are not looked up again."""
+        last, groups = self.last, list[AnswerGroup]()  # read once: another thread, or the end of a batch, may take it
+        if last is not None and last[0]() is batch and len(last[1]) <= len(requests):
+            groups = last[2] if all(map(is_, last[1], requests)) else []
+        if not groups or len(groups) < len(requests):
+            groups = groups + self.groups_of(requests[len(groups) :])
+            self.last = None
+            if len(groups) == len(requests):  # each row has its request
+                with contextlib.suppress(TypeError):  # an object without weak references
+                    self.last = weakref.ref(batch, self.forget), requests, groups
+        return groups
+
+    def forget(self, batch: "weakref.ref[Any] | None" = None) -> None:
+        """Lets go of the requests of a batch, by default of any."""
+        if batch is None or (self.last is not None and self.last[0] is batch):
+            self.last = None
 
     def groups_of(self, requests: Sequence[Any]) -> list[AnswerGroup]:
         """The group of each request, without rows that have no request."""

@@ -60,9 +60,6 @@ class Watched(Hooked):
             **calls: fields of `batchstate.testing.TwinSpec`: `row`, `build`, `filter`, and `merge` or `add`; perhaps
                 `advance`, `ops`, `pad`, `copy`, `ascending`, `least_rows`, `max_rows`. `advance` may be the name of a
                 method; its `adds` are found by that name, or by the function's own.
-
-        Raises:
-            ArgumentError: `advance` has no name, so that it cannot be told which of `adds` it is.
         """
         advance = calls.get("advance")
         if isinstance(advance, str):
@@ -80,13 +77,10 @@ class Watched(Hooked):
         """
         sampled, ended = self._audit is not None, not self.active
         super().stop()
-        self.declared.forget()
+        self.declared.answers.forget()
         figures = self.counters.as_dict()
-        if (
-            sampled
-            and figures["checked"]
-            and not any(map(figures.get, ("samples", "compared", "skipped", "violations")))
-        ):
+        idle = not any(map(figures.get, ("samples", "compared", "skipped", "violations")))
+        if sampled and figures["checked"] and idle:
             print(f"{self!r}: `lag` compared nothing: no pair, and no derived tensor, had both sides in a checked call")
         if levels.full and not (sampled or ended) and self._uncompared:
             print(f"{self!r}: in `moves` or `adds`, and never compared: {', '.join(sorted(self._uncompared))}")
@@ -106,12 +100,7 @@ class Watched(Hooked):
             self.ask("flush", self._audit.compare, None)
 
     def check(self, batch: object, operation: str = "check") -> None:
-        """Checks everything of one object now.
-
-        Raises:
-            Violation: with `on_violation="raise"`.
-            DeclarationError: the object lacks what is declared.
-        """
+        """Checks everything of one object now."""
         site = CallSite(self.name, operation, None, self.report)
         try:
             self.ask(operation, self.declared.check, batch, site, full=levels.full)
@@ -167,7 +156,7 @@ class Watched(Hooked):
                     checked, now = True, None
                     if ends:
                         names = (added if moving else ()) if full else ()
-                        now = self.ask(ended, declared.check, out, site, full=full, names=names, before=kept or ())
+                        now = self.ask(ended, declared.check, out, site, full=full, names=names)
                         if audit is not None:
                             self.ask(ended, audit.sample, out, site, step)
                     if kept:
@@ -227,7 +216,7 @@ def watch(
     after: Collection[Hook] = (),
     before: Collection[Hook] = (),
     pairs: Iterable[Sequence[Any]] = (),
-    rows: Iterable[Name] | Mapping[str, Get] = (),
+    rows: Iterable[Name] = (),
     key: Name | None = None,
     moves: Collection[Hook] = (),
     adds: Mapping[str, Mapping[Name, int]] | None = None,
@@ -261,8 +250,8 @@ def watch(
             `(class or module, "name")` for functions elsewhere that take the batch as an argument.
         before: methods before which it is checked.
         pairs: `(host, device)` columns that are one value, or `(host, device, "upper_bound")`. Their dtypes may differ,
-            and a column may be in several pairs. Lists of unequal length may stand beside a padded tensor. With
-            `"relative"` in the third place the entries depend on the row: `moves` does not ask that they are kept.
+            and a column may be in several pairs. Lists of unequal length may stand beside a padded tensor or each
+            other. With `"relative"` in the third place the entries depend on the row: `moves` does not keep them.
         rows: further columns with one entry per request: tensors, arrays, lists, or dictionaries from row to entry.
         key: the column with the request of each row: ids, or request objects, or a dictionary from row to request. A
             row whose request is None, or not in the dictionary, has none: pairs are not compared there.
@@ -368,9 +357,6 @@ def audit(
         every: sample before every n-th call of each.
         lag: as for `watch`.
         on_violation: as for `watch`.
-
-    Raises:
-        ArgumentError: it has no such operation.
     """
     batches: Any = cls  # by its public names: without the import, watching loads nothing of the state
     contracts = {name: getattr(column, "contract", None) for name, column in batches.columns().items()}

@@ -1,7 +1,6 @@
 """The declaration of a batch class: columns of an object that others wrote, and the checks that follow from them."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter
@@ -21,7 +20,6 @@ from batchstate.watch.paths import Along, Get, Name, Path, Reader, all_of, faile
 from batchstate.watch.snapshots import (
     PLAIN_KEYS,
     Array,
-    BulkColumns,
     Rows,
     Snapshot,
     address_range,
@@ -138,15 +136,19 @@ class CallSite:
         return f"{self.method}, or what ran since this was last checked," if self.since else self.method
 
 
-@contextlib.contextmanager
-def _blaming(argument: str) -> Iterator[None]:
+@final
+@attrs.frozen(eq=False)
+class _blaming:  # noqa: N801 - read as a function; a generator takes three times as long
     """Names the argument of the declaration that failed. Code that runs at `cheap` does so without this call."""
-    try:
-        yield
-    except BatchStateError:
-        raise
-    except Exception as error:
-        raise failed(argument, error) from error
+
+    argument: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, BatchStateError):
+            raise failed(self.argument, error) from error
 
 
 @final
@@ -159,7 +161,7 @@ class Declaration:
         *,
         num_rows: Name,
         pairs: Iterable[Sequence[Any]] = (),
-        rows: Iterable[Name] | Mapping[str, Get] = (),
+        rows: Iterable[Name] = (),
         key: Name | None = None,
         when: Mapping[str, Name | None] | None = None,
         upto: Mapping[str, Name] | None = None,
@@ -183,7 +185,7 @@ class Declaration:
         self.columns: dict[str, Get] = {}
         self._declared: dict[str, Name] = {}
         self.pairs = [self._pair(pair) for pair in pairs]
-        for row_column in list(rows.items()) if isinstance(rows, Mapping) else rows:
+        for row_column in rows:
             self._column(row_column)
         self.records: dict[Any, Any] | None = {} if records else None
         self.vacant, self.settled = dict(vacant or {}), dict(settled or {})
@@ -220,7 +222,7 @@ class Declaration:
         self._by_request = [value for value in self.derived if isinstance(value.want, OverRequests)]
         self._by_batch = [value for value in self.derived if value not in self._by_request]
         self.sampled = bool(self.pairs) or not all(value.bound for value in self._by_batch)
-        self._answers = RequestAnswers([value.want for value in self.derived if isinstance(value.want, OverRequests)])
+        self.answers = RequestAnswers([value.want for value in self.derived if isinstance(value.want, OverRequests)])
         self._in_turn = ([self._by_request] if self._by_request else []) + [[value] for value in self._by_batch]
         self._by_request_at_once = all_of([value.name.removeprefix("not ") for value in self._by_request])
         if not (self.columns or self.derived or self.indices):
@@ -248,7 +250,6 @@ class Declaration:
         self.dtypes: dict[str, Any] = {}
         self._list_lengths: dict[str, int] = {}
         self._turn = self._calls = 0
-        self._last: tuple[weakref.ref[Any], Rows] | None = None
         self._refuse_unknown()
 
     def _column(self, name: Any) -> str:
@@ -287,9 +288,9 @@ class Declaration:
         if len(parts) not in (2, 3):
             problem = f"{of} (host, device) or (host, device, 'upper_bound'), got {pair!r}"
             raise ArgumentError(problem, pair, "name the host side first: pairs=[(host, device)]")
-        if parts[2:] not in ((), ("exact",), ("upper_bound",), ("relative",)):
-            problem = f"{of} with 'exact', 'upper_bound' or 'relative' in its third place, got {pair!r}"
-            raise ArgumentError(problem, pair, one_of(("exact", "upper_bound", "relative"), parts[2]))
+        if parts[2:] not in ((), ("upper_bound",), ("relative",)):
+            problem = f"{of} with 'upper_bound' or 'relative' in its third place, got {pair!r}"
+            raise ArgumentError(problem, pair, one_of(("upper_bound", "relative"), parts[2]))
         host, device = self._column(parts[0]), self._column(parts[1])
         bound, relative = (parts[2:] == (option,) for option in ("upper_bound", "relative"))
         return Pair(f"{host} / {device}", host, device, bound, not relative)
@@ -304,21 +305,13 @@ class Declaration:
         return counts
 
     def _refuse_unknown(self) -> None:
-        unknown = {
-            "`when`": set(self.when) - set(self.columns),
-            "`upto`": set(self.upto) - set(self.columns),
-            "`when`, as optional": self.optional - set(self.columns),
-            **{
-                f"`{argument}`": set(names) - set(self.columns)
-                for argument, names in (("axis", self._axis), ("vacant", self.vacant), ("settled", self.settled))
-            },
-            **{f"`adds` of {method!r}": set(columns) - set(self.columns) for method, columns in self.adds.items()},
-        }
-        for argument, names in unknown.items():
-            if names:
-                listed = ", ".join(sorted(names))
-                problem = f"watch of {self.name}: {listed} in {argument}, and not in `pairs` or `rows`"
-                raise ArgumentError(problem, listed, "name columns of `pairs` or of `rows`")
+        of_columns: dict[str, Iterable[str]] = {"when": [*self.when, *self.optional], "upto": self.upto}
+        of_columns |= {"axis": self._axis, "vacant": self.vacant, "settled": self.settled}
+        of_columns |= {f"adds` of `{method}": columns for method, columns in self.adds.items()}
+        for argument, names in of_columns.items():
+            if unknown := ", ".join(sorted(set(names) - set(self.columns))):
+                problem = f"watch of {self.name}: {unknown} in `{argument}`, and not in `pairs` or `rows`"
+                raise ArgumentError(problem, unknown, "name columns of `pairs` or of `rows`")
         for_rows: list[tuple[str, Any]] = [("moves` or `adds", self.moves or self.adds), ("vacant", self.vacant)]
         for_rows += [("over_requests", self._by_request), ("from_requests", self._said)]
         if self.key is None and any(used for _, used in for_rows):
@@ -349,35 +342,26 @@ class Declaration:
         condition = self.when.get(name)
         if condition is None:
             return True
-        try:
+        with _blaming(f"when[{name!r}]"):
             return bool(condition(batch))
-        except Exception as error:
-            raise failed(f"when[{name!r}]", error) from error
 
     def key_list(self, batch: Any) -> list[Hashable]:
         """Whose each row is: ids as they are, other objects by identity; None is a row without a request."""
         return keys_of(self.requests(batch))
 
     def requests(self, batch: Any, *, on_host: bool = False) -> list[Any]:
-        """The entry of `key` for each row, in a new list; empty without `key`.
-
-        Args:
-            batch: an object of the class.
-            on_host: do not read a `key` that lies on a device, which would wait; the list is then empty.
-        """
+        """The entry of `key` for each row, in a new list; empty without `key`, and `on_host` if it is on a device."""
         if self.key is None:
             return []
         try:
             value = self.key(batch)
             if on_host and isinstance(value, torch.Tensor) and not value.is_cpu:
                 return []
-            if isinstance(value, Mapping):
-                return [value.get(row) for row in range(self.count(batch))]
-            return list(value.tolist() if hasattr(value, "tolist") else value)
-        except BatchStateError:
-            raise
+            if not isinstance(value, Mapping):
+                return list(value.tolist() if hasattr(value, "tolist") else value)
         except Exception as error:
             raise failed("key", error) from error
+        return [value.get(row) for row in range(self.count(batch))]
 
     def snapshot(
         self,
@@ -385,70 +369,41 @@ class Declaration:
         num_rows: int | None = None,
         *,
         names: Collection[str] | None = None,
-        read: tuple[Rows, list[tuple[str, Any]]] | None = None,
+        read: Iterable[tuple[str, Any]] | None = None,
     ) -> Rows:
-        """The columns in use, perhaps in the batch's memory.
-
-        Args:
-            batch: an object of the class.
-            num_rows: by default as many as there are keys, or as the batch says.
-            names: only these columns.
-            read: the columns, if they were read already.
-        """
-        requests, reader = self.requests(batch), self._read_all
+        """The columns in use, or those of `names`, perhaps in the batch's memory; `read`, if they were read already."""
+        requests, columns = self.requests(batch), dict[str, Array | list[Any]]()
         n = num_rows if num_rows is not None else len(requests) if self.key is not None else self.count(batch)
         del requests[n:]
         if read is None:
-            if names is not None:
-                reader = self._read_added.get(frozenset(names)) or self._reader_of(names)
-            read = self._read_together(reader, reader.read(batch), n)
-        rows, left = read
-        rows.requests = requests
+            added = None if names is None else self._read_added.get(frozenset(names)) or self._reader_of(names)
+            reader = added or self._read_all
+            read = zip(reader.names, reader.read(batch), strict=True)
         when, upto = self.when, self.upto
-        for name, value in left:
+        for name, value in read:
             if value is None or (names is not None and name not in names):
                 continue
+            if name in when and not self.uses(name, batch):
+                continue
             try:
-                if name in when and not self.uses(name, batch):
-                    continue
                 entries = entries_of(value, n)
-                if len(entries) < n:
-                    continue
-                if name in upto and n:
-                    with _blaming(f"upto[{name!r}]"):
-                        entries = without_tails(entries, entries_of(self.upto[name](batch), n))
-                rows.columns[name] = entries
-            except BatchStateError:
-                raise
+                long = len(entries) >= n
             except Exception as error:
                 raise failed(f"column {name!r}", error) from error
-        return rows
-
-    def _read_together(self, reader: Reader, values: Sequence[Any], n: int) -> tuple[Rows, list[tuple[str, Any]]]:
-        """Columns that few calls can read and that are as long as the batch; and each other column, if it is in use."""
-        names, types = reader.names, tuple(map(type, values))
-        bulk = reader.bulk.get(types)
-        read = None if bulk is None else bulk.read(values, n)
-        if bulk is not None and read is not None:
-            columns: dict[str, Any] = dict(zip(bulk.arrays, read[0], strict=True))
-            columns.update(zip(bulk.lists, read[1], strict=True))
-            return Rows(n, [], columns, bulk, *read), [(names[at], values[at]) for at in bulk.left]
-        dtypes, columns = self.dtypes, dict(zip(names, values, strict=True))
-        tensors = [name for name, value in columns.items() if isinstance(value, torch.Tensor)]
-        if not self.buffers and n and all(name in dtypes for name in tensors):
-            changed = [name for name in names if dtypes.get(name) is not getattr(columns[name], "dtype", None)]
-            special = {*self.when, *self.upto, *changed}
-            reader.bulk[types] = BulkColumns(names, values, n, special)
-        return Rows(n, [], {}), [(name, value) for name, value in columns.items() if value is not None]
+            if long and name in upto and n:
+                with _blaming(f"upto[{name!r}]"):
+                    entries = without_tails(entries, entries_of(upto[name](batch), n))
+            if long:
+                columns[name] = entries
+        return Rows(requests, columns)
 
     def before(self, batches: Iterable[Any], names: Collection[str] | None) -> list[Rows]:
         """Batches before an operation, in memory of their own. Only the key is read of a batch without requests."""
-        last = None if self._last is None else self._last[1]
-        return [self.snapshot(batch, names=names).own(last) for batch in batches if self.requests(batch)]
+        return [self.snapshot(batch, names=names).own() for batch in batches if self.requests(batch)]
 
     def columns_of(self, batch: Any, num_rows: int) -> dict[str, Snapshot]:
         """The columns in use, each with its dtype, in memory of their own."""
-        columns = self.snapshot(batch, num_rows, names=self.columns).own().entries().items()
+        columns = self.snapshot(batch, num_rows, names=self.columns).own().columns.items()
         return {name: Snapshot(dtype_of(self.columns[name](batch)), array_of(entries)) for name, entries in columns}
 
     def counts_of(self, pair: Pair, batch: Any, n: int) -> Any:
@@ -484,25 +439,15 @@ class Declaration:
 
     # Checks
 
-    def check(
-        self, batch: Any, site: CallSite, *, full: bool, names: Collection[str] | None = (), before: Sequence[Rows] = ()
-    ) -> Rows | None:
-        """Checks a batch as it stands.
+    def check(self, batch: Any, site: CallSite, *, full: bool, names: Collection[str] | None = ()) -> Rows | None:
+        """Checks a batch as it stands; at `full` columns on the device too, which it then returns for `check_kept`.
 
-        Args:
-            batch: an object of the class.
-            site: for reports.
-            full: read columns on the device too. Else only the host's, and now and then one of the derived values, in
-                turn: in each fourth call, in larger batches less often.
-            names: columns to return besides those of pairs, for `check_kept`; None for all.
-            before: the batches that went into the operation.
-
-        Returns:
-            At `full` the columns, perhaps in the batch's memory; None for an empty batch.
+        Else only the host's, and one of the derived values in turn: in each fourth call, in larger batches less often.
+        Those of pairs and of `names` are returned, None for all; they may be in the batch's memory.
         """
         n = self.count(batch)
-        if not full or (not n and self._last_of(batch) is not None):
-            self._last = None
+        if not (full and n):
+            self.answers.last = None
         if not n:
             return None  # engines leave an empty batch as it was, since they never read it
         reader = self._read_all if full else self._read_named
@@ -516,27 +461,18 @@ class Declaration:
             if self._unread:
                 self._read_names(batch)
             return None
-        if names is None:
-            wanted, read = None, self._read_together(reader, values, n)
-        else:
-            wanted = self._paired.union(names) if names else self._paired
-            read = Rows(n, [], {}), list(zip(reader.names, values, strict=True))
-            if names and not self._usual.issuperset(names):
-                apart = self._read_added[frozenset(names)]
-                added = zip(apart.names, apart.read(batch), strict=True)
-                read[1].extend([(name, value) for name, value in added if name not in self._usual])
-        self._check_lengths(read[1], n, site, batch)
+        wanted = self._paired.union(names) if names else self._paired if names is not None else None
+        read = list(zip(reader.names, values, strict=True))
+        if names and not self._usual.issuperset(names):
+            apart = self._read_added[frozenset(names)]
+            added = zip(apart.names, apart.read(batch), strict=True)
+            read += [(name, value) for name, value in added if name not in self._usual]
+        self._check_lengths(read, n, site, batch)
         for value in self._by_batch:
             self._check_derived(value, batch, site)
         now = self.snapshot(batch, n, names=wanted, read=read)
-        now.made_of(before)
         if self._by_request:
             self._check_by_request(batch, site, now)
-            last, groups = self._last_of(batch), now.answer_groups or ()
-            # Unchanged requests have the answers of the last call; nothing is kept if a row lacks its request.
-            new = last is None or groups is not last.answer_groups
-            if new and names is not None and len(groups) == len(now.requests):
-                self._remember(batch, Rows(n, now.requests, {}, answer_groups=now.answer_groups))
         for name, (get, flags) in self.indices.items():
             self._check_indices(name, get, flags, batch, n, site)
         raw = dict(zip(reader.names, values, strict=True))
@@ -606,13 +542,12 @@ class Declaration:
 
     def _check_by_request(self, batch: Any, site: CallSite, now: Rows | None) -> None:
         """Checks the values over the requests; not one by one if the same values were right for the same answers."""
-        answers, values, groups = self._answers, None, None
+        answers, values, groups = self.answers, None, None
         try:
             if now is None:
                 groups = frozenset(answers.groups_of(self.requests(batch)))
             else:
-                now.answer_groups = now.ask(answers, self._last_of(batch))
-                groups = frozenset(now.answer_groups)
+                groups = frozenset(answers.groups_at(batch, now.requests))
             if self._by_request_at_once is not None:
                 values = self._by_request_at_once(batch)
         except AttributeError:  # a part of a path is None
@@ -640,8 +575,8 @@ class Declaration:
                 expected: Any = True
             elif isinstance(value.want, OverRequests):
                 if groups is None:
-                    groups = frozenset(self._answers.groups_of(self.requests(batch)))
-                expected = self._answers.combined(value.want, groups)
+                    groups = frozenset(self.answers.groups_of(self.requests(batch)))
+                expected = self.answers.combined(value.want, groups)
             else:
                 expected = value.want(batch)
             holds = bool(actual >= expected) if value.bound else _equal(actual, expected)
@@ -660,7 +595,7 @@ class Declaration:
         return report_stale(site, value.name, problem, expected, actual, remedy)
 
     def _check_indices(self, name: str, get: Get, flags: Get | None, batch: Any, n: int, site: CallSite) -> None:
-        try:
+        with _blaming(f"indices[{name!r}]"):
             value, chosen = get(batch), None if flags is None else flags(batch)
             if value is None and chosen is None:
                 return
@@ -670,10 +605,6 @@ class Declaration:
                 times_checked[_DERIVED_STALE] += 1
                 return
             actual = np.asarray(entries_of(value) if value is not None else (), np.int64).reshape(-1)
-        except BatchStateError:
-            raise
-        except Exception as error:
-            raise failed(f"indices[{name!r}]", error) from error
         if value is not None:
             self._check_range(name, actual, n, site)
         if expected is None:
@@ -737,12 +668,16 @@ class Declaration:
         """Checks whether two sides agree, by value: a list or an int32 side may stand beside an int64 one."""
         site.compared = True
         right = array_of(device)
-        if isinstance(host, list):
-            if right.dtype.kind == "O" and pair.host in self._said_hosts:
-                self._compare_objects(pair, host, right.tolist(), site, requests)
-                return
+        if isinstance(host, list) and isinstance(device, list):
+            host, device = copy_of(host), copy_of(device)  # tensors among the entries as lists
+            owners = requests if None in requests else [True] * len(host)
+            sides = zip(host, device, owners, strict=True)
+            said = [theirs if own is None or owner is None else own for own, theirs, owner in sides]
+            right = array_of(device)
+            left = right if said == device else array_of(said)
+        elif isinstance(host, list) or isinstance(device, list):
             try:
-                left, right = beside(host, right)
+                left, right = beside(host, right) if isinstance(host, list) else beside(list(device), host)[::-1]
             except ValueError as error:
                 shape = f"{error}; expected for each row entries of shape {list(right.shape[1:])}, or None"
                 raise failed(f"pair {pair.name}", ValueError(shape)) from error
@@ -775,25 +710,11 @@ class Declaration:
         site.ask(invariant, left, right, names=requests, column=pair.name, remedy=remedy, problem=problem)
 
     def compare_at_once(self, pair: Pair, host: Any, device: Any, batch: Any, n: int, site: CallSite) -> None:
-        """Compares what requests say with a column on the host."""
-        if pair.host in self._said_hosts:
-            sides, counts = [entries_of(side, n) for side in (host, device)], self.counts_of(pair, batch, n)
-            if counts is not None:
-                sides = [without_tails(side, counts) for side in sides]
-            self.compare(pair, sides[0], sides[1], site, self.requests(batch, on_host=True))
-
-    def _compare_objects(
-        self, pair: Pair, host: list[Any], device: list[Any], site: CallSite, requests: Sequence[Any]
-    ) -> None:
-        """Checks a list beside what requests say, but for rows without a request, or whose request says nothing."""
-        for row, (left, right) in enumerate(zip(host, device, strict=True)):
-            if (requests and requests[row] is None) or left is None or left is right or left == right:
-                continue
-            problem = f"{pair.device!r} differs from {pair.host!r} in row {row}"
-            problem += f": request {_shown(requests[row])}" if requests else ""
-            report_stale(site, pair.name, problem, left, right, f"look in {site.suspects} for who changes one alone")
-            return
-        times_checked[_DERIVED_STALE] += 1
+        """Compares two sides that are both on the host."""
+        sides, counts = [entries_of(side, n) for side in (host, device)], self.counts_of(pair, batch, n)
+        if counts is not None:
+            sides = [without_tails(side, counts) for side in sides]
+        self.compare(pair, sides[0], sides[1], site, self.requests(batch, on_host=True))
 
     def _check_reached(self, pair: Pair, host: Array, device: Array, site: CallSite) -> None:
         """Checks that the device side of a bound moves at all: one that nobody writes is under each bound."""
@@ -890,7 +811,7 @@ class Declaration:
         now: Rows | None = None,
         only: Collection[str] | None = None,
     ) -> None:
-        """Checks that each request has the entries that it had before, plus the declared additions.
+        """Checks that each request of a batch has the entries that it had in the batches `before`, plus additions.
 
         Args:
             before: the batches that went in.
@@ -906,23 +827,27 @@ class Declaration:
             if not n:
                 return
             now = self.snapshot(batch, n, names=added)
-            self._check_short({name for part in before for name in part.entries()}, batch, now, n, site)
-            now.made_of(before)
+            self._check_short({name for part in before for name in part.columns}, batch, now, n, site)
         behind = self._relative if whole else self._relative.union(pair.device for pair in self.pairs)
         behind = behind.union(self.settled if only is None else self.columns.keys() - only)
-        same = now.as_before() if added is None and whole else []
-        left = now.columns.keys() - same
-        site.kept |= bool(same)
-        for part, common in zip(before, now.stayed, strict=True) if left else ():
+        for part in before:
+            common = part.in_both(now)
             if common is None:
                 continue
             site.kept = True
-            for name, entries in part.entries().items():
-                if name in behind or name not in left:
-                    if name not in behind and name not in now.columns and added is None:
+            for name, entries in part.columns.items():
+                if name in behind:
+                    continue
+                if name not in now.columns:
+                    if added is None:
                         self._check_there(name, batch, site)
                     continue
                 expected, actual = picked(entries, common[0]), picked(now.columns[name], common[1])
+                if isinstance(expected, list) != isinstance(actual, list):  # a list may become a tensor
+                    with contextlib.suppress(ValueError):  # entries of other shapes
+                        listed = isinstance(expected, list)
+                        sides = beside(expected, actual) if listed else beside(actual, expected)[::-1]
+                        expected, actual = sides
                 if added is not None and (plus := added[name]):
                     expected = [entry + plus for entry in expected] if isinstance(expected, list) else expected + plus
                 if name in self.upto:
@@ -940,9 +865,6 @@ class Declaration:
                 if sides[0].shape != sides[1].shape:
                     remedy += f"; or, if it pads {name!r} wider, say in `upto` how many entries of each row count"
                 site.ask(invariants.row_kept, *sides, rows=rows, names=now.requests, column=name, remedy=remedy)
-        if now.bulk is not None and now.kept:
-            kept: dict[str, Any] = dict(zip(now.bulk.lists, now.lists, strict=True))
-            self._remember(batch, Rows(now.num_rows, now.requests, kept, answer_groups=now.answer_groups))
 
     def _check_there(self, name: str, batch: Any, site: CallSite) -> None:
         """Reports a column that had entries of these requests and is None now, if it is not declared as optional."""
@@ -954,20 +876,6 @@ class Declaration:
         remedy += f"may be unused, declare when={{{name!r}: None}}"
         sides = np.array(["entries"], object), np.array([None], object)
         site.ask(invariants.row_kept, *sides, what="column", column=name, remedy=remedy)
-
-    def _last_of(self, batch: Any) -> Rows | None:
-        last = self._last  # read once: another thread, or the end of a batch, may take it away
-        return last[1] if last is not None and last[0]() is batch else None
-
-    def _remember(self, batch: Any, now: Rows) -> None:
-        """Keeps right values while the batch lives, so that less of it is copied and asked the next time."""
-        with contextlib.suppress(TypeError):  # an object without weak references
-            self._last = weakref.ref(batch, self.forget), now
-
-    def forget(self, batch: "weakref.ref[Any] | None" = None) -> None:
-        """Lets go of the requests of a batch, by default of any."""
-        if batch is None or (self._last is not None and self._last[0] is batch):
-            self._last = None
 
 
 def _shown(request: Any) -> str:

@@ -117,22 +117,14 @@ class Hooked:
         hooks: Mapping[tuple[Any, str], "Around"],
         records: Mapping[tuple[Any, str], Callable[..., object]] | None = None,
     ) -> None:
-        """Puts hooks round methods, all or none; in front of those in `records` a function of their arguments.
-
-        Raises:
-            ArgumentError: an owner has no such method, or one that cannot be hooked.
-        """
+        """Puts hooks round methods, all or none; in front of those in `records` a function of their arguments."""
         levels.opened()
         with _installing:
             records = records or {}
             methods = [(where, name, _method(self.name, where, name)) for where, name in {**hooks, **records}]
             try:
                 for where, name, method in methods:
-                    hook = method
-                    if record := records.get((where, name)):
-                        hook = _recorded(self, hook, record)
-                    if around := hooks.get((where, name)):
-                        hook = _wrapped(self, hook, around)
+                    hook = _wrapped(self, method, hooks.get((where, name)), records.get((where, name)))
                     before = vars(where).get(name)
                     setattr(where, name, hook)
                     self._undo.append((where, name, hook, before))
@@ -255,7 +247,8 @@ def _method(watched: str, owner: Any, name: str) -> Any:
     return method
 
 
-def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
+def _wrapped(hooked: Hooked, method: Any, around: Around | None, record: Callable[..., object] | None) -> Any:
+    """A method with a hook; its arguments are recorded in each call, whatever `every` says."""
     function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
     number_of, every = hooked.numbers.__next__, hooked.every
     turn, first = itertools.count(1).__next__, 1 % every  # a count of its own: methods are called in turn
@@ -263,35 +256,20 @@ def _wrapped(hooked: Hooked, method: Any, around: Around) -> Any:
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
         if levels.cheap and hooked.active:
-            number, due = number_of(), turn() % every == first
-            if due or hooked.pending:
-                return around(number, due, function, args, kwargs)
+            if record is not None:
+                hooked.ask(f"before {function.__name__}", record, *args, **kwargs)
+            if around is not None:
+                number, due = number_of(), turn() % every == first
+                if due or hooked.pending:
+                    return around(number, due, function, args, kwargs)
         return function(*args, **kwargs)
 
     setattr(watched, _WATCHER, hooked)
     return type(method)(watched) if isinstance(method, classmethod | staticmethod) else watched
 
 
-def _recorded(hooked: Hooked, method: Any, record: Callable[..., object]) -> Any:
-    """A method whose arguments are recorded in each call, whatever `every` says."""
-    function = method.__func__ if isinstance(method, classmethod | staticmethod) else method
-
-    @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        if levels.cheap and hooked.active:
-            hooked.ask(f"before {function.__name__}", record, *args, **kwargs)
-        return function(*args, **kwargs)
-
-    setattr(recorded, _WATCHER, hooked)
-    return type(method)(recorded) if isinstance(method, classmethod | staticmethod) else recorded
-
-
 def hooks_of(name: str, owner: type, hooks: Collection[Hook], argument: str) -> list[tuple[Any, str]]:
-    """Hooks as (class, method).
-
-    Raises:
-        ArgumentError: a function that is no method of the class.
-    """
+    """Hooks as (class, method)."""
     methods: list[tuple[Any, str]] = []
     for hook in hooks:
         if isinstance(hook, str):

@@ -1,6 +1,7 @@
 """Watching logs of staged writes: what was staged is on the device after they are applied."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,9 +42,6 @@ def watch_log(
         device: where it goes: a tensor of rows, or of one entry each.
         staged: what the log keeps of staged writes; empty, or 0, after they were applied.
         on_violation: as for `watch`.
-
-    Raises:
-        ArgumentError: a method does not exist.
     """
     read_device, still = getter(device), [(name, getter(name)) for name in staged]
     writes: dict[int, tuple[Any, list[Write]]] = {}  # by identity; an entry keeps its log alive until it is applied
@@ -75,16 +73,10 @@ def watch_log(
 
     watched = WatchedPool(cls, question, "watch_log", on_violation, 1, question)
 
-    def noting(name: str) -> Around:
-        def run(
-            step: int, due: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
-            if levels.full:
-                row, first, values = stage[name](*args[1:], **kwargs)
-                writes.setdefault(id(args[0]), (args[0], []))[1].append((row, first, list(values)))
-            return function(*args, **kwargs)
-
-        return run
+    def note(says: Callable[..., Write], log: Any, *args: Any, **kwargs: Any) -> None:
+        if levels.full:
+            row, first, values = says(*args, **kwargs)
+            writes.setdefault(id(log), (log, []))[1].append((row, first, list(values)))
 
     def applying(name: str) -> Around:
         def run(
@@ -100,8 +92,6 @@ def watch_log(
 
         return run
 
-    hooks: dict[tuple[Any, str], Around] = {
-        hook: applying(hook[1]) for hook in hooks_of(cls.__name__, cls, apply, "apply")
-    }
-    watched.install(cls, {(cls, name): noting(name) for name in stage} | hooks)
+    arounds = {hook: applying(hook[1]) for hook in hooks_of(cls.__name__, cls, apply, "apply")}
+    watched.install(cls, arounds, {(cls, name): partial(note, says) for name, says in stage.items()})
     return watched

@@ -1,9 +1,4 @@
-"""Reading declared names from objects that others wrote.
-
-A name is a path: each part between dots is an attribute, the key of a dictionary or the number of an entry
-(`sampling_info.temperatures`, `block_table.0.num_blocks_per_row`); the word `not` before a path inverts it. If any
-part is None, so is the value. A function of the batch does as well.
-"""
+"""Reading declared names from objects that others wrote: paths, as `watch` tells, or functions of the batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
@@ -13,7 +8,6 @@ import numpy as np
 import torch
 
 from batchstate.errors import DeclarationError, closest
-from batchstate.watch.snapshots import BulkColumns
 
 Get: TypeAlias = Callable[[Any], Any]
 Name: TypeAlias = str | Get | tuple[str, Get]
@@ -108,7 +102,6 @@ class Reader:
         self._others = [(name, get) for name, get in columns.items() if name not in plain]
         self._plain = [(name, columns[name]) for name in plain]
         self.names = [*plain, *(name for name, _ in self._others)]
-        self.bulk: dict[tuple[type, ...], BulkColumns] = {}
 
     def read(self, batch: Any) -> Sequence[Any]:
         """The value of each of `names`."""

@@ -26,11 +26,7 @@ _LOST = "an exit of a request (finish, abort, retraction, error) did not give it
 
 @final
 class WatchedPool(Hooked):
-    """A watched pool, or its manager, until `stop` or the end of a `with` block.
-
-    Attributes:
-        counters: the figures up to now.
-    """
+    """A watched pool, or its manager, until `stop` or the end of a `with` block."""
 
     def __init__(
         self, cls: type, question: Question, watch: str, on_violation: OnViolation, every: int, idle: Question
@@ -134,9 +130,6 @@ def watch_pages(
         counters: name -> a function that counts anew what the name, a path or a function, says.
         on_violation: as for `watch`.
         every: as for `watch`.
-
-    Raises:
-        ArgumentError: a method does not exist.
     """
     read_free, read_cached = getter(free), None if cached is None else getter(cached)
     size, tokens_of_page = _size_of(num_pages), _size_of(page_size)
@@ -244,9 +237,6 @@ def watch_slots(
         zero: whether slot 0 may have a request; in most engines it is padding.
         on_violation: as for `watch`.
         every: as for `watch`.
-
-    Raises:
-        ArgumentError: a method does not exist.
     """
     read_live, read_free, read_size = getter(live), getter(free), _size_of(size)
 
@@ -278,9 +268,6 @@ def watch_copy(
         device: where it goes.
         on_violation: as for `watch`.
         every: as for `watch`.
-
-    Raises:
-        ArgumentError: the method does not exist.
     """
     read_host, read_device = getter(host), getter(device)
 

@@ -89,12 +89,13 @@ class TieredView(PagedView):
 
     def runs(self) -> Sequence[TieredRun]:
         """As `PagedView.runs`, with the rows of both tiers."""
+        # Neither tier is read for a position that the other has: what lies there may be another request's.
         host_rows = torch.where(self.on_device, 0, self.host_locations)
         return [
             TieredRun(
                 run.requests,
                 run.tokens,
-                run.kv_rows,
+                torch.where(self.on_device[run.requests], run.kv_rows, 0),
                 run.visible,
                 self.on_device[run.requests, :, None, None],
                 host_rows[run.requests],

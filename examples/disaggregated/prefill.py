@@ -132,6 +132,7 @@ class PrefillWorker:
         layout = layout_of(self._model, size, rank, options.prefill_degree, options.prefill_stages)
         with self.runtime.use(self._stream):
             self._kv = ShardedKV.of(self._model.new_kv(self.pages.location_capacity), layout)
+            self.pages.register_kv(*buffers_of(self._kv.whole))
         regions = registered(parts.engine, layout, buffers_of(self._kv.share))
         self.sender = Sender(parts.engine, described(parts.engine, layout, writer_name(rank)), regions)
         self.words: list[dict[str, Any]] = []

@@ -55,6 +55,7 @@ class Forward:
         self._model = model
         with runtime.use(self.stream):
             self.kv = model.new_kv(pages.location_capacity)
+            pages.register_kv(*self.kv.keys, *self.kv.values)
         self._req_to_token = req_to_token
         self._drafts = settings.num_drafts
         fields = {

@@ -68,6 +68,8 @@ class PooledBlocks(FullAttentionCacheAllocator):  # type: ignore[misc]
             max_tokens_per_request=most,
             req_to_token=table,
         )
+        blocks = self.cache_tensor.view(self.first_block + self.num_blocks, -1)
+        self.pages.register_kv(blocks[self.first_block - 1 :])  # pages begin with 1
         fields = {"last_token": relay_field(torch.int64, read_by="both", non_negative=True)}
         self.relay = FutureMap(self._slots, fields)
         self.live = self._slots.take(0)

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, TypeVar, final
+from typing import Any, Self, TypeVar, final
 
 import torch
 
@@ -133,6 +133,14 @@ class PlainRaceRuntime(RaceRuntime):
     def __init__(self, inner: Runtime, **settings: Any) -> None:
         super().__init__(inner, **settings)
         self.graphs: Graphs = Graphs(self._tracer)
+
+    def __enter__(self) -> Self:
+        """Begins the window, in which pools of every runtime say whose their rows are."""
+        super().__enter__()
+        Runtime.told_owners.append(self.own_rows)
+        if self._window is not None:
+            self._window.callback(Runtime.told_owners.remove, self.own_rows)
+        return self
 
     def bind(self, graph: Any, **values: Callable[[], object]) -> None:
         """Declares numbers of the host that a graph has from its capture: a replay with others is a `LEFTOVER_READ`.

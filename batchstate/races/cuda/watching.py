@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, final
 import attrs
 import torch
 
+from batchstate import levels
 from batchstate._source_lines import source_line
 from batchstate.errors import ArgumentError
 from batchstate.races.cuda._hints import torch_hint_for
@@ -25,6 +26,7 @@ from batchstate.races.tracing.memory import MemoryKind
 from batchstate.races.tracing.operations import MemoryAccess, tensors_in
 from batchstate.races.tracing.regions import ByteRegion, LateRegion, of_tensor
 from batchstate.runtime import AcceleratorRuntime
+from batchstate.runtime.base import Owners
 
 
 class Node(NamedTuple):
@@ -286,6 +288,11 @@ class WatchedCuda(TorchWindow[StreamClock], PlainRaceRuntime):
 
     def _changed(self) -> contextlib.AbstractContextManager[None]:
         return _observed(self)
+
+    def own_rows(self, memory: torch.Tensor, owners: Owners, *, by_step: bool = False) -> None:
+        """See `Runtime.own_rows`. Not below level `full`: to read an index on the GPU is to wait for it."""
+        if levels.full:
+            super().own_rows(memory, owners, by_step=by_step)
 
     # Streams
 

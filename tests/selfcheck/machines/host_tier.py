@@ -214,7 +214,7 @@ MISUSES = misuses(
     (
         "free a request with device pages",
         Code.SLOT_CONSERVATION,
-        lambda it: it[0].slots.free(it[1], after=None),
+        lambda it: it[0].slots.free(it[1], after=it[0].runtime.record()),  # without, a forward may be under way
         _ready,
     ),
     ("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1, after=None), _paged),

@@ -323,6 +323,7 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         super().__init__(pages, OverlapBatch.empty(runtime), max_tokens_per_step=size - 1 + chunk)
         with runtime.use(self.streams.forward):
             self._kv = runtime.device_zeros((self.pages.location_capacity, 2), torch.int64)
+            self.pages.register_kv(self._kv)
             self._kv_ready = runtime.record()
         self._kv_synchronised: dict[object, Any] = {}
         self.ages = MirroredTensor.from_host(
