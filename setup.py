@@ -10,6 +10,7 @@ import sysconfig
 import tempfile
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 
 SETTING = os.environ.get("BATCHSTATE_COMPILED")
 STABLE_ABI = {"Py_LIMITED_API": "0x030b0000", "CYTHON_LIMITED_API": "1"}  # one binary for 3.11 and all later ones
@@ -40,6 +41,18 @@ core = Extension(
 )
 core.cython_directives, core.cython_c_in_temp = DIRECTIVES, True  # read by Cython, which setuptools calls
 
+
+class Wheel(bdist_wheel):  # type: ignore[misc]  # no types to be had
+    """Without a binary the wheel is for every platform, and its tag says so: an index or a cache hands it on."""
+
+    def run(self) -> None:
+        """Builds first, since only then it is known whether the core has compiled."""
+        self.run_command("build")
+        if not any(map(os.path.exists, self.get_finalized_command("build_ext").get_outputs())):
+            self.distribution.ext_modules, self.root_is_pure = [], True
+        super().run()
+
+
 # A folder that is kept would bring modules along that are gone, and a binary of an older core.
 scratch = tempfile.TemporaryDirectory()
 options = {"build": {"build_base": scratch.name}, "bdist_wheel": {}}
@@ -49,4 +62,4 @@ if SETTING == "0" or sysconfig.get_config_var("Py_GIL_DISABLED"):
     setup(options=options)
 else:
     options["bdist_wheel"] = {"py_limited_api": "cp311"}
-    setup(ext_modules=[core], options=options)
+    setup(ext_modules=[core], options=options, cmdclass={"bdist_wheel": Wheel})

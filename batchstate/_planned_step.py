@@ -415,6 +415,9 @@ class PlannedStep:
         if transaction.operation is not None:
             transaction.enter("publish")
         requests = memory.block.those_sampling()
+        if requests.n and not self._used:
+            remedy = "call `inputs` at forward entry: it writes the token table, and takes what the relay has"
+            raise ArgumentError(f"{self!r}: publish, and its inputs were never taken", self, remedy)
         times_checked[STALE_HANDLE] += 1
         if declared.slots.first_not_held(requests) >= 0:
             declared.pages.slots.check_rows(*requests.handles(), "publish")

@@ -49,6 +49,8 @@ nitpick_ignore_regex = [
 ]
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_title = f"batchstate {release}"
 
 NOT_API = {"__main__", "cli"}  # documented as commands

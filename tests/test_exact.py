@@ -1,9 +1,11 @@
 """The exact model: each text is the right one, a fault of the state changes one, and the verifier names it."""
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import attrs
@@ -226,6 +228,34 @@ def test_bad_adapters_are_refused(adapter: type[SmallEngine], words: str) -> Non
     assert report.differences == 1
     assert report.failure is not None
     assert "small has" in report.message
+
+
+def test_a_step_that_never_ends_is_ended(caplog: pytest.LogCaptureFixture) -> None:
+    """The report says in which line it was, and shrinking ends; a thread, and the timer of a test runner, stay free."""
+
+    class Endless(SmallEngine):
+        def step(self) -> Mapping[int, Sequence[int]]:
+            while self.running:
+                pass
+            return super().step()
+
+    handler, engine = signal.getsignal(signal.SIGALRM), attrs.evolve(SMALL, open=Endless, step_seconds=0.2)
+    report = hunt(engine, requests=20, shrink_seconds=1.0)
+    assert report.failure is not None
+    assert report.failure.requests == 1
+    assert report.seconds < 10
+    assert re.search(rf"AdapterError: small has not ended a step for 0.2 s, in step, {__file__}:\d+", report.message)
+    assert "is shrunk: the engine has failed: AdapterError: small has not ended a step" in caplog.text
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]) == (handler, 0.0)
+    right = attrs.evolve(SMALL, step_seconds=1e-4)  # a thread gets no signal, and another's timer is not touched
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(hunt, right, requests=5).result().failure is None
+    signal.setitimer(signal.ITIMER_REAL, 600)
+    try:
+        assert hunt(right, requests=5).failure is None
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 500
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def test_an_engine_that_fails_is_a_result(caplog: pytest.LogCaptureFixture) -> None:

@@ -102,6 +102,7 @@ def test_failure_is_shrunk_and_can_be_replayed() -> None:
     assert result.first_failure == result.examples <= 100
     assert result.failure is not None
     assert "state.tell(flags=set(), number=1000)" in result.failure
+    assert f"\n  {__file__}:" in result.failure  # where it was raised
     assert again != result  # only the wall time differs
     assert again.failure == result.failure
 

@@ -66,14 +66,14 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_810),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        13_135,
+        13_140,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_220),
     "watch": (("watch",), 2_706),
     "races": (("races",), 10_300),
-    "fuzz tools": (("testing",), 3_905),
-    "replay": (("replay",), 2_420),
+    "fuzz tools": (("testing",), 3_955),
+    "replay": (("replay",), 2_425),
     "command line": (("cli", "__main__"), 725),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
@@ -87,8 +87,9 @@ which dtype they are the bits, and for a stream that is asked whether it has run
 transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of
 tokens, and ranks that compare what they hold; 40 of the state are for a mark of what is written in each KV memory.
 35 of the state are for rows that say whose they are, and for memory of states.
-Fuzz tools had 2,700: 1,235 are the exact model, 288 of them docstrings: the oracle is the model a second time, for
-integers, so that no tensor says what is right; the shrinker knows of pages, where that of Hypothesis stops early;
+Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings and 35 a bound of a single step: the oracle is
+the model a second time, for integers, so that no tensor says what is right; the shrinker knows of pages, where that of
+Hypothesis stops early;
 states, windows and drafts have a place in cache and verifier. Races had 8,500: 760 are for operators that wait in the
 middle, for storages, pinned memory and numpy as torch uses them, for one format of findings, and for values that an
 earlier owner or step has left; 335 are for pinned blocks and graphs as torch keeps them, and for backward passes; 450
@@ -102,13 +103,13 @@ had 530: 170 are `replay`. 20 lines of the fuzz tools let a recording be served 
 watch tell a recording of hooked calls.
 """
 
-MOST_LINES, MOST_FILES = 46_650, 164
+MOST_LINES, MOST_FILES = 46_390, 164
 BESIDE = {"tests/selfcheck": 13_290, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""
-OTHER_TESTS = 44_460
-"""220 lines are mutants of memory that comes back and of lints, with their programs, and names of streams; 240 are mutants
-of record and replay, and rows that nobody declares."""
+OTHER_TESTS = 44_510
+"""220 lines are mutants of memory that comes back and of lints, with their programs, and names of streams; 240 are
+mutants of record and replay, and rows that nobody declares."""
 
 MOST_FLOORS = 12
 

@@ -77,6 +77,7 @@ def test_a_prefetch_that_failed_is_waited_for() -> None:
     rt.wait = wait  # type: ignore[method-assign]
     for _ in range(2):
         step = world.planner.plan(world.batch)
+        step.inputs()
         step.publish(last=torch.tensor([1, 2]))
         world.batch = step.batch
         assert len(waited) == 1
@@ -523,6 +524,8 @@ PLANNED: dict[str, tuple[Expected, str, Options]] = {
     "counts as objects": (DtypeError, "values of dtype object", lambda w: {"query_lens": np.array([1, 1], object)}),
     "less than no token": (Code.LENGTH_ORDER, "3 tokens asked for", lambda w: {"query_lens": -1}),
     "ids for others": (ShapeError, "prompt_ids of 1 for 2", lambda w: {"prompt_ids": [None]}),
+    "a prompt, and a token each": (ShapeError, "as many as `query_lens`", lambda w: {"prompt_ids": [None, [7, 8]]}),
+    "the batch before": (Code.DERIVED_STALE, "`step.batch`", lambda w: {"batch": w.batch.replace(seq_lens=[3, 5])}),
     "samples for others": (ShapeError, r"expected bool\[2\]", lambda w: {"samples": np.ones(1, np.bool_)}),
     "fewer rows than requests": (ArgumentError, "pad", lambda w: {"pad_rows": 1}),
     "fewer tokens than there are": (ArgumentError, "pad_tokens is 1", lambda w: {"pad_tokens": 1}),
@@ -638,11 +641,13 @@ def test_the_longest_request(rt: Runtime, by_parts: bool) -> None:
 
 
 def test_refusals_of_names_and_results(rt: Runtime) -> None:
-    """An extra array named like one that a mixed step sends to the forward; results before there are any."""
+    """Results and publishes too early, and an extra array named like one that a mixed step sends to the forward."""
     world = World.planned(rt)
     world.join([3])
     step = world.planner.plan(world.batch)
     refuses(ArgumentError, "has no results", lambda: step.results)
+    refuses(ArgumentError, "its inputs were never taken", lambda: step.publish(last=[1]))
+    step.inputs()
     refuses(DeclarationError, "publish of 'lost', which is not declared", lambda: step.publish(lost=[1]))
     world.batch = step.batch.merge(world.prompted([4]))
     before, extras = world.state(), {"positions": np.arange(3)}

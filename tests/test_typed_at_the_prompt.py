@@ -1,6 +1,6 @@
-"""Pages that readers type at Python's prompt can be typed: a line directly under a loop is an error there.
+"""Every page can be typed at Python's prompt: a line directly under a loop is an error there, as is a gap in a class.
 
-This file needs nothing but the library, its pages and pytest: a release runs it against the wheel.
+This file needs the wheel with its extra `testing`, and the pages: a release runs it so.
 """
 
 import re
@@ -12,11 +12,8 @@ from unittest import mock
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TYPED = [
-    "README.md",
-    "docs/how-to/watch-an-engine.md",
-    *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/tutorial/*.md"))),
-]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*/*.md"))]
+TYPED = [str(page.relative_to(ROOT)) for page in PAGES if "```python\n" in page.read_text()]
 
 _BLOCK = re.compile(r"(<!-- skip: next[^>]*-->)?\s*```python\n(.*?)```", re.DOTALL)
 

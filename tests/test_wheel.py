@@ -25,11 +25,16 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for needed in ("build", "Cython", "setuptools"):
         pytest.importorskip(needed, reason=f"{needed} is not installed, with which the wheel is built")
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    environment = {**os.environ, "BATCHSTATE_COMPILED": str(int(batchstate.compiled))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    build(folder, ROOT, BATCHSTATE_COMPILED=str(int(batchstate.compiled)))
     return folder
+
+
+def build(folder: Path, source: Path, *options: str, **environment: str) -> None:
+    """Builds `source` into the folder, without a setting of this process's environment."""
+    command = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(folder), str(source)]
+    others = {name: value for name, value in os.environ.items() if name != "BATCHSTATE_COMPILED"}
+    done = subprocess.run(command, env=others | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
@@ -62,6 +67,17 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     assert "batchstate/py.typed" in names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert ("-cp311-abi3-" if binary else "-py3-none-any") in wheel.name  # a tag, and every later Python takes it
+
+
+def test_a_wheel_whose_core_does_not_compile_is_for_every_platform(dist: Path, tmp_path: Path) -> None:
+    """Built from the sdist, without a compiler."""
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    build(tmp_path, next(tmp_path.glob("batchstate-*")), "--wheel", CC="false")
+    (built,) = tmp_path.glob("*.whl")
+    assert built.name.endswith("-py3-none-any.whl")
+    assert not any(name.endswith((".so", ".c")) or ".data/" in name for name in zipfile.ZipFile(built).namelist())
 
 
 def test_the_sdist_holds_sources_alone(dist: Path) -> None:

@@ -86,7 +86,7 @@ class TokenArray:
                 raise ShapeError(problem, array.shape, remedy)
             if len(array) != query:
                 problem = f"{subject} of row {row}: {len(array)} values for its {query} tokens"
-                raise ShapeError(problem, len(array), "pass exactly those of this chunk")
+                raise ShapeError(problem, len(array), "pass as many as `query_lens` says, 1 each by default")
             arrays[row] = array
         return arrays
 

@@ -885,9 +885,9 @@ class PagePool(OfThisProcess):
             where["column"] = "seq_lens"
 
             def explain(row: int) -> tuple[str, object, object]:
-                problem = "the lengths are not those of the pages"
-                if lens[row] > committed[row]:
-                    problem += ": a plan takes those without the tokens that it puts in, as `step.batch` has them"
+                more = "a plan takes those without the tokens that it puts in, as `step.batch` has them"
+                less = "plan from `step.batch` of the last step, not from the batch before it"
+                problem = f"the lengths are not those of the pages: {more if lens[row] > committed[row] else less}"
                 return problem, committed[row], lens[row]
 
             invariants.derived_stale(committed != lens, explain, slots=rows, **where)

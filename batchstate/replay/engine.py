@@ -17,7 +17,7 @@ import torch
 from batchstate.errors import RecordingError
 from batchstate.replay.format import Finding, Recording
 from batchstate.replay.recorder import recorder
-from batchstate.testing.exact.history import Adapter, EngineUnderTest, Outcome, Player, Request
+from batchstate.testing.exact.history import Adapter, EngineUnderTest, Outcome, Player, Request, timed
 from batchstate.testing.exact.model import ExactModel
 from batchstate.testing.exact.text import Oracle
 from batchstate.testing.exact.verify import Verifier
@@ -202,8 +202,9 @@ def drive(
     spec = engine.spec(log.settings)
     verifier, model = Verifier() if verify else None, ExactModel(spec, dtype=log.settings.get("dtype", torch.float32))
     try:
-        with contextlib.closing(engine.open(log.settings, model, verifier)) as adapter:
-            player = Player(engine, Oracle(spec), verifier, adapter, Outcome(), texts=log.texts)
+        opened = contextlib.closing(engine.open(log.settings, model, verifier))
+        with timed(engine) as begin_step, opened as adapter:
+            player = Player(engine, Oracle(spec), verifier, adapter, Outcome(), begin_step, texts=log.texts)
             for step, _ in enumerate(_steps(player, log, spec.vocab_size)):
                 for wrong in player.outcome.differences:
                     return Finding("TEXT", str(wrong), f"request {wrong.request.number}", row=wrong.at)

@@ -6,6 +6,7 @@ loads one that tries the same examples every time. Here the seed alone decides.
 
 import contextlib
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, final
@@ -203,6 +204,8 @@ def _code(error: BaseException) -> str:
 
 def _report(error: BaseException, flaky: Flaky | None) -> str:
     lines = [f"{type(error).__name__}: {error}" if not isinstance(error, Violation) else str(error)]
+    if not isinstance(error, Violation | DisagreementError) and (frames := traceback.extract_tb(error.__traceback__)):
+        lines.append(f"  {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}")
     if flaky is not None:
         lines += ["", "It did not fail when it was run again: it depends on how long a device or a thread takes."]
     program = [line for note in getattr(flaky or error, "__notes__", []) for line in note.splitlines()]

@@ -116,7 +116,8 @@ def hunt(
         requests: how many at least.
         number: the same seed plays the same histories.
         verify: compare entries as they are read too; a failing history is always verified once it is shrunk.
-        shrink_seconds: to shrink a failing history for, at most; a line of the logger `batchstate` says that it begins.
+        shrink_seconds: to shrink a failing history for, at most, and for the last history that it tries; a line of the
+            logger `batchstate` says that it begins, and what failed.
         progress: called with the requests served so far.
 
     Raises:
@@ -143,7 +144,8 @@ def hunt(
         if outcome.wrong or reports:
             report.differences = len(outcome.differences) + (outcome.error is not None)
             served = report.requests + history.requests
-            _log.warning("a history of %s failed by request %d: it is shrunk", engine.name, served)
+            first = (str(outcome) or str(reports[0])).partition("\n")[0]
+            _log.warning("a history of %s failed by request %d, and is shrunk: %s", engine.name, served, first)
             report.failure = reduced(engine, history, fails, seconds=shrink_seconds)
             report.outcome, reports = played(report.failure, verify=True)
             report.message = "\n".join([str(report.failure), str(report.outcome), *map(str, reports[:4])])

@@ -1,9 +1,13 @@
 """Histories of requests, and what an engine needs to be put through one. Needs no Hypothesis."""
 
 import contextlib
+import signal
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn, Protocol, final
 
 import attrs
 
@@ -79,6 +83,7 @@ class EngineUnderTest:
         temperatures: that requests may have.
         aborts: whether requests can be aborted.
         patience: steps without a token after which it is said not to end.
+        step_seconds: after which a single step is ended. By SIGALRM: in the main thread only, and not on Windows.
     """
 
     name: str
@@ -90,6 +95,7 @@ class EngineUnderTest:
     temperatures: Sequence[float] = (0.0,)
     aborts: bool = True
     patience: int = 500
+    step_seconds: float = 20.0
 
 
 @final
@@ -224,11 +230,41 @@ def play(
     """
     outcome = Outcome()
     try:
-        with contextlib.closing(engine.open(history.settings, model, verifier)) as adapter:
-            _play(Player(engine, oracle, verifier, adapter, outcome), history)
+        with (
+            timed(engine) as begin_step,
+            contextlib.closing(engine.open(history.settings, model, verifier)) as adapter,
+        ):
+            _play(Player(engine, oracle, verifier, adapter, outcome, begin_step), history)
     except Exception as error:
         outcome.error = error
     return outcome
+
+
+@contextlib.contextmanager
+def timed(engine: EngineUnderTest) -> Iterator[Callable[[], object]]:
+    """Makes a function to be called before each step: an `AdapterError` ends one that takes too long."""
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+        or signal.getitimer(signal.ITIMER_REAL)[0]  # that of a test runner bounds the step too
+    ):
+        yield lambda: None
+        return
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        at = "" if frame is None else f", in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
+        problem = f"{engine.name} has not ended a step for {engine.step_seconds} s{at}"
+        remedy = "raise `step_seconds` if a step takes so long; else it waits or loops for ever"
+        raise AdapterError(problem, engine.step_seconds, remedy)
+
+    begin_step = partial(signal.setitimer, signal.ITIMER_REAL, engine.step_seconds)
+    handler = signal.signal(signal.SIGALRM, end)
+    try:
+        begin_step()
+        yield begin_step
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _play(player: "Player", history: History) -> None:
@@ -258,6 +294,7 @@ class Player:
         verifier: see `play`.
         adapter: of the engine.
         outcome: of what was done by now.
+        begin_step: called before each step; see `timed`.
         texts: whether the answers are those of the exact model, and are compared.
         requests: that have arrived, by their numbers.
         open: tokens of each request that has not finished.
@@ -270,6 +307,7 @@ class Player:
     verifier: Verifier | None
     adapter: Adapter
     outcome: Outcome
+    begin_step: Callable[[], object]
     texts: bool = True
     requests: dict[int, Request] = attrs.field(factory=dict)
     open: dict[int, list[int]] = attrs.field(factory=dict)
@@ -307,6 +345,7 @@ class Player:
             raise AdapterError(
                 f"{name} has nothing left to do, and requests {waiting} have not finished", waiting, remedy
             )
+        self.begin_step()
         came = self.adapter.step()
         self.silent = 0 if any(came.values()) else self.silent + 1
         if self.silent > self.engine.patience:
