@@ -329,7 +329,7 @@ def test_a_script_is_compared_in_all_orders(
         "sim:lazy",
         "sim:oldest",
         "sim:pct",
-        "sim:late=stream 1",
+        "sim:late=side",
     }
     assert main(["race", "run", "--device", "sim", str(script), "ordered"]) == 0
     assert "0 of 7 orders" in capsys.readouterr().err

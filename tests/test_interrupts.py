@@ -127,6 +127,8 @@ class World:
         if "mixed" in parts:  # one runs a chunk of its prompt, one pauses and one samples
             prompts, samples = [[7, 8], None, None], [False, False, True]
             self.step = self.planner.plan(self.batch, [2, 0, 1], prompt_ids=prompts, samples=samples)
+        if "taken" in parts and self.step is not None:
+            self.step.inputs()
 
     def new_planner(self) -> StepPlanner:
         """A planner that has planned nothing yet."""
@@ -328,13 +330,13 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
         lambda w: w.planner.plan(w.batch, [0, 3, 1], keep=[2, 0], joining=w.arrived, after=w.shut, **MIXED, **NINE),
     ),
     "inputs of a mixed step": ("steps mixed", lambda w: w.step.inputs()),
-    "publish of a mixed step": ("steps mixed", lambda w: w.step.publish(token=w.on_device(7))),
+    "publish of a mixed step": ("steps mixed taken", lambda w: w.step.publish(token=w.on_device(7))),
     "plan padded": (
         "steps steady",
         lambda w: w.planner.plan(w.batch, keep=[1], joining=w.arrived, after=None, pad_rows=4, **NINE),
     ),
     "inputs": ("steps steady", lambda w: w.step.inputs()),
-    "publish of a step": ("steps steady", lambda w: w.step.publish(token=w.on_device(7, 8, 9))),
+    "publish of a step": ("steps steady taken", lambda w: w.step.publish(token=w.on_device(7, 8, 9))),
 }
 
 ALLOWED = (

@@ -71,7 +71,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_220),
     "watch": (("watch",), 2_706),
-    "races": (("races",), 10_300),
+    "races": (("races",), 10_340),
     "fuzz tools": (("testing",), 3_955),
     "replay": (("replay",), 2_425),
     "command line": (("cli", "__main__"), 725),
@@ -103,7 +103,7 @@ had 530: 170 are `replay`. 20 lines of the fuzz tools let a recording be served 
 watch tell a recording of hooked calls.
 """
 
-MOST_LINES, MOST_FILES = 46_390, 164
+MOST_LINES, MOST_FILES = 46_425, 164
 BESIDE = {"tests/selfcheck": 13_290, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it."""

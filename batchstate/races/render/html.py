@@ -17,10 +17,12 @@ from batchstate.races.render.layout import (
     Route,
     access_of,
     awaited,
+    dispensable,
     drawable,
     label,
     laid_out,
     launched,
+    nothing_on,
     plain,
     short_site,
     where,
@@ -164,7 +166,7 @@ class HtmlPicture:
         access = access_of(self._report, event)
         tag = f'<span class="pre">{TAGS[event.kind]}</span>' if event.kind in TAGS else ""
         launch = launched(event)[1]
-        shown = f'{spoken}{tag}<span class="name">{name(launched(event)[0])}</span>'
+        shown = f'{spoken}{tag}<span class="name">{_bar_name(event)}</span>'
         below = f'<span class="launch">{name(launch)}</span>' if launch else ""
         at = _at(event.caller or event.site)
         if access is not None:
@@ -242,6 +244,17 @@ class HtmlPicture:
             f'<button type="button" class="close" popovertarget="d{number}" popovertargetaction="hide">Close</button>'
             f'<dl>{terms(pairs)}</dl><a href="#e{number}">In the table of all events</a></div>\n'
         )
+
+
+def _bar_name(event: Event) -> str:
+    operation, launch = launched(event)
+    begin, middle, end = dispensable(event)
+    if launch or not middle:
+        return name(operation)
+    # Narrow lanes have a wait without these words, and wide ones a copy, whose tag they show.
+    kind = "less" if event.kind is EventKind.WAIT else "told"
+    end = f" {name(end)}" if end else ""
+    return f'{name(begin)}<span class="{kind}"> {text(middle)}</span>{end}'
 
 
 def _at(site: str) -> str:
@@ -390,7 +403,7 @@ def _figure(report: RaceReport, picture: HtmlPicture) -> str:
     left_out = ""
     if picture.left_out:
         left_out = f" Left out: {picture.left_out} of {len(report.events)} events; the table has them all."
-    idle = f" No events here on: {escape(', '.join(map(plain, picture.idle)))}." if picture.idle else ""
+    idle = f" {sentence(nothing_on(picture.idle))}." if picture.idle else ""
     drawn = picture.draw()
     return f"""<section aria-labelledby="picture">
 <h2 id="picture">The picture</h2>

@@ -174,9 +174,7 @@ def drawable(report: RaceReport) -> RaceReport:
             raise _damaged(f"event {event.number} waits for event {event.waits_for}, which is not before it")
         newest = event.number
     if report.events and report.first.event < report.events[0].number and report.first.lane in report.lanes:
-        at = report.first
-        old = Event(at.event, at.lane, EventKind.OPERATION, at.operation, at.step, at.site, at.caller)
-        report = attrs.evolve(report, events=(old, *report.events))
+        report = attrs.evolve(report, events=(_event_of(report.first), *report.events))
     lanes = {event.number: event.lane for event in report.events}
     for name, access in (("first", report.first), ("second", report.second)):
         if lanes.get(access.event) != access.lane:
@@ -186,12 +184,20 @@ def drawable(report: RaceReport) -> RaceReport:
     return report
 
 
+def _event_of(access: Access) -> Event:
+    return Event(
+        access.event, access.lane, EventKind.OPERATION, access.operation, access.step, access.site, access.caller
+    )
+
+
 def _damaged(problem: str) -> ArgumentError:
     return ArgumentError(f"a damaged race report: {problem}", problem, "save it again with `RaceReport.save`")
 
 
 _SITE = re.compile(r"(?:.*[/\\])?(?P<file>[^/\\]+)(?P<line>:\d+)(?: in .*)?")
 _LAUNCHED = re.compile(r"(?P<operation>.+?) (?P<launch>\(.+\))")
+_WAIT = re.compile(r"wait:? (?P<less>(?:for )?(?:fence )?)(?P<fence>.+)")
+_COPY = re.compile(r"copy (?P<less>to (?:device|host))")
 
 TAGS = {
     EventKind.COPY_TO_DEVICE: "H→D",
@@ -233,6 +239,24 @@ def launched(event: Event) -> tuple[str, str]:
     """
     parts = None if event.kind in (EventKind.FENCE, EventKind.WAIT) else _LAUNCHED.fullmatch(label(event))
     return (parts["operation"], parts["launch"]) if parts else (label(event), "")
+
+
+def dispensable(event: Event) -> tuple[str, str, str]:
+    """An event's label in three parts; the mark or the tag beside it tells the middle one as well.
+
+    It is empty where all of the label is needed: `("wait", "for fence", "12")`, `("copy", "to device", "")`.
+    """
+    name = label(event)
+    waits = _WAIT.fullmatch(name) if event.kind is EventKind.WAIT else None
+    if waits is not None:
+        return "wait", waits["less"].strip(), waits["fence"]
+    copies = _COPY.fullmatch(name) if event.kind in TAGS else None
+    return ("copy", copies["less"], "") if copies is not None else (name, "", "")
+
+
+def nothing_on(lanes: tuple[str, ...]) -> str:
+    """The lanes that a picture leaves out, in words; empty where it has them all."""
+    return f"no events here on: {', '.join(map(plain, lanes))}" if lanes else ""
 
 
 def awaited(report: RaceReport, event: Event) -> str:

@@ -122,6 +122,7 @@ min-width:var(--line,0);white-space:nowrap;font-size:.6875rem;font-weight:400;co
 .where .file{display:none;flex:1 1 3em;min-width:0;max-width:max-content;overflow:hidden;text-overflow:ellipsis}
 .where .at{flex:none;order:-1}
 .launch{overflow:hidden;text-overflow:ellipsis;white-space:nowrap;font-size:.6875rem;font-weight:400}
+.less{display:none}
 .pre{display:none;font-size:.6875rem;font-weight:400;color:var(--muted);white-space:nowrap}
 .bar.mark{background:none;border:0;padding:0;gap:.25rem;color:var(--order)}
 .bar.mark::before,.bar.mark::after{content:"";flex:1 1 .4rem;min-width:.4rem;border-top:2px solid var(--order)}
@@ -213,6 +214,7 @@ _WIDE = """
 .number{display:block}
 .where{display:flex}
 .where .file{display:block}
+.told{display:none}
 .bar{padding:0 .4rem}
 .bar wbr{display:none}
 .name{white-space:nowrap;display:block}
@@ -223,6 +225,7 @@ _WIDE = """
 @container event (min-width:11.5rem){
 .bar{padding:0 .55rem;font-size:.8125rem;gap:.5em}
 .bar.mark{gap:.4rem}
+.less,.told{display:inline}
 }
 """
 
