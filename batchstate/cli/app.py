@@ -48,7 +48,8 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
     """The exit code of a run; an error becomes a message of `program` on stderr, and a code as `main` says."""
     try:
         code = run()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
