@@ -88,7 +88,7 @@ class StepMemory:
         wide, narrow: the device's memory as int64 and int32, with a count of writes apart from that of the columns: a
             forward may write into its inputs.
         copied: the fence behind the last copy of it, and the stream that ran it.
-        sent: the same; None where memory that nobody holds is known to be free.
+        sent: the same, also of a copy that failed; None before the first.
         others: further streams that use it since then, by their keys.
         counts: how many hold it when it is free, but for views that it keeps.
     """
@@ -176,6 +176,11 @@ class StepMemory:
 
     def send(self, end: int, places: list[Place], stream: Stream) -> PackedUpload:
         """Copies the first bytes to the device, on `stream`, the current one."""
+        self._fences = None  # of uses before this one
+        if not STAYS:
+            self._renew()
+        elif self._shared > MOST_VIEWS:
+            self._forget()
         head = self._heads.get(end)
         if head is None:
             with torch.inference_mode(False):
@@ -263,14 +268,7 @@ class StepMemory:
             if self._fences is None or self._fences[0] != stream:
                 used = [own, *self.others.values()]
                 self._fences = stream, [self._runtime.record(other) for other in used if other != stream]
-            if not all(fence.query() for fence in self._fences[1]):
-                return False
-            self._fences = None
-        self.sent = None
-        if not STAYS:
-            self._renew()
-        elif self._shared > MOST_VIEWS:
-            self._forget()
+            return all(fence.query() for fence in self._fences[1])
         return True
 
 

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchstate import PoolExhaustedError, Runtime, TokenArray, checks, open_runtime
+from batchstate import PoolExhaustedError, Runtime, SlotPool, TokenArray, checks, open_runtime
+from batchstate._step_memory import StepMemories
 from batchstate.errors import BatchStateError
 from batchstate.runtime.devices import CpuRuntime
 from batchstate.testing.fences import LateRuntime
 from tests.selfcheck.machines.failures import PlantedError, failing
-from tests.step_world import World, columns
+from tests.step_world import Running, World, columns
 from tests.worlds import LONGEST
 
 # Values live
@@ -147,6 +148,46 @@ def test_memory_waits_for_streams_that_use_it() -> None:
     assert first not in used[5:12]
     assert first in used[12:]
     assert planner.made_for_holders == 0
+
+
+def test_memory_waits_for_streams_whichever_stream_plans() -> None:
+    """What is free for one stream, or was when it was asked earlier, is not by that free for another."""
+    rt = LateRuntime(steps_in_flight=2)
+    memories = StepMemories(SlotPool(rt, 8), Running._layout.core)
+    own, other, side = rt.current_stream, rt.stream("other"), rt.stream("side")
+
+    def fill(stream: Any, *others: Any) -> None:
+        """A step that nobody keeps."""
+        with rt.use(stream):
+            upload = memories.take(64, stream).send(64, [], stream)
+            upload.synchronised.update({other.key: other for other in others})
+            rt.complete(1, stream)  # the copy, and nothing that comes behind it
+            rt.record(stream)
+
+    def free(stream: Any) -> bool:
+        """Whether a step on this stream would get memory that there is."""
+        with rt.use(stream):
+            return any(memory.sent is None or memory.free(stream) for memory in memories._all)
+
+    def ended(*streams: Any) -> None:
+        for stream in streams:
+            rt.complete(rt.pending(stream), stream)
+
+    fill(other)
+    assert not free(own), "a fence is recorded on the stream that planned there"
+    ended(other)
+    fill(other, side)
+    assert len(memories._all) == 1
+    rt.record(side)
+    assert not free(own), "the fence is from before this step"
+    ended(side, other)
+    assert free(own)
+    fill(other)
+    rt.record(other)
+    assert free(other), "its work comes behind what it was given before"
+    assert not free(own), "and that of another stream does not"
+    ended(other)
+    assert free(own)
 
 
 @pytest.mark.parametrize("late", [False, True])

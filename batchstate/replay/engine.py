@@ -13,6 +13,7 @@ from typing import Any, final
 import attrs
 import numpy as np
 import torch
+from attrs.validators import instance_of
 
 from batchstate.errors import RecordingError
 from batchstate.replay.format import Finding, Recording
@@ -40,8 +41,8 @@ class Served:
 
     at: int
     prompt: tuple[int, ...]
-    answer: int
-    temperature: float = 0.0
+    answer: int = attrs.field(validator=instance_of(int))
+    temperature: float = attrs.field(default=0.0, validator=instance_of((int, float)))
     abort: int | None = None
 
 

@@ -362,8 +362,10 @@ def _value(data: memoryview) -> Any:
         if letter != "a":
             return SPECIAL[letter](*fields)
         dtype, shape = _BY_NAME[fields[0]], fields[1]
+        if len(shape) > 8:
+            raise ValueError(f"an array of {len(shape)} dimensions")
         size = math.prod(map(_at_least_none, shape)) * dtype.itemsize
-        if len(shape) > 8 or size > len(data) - at:
+        if size > len(data) - at:
             raise ValueError(f"an array of {shape}, and {len(data) - at} bytes are left")
         raw, at = data[at : at + size], at + size
         array = np.frombuffer(raw, np.uint8 if dtype.kind == "b" else dtype).reshape(shape)

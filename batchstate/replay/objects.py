@@ -55,8 +55,8 @@ def sized(*sizes: Any, of: int = 1) -> None:
     for size in sizes:
         if type(size) is not int or not 0 <= size <= MOST_SIZE:
             raise ValueError(f"a size of {str(size)[:40]}")
-    if math.prod(sizes) * of > MOST_BYTES:
-        raise ValueError(f"{list(sizes)} values")
+    if len(sizes) > 9 or math.prod(sizes) * of > MOST_BYTES:
+        raise ValueError(f"{len(sizes)} dimensions, {list(sizes[:9])} values")
 
 
 def dtype_named(name: Any) -> torch.dtype:
@@ -113,6 +113,7 @@ def _page_pool(body: Body, _: str) -> PagePool:
     pages = -(-body["max_tokens_per_request"] // body["page_size"])
     sized(body["slots"].capacity, pages, of=16)
     sized(body["num_pages"], of=64)
+    sized(body["num_pages"], body["page_size"], of=8)
     return PagePool(**body)
 
 

@@ -53,8 +53,9 @@ def _names(events: Sequence[Event]) -> dict[int, str]:
 def _call(event: Event, names: Mapping[int, str]) -> str:
     body = event.body
     if event.kind == "hook" and isinstance(body, Mapping):
-        args = [_words(value, names) for value in body.get("args") or ()]
-        args += [f"{name}={_words(value, names)}" for name, value in dict(body.get("kwargs") or {}).items()]
+        values, named = body.get("args"), body.get("kwargs")
+        args = [_words(value, names) for value in (values if isinstance(values, list) else ())]
+        args += [f"{name}={_words(value, names)}" for name, value in (named if isinstance(named, dict) else {}).items()]
         return f"{_words(body.get('call'), names)[1:-1]}({', '.join(args)})"
     if not event.is_call:
         return f"{event.kind} {_words(body, names)}"
