@@ -256,6 +256,18 @@ def test_entries_that_are_relative_to_their_row() -> None:
             rows.run(filter_rows)
 
 
+def test_relative_entries_that_requests_say() -> None:
+    """A column of a relative pair is kept by no move because requests say its values too."""
+    rows: Any = Rows(reqs=["x", "y"], host=[0, 1], device=torch.tensor([0, 1]))
+
+    def filter_rows(rows: Any) -> None:
+        rows.reqs, rows.host, rows.device = ["y"], [0], torch.tensor([0])
+
+    says = {"host": lambda req: 0 if len(rows.reqs) == 1 else rows.reqs.index(req)}
+    with watched(key="reqs", moves=["run"], pairs=[("host", "device", "relative")], from_requests=says):
+        rows.run(filter_rows)
+
+
 def test_metadata_of_other_rows() -> None:
     """Metadata that were made from other rows of equal number, and not made anew."""
     rows: Any = Rows(reqs=["x"], seq_lens=torch.tensor([3]), meta=SimpleNamespace(cu=torch.tensor([0, 3])))

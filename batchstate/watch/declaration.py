@@ -237,8 +237,9 @@ class Declaration:
             *((f"indices[{name!r}]", None, path) for name, flags in (indices or {}).items() for path in (name, flags)),
         ]
         self._relative = frozenset(side for pair in self.pairs if not pair.kept for side in (pair.host, pair.device))
-        self._relative -= {side for pair in self.pairs if pair.kept for side in (pair.host, pair.device)}
         self._said_hosts = frozenset(pair.host for pair in self._said.values())
+        others = [pair for pair in self.pairs if pair.kept and pair.host not in self._said_hosts]
+        self._relative -= {side for pair in others for side in (pair.host, pair.device)}
         self._relative |= self._said_hosts
         self.made_from = {
             name: (getter(name), [getter(source) for source in sources]) for name, sources in (made_from or {}).items()
