@@ -507,6 +507,37 @@ def test_calls_of_other_methods_are_refused(bug: Path, tmp_path: Path) -> None:
         replay(load(path))
 
 
+@pytest.mark.parametrize("answer", ["__import__('os').abort()", [3], None])
+def test_a_file_puts_no_code_into_a_written_test(answer: Any, tmp_path: Path) -> None:
+    """What a file says of a request stands in a written test as it is, so it has to be a number."""
+    from examples.replay.traffic import TRAFFIC
+
+    with record_operations(tmp_path) as recorder:
+        recorder.write("open", {"settings": {}, "open": [], "texts": False})
+        recorder.write("add", (0, [1, 3], answer, 0.0))
+        path = recorder.dump()
+    assert path is not None
+    with pytest.raises(RecordingError, match="cannot serve: TypeError"):
+        EngineLog.of(load(path), TRAFFIC)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"$": ["a", "int8", [999] * 1000]}, "an array of 1000 dimensions"),
+        ({"call": 3, "args": 5, "kwargs": [1]}, None),
+    ],
+)
+def test_wrong_bodies_are_refused_or_shown(body: Any, words: str | None, tmp_path: Path) -> None:
+    """An array of many dimensions takes no time; a hooked call without arguments is shown."""
+    with record_operations(tmp_path) as recorder:
+        recorder.write("hook", body)
+        path = recorder.dump()
+    assert path is not None
+    with contextlib.nullcontext() if words is None else pytest.raises(RecordingError, match=words):
+        assert "(" in show.text(load(path))
+
+
 def test_recordings_say_what_they_are(bug: Path, tmp_path: Path) -> None:
     """The reprs and words of what a recording has."""
     recording: Recording = load(bug)
