@@ -266,7 +266,7 @@ class PlannedStep:
         stream = runtime.stream_for(INPUTS)
         if transaction.operation is not None:
             transaction.enter(INPUTS)
-        bounded = block.fed > 0 and bool(moved.device) and declared.seq_lens in moved.device
+        bounded = block.fed > 0 and declared.seq_lens in moved.device
         if bounded and declared.lengths is None:
             problem = f"{self!r} has bounds of the lengths, and the planner no field of true ones"
             raise ContractError(problem, "upper_bound", "name the field: StepPlanner(..., lengths=...)")

@@ -158,16 +158,7 @@ def test_values_that_landed_are_published_again(tmp_path: Path) -> None:
         for _ in range(4):
             world.step()
         path = recorder.dump()
-    seen: list[list[int]] = []
-    before = PlannedStep.publish
-
-    def publish(step: PlannedStep, **values: object) -> None:
-        seen.append(values["last"].tolist())  # type: ignore[attr-defined]
-        before(step, **values)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlannedStep, "publish", publish)
-        replay(load(str(path)))
+    _, seen = published(load(str(path)))
     assert seen == [[0], [0], [0], [0, 1]]
 
 

@@ -421,14 +421,14 @@ class Recorder:
 
         @functools.wraps(method)
         def plan(planner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            at, known = ring.at, planner._recorded
+            at, declared = ring.at, planner._recorded
             if ring.inside or get_ident() != self._thread:
                 return method(planner, batch, *args, **kwargs)
-            if args or kwargs or known is None or at > ring.mark or levels.full:
+            if args or kwargs or declared is None or at > ring.mark or levels.full:
                 step = general(planner, batch, *args, **kwargs)
                 self._planned_generally(planner, step, kwargs.get("joining"))
                 return step
-            number, planned, runtime = known
+            number, planned, runtime = declared
             version = getattr(batch, "version", None)
             made = planned.pop(version, None)  # a batch goes on in one step: who asks it again writes it by value
             if made is None:

@@ -24,6 +24,8 @@ class Ring:
         dropped: events that did not fit into a segment.
         number: of the last event.
         first: the last number before this segment.
+        buffer: the current segment, uint8[size], of which `at` bytes are written; a plan behind `mark` begins the next.
+        turns: segments that were begun, but for the first.
         inside: whether a recorded call, or the recorder, is under way: what it calls is not recorded.
         stream, stream_number: the current one, as it was last seen.
     """
