@@ -409,34 +409,35 @@ def of_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a dtype whose rows torch moves."""
     return tensor.view(signed_twin(tensor.dtype)) if tensor.dtype in _SIGNED else tensor
 
 
 def select_rows(source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """`source[rows]`; rows int64[k]. One kernel."""
     if source.dtype in _SIGNED:
-        return torch.index_select(_movable(source), 0, rows).view(source.dtype)
+        return torch.index_select(movable(source), 0, rows).view(source.dtype)
     return torch.index_select(source, 0, rows)
 
 
 def concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """All rows of `parts`. One kernel."""
     dtype = parts[0].dtype
-    return torch.cat([_movable(of_dtype(part, dtype)) for part in parts]).view(dtype)
+    return torch.cat([movable(of_dtype(part, dtype)) for part in parts]).view(dtype)
 
 
 def replace_rows(source: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """`source` with `values` at `rows`, in new memory. Two kernels: a copy and a scatter."""
     values = of_dtype(values, source.dtype)
-    return torch.index_copy(_movable(source), 0, rows, _movable(values)).view(source.dtype)
+    return torch.index_copy(movable(source), 0, rows, movable(values)).view(source.dtype)
 
 
 def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     """`values` into `target` at `rows` int64[k], in place. One kernel."""
     values = of_dtype(values, target.dtype)
     if target.dtype in _SIGNED:
-        target, values = _movable(target), _movable(values)
+        target, values = movable(target), movable(values)
     target.index_copy_(0, rows, values)
 
 
@@ -447,4 +448,4 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def add(source: torch.Tensor, amount: torch.Tensor | int) -> torch.Tensor:
     """`source + amount`, in new memory; the caller has shown that it fits. One kernel."""
-    return torch.add(_movable(source), amount).view(source.dtype)
+    return torch.add(movable(source), amount).view(source.dtype)

@@ -1471,14 +1471,15 @@ class Entries:
 
     readers = cython.declare(cython.int, visibility="readonly")  # bits of those that take each entry once, 0 for none
     must_read = cython.declare(cython.bint, visibility="readonly")  # before it is overwritten
+    name = cython.declare(str, visibility="readonly")  # of the field
     generation: cython.longlong[::1]  # of the owner that it was published for; 0 where it is unwritten
     number: cython.longlong[::1]  # of the publish; 0 where it is unwritten
     last_writer: cython.longlong[::1]  # number of the last publish into this memory
     taken: cython.uchar[::1]  # bits of the readers that have taken it
     arrays = cython.declare(dict, visibility="readonly")
 
-    def __init__(self, readers: cython.int, must_read: cython.bint, capacity: cython.Py_ssize_t) -> None:
-        self.readers = readers
+    def __init__(self, name: str, readers: cython.int, must_read: cython.bint, capacity: cython.Py_ssize_t) -> None:
+        self.name, self.readers = name, readers
         self.must_read = must_read
         self.arrays = {name: np.zeros(capacity, np.int64) for name in ("generation", "number", "last_writer")}
         self.arrays["taken"] = np.zeros(capacity, np.uint8)

@@ -43,7 +43,8 @@ class GraphPublish:
         relay, fields = self._relay, self._fields
         relay._check_call(fields, "replay")
         requests, stream, entries = relay._live(slots, "replay")[1], relay.runtime.current_stream, relay._entries
-        entries.come_behind(entries.check_overwrite(requests, fields, stream), stream, "publish", to_write=True)
+        written = relay.together(fields).entries
+        entries.come_behind(entries.check_overwrite(requests, written, stream), stream, "publish", to_write=True)
         for name in fields:
             relay._memory_of(name, stream)
         rows = requests.handles()[0]
@@ -61,7 +62,7 @@ class GraphPublish:
         finally:
             relay.replaying = False
         fence = relay.runtime.record(stream)
-        entries.publish(requests, fields, fence, stream)
+        entries.publish(requests, written, fence, stream)
         relay.slots.transaction.launches.ended(stream, fence)
         if levels.full:
             relay.check("replay")

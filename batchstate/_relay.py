@@ -107,24 +107,27 @@ class RelayEntries(SlotListener):
         """Where a check puts the publishes that entries come from; None while all was on `stream`, the current one."""
         return None if stream is self.only else set()
 
-    def check_overwrite(self, requests: Requests, names: Sequence[str], stream: Stream) -> Numbers | None:
+    def check_overwrite(self, requests: Requests, fields: list[Entries], stream: Stream) -> Numbers | None:
         """The publishes that wrote these entries last; they must be read first: FUTURE_UNREAD_OVERWRITTEN, at `cheap`.
 
         To be passed to `come_behind`.
         """
-        fields, cheap, numbers = self.fields, levels.cheap, None if stream is self.only else set[int]()
+        cheap, numbers = levels.cheap, None if stream is self.only else set[int]()
         if cheap:
-            times_checked[UNREAD_OVERWRITTEN] += len(names)
-        refused = refused_write([fields[name] for name in names], requests, cheap, numbers)
+            times_checked[UNREAD_OVERWRITTEN] += len(fields)
+        refused = refused_write(fields, requests, cheap, numbers)
         if refused >= 0:
-            entries, rows = fields[names[refused]], requests.handles()[0]
-            number, taken = entries.arrays["number"][rows], entries.arrays["taken"][rows]
-            unread = (number != 0) & ((taken & entries.readers) != entries.readers)
-            writer, readers = self._writer(number), READERS[entries.readers]
-            where = self.where("publish", names[refused])
-            invariants.future_unread_overwritten(rows, unread, writer, self.by("publish"), readers, **where)
-            raise unexplained("FutureMap", "publish", UNREAD_OVERWRITTEN)
+            self._refuse_overwrite(requests, fields[refused])
         return numbers
+
+    def _refuse_overwrite(self, requests: Requests, entries: Entries) -> NoReturn:
+        rows = requests.handles()[0]
+        number, taken = entries.arrays["number"][rows], entries.arrays["taken"][rows]
+        unread = (number != 0) & ((taken & entries.readers) != entries.readers)
+        writer, readers = self._writer(number), READERS[entries.readers]
+        where = self.where("publish", entries.name)
+        invariants.future_unread_overwritten(rows, unread, writer, self.by("publish"), readers, **where)
+        raise unexplained("FutureMap", "publish", UNREAD_OVERWRITTEN)
 
     def check_read(
         self, requests: Requests, names: Sequence[str], reader: int, stream: Stream, operation: str
@@ -260,7 +263,7 @@ class RelayEntries(SlotListener):
     def publish(
         self,
         requests: Requests,
-        names: Iterable[str],
+        fields: list[Entries],
         fence: Fence,
         stream: Stream,
         to_host: Collection[str] = (),
@@ -277,17 +280,17 @@ class RelayEntries(SlotListener):
                 by, missing = self.by("publish", stream), "a fence for each publish"
                 invariants.future_order(False, last.by, by, missing, **self.where("publish"))
         self._count = number = self._count + 1
-        publishes, fields = self.publishes, self.fields
+        publishes = self.publishes
         self._last = publishes[number] = publish = Use(number, "publish", self._runtime.step, stream, fence)
         if len(publishes) > 2 * KEPT:
             self._forget()
-        for name in names:
-            fields[name].publish(requests, number, HOST if name in to_host else 0)
+        for entries in fields:
+            entries.publish(requests, number, HOST if entries.name in to_host else 0)
         return publish
 
     def mark_failed(self, requests: Requests, names: Iterable[str], fence: Fence, stream: Stream) -> None:
         """Notes a publish that failed half way: the memory of `names` was written, and the entries are unwritten."""
-        publish, (rows, _) = self.publish(requests, (), fence, stream), requests.handles()
+        publish, (rows, _) = self.publish(requests, [], fence, stream), requests.handles()
         for name in names:
             self.fields[name].clear(rows, publish.number)
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import carried, check_dense, padding_row, put_rows, select_rows, shape_of
+from batchstate._arrays import carried, check_dense, movable, padding_row, select_rows, shape_of
 from batchstate._core import Entries, Requests
 from batchstate._graph_publish import GraphPublish, put_unpadded
 from batchstate._prefetched import LiveSlots, Prefetched, Publishing, Source, check_accepted, unpadded
@@ -65,11 +65,18 @@ _ON_DEVICE = torch.Tensor, MirroredTensor
 
 
 class Run(NamedTuple):
-    """Fields that lie side by side, their name in reports, and their memory [capacity, ...]."""
+    """Fields that lie side by side, their name in reports, and their memory [capacity, ...], in a dtype that moves."""
 
     names: tuple[str, ...]
     label: str
     memory: torch.Tensor
+
+
+class Together(NamedTuple):
+    """Fields that are published together: their entries, and the runs in which they are written."""
+
+    entries: list[Entries]
+    runs: list[Run]
 
 
 @ranges("publish", "gather", "prefetch", "resolve", "resolve_forward_inputs")
@@ -96,7 +103,7 @@ class FutureMap(OfThisProcess):
         for field, declared in self._fields.items():
             shape_of(declared.shape, f"{name}: {field}", rows=capacity)
             readers = declared.readers if declared.stale is None else 0  # none takes an entry that may be stale
-            entries[field] = Entries(readers, declared.must_read, capacity)
+            entries[field] = Entries(field, readers, declared.must_read, capacity)
         self._record: torch.Tensor  # uint8[rows, nbytes], the entries of all small fields, if there are several
         self._places: dict[str, slice] = {}  # of these in it
         self._rows = self._allocated(capacity + 1)  # and one for padded rows of graphs, which nobody reads
@@ -109,7 +116,7 @@ class FutureMap(OfThisProcess):
         self._entries = RelayEntries(self.runtime, entries, slots.is_live, label=self._source.label)
         self._transaction = slots.transaction
         self.replaying = False  # for `GraphPublish`
-        self._runs_of: dict[tuple[str, ...], list[Run]] = {}
+        self._together: dict[tuple[str, ...], Together] = {}
         self._private = self.runtime.stream(f"{name}: to the host")
         slots.add_listener(self._entries)
         weakref.finalize(self, slots.remove_listener, self._entries).atexit = False
@@ -215,7 +222,8 @@ class FutureMap(OfThisProcess):
                 host[name] = self.host_values(name, value, (n, publishing.num_rows))
         if not values:
             raise DeclarationError(f"{self.name}: publish of no field", None, f"name one of: {', '.join(self._fields)}")
-        numbers = self._entries.check_overwrite(requests, tuple(values), stream)
+        together = self.together(tuple(values))
+        numbers = self._entries.check_overwrite(requests, together.entries, stream)
         if not n:
             return self.prefetch(publishing.handles(), *results) if results else None
         if others:
@@ -227,10 +235,9 @@ class FutureMap(OfThisProcess):
         else:
             at = publishing.index(stream)
         sent = [tensors[name] for name in results if name in tensors]
-        if len(sent) < len(results):
-            sent = []
-        to_host = (*host, *results) if sent else host
-        publish, download = self.put(requests, stream, at, tensors, numbers, to_host, sent)
+        whole = len(sent) == len(results) > 0
+        to_host = (*host, *results) if whole else host
+        publish, download = self.put(requests, stream, at, together, tensors, numbers, to_host, sent if whole else ())
         if levels.full:
             self.check("publish")
         if download is None:
@@ -283,10 +290,10 @@ class FutureMap(OfThisProcess):
             invariants.sentinel_escaped(array.reshape(-1), **self._entries.where("publish", name))
         return array
 
-    def _runs(self, names: tuple[str, ...]) -> list[Run]:
-        """The fields in runs that lie side by side in the record; a field that is not in it is a run of its own."""
-        runs = self._runs_of.get(names)
-        if runs is None:
+    def together(self, names: tuple[str, ...]) -> Together:
+        """Fields with their entries, in runs that lie side by side in the record: those not in it are runs of one."""
+        together = self._together.get(names)
+        if together is None:
             parts: list[list[str]] = []
             end = -1
             for place, name in sorted((self._places.get(name, slice(-2, -3)).start, name) for name in names):
@@ -294,12 +301,13 @@ class FutureMap(OfThisProcess):
                     parts.append([])
                 parts[-1].append(name)
                 end = self._places[name].stop if name in self._places else -1
-            runs = self._runs_of[names] = [self._run(tuple(part)) for part in parts]
-        return runs
+            entries, runs = [self._entries.fields[name] for name in names], [self._run(tuple(part)) for part in parts]
+            together = self._together[names] = Together(entries, runs)
+        return together
 
     def _run(self, names: tuple[str, ...]) -> Run:
         with torch.inference_mode(False):  # it is kept, and used outside of that mode too
-            memory = self._memory[names[0]] if len(names) == 1 else self._part_of_record(names)
+            memory = movable(self._memory[names[0]] if len(names) == 1 else self._part_of_record(names))
         return Run(names, f"{self.name}: {', '.join(names)}", memory)
 
     def put(
@@ -307,6 +315,7 @@ class FutureMap(OfThisProcess):
         requests: Requests,
         stream: Stream,
         index: torch.Tensor,
+        together: Together,
         values: Mapping[str, torch.Tensor],
         numbers: Numbers | None,
         to_host: Collection[str] = (),
@@ -318,31 +327,34 @@ class FutureMap(OfThisProcess):
         `index` has the slots, and `numbers` is what `RelayEntries.check_overwrite` returned. The host has, or gets by
         this, the values of the fields `to_host`; `sent` are those that go there behind the publish.
         """
-        runtime, entries, written = self.runtime, self._entries, list[str]()
+        runtime, entries, transaction, written = self.runtime, self._entries, self._transaction, list[str]()
         if numbers is not None:
             entries.come_behind(numbers, stream, "publish", to_write=True)
-        self._transaction.operation = "publish"
+        transaction.operation = "publish"
         try:
-            for names, label, memory in self._runs(tuple(values)):
+            for names, label, memory in together.runs:
                 if stream is not self._zeroed_on:
                     self._memory_of(names[0], stream)
                 part = values[names[0]]
                 if len(names) > 1:
                     parts = [values[name] for name in names]
                     part = runtime.launch(_as_record, parts, reads=parts, name=label)
-                runtime.launch(put_rows, memory, index, part, reads=(index, part), writes=(memory,), name=label)
+                elif part.dtype is not memory.dtype:  # bits that crossed as integers
+                    part = part.view(memory.dtype)
+                reads, writes = (index, part), (memory,)
+                runtime.launch(memory.index_copy_, 0, *reads, reads=reads, writes=writes, name=label)
                 written += names
             # On this stream, where what is published may be written over later; one fence is behind both.
             download = runtime.download(sent, name=self.name, stream=stream) if sent else None
             fence = runtime.record(stream) if download is None else download.done
-            publish = entries.publish(requests, written, fence, stream, to_host)
-            self._transaction.launches.ended(stream, fence)
+            publish = entries.publish(requests, together.entries, fence, stream, to_host)
+            transaction.launches.ended(stream, fence)
         except Exception:
             if written:  # a device takes no launch back
                 entries.mark_failed(requests, written, runtime.record(stream), stream)
-            self._transaction.operation = None
+            transaction.operation = None
             raise
-        self._transaction.operation = then
+        transaction.operation = then
         return publish, download
 
     def discard(self, slots: Slots, *fields: str) -> None:
@@ -584,13 +596,15 @@ class FutureMap(OfThisProcess):
         tokens = _live_rows(tokens, requests.n)
         if levels.full:
             check_accepted(runtime.inspect(tokens), put_in, **self._entries.where("accept", field))
-        numbers = self._entries.check_overwrite(requests, names, stream)
+        together = self.together(names)
+        numbers = self._entries.check_overwrite(requests, together.entries, stream)
         arguments = before, tokens, self._fields[lengths].dtype
         true: torch.Tensor = runtime.launch(
             _lengths, *arguments, reads=arguments[:2], name="true lengths", operations=4
         )
         if requests.n:
-            self.put(requests, stream, publishing.index(stream), {field: tokens, lengths: true}, numbers)
+            values = {field: tokens, lengths: true}
+            self.put(requests, stream, publishing.index(stream), together, values, numbers)
         return true
 
     def id_widths(self, names: Sequence[str], dtype: torch.dtype) -> tuple[int, list[int]]:
@@ -620,9 +634,9 @@ class FutureMap(OfThisProcess):
             first[name] = self.host_values(name, value, (n, n))
         return first
 
-    def check_first(self, requests: Requests, names: Iterable[str], stream: Stream) -> Numbers | None:
+    def check_first(self, requests: Requests, together: Together, stream: Stream) -> Numbers | None:
         """The publishes that those of requests that join come behind, for `put`."""
-        return self._entries.check_overwrite(requests, tuple(names), stream)
+        return self._entries.check_overwrite(requests, together.entries, stream)
 
     def selected(self, field: str, index: torch.Tensor) -> torch.Tensor:
         """The entries of a field that `gathering` has checked."""

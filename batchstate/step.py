@@ -68,6 +68,8 @@ Joining = Batch | Mapping[str, object]
 """A batch, or columns by name."""
 
 
+NO_ARRAYS: dict[str, Array] = {}
+
 _ALWAYS = Code.SLOT_STALE_HANDLE, Code.LENGTH_ORDER
 _AT_CHEAP = (*_ALWAYS, Code.SLOT_IN_FLIGHT)
 _LOOKED_AT = _ALWAYS, _AT_CHEAP, (*_AT_CHEAP, Code.DERIVED_STALE)
@@ -236,14 +238,13 @@ class StepPlanner(OfThisProcess):
         tokens = ONE_EACH
         if type(query_lens) is not int or query_lens != 1 or prompt_ids is not None or samples is not None:
             tokens = StepTokens.of(n, num_rows, query_lens, prompt_ids, samples, declared.id_dtype)
-        first = None if published is None else self._first(published, joined)
+        first = NO_ARRAYS if published is None else self._first(published, joined)
         further = NO_FURTHER if self._plain and not first else Further()
         if extras or writes or token_arrays:
             further = Further()
             self._add_arguments(further, batch, tokens.each(n), pad_tokens, extras, writes, token_arrays)
-        if first is not None:
-            for name, array in first.items():
-                further.arrays[f"published {name}"] = array
+        for name, array in first.items():
+            further.arrays[f"published {name}"] = array
 
         # Fences, which may too. Behind them nothing of the engine runs.
         if transaction.groups or slots.before_take:
@@ -270,16 +271,16 @@ class StepPlanner(OfThisProcess):
             rows = RowSet(0, (step.rows, step.generations), slots.pool_id)
             rows.check_same(query_lens.row_set, query_lens, object="StepPlanner", operation=OPERATION)
         relay, numbers = declared.relay, None
-        if relay is not None and first is not None:
-            joins = memory.block.those_joining(n - kept)
-            numbers = relay.check_first(joins, first, stream)
+        if relay is not None and first:
+            together = relay.together(tuple(first))
+            numbers = relay.check_first(memory.block.those_joining(n - kept), together, stream)
         step._send(stream)
         if levels.full:
             step.sent.check(OPERATION)
-        if first is not None and relay is not None:
+        if relay is not None and first:
             values = {name: step._crossed(f"published {name}") for name in first}
-            joins = memory.block.those_joining(n - kept)
-            relay.put(joins, stream, step._slots_of(kept, n), values, numbers, first, then=OPERATION)
+            joins, together = memory.block.those_joining(n - kept), relay.together(tuple(first))
+            relay.put(joins, stream, step._slots_of(kept, n), together, values, numbers, first, then=OPERATION)
 
         # The changes, which cannot fail.
         transaction.operation = OPERATION
@@ -298,7 +299,7 @@ class StepPlanner(OfThisProcess):
             self._pages._holders.check_whole(OPERATION)
         if levels.full:
             self._pages.verify()
-            if relay is not None and first is not None:
+            if relay is not None and first:
                 relay.check("publish")
         return step
 

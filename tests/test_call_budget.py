@@ -374,12 +374,12 @@ STEP = {"device_allocations": 0, "staging_allocations": 0}
 
 BUDGETS: dict[str, Budget] = {
     # Calls
-    "steady step": Budget(steady, {"calls": 119}, (1, 256), **PLAIN),
-    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 202}, (8, 256), **{**PLAIN, "warm": 3}),
-    "step with churn of one": Budget(churn, {"calls": 302}, (1,), **CPU),
-    "step with churn of 256": Budget(churn, {"calls": 302}, (256,), **CPU),
-    "step with churn of an eighth": Budget(churn, {"functions": 217}, (16, 256), warm=PAGE_SIZE),
-    "step of parts": Budget(parts, {"functions": 580, **ONCE}, (16, 256), warm=8),
+    "steady step": Budget(steady, {"calls": 116}, (1, 64), **PLAIN),
+    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 209}, (8, 64), **{**PLAIN, "warm": 3}),
+    "step with churn of one": Budget(churn, {"calls": 299}, (1,), **CPU),
+    "step with churn of 256": Budget(churn, {"calls": 299}, (256,), **CPU),
+    "step with churn of an eighth": Budget(churn, {"functions": 164}, (16, 64), warm=PAGE_SIZE),
+    "step of parts": Budget(parts, {"functions": 569, **ONCE}, (16, 256), warm=8),
     "batch alone, unchecked": Budget(batch_alone, {"python": 41, "numpy": 2}, levels=("off",), **ALONE),
     "batch alone": Budget(batch_alone, {"python": 43, "numpy": 2}, **ALONE),
     "one slot": Budget(one_slot, {"calls": 22}, **CPU),

@@ -439,9 +439,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
         if into is not None:
-            with untraced():
-                target = into[:nbytes]
-            self._tracer.copied_to_device(block.tensor[:nbytes], target)  # checked before it happens
+            self._tracer.copied_to_device(block.tensor[:nbytes], into)  # checked before it happens
             with untraced():
                 return self._inner._copied_to_device(block, nbytes, into)
         with untraced():

@@ -140,6 +140,7 @@ class Download(OfThisProcess):
     """
 
     _lent = False  # until it is made
+    _arrays: list[Array] | None = None  # until they are taken out
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class Download(OfThisProcess):
         `kinds` are dtype, shape and bytes of each tensor in it.
         """
         self._runtime, self._kinds, self.name, self._stream, self.step = runtime, kinds, name, stream, runtime.step
-        self._landing = landing = runtime._landing
+        landing = runtime._landing
         self._block = block = landing.take(0 if packed is None else packed.nbytes)
         self._lending = block.lending
         try:
@@ -165,12 +166,11 @@ class Download(OfThisProcess):
             landing.release(block, runtime.record(stream), self.step, stream.key)  # the copy may be under way
             raise
         runtime.counters.device_to_host_copies += 1
-        self._arrays: list[Array] | None = None
         self._lent = True
 
     def __del__(self) -> None:
         if self._lent:
-            self._landing.release(self._block, self.done, self.step, self._stream.key)
+            self._runtime._landing.release(self._block, self.done, self.step, self._stream.key)
 
     def __repr__(self) -> str:
         return f"Download({self.name!r}, {len(self._kinds)} arrays)"
@@ -201,15 +201,14 @@ class Download(OfThisProcess):
                     invariants.staging_reused(
                         self._lending, block.lending, object=self, operation="resolve", step=self.step
                     )
-            arrays, start, contents = [], 0, block.bytes
+            arrays, start, contents = [], 0, block.memory
             for dtype, shape, nbytes in self._kinds:
-                array = contents[start : start + nbytes].copy().view(dtype)  # as bytes: it may not be aligned there
-                arrays.append(array if len(shape) == 1 else array.reshape(shape))
+                arrays.append(np.ndarray(shape, dtype, bytearray(contents[start : start + nbytes])))
                 start += nbytes
             if runtime.notes_host:
                 runtime.host_accesses(block.tensor, 0, start, "download: take out", writes=False)
             self._arrays = arrays
-            self._landing.give_up(block)
+            runtime._landing.give_up(block)
         return arrays
 
 
@@ -323,7 +322,7 @@ class Runtime(OfThisProcess, abc.ABC):
 
     @abc.abstractmethod
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
-        """New device memory uint8[nbytes], or the front of `into`, with a copy of the front of `block`. Never waits."""
+        """New device memory uint8[nbytes], or `into`, with a copy of the front of `block`. Never waits."""
 
     @abc.abstractmethod
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
@@ -504,9 +503,11 @@ class Runtime(OfThisProcess, abc.ABC):
         if self.capturing:
             self.refuse_capture("an upload")
         places, nbytes = packed_places(arrays)
-        if into is not None and into.numel() < nbytes:
-            problem = f"upload: expected at least {nbytes} bytes of memory, got {into.numel()}"
-            raise ShapeError(problem, nbytes, "pass a larger tensor as `into`")
+        if into is not None:
+            if into.numel() < nbytes:
+                problem = f"upload: expected at least {nbytes} bytes of memory, got {into.numel()}"
+                raise ShapeError(problem, nbytes, "pass a larger tensor as `into`")
+            into = into[:nbytes]
         block = self._staging.take(nbytes)
         if self.notes_host:
             self.host_accesses(block.tensor, 0, nbytes, "staging: fill", writes=True)

@@ -16,6 +16,10 @@ from batchstate.runtime.base import Array, Counters, DoneFence, Runtime, foreign
 from batchstate.runtime.memory import MappedMemory, StagingBlock, device_view
 from batchstate.runtime.streams import Fence, Stream
 
+MOST_ALONE = 1 << 15
+"""Bytes from which torch copies on a CPU with all its threads, which then wait for each other and for more work: on a
+busy machine that makes a copy of microseconds one of milliseconds. From here on numpy copies."""
+
 MOST_EVENTS = 256  # recorded anew once their fences are gone; beyond this, the oldest in use is dropped
 
 _DONE = DoneFence()
@@ -40,18 +44,21 @@ class CpuRuntime(Runtime):
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
-        # By numpy: torch copies from 32 KiB on with all its threads, which then wait for each other and for more work.
-        # On a busy machine that makes a copy of microseconds one of milliseconds. The tensor aliases the copy alone.
         if into is not None:
-            target = into if into.numel() == nbytes else into[:nbytes]
-            target.numpy()[...] = block.bytes[:nbytes]
-            return target
+            if nbytes < MOST_ALONE:
+                return into.copy_(block.front(nbytes))
+            into.numpy()[...] = block.bytes[:nbytes]
+            return into
         if not nbytes:
             return self._device_memory((0,), torch.uint8)  # an empty array has a stride of 0, which torch cannot view
-        return torch.from_numpy(block.bytes[:nbytes].copy())
+        return torch.from_numpy(block.bytes[:nbytes].copy())  # aliases the copy alone
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:
-        block.bytes[: source.nbytes] = source.numpy().view(np.uint8)
+        nbytes = source.nbytes
+        if nbytes < MOST_ALONE:
+            block.front(nbytes, source.dtype).copy_(source)
+        else:
+            block.bytes[:nbytes] = source.numpy().view(np.uint8)
 
     def _read_back(self, source: torch.Tensor) -> Array:
         copy: Array = source.detach().numpy().copy()
@@ -171,8 +178,6 @@ class AcceleratorRuntime(Runtime):
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
         if into is None:
             return block.front(nbytes).to(self.device, non_blocking=True, copy=True)
-        if into.numel() != nbytes:
-            into = into[:nbytes]
         return into.copy_(block.front(nbytes), non_blocking=True)
 
     def _copied_to_host(self, block: StagingBlock, source: torch.Tensor) -> None:

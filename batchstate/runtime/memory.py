@@ -90,13 +90,14 @@ def dtype_meant(value: object) -> str:
 
 
 SMALLEST_BLOCK = 1 << 14  # bytes; batch state of a few hundred requests fits
+MOST_FRONTS = 64  # sizes of which a block keeps the views
 MOST_STREAMS = 2  # that are remembered while no copy of theirs is in flight
 
 
 @final
 @attrs.define(eq=False)
 class StagingBlock:
-    """One piece of pinned memory: `tensor` uint8[nbytes] and `bytes`, the same memory as an array.
+    """One piece of pinned memory: `tensor` uint8[nbytes], and `bytes` and `memory`, the same as an array and as bytes.
 
     Attributes:
         lending: number of the present lending, 0 while it is free. A download checks that it still has the block.
@@ -105,19 +106,21 @@ class StagingBlock:
     tensor: torch.Tensor
     bytes: npt.NDArray[np.uint8]
     lending: int = 0
-    _memory: memoryview = attrs.field(init=False)
-    _front: torch.Tensor = attrs.field(init=False)
+    memory: memoryview = attrs.field(init=False)
+    _fronts: dict[tuple[int, torch.dtype], torch.Tensor] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._memory = self.bytes.data
-        self._front = self.tensor
+        self.memory = self.bytes.data
 
     def front(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """The first bytes as a vector. Many steps in a row are of one size, so the last answer is kept."""
-        if self._front.nbytes != nbytes or self._front.dtype is not dtype:
+        """The first bytes as a vector, made once for each size."""
+        front = self._fronts.get((nbytes, dtype))
+        if front is None:
+            if len(self._fronts) >= MOST_FRONTS:
+                self._fronts.clear()
             with torch.inference_mode(False):  # a view made in inference mode can be written there alone
-                self._front = self.tensor[:nbytes].view(dtype)
-        return self._front
+                front = self._fronts[nbytes, dtype] = self.tensor[:nbytes].view(dtype)
+        return front
 
     def write(self, array: npt.NDArray[Any], start: int) -> None:
         """Copies the elements of an array, in order, to byte `start` and on."""
@@ -128,7 +131,7 @@ class StagingBlock:
                 return
             contents = np.ascontiguousarray(array).data.cast("B")
         # Takes half as long as an assignment to a typed view of the block, for which numpy makes three objects.
-        self._memory[start : start + contents.nbytes] = contents
+        self.memory[start : start + contents.nbytes] = contents
 
 
 @final

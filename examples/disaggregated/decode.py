@@ -205,9 +205,9 @@ class DecodeWorker:
         if leaves.any():
             tiered = self._tiered(batch)
             if (leaves & tiered).any():
-                self.tier.finish(batch.slots.filter(leaves & tiered), after=self._last_step)
+                self.tier.finish(batch.filter(leaves & tiered).slots, after=self._last_step)
             if (leaves & ~tiered).any():
-                self.pages.release_requests(batch.slots.filter(leaves & ~tiered), after=self._last_step)
+                self.pages.release_requests(batch.filter(leaves & ~tiered).slots, after=self._last_step)
             self._batch = batch.filter(~leaves)
 
     def _tiered(self, batch: TierBatch) -> npt.NDArray[np.bool_]:
@@ -301,7 +301,8 @@ class DecodeWorker:
     def _decode(self) -> Launched:
         width, confirmed = 1 + self._options.speculate, self._confirmed()
         batch, tiered = self._batch.advance("seq_lens", width), self._tiered(self._batch)
-        slots, lens = batch.slots.filter(tiered), batch.seq_lens.filter(tiered)
+        hosted = batch.filter(tiered)
+        slots, lens = hosted.slots, hosted.seq_lens
         location = self.tier.map_last_location(slots, lens, width, confirmed=confirmed[tiered])
         plan = ForwardPlan.of(batch.slots, batch.seq_lens, width)
         self._writes.append(location.entry(self._hot_table))
@@ -312,7 +313,7 @@ class DecodeWorker:
         uploaded = batch.upload(writes=self._taken_writes(), extras=extras)
         launched, self._batch = self._forward.decode(batch, plan, location, self.tier, uploaded)
         if not tiered.all():  # each has one token more for certain
-            self.pages.commit(batch.slots.filter(~tiered), confirmed[~tiered] + 1)
+            self.pages.commit(batch.filter(~tiered).slots, confirmed[~tiered] + 1)
         self.steps += 1
         self.mixed_steps += len({self._kinds[request.number] for request in batch.requests}) > 1
         return launched

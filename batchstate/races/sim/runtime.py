@@ -176,7 +176,7 @@ class SimRuntime(TracedRuntime[DeviceStream]):
 
     def _copied_to_device(self, block: StagingBlock, nbytes: int, into: torch.Tensor | None) -> torch.Tensor:
         with untraced():
-            buffer = self._tracer.new(NewTensor(torch.uint8, (nbytes,), (1,))) if into is None else into[:nbytes]
+            buffer = self._tracer.new(NewTensor(torch.uint8, (nbytes,), (1,))) if into is None else into
             self._tracer._copy_to_device(buffer, block.tensor[:nbytes], "upload")
             return buffer
 
