@@ -2179,6 +2179,7 @@ class StepBlock(Block):
     has_samples: cython.int
     lens: cython.longlong  # where the column of lengths begins, in elements of its own dtype
     long_lens: cython.bint  # whether that is int64, not int32
+    guesses: cython.bint  # whether lengths of requests that the relay feeds are bounds, and it has the true ones
     offset: cython.int
     epoch = cython.declare(cython.longlong, visibility="readonly")  # the last changes of pages before the step
     share = cython.declare(cython.longlong, visibility="readonly")
@@ -2190,7 +2191,7 @@ class StepBlock(Block):
         self.reqs = self.takes = self.s = self.fed = self.lens = 0
         self.offset = -1
         self.epoch = self.share = self.last_rows = 0
-        self.changed = False
+        self.changed = self.guesses = False
         self.t = self.padded = self.k = self.h = self.new_pages = self.end = self.need = 0
         self.new = None
 
@@ -2364,6 +2365,8 @@ class StepBlock(Block):
                 if committed[slot] > after:
                     return self.met("shrinks", row, after)
                 before = min(before, committed[slot])
+            elif start > 0 and self.has_told and self.told[row]:  # of a prompt, whose first tokens no forward wrote
+                return self.met("begun", row, start)
             if q > 0:
                 if before < has * size and before < after:  # it goes on in a page that it has
                     page = pages.page_at(slot, before)
@@ -2641,23 +2644,31 @@ class StepBlock(Block):
             committed[slot] = after
             if told or not bounded:
                 accepted[slot] = before + 1 if q > 1 and not told else after
-        self.epoch, self.share = epoch, share
+        self.epoch, self.share, self.guesses = epoch, share, bounded and self.fed > 0
         if self.takes:
             slots.count_taken(self.takes)
+
+    @cython.cfunc
+    @cython.inline
+    @cython.exceptval(check=False)
+    def behind(self, row: cython.longlong, launched: cython.longlong, before: cython.longlong) -> cython.bint:
+        """Whether all tokens before those of a step are launched: true of any length that the relay has."""
+        return launched >= before or (self.guesses and not (self.has_told and self.told[row]))
 
     def running(
         self, rules: StepRules, epoch: cython.longlong, share: cython.longlong, asked: cython.bint, numbers: Any
     ) -> object:
         """`inputs` asks first: each request is there, with the tokens of the step. None, or the rule broken.
 
-        If changes of pages came after those of the step, `changed` says whether any was of a request. `numbers` is as
-        for `refused_read`.
+        All tokens before these are launched. If changes of pages came after those of the step, `changed` says whether
+        any was of a request. `numbers` is as for `refused_read`.
         """
         slots: Indices = rules.slots
         pages: PageRows = rules.pages
         row: cython.longlong
         slot: cython.longlong
         after: cython.longlong
+        before: cython.longlong
         later: cython.bint = asked and (epoch != self.epoch or share != self.share)
         at: cython.longlong = self.at[self.columns.slots] // 8
         w8: cython.longlong[::1] = self.w8
@@ -2675,12 +2686,15 @@ class StepBlock(Block):
             if state[slot] != LIVE or generation[slot] != w8[gens + row]:
                 return self.met("held", row, slot)
             after = w8[lens + row] if is_long else w4[lens + row]
+            before = after - (self.numbers[row] if self.has_numbers else self.each)
             if shifted:
-                after = self.in_pages(row, after)
+                before, after = self.in_pages(row, before), self.in_pages(row, after)
             if later and (rules.epochs[slot] > self.epoch or rules.shares[slot] > self.share):
                 self.changed = True
             if asked and committed[slot] < after:
                 return self.met("derived", row, after)
+            if asked and before < after and not self.behind(row, pages.launched[slot], before):
+                return self.met("unwritten", row, before)
         if self.fed:
             row = refused_read(rules.read, self.those_fed(), DEVICE, asked, numbers)
             if row >= 0:
@@ -2712,8 +2726,6 @@ class StepBlock(Block):
         lens: cython.longlong = self.lens
         is_long: cython.bint = self.long_lens
         shifted: cython.bint = self.offset >= 0
-        each: cython.longlong = self.each
-        has_numbers: cython.bint = self.has_numbers
         launched: cython.longlong[::1] = pages.launched
         sent: cython.int[::1] = pages.sent
         size: cython.longlong = pages.page_size
@@ -2722,10 +2734,10 @@ class StepBlock(Block):
         for row in range(self.reqs):
             slot, after = w8[at + row], (w8[lens + row] if is_long else w4[lens + row])
             forward[slot] = number
-            before = after - (self.numbers[row] if has_numbers else each)
+            before = after - (self.numbers[row] if self.has_numbers else self.each)
             if shifted:
                 before, after = self.in_pages(row, before), self.in_pages(row, after)
-            if launched[slot] >= before and launched[slot] < after:
+            if launched[slot] < after and self.behind(row, launched[slot], before):
                 launched[slot] = after
             if written:
                 end = sent[slot]

@@ -6,20 +6,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchstate import levels
+from batchstate import invariants, levels
 from batchstate._arrays import Array, read_only
 from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._prefetched import Prefetched
 from batchstate._relay import DEVICE
 from batchstate._rows import RowState
-from batchstate._step_arguments import NO_FURTHER, Declared, Further
+from batchstate._step_arguments import NO_FURTHER, TAKEN, Declared, Further
 from batchstate._step_memory import StepMemory
 from batchstate._step_tokens import StepTokens
 from batchstate._upload import NO_EXTRAS, Extras
 from batchstate.batch import Batch, Windows
 from batchstate.errors import ArgumentError, ContractError, unexplained
-from batchstate.forward.inputs import ForwardInputs, put_in_of
+from batchstate.forward.inputs import ARRAYS, ForwardInputs, put_in_of
 from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
 from batchstate.mirror import DeviceSide, Slots
@@ -32,7 +32,6 @@ Ints = npt.NDArray[np.int64]
 
 OPERATION, INPUTS = "plan", "inputs"
 STALE_HANDLE = Code.SLOT_STALE_HANDLE
-TAKEN = STALE_HANDLE, Code.DERIVED_STALE, Code.FUTURE_CONSUMED
 NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 NO_PLACES: dict[str, int] = {}
 NOTHING: list[Place] = []
@@ -256,9 +255,10 @@ class PlannedStep:
 
         Raises:
             CaptureError: the stream is being captured.
-            Violation: SLOT_STALE_HANDLE: a request has left since; DERIVED_STALE, at `cheap`: its pages have changed;
-                PAGE_OWNER: a page that the step writes has got further holders; FUTURE_CONSUMED: the inputs were taken
-                before. FUTURE_UNWRITTEN, FUTURE_GENERATION, FUTURE_CONSUMED and FUTURE_ORDER of the relay's entries.
+            Violation: SLOT_STALE_HANDLE: a request has left since; at `cheap` DERIVED_STALE: its pages have changed;
+                PAGE_UNWRITTEN: a forward before this one never ran; PAGE_OWNER: a page that it writes has got further
+                holders; FUTURE_CONSUMED: the inputs were taken before. FUTURE_UNWRITTEN, FUTURE_GENERATION,
+                FUTURE_CONSUMED and FUTURE_ORDER of the relay's entries.
         """
         declared, memory, upload, moved = self._declared, self._memory, self._upload, self._moved
         block, pages, relay, runtime = memory.block, declared.pages, declared.relay, declared.runtime
@@ -290,8 +290,9 @@ class PlannedStep:
         ids = self._gathered_ids(source) if declared.has_ids else None
         inputs = ForwardInputs(self, ids, positions, starts, kv_lens, last, mapping)
         if self._places:
-            own = {name: at for name, at in self._places.items() if name not in self._further.named}
-            inputs.put({name: upload.view(at) for name, at in own.items()}, self._further.token_arrays)
+            places, tokens = self._places, self._further.token_arrays
+            names = ARRAYS.intersection(places) - self._further.named.keys() | tokens.keys()
+            inputs.put({name: upload.view(places[name]) for name in names}, tokens)
         if full and fed and relay is not None and len(declared.ids) == 1 and ids is not None:
             relay.check_gathered(declared.ids, ids)  # several lie mixed: see `inputs.check`
         if declared.lengths is not None:
@@ -320,6 +321,9 @@ class PlannedStep:
             self.plan.check_unused()
         if rule == "read" and declared.relay is not None:
             declared.relay._entries.refuse_read(block.those_fed(), declared.read[block.value], DEVICE, "gather")
+        if rule == "unwritten":
+            tokens = np.where(np.arange(self.num_reqs) == block.row, block.value, 0)
+            invariants.page_unwritten(tokens, pages._rows.arrays["launched"][self.rows], **pages._where(INPUTS))
         if rule is not None:
             pages.check_committed(self.rows[block.row :][:1], np.array([block.value]), INPUTS)
             raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")

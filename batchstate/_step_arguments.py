@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 
+TAKEN = Code.SLOT_STALE_HANDLE, Code.DERIVED_STALE, Code.PAGE_UNWRITTEN, Code.FUTURE_CONSUMED
 NO_IDS: Ints = np.zeros(0, dtype=np.int64)
 NO_PAGES: Ints = np.zeros(0, dtype=np.int64)
 
@@ -108,8 +109,7 @@ class Declared:
             read=[] if relay is None else [relay._entries.fields[name] for name in self.read],
         )
         codes = (Code.FUTURE_UNWRITTEN, Code.FUTURE_GENERATION, Code.FUTURE_CONSUMED)
-        put(asked=(Code.SLOT_STALE_HANDLE, Code.DERIVED_STALE, Code.FUTURE_CONSUMED, *codes * len(self.read)))
-        put(rules=rules)
+        put(rules=rules, asked=(*TAKEN, *codes * len(self.read)))
 
 
 @final

@@ -399,9 +399,8 @@ class FutureMap(OfThisProcess):
 
     def _gathered(self, numbers: Numbers | None, fields: Sequence[str], slots: Slots, stream: Stream) -> torch.Tensor:
         """Launches and notes a gather of checked entries on `stream`, the current one."""
-        self._entries.come_behind(numbers, stream, "gather")
+        self.gathering(fields, numbers, stream)
         values = self._end_to_end(fields, slots.device)
-        self._entries.note_read(numbers, stream)
         self.check_gathered(fields, values)
         return values
 
@@ -633,10 +632,6 @@ class FutureMap(OfThisProcess):
                 raise ArgumentError(problem, name, "publish what a forward has made with `publish`")
             first[name] = self.host_values(name, value, (n, n))
         return first
-
-    def check_first(self, requests: Requests, together: Together, stream: Stream) -> Numbers | None:
-        """The publishes that those of requests that join come behind, for `put`."""
-        return self._entries.check_overwrite(requests, together.entries, stream)
 
     def selected(self, field: str, index: torch.Tensor) -> torch.Tensor:
         """The entries of a field that `gathering` has checked."""

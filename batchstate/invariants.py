@@ -642,21 +642,23 @@ def page_alignment(tokens: Ints, page_size: int, **where: Unpack[Where]) -> Brea
 
 
 @cheap(
-    "publish after the forward that writes the tokens is launched: `resolve_forward_inputs` notes it, or call "
-    "`pages.commit(slots, total_lens)` after the launch; for the memory that is named, `pages.mark_written`"
+    "use tokens after the forward that writes them: `inputs` of its step notes it, or `resolve_forward_inputs`; if a "
+    "step was dropped, `pages.truncate(slots, lengths before it, after=None)`; after the launch of other work "
+    "`pages.commit(slots, total_lens)`, for the memory that is named `pages.mark_written`"
 )
 @origins("sglang #22453", "sglang #27258", "vllm #36013")
 def page_unwritten(tokens: Ints, written: Ints, **where: Unpack[Where]) -> Breach | None:
-    """Tokens are shared, held, sent or copied out only after the work that writes their KV was launched.
+    """Tokens are shared, held, sent, copied out or built on only after the work that writes their KV was launched.
 
-    The first `tokens` integer[n] of each request are given to others, and those of the first `written` are launched, in
-    a memory that the report names unless it is the one of forwards. Cost: one comparison per request and memory. Broken
-    by a prefix that goes to a cache when its pages are allocated, or when the target alone has run and the draft model
-    has not: the next request that begins with it reads what the last owner of the pages left there.
+    The first `tokens` integer[n] of each request are read by others or by the next step, and those of the first
+    `written` are launched, in a memory that the report names unless it is the one of forwards. Cost: one comparison per
+    request and memory. Broken by a prefix that goes to a cache when its pages are allocated, or when the target alone
+    has run and the draft model has not, and by a step behind another one that was planned and dropped: what comes next
+    reads what the last owner of the pages left there.
     """
     if (row := first_row(tokens > written)) is None:
         return None
-    problem = f"{tokens[row]} tokens are given to others, and nothing has written them all"
+    problem = f"{tokens[row]} tokens are to be read, and nothing has written them all"
     return Breach(problem, expected=f"at most {written[row]}, whose writes are launched", actual=tokens[row], row=row)
 
 

@@ -195,7 +195,7 @@ class StepPlanner(OfThisProcess):
                 as by `SlotPool.release_requests`, and what they had can be taken from the next step on.
             joining: requests that come after those: column -> values, as for `Batch.build`, one row each. Without
                 slots among them, the step takes slots, and pages for the tokens of the column of lengths, whose KV is
-                there, as `PagePool.take_requests`; `step.batch` has the slots. Or a batch, as for `Batch.merge`.
+                there, as `PagePool.take_requests`: 0 of one with a prompt. Or a batch, as for `Batch.merge`.
             after: the forward-done fence of the last forward of those that leave; None where none of them is in a
                 forward any more. To be named if any leave.
             published: relay field -> host values, one entry for each request that joins: the values that its first step
@@ -272,8 +272,8 @@ class StepPlanner(OfThisProcess):
             rows.check_same(query_lens.row_set, query_lens, object="StepPlanner", operation=OPERATION)
         relay, numbers = declared.relay, None
         if relay is not None and first:
-            together = relay.together(tuple(first))
-            numbers = relay.check_first(memory.block.those_joining(n - kept), together, stream)
+            joins, entries = memory.block.those_joining(n - kept), relay.together(tuple(first)).entries
+            numbers = relay._entries.check_overwrite(joins, entries, stream)
         step._send(stream)
         if levels.full:
             step.sent.check(OPERATION)
@@ -290,9 +290,8 @@ class StepPlanner(OfThisProcess):
         memory.block.commit(declared.rules, self._pages.epochs.last, self._pages.shares.last, bounded)
         if takes:
             slots.note_taken(step.rows[kept:])
-        if (
-            leaving is not None and after is not ...
-        ):  # under the same mark: a step that has been taken, and whose leavers stay, is a leak
+        # Under the same mark: a step that has been taken, and whose leavers stay, is a leak.
+        if leaving is not None and after is not ...:
             slots.release_rows(*leaving, after, OPERATION)
         transaction.operation = None
         if memory.block.new_pages:
@@ -314,9 +313,7 @@ class StepPlanner(OfThisProcess):
         num_reqs = batch._begin(OPERATION)
         if batch._guesses:
             name = self._declared.seq_lens
-            remedy = (
-                f"replace {name} by `MirroredTensor.from_pair` of its numbers and of what `accept` returned, as bounds"
-            )
+            remedy = f"replace {name} by bounds: `MirroredTensor.from_pair` of its numbers and what `accept` returned"
             problem = f"StepPlanner: plan: {name} of {batch!r} count guesses that the step before may have rejected"
             raise ArgumentError(problem, batch, remedy)
         if batch._exposed or batch._windows:
@@ -424,8 +421,8 @@ class StepPlanner(OfThisProcess):
         own, pads, nbytes = was.block, self._layout.pads, self._usual
         if num_rows > self._usual_rows:
             nbytes = max(nbytes, self._layout.nbytes(num_rows))
-        if further.arrays:
-            nbytes += further.nbytes
+        extra = further.nbytes
+        nbytes += extra
         while True:
             memory = self._memories.take(nbytes, stream)
             block = memory.block
@@ -439,9 +436,8 @@ class StepPlanner(OfThisProcess):
                     counted(pad_tokens, "StepPlanner: pad_tokens", least=block.t)
                 if not self._plain:
                     self._add_derived(further, moved.on(block), tokens, n, num_rows, exact)
-                if not further.arrays:
-                    break
-                nbytes += further.nbytes
+                    extra = further.nbytes
+                nbytes += extra
                 if nbytes <= memory.size:
                     break
         self._usual_rows = num_rows
@@ -539,6 +535,12 @@ class StepPlanner(OfThisProcess):
             pages.check_unshared(np.array([block.value]), OPERATION)
         elif rule == "released":
             pages.check_readable(rows[:there], starts[:there], OPERATION, window=declared.window)
+        elif rule == "begun":
+            problem = f"StepPlanner: row {row} joins with {block.value} tokens and puts in prompt ids behind them"
+            remedy = (
+                "pass 0, the length before the step; or join with slots of `pages.take_requests` if the KV is there"
+            )
+            raise ArgumentError(problem, int(block.value), remedy)
         elif rule == "samples":
             problem = f"StepPlanner: the request in row {row} samples and puts in no token"
             raise ArgumentError(problem, row, "pass samples=query_lens > 0")

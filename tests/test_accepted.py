@@ -213,6 +213,23 @@ def test_accept_needs_a_step_that_runs(rt: Runtime) -> None:
         step.accept(engine.counts(1))
 
 
+def test_a_step_that_was_never_launched(rt: Runtime) -> None:
+    """The relay has the true lengths from before it, and the next forward goes on from there; no prompt does."""
+    with checks("cheap"):
+        engine = Speculating(rt, [10, 8])
+        assert engine.end(1, 3) == [11, 11]
+        dropped: Any = engine.planner.plan(engine.batch, 1 + DRAFTS)
+        engine.pages.truncate(dropped.batch.slots, 14, after=rt.record())  # the bounds stay: 18 and 16
+        engine.step = engine.planner.plan(dropped.batch, 1 + DRAFTS)
+        assert rt.inspect(engine.step.inputs().positions).tolist() == [11, 12, 13, 14] * 2
+        assert engine.end(4, 1) == [15, 12]
+        engine.pages.truncate(engine.batch.slots, [15, 12], after=rt.record())
+        engine.pages.accept(engine.batch.slots, [15, 12])
+        engine.pages.hold(engine.batch.slots.filter([0]), 12)  # nothing is missing in front of what ran
+        last = engine.planner.plan(engine.batch.filter([0]), 3, prompt_ids=[[5, 6, 7]])
+        assert refused(Code.PAGE_UNWRITTEN, last.inputs).actual == 22
+
+
 @pytest.mark.parametrize("names", [{"lengths": "lens"}, {"accepted": "kept"}, {"lengths": "lens", "accepted": "last"}])
 def test_one_field_without_the_other(rt: Runtime, names: dict[str, str]) -> None:
     """Lengths and what they follow from are declared together, and the host reads the second."""

@@ -118,15 +118,16 @@ class World:
         self.slots.free(self.slots.take(1), after=self.gate)
         self.batch: Batch = Running.build(self.rt, slots=slots, seq_lens=[5, 2, 3])
         self.arrived = Running.build(self.rt, slots=self.pages.take_requests([4]), seq_lens=[4])
-        for number in range(3 if "steady" in parts or "mixed" in parts else 0):
+        for number in range(3 if "steady" in parts else 4 if "mixed" in parts else 0):
             if self.step is not None:
                 self.step.inputs()
                 self.step.publish(token=self.on_device(4, 5, number))
-            self.step = self.planner.plan(self.batch)
+            rows: dict[str, Any] = {}
+            if number == 3:  # one runs a chunk of its prompt, one pauses and one samples
+                prompts, samples = [[7, 8], None, None], [False, False, True]
+                rows = {"query_lens": [2, 0, 1], "prompt_ids": prompts, "samples": samples}
+            self.step = self.planner.plan(self.batch, **rows)
             self.batch = self.step.batch
-        if "mixed" in parts:  # one runs a chunk of its prompt, one pauses and one samples
-            prompts, samples = [[7, 8], None, None], [False, False, True]
-            self.step = self.planner.plan(self.batch, [2, 0, 1], prompt_ids=prompts, samples=samples)
         if "taken" in parts and self.step is not None:
             self.step.inputs()
 

@@ -208,7 +208,7 @@ REFUSED: list[tuple[Callable[[World], object], type[Exception] | Code, str]] = [
     (_too_few, ArgumentError, "for 13 tokens"),
     (lambda world: world.lease(4, first=3), ArgumentError, "expected `first` to begin a page of 4, got 3"),
     (lambda world: world.pages.take(3, writer=3), ArgumentError, "expected a fence"),  # type: ignore[arg-type]
-    (lambda world: world.pages.commit(_under_way(world)[1], 10), Code.PAGE_UNWRITTEN, "10 tokens are given to others"),
+    (lambda world: world.pages.commit(_under_way(world)[1], 10), Code.PAGE_UNWRITTEN, "10 tokens are to be read"),
     (_written_late, Code.SLOT_IN_FLIGHT, "changes owner while"),
     (_twice, ArgumentError, "does not hold"),
     (_into_one_with_pages, ArgumentError, "has pages already"),

@@ -663,7 +663,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("level", ["off", "cheap", "full"])
-@pytest.mark.parametrize("operation", ["release", "release_requests", "truncate", "extend", "lease"])
+@pytest.mark.parametrize("operation", ["release", "truncate", "extend", "lease"])
 def test_a_fence_that_fails_changes_nothing(slots: SlotPool, pages: PagePool, operation: str, level: str) -> None:
     """Fences are queried before rows, references and slots change: an error of one leaves the pool as it was."""
     with levels.checks(level):
@@ -677,7 +677,6 @@ def test_a_fence_that_fails_changes_nothing(slots: SlotPool, pages: PagePool, op
         fence.lost = True
         actions: dict[str, Callable[[], object]] = {
             "release": lambda: pages.release(second, after=None),
-            "release_requests": lambda: pages.release_requests(second, after=None),
             "truncate": lambda: pages.truncate(second, 4, after=None),
             "extend": lambda: pages.extend(second, 12),
             "lease": lambda: lease.release(after=None),

@@ -241,7 +241,7 @@ def test_a_listener_may_count(rt: Runtime, level: str) -> None:
         assert (pool.stats.free, set(seen)) == (4, {0})
 
 
-@pytest.mark.parametrize("call", ["free", "extend", "truncate", "release_requests", "lease"])
+@pytest.mark.parametrize("call", ["free", "extend", "truncate", "lease"])
 def test_a_fence_that_frees_what_is_being_used(rt: Runtime, call: str) -> None:
     """Fences are queried before handles are checked: what one of them gives away is refused, at `off` too."""
     pools = Pools.of(rt, 4, pages=8, page_size=2, longest=8)
@@ -262,7 +262,6 @@ def test_a_fence_that_frees_what_is_being_used(rt: Runtime, call: str) -> None:
         "free": lambda: slots.free(request, after=None),
         "extend": lambda: pages.extend(request, 6),
         "truncate": lambda: pages.truncate(request, 2, after=None),
-        "release_requests": lambda: pages.release_requests(request, after=None),
         "lease": lambda: lease.release(after=None),
     }
     with levels.checks("off"), pytest.raises(BatchStateError):

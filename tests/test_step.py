@@ -175,6 +175,7 @@ def test_a_token_table_that_was_written_token_by_token_is_filled_to_the_end_of_e
     world = World.planned(rt)
     slots, lens = world.slots.take(3), [5, 8, 2]
     extension = world.pages.extend(slots, lens)
+    world.pages.commit(slots, lens)
     world.relay.publish(slots, last=slots.np)
     world.batch = world.built(slots, lens)
     entry = world.table.entry_of(slots.np.repeat(lens), extension.positions, extension.locations.np, slots)
@@ -285,6 +286,7 @@ def test_device_columns_extras_and_table_writes(rt: Runtime) -> None:
     taken = slots.take(2)
     state = rt.upload([np.arange(4, dtype=np.float32).reshape(2, 2)]).view(0)
     extension = pages.extend(taken, [3, 3])
+    pages.commit(taken, 3)
     batch: Any = Hidden.build(rt, slots=taken, seq_lens=[3, 3], state=state)
     batch.upload(writes=[extension.entry()])
     relay.publish(taken, last=[5, 6])
@@ -369,7 +371,7 @@ def test_each_invariant_is_asked_once(rt: Runtime, mixed: bool) -> None:
     # Asked by torch's count of writes, in one look; and of handles, of which slot 0 is none.
     lost = {Code.MIRROR_FOREIGN_WRITE, Code.SLOT_ZERO_ALLOCATED}
     assert parts - planned == lost
-    assert sum(asked[False].values()) < sum(asked[True].values()) / 2
+    assert sum(asked[False].values()) <= sum(asked[True].values()) / 2
 
 
 def test_a_planner_without_a_relay(rt: Runtime, full: None) -> None:
@@ -514,6 +516,9 @@ def with_slots(world: World, slots: Any) -> dict[str, Any]:
     return {"keep": [0], "joining": {"slots": slots, **columns(np.arange(1), [4])}}
 
 
+PROMPT: dict[str, Any] = {"query_lens": [1, 1, 3], "prompt_ids": [None, None, [5, 6, 7]]}
+"""A third request puts in three tokens of its prompt."""
+
 Options = Callable[[World], dict[str, Any]]
 PLANNED: dict[str, tuple[Expected, str, Options]] = {
     "another class": (ArgumentError, "expected a batch of Running", lambda w: {"batch": RunningToo.empty(w.rt)}),
@@ -553,6 +558,11 @@ PLANNED: dict[str, tuple[Expected, str, Options]] = {
     "a column more": (DeclarationError, "further", joining(further=[1, 2])),
     "slots as numbers": (DtypeError, "slots", joining(slots=[1, 2])),
     "a token too many": (Code.LENGTH_ORDER, f"{LONGEST}", joining(seq_lens=[3, LONGEST + 1])),
+    "a prompt behind tokens": (
+        ArgumentError,
+        "row 2 joins with 3 tokens",
+        lambda w: {"joining": columns(np.arange(1), [3]), **PROMPT},
+    ),
     "more pages than there are": (PoolExhaustedError, "pages", joining(seq_lens=[LONGEST - 1, LONGEST - 1])),
     "one first value for two": (ShapeError, "publish of 'last'", joining(published={"last": [1]})),
     "an unknown first value": (
@@ -759,6 +769,16 @@ def test_what_happens_to_those_that_stay_between_two_steps_is_noticed(rt: Runtim
     assert refused(code, step.inputs).row == 0
 
 
+@pytest.mark.parametrize("there", [0, 3])
+def test_a_prompt_begins_behind_the_tokens_that_are_there(rt: Runtime, there: int) -> None:
+    """A request that has its slot and KV from elsewhere puts in the rest; one without puts in all."""
+    world = World.planned(rt)
+    world.join([3, 5])
+    joining: Any = world.arrived([there]) if there else columns(np.arange(1), [0])
+    inputs = world.planner.plan(world.batch, joining=joining, **PROMPT).inputs()
+    assert rt.inspect(inputs.positions).tolist() == [3, 5, there, there + 1, there + 2]
+
+
 def test_requests_arrive_with_pages(rt: Runtime) -> None:
     """Slots and pages of many are taken together or not at all, and their token rows are what `extend` would write."""
     world = World.planned(rt, pages=4)
@@ -853,11 +873,15 @@ def test_slots_written_by_a_forward_are_noticed_in_any_step(at: int) -> None:
 @both_ways
 @pytest.mark.parametrize("dropped", [0, 1, 3])
 def test_tokens_of_a_step_that_was_never_launched_are_not_written(dropped: int, by_parts: bool) -> None:
-    """A step that was planned and whose forward never ran leaves a gap: a prefix over it cannot be held."""
+    """A step that was planned and whose forward never ran leaves a gap: no step goes on, and no prefix is held."""
     with open_runtime("cpu") as rt:
         world = World.planned(rt, by_parts=by_parts)
         world.join([3, 4])
         for turn in range(5):
+            if turn > dropped and not by_parts:
+                breach = refused(Code.PAGE_UNWRITTEN, world.step)
+                assert (breach.row, breach.operation, breach.actual) == (0, "inputs", 4 + dropped)
+                return
             if turn != dropped:
                 world.step()
                 continue

@@ -304,6 +304,7 @@ def test_a_refused_plan_leaves_each_byte(events: list[tuple[str, dict[str, Any],
             else:
                 for row, _ in enumerate(world.batch.slots.np):  # it was planned: a step that is never launched
                     world.relay.discard(world.batch.slots.filter([row]), "last")
+                world.pages.commit(world.batch.slots, world.batch.seq_lens.np)
                 world.relay.publish(world.batch.slots, last=10 * world.batch.slots.np)
 
 

@@ -102,7 +102,7 @@ class ForwardInputs:
 
     def put(self, tensors: Mapping[str, torch.Tensor], token_arrays: Mapping[str, Array]) -> None:
         """For the library: further arrays of the plan, and others in place of those that are there."""
-        for name in _ARRAYS.intersection(tensors):
+        for name in ARRAYS.intersection(tensors):
             setattr(self, name, tensors[name])
         arrays = {name: (tensors[name], dtype_of_bits(array.dtype)) for name, array in token_arrays.items()}
         self.arrays = {name: tensor if of is None else tensor.view(of) for name, (tensor, of) in arrays.items()}
@@ -229,7 +229,7 @@ class ForwardInputs:
             return
         corrected = _CORRECTED if plan.bounded else ("input_ids",)  # the others are as they were sent
         for name, sent in plan.extras.items():
-            ours = name in _ARRAYS and name not in corrected
+            ours = name in ARRAYS and name not in corrected
             tensor = getattr(self, name) if ours else None
             if tensor is not None:
                 device = runtime.inspect(tensor)
@@ -341,7 +341,7 @@ class ForwardInputs:
 
 
 _ALWAYS = "positions", "query_start_loc", "kv_lens", "last_token_indices"
-_ARRAYS = frozenset(
+ARRAYS = frozenset(
     {
         *("positions", "query_start_loc", "kv_lens", "last_token_indices", "slot_mapping", "kv_start_loc"),
         *("block_table", "kv_page_indptr", "kv_page_indices", "kv_last_page_len"),

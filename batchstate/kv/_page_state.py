@@ -326,10 +326,6 @@ class PageHolders(SlotListener):
 
     # Slots are taken without pages and get them by growing; they leave with them, or without.
 
-    def before_free(self, rows: Ints) -> None:
-        """Pages that are free by now come back first."""
-        self.transaction.reap()
-
     def check_free(self, rows: Ints, operation: str) -> None:
         """Refuses (SLOT_CONSERVATION) to free slots alone that have pages, which would never be released."""
         owned = self.rows.owners(rows)

@@ -17,8 +17,7 @@ from batchstate.runtime.memory import MappedMemory, StagingBlock, device_view
 from batchstate.runtime.streams import Fence, Stream
 
 MOST_ALONE = 1 << 15
-"""Bytes from which torch copies on a CPU with all its threads, which then wait for each other and for more work: on a
-busy machine that makes a copy of microseconds one of milliseconds. From here on numpy copies."""
+"""Bytes from which numpy copies on a CPU: torch would with all threads, in milliseconds where the machine is busy."""
 
 MOST_EVENTS = 256  # recorded anew once their fences are gone; beyond this, the oldest in use is dropped
 

@@ -91,7 +91,6 @@ def dtype_meant(value: object) -> str:
 
 SMALLEST_BLOCK = 1 << 14  # bytes; batch state of a few hundred requests fits
 MOST_FRONTS = 64  # sizes of which a block keeps the views
-MOST_STREAMS = 2  # that are remembered while no copy of theirs is in flight
 
 
 @final
@@ -106,11 +105,8 @@ class StagingBlock:
     tensor: torch.Tensor
     bytes: npt.NDArray[np.uint8]
     lending: int = 0
-    memory: memoryview = attrs.field(init=False)
+    memory: memoryview = attrs.field(init=False, default=attrs.Factory(lambda block: block.bytes.data, takes_self=True))
     _fronts: dict[tuple[int, torch.dtype], torch.Tensor] = attrs.field(factory=dict, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.memory = self.bytes.data
 
     def front(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """The first bytes as a vector, made once for each size."""
@@ -191,7 +187,7 @@ class Staging:
                 self.give_up(in_flight.popleft()[2])
             if in_flight:
                 oldest = in_flight[0][1] if oldest is None else min(oldest, in_flight[0][1])
-            elif len(self._in_flight) > MOST_STREAMS:  # an engine may make its streams anew in each step
+            else:
                 self._in_flight.pop(stream, None)
         return oldest
 
