@@ -321,11 +321,12 @@ class PlannedStep:
             self.plan.check_unused()
         if rule == "read" and declared.relay is not None:
             declared.relay._entries.refuse_read(block.those_fed(), declared.read[block.value], DEVICE, "gather")
+        at = np.arange(self.num_reqs) == block.row
         if rule == "unwritten":
-            tokens = np.where(np.arange(self.num_reqs) == block.row, block.value, 0)
-            invariants.page_unwritten(tokens, pages._rows.arrays["launched"][self.rows], **pages._where(INPUTS))
+            launched = pages._rows.arrays["launched"][self.rows]
+            invariants.page_unwritten(np.where(at, block.value, 0), launched, **pages._where(INPUTS))
         if rule is not None:
-            pages.check_committed(self.rows[block.row :][:1], np.array([block.value]), INPUTS)
+            pages.check_committed(self.rows, np.where(at, block.value, pages._committed(self.rows)), INPUTS)
             raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")
 
     def _write_table(self) -> None:

@@ -166,7 +166,7 @@ def _rows(hits: Mask) -> Mask:
 # Mirrored values and the columns of a batch.
 
 
-@full("one side was written alone: let the operation that changed it change both sides")
+@full("one side was written or moved alone: let the operation that changed it change both sides")
 @origins("sglang #25944", "sglang #26020", "sglang #18647", "vllm #48419")
 def mirror_equal(host: Array, device: Array, **where: Unpack[Where]) -> Breach | None:
     """Host and device side hold the same dtype, shape and bits.
@@ -180,6 +180,8 @@ def mirror_equal(host: Array, device: Array, **where: Unpack[Where]) -> Breach |
     unequal = bits(host) != bits(device)
     row = first_row(unequal)
     problem = f"the device side differs from the host side in {_rows(unequal).sum()} of {len(host)} rows"
+    if host.dtype.kind != "O" and sorted(bits(host).tolist()) == sorted(bits(device).tolist()):
+        problem += ", as the same rows in another order"
     return Breach(problem, expected=host[row], actual=device[row], row=row)
 
 
@@ -650,11 +652,10 @@ def page_alignment(tokens: Ints, page_size: int, **where: Unpack[Where]) -> Brea
 def page_unwritten(tokens: Ints, written: Ints, **where: Unpack[Where]) -> Breach | None:
     """Tokens are shared, held, sent, copied out or built on only after the work that writes their KV was launched.
 
-    The first `tokens` integer[n] of each request are read by others or by the next step, and those of the first
-    `written` are launched, in a memory that the report names unless it is the one of forwards. Cost: one comparison per
-    request and memory. Broken by a prefix that goes to a cache when its pages are allocated, or when the target alone
-    has run and the draft model has not, and by a step behind another one that was planned and dropped: what comes next
-    reads what the last owner of the pages left there.
+    The first `tokens` integer[n] of each request are read by others or the next step, and writes of the first `written`
+    are launched, in a memory that the report names unless it is the one of forwards. Cost: one comparison per request
+    and memory. Broken by a prefix that is cached when its pages are allocated, or before the draft model has run, and
+    by a step behind one that was planned and dropped: what comes next reads what the last owner of the pages left.
     """
     if (row := first_row(tokens > written)) is None:
         return None

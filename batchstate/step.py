@@ -258,7 +258,7 @@ class StepPlanner(OfThisProcess):
             leaving = rows, Requests(rows, generations)
             if joined is not None and joined.pool_id is not None:
                 _check_apart(rows, joined.state.column(str(self._layout.slots)))
-            slots.check_leaving(*leaving, after, OPERATION)
+            slots.check_leaving(*leaving, after, f"{OPERATION}, of those that leave")
         takes = joined.num_reqs if joined is not None and joined.pool_id is None else 0
         if takes:
             slots.check_take(takes)
@@ -524,11 +524,11 @@ class StepPlanner(OfThisProcess):
         elif rule == "free slot":
             allocator.next_handles(takes, OPERATION)
         elif rule == "negative":
-            pages._check_lengths(starts[row : row + 1], (starts + queries)[row : row + 1], OPERATION)
+            pages._check_lengths(starts, starts + queries, OPERATION)
         elif rule == "length":
-            pages._check_lengths(begins[row : row + 1], ends[row : row + 1], OPERATION)
+            pages._check_lengths(begins, ends, OPERATION)
         elif rule == "shrinks":
-            pages._check_lengths(pages._committed(rows[row : row + 1]), ends[row : row + 1], OPERATION)
+            pages._check_lengths(pages._committed(rows[:there]), ends[:there], OPERATION)
         elif rule == "derived":
             pages.check_committed(rows[:there], begins[:there], OPERATION)
         elif rule == "owner":
@@ -537,9 +537,7 @@ class StepPlanner(OfThisProcess):
             pages.check_readable(rows[:there], starts[:there], OPERATION, window=declared.window)
         elif rule == "begun":
             problem = f"StepPlanner: row {row} joins with {block.value} tokens and puts in prompt ids behind them"
-            remedy = (
-                "pass 0, the length before the step; or join with slots of `pages.take_requests` if the KV is there"
-            )
+            remedy = "pass 0, the length before the step; or, if the KV is there, slots of `pages.take_requests` too"
             raise ArgumentError(problem, int(block.value), remedy)
         elif rule == "samples":
             problem = f"StepPlanner: the request in row {row} samples and puts in no token"

@@ -133,7 +133,7 @@ class Violation(BatchStateError, RuntimeError):
 
     def __str__(self) -> str:
         fields = {name: getattr(self, name) for name in (*_PLACE, "expected", "actual", "remedy")}
-        lines = [f"  {name:<10} {value}" for name, value in fields.items() if value is not None]
+        lines = [f"  {name:<10} {value}" for name, value in fields.items() if value is not None or name not in _PLACE]
         return "\n".join([f"{self.code}: {self.problem}", *lines])
 
 

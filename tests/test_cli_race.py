@@ -68,7 +68,7 @@ def test_wrong_level_in_the_environment_is_one_message() -> None:
 @pytest.mark.parametrize(
     ("typed", "code", "told"),
     [
-        ("--version", 0, f"batchstate {batchstate.__version__}\n"),
+        ("--version", 0, f"batchstate {batchstate.__version__}, from {Path(batchstate.__file__).parent}\n"),
         ("--help", 0, "begin with:\n  batchstate race run YOUR_SCRIPT.py"),
         ("race --help", 0, "--out FILE"),
         ("race run --help", 0, "--baseline FILE"),

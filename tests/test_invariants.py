@@ -174,6 +174,12 @@ MORE: list[tuple[Code, tuple[Any, ...]]] = [
 # arguments in the words of a place, and what the report then says
 WORDS: list[tuple[Code, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
     (
+        Code.MIRROR_EQUAL,
+        (ints([1, 2, 3]), ints([1, 3, 2])),
+        {},
+        {"problem": "the device side differs from the host side in 2 of 3 rows, as the same rows in another order"},
+    ),
+    (
         Code.SLOT_CONSERVATION,
         (3, 1, 1, 6),
         {"leaked": ints([7, 8])},
@@ -236,6 +242,9 @@ def test_a_broken_invariant_is_reported(code: Code) -> None:
         assert getattr(violation, field) == value, field
     text = str(violation)
     assert text.startswith(f"{code}: ")
+    if code is Code.DERIVED_STALE:
+        violation.expected = None  # a state like others
+        assert "  expected   None" in str(violation)
     for word in ("thing", "deed", "41", "expected", "actual", invariant.remedy):
         assert word in text
 

@@ -214,7 +214,8 @@ def test_what_is_broken_is_reported_as_by_the_parts(rt: Runtime, by_parts: bool)
     gone = world.batch
     world.leave([0])
     refused(Code.SLOT_STALE_HANDLE, lambda: world.planner.plan(gone))
-    refused(Code.SLOT_DOUBLE_FREE, lambda: world.planner.plan(gone, keep=[1], after=None))
+    operation = refused(Code.SLOT_DOUBLE_FREE, lambda: world.planner.plan(gone, keep=[1], after=None)).operation
+    assert operation == ("release_requests" if by_parts else "plan, of those that leave")
     world.step()
 
     step = world.planner.plan(world.batch)
@@ -557,7 +558,7 @@ PLANNED: dict[str, tuple[Expected, str, Options]] = {
     "halves as booleans": (DtypeError, "greedy", joining(greedy=[0.5, 1.0])),
     "a column more": (DeclarationError, "further", joining(further=[1, 2])),
     "slots as numbers": (DtypeError, "slots", joining(slots=[1, 2])),
-    "a token too many": (Code.LENGTH_ORDER, f"{LONGEST}", joining(seq_lens=[3, LONGEST + 1])),
+    "a token too many": (Code.LENGTH_ORDER, "row        2", joining(seq_lens=[3, LONGEST + 1])),
     "a prompt behind tokens": (
         ArgumentError,
         "row 2 joins with 3 tokens",

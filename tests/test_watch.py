@@ -260,6 +260,7 @@ def test_a_changed_dtype_is_found() -> None:
         with reported(Code.ROW_KEPT, "seq_lens") as caught:
             watching.check(batch, "after merge_batch")
     assert (caught.value.expected, caught.value.actual) == ("torch.int64", "torch.float32")
+    assert caught.value.remedy.startswith("`Engine.merge_batch` changes the dtype of 'seq_lens'")
 
 
 def test_functions_without_a_name_are_columns_apart(full: None) -> None:

@@ -422,6 +422,9 @@ def test_methods_that_were_never_compared_are_named(capsys: pytest.CaptureFixtur
     with watched(key="reqs", moves=["run"], rows=["a"]):
         Rows(reqs=["x"], a=[0]).run(lambda r: setattr(r, "reqs", ["y"]))
     assert "never compared: run\n" in capsys.readouterr().out
+    with contextlib.suppress(Violation), watched(key="reqs", moves=["run", "late"], rows=["a"]):
+        Rows(reqs=["x", "y"], a=[0, 1]).run(lambda r: r.a.reverse())
+    assert capsys.readouterr().out == ""  # a violation is on its way, and ends the run early
     with watched(key="reqs", moves=["run"], rows=["a"]), contextlib.suppress(Violation):
         Rows(reqs=["x", "y"], a=[0, 1]).run(lambda r: r.a.reverse())
     assert not capsys.readouterr().out

@@ -73,7 +73,7 @@ class _Version(argparse.Action):
     """Looks the version up only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"batchstate {batchstate.__version__}")
+        print(f"batchstate {batchstate.__version__}, from {os.path.dirname(batchstate.__file__)}")
         parser.exit(0)
 
 

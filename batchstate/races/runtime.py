@@ -400,7 +400,7 @@ class RaceRuntime(TracedRuntime[StreamClock]):
     def own_rows(self, memory: torch.Tensor, owners: Owners, *, by_step: bool = False) -> None:
         """See `Runtime.own_rows`."""
         if memory.numel() and memory[0].is_contiguous():
-            count, by = len(memory), "step" if by_step else "generation"
+            count, by = len(memory), "step" if by_step else "owner"
             declared = Declared(memory, owners, by=by, valid=(lambda: count) if by_step else None, rows=True)
             self._tracer.use_on_device(memory).declared.append(declared)
 

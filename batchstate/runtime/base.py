@@ -257,13 +257,13 @@ class Runtime(OfThisProcess, abc.ABC):
         owner: the thread that may use it.
         new_version: gives a number that no other value of this runtime has.
         inspecting: whether a check looks at device memory: whatever it finds there, it reads for nobody.
-        told_owners: tools beside every runtime of the process that `own_rows` tells.
+        told: tools beside every runtime of the process that `own_rows` and `name_memory` tell.
         remember_memory: whether every runtime of a CPU remembers from its beginning which memory is the device's. Set
             where `no_hidden_sync` is imported.
     """
 
     inspecting: ClassVar[bool] = False
-    told_owners: ClassVar[list[Callable[..., None]]] = []
+    told: ClassVar[list["Runtime"]] = []
     remember_memory: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, *, steps_in_flight: int = 2) -> None:
@@ -698,6 +698,8 @@ class Runtime(OfThisProcess, abc.ABC):
 
     def name_memory(self, tensor: torch.Tensor, name: str) -> None:
         """Names the memory of a tensor, for reports."""
+        for tool in self.told:
+            tool.name_memory(tensor, name)
 
     def own_rows(self, memory: torch.Tensor, owners: Owners, *, by_step: bool = False) -> None:
         """Says whose the rows of device memory are: reading what an earlier owner has left is then `LEFTOVER_READ`.
@@ -705,8 +707,8 @@ class Runtime(OfThisProcess, abc.ABC):
         `owners` returns for rows int64[n] the generation of each owner, int64[n], and 0 for nobody; `by_step` the step,
         where each step writes all rows anew. It must not keep the memory alive.
         """
-        for tool in self.told_owners:
-            tool(memory, owners, by_step=by_step)
+        for tool in self.told:
+            tool.own_rows(memory, owners, by_step=by_step)
 
     def host_accesses(self, memory: torch.Tensor, start: int, stop: int, name: str, *, writes: bool) -> None:
         """Says that the host, or a peer, is about to use rows `start` to `stop - 1` of memory that the device uses too.

@@ -3,6 +3,7 @@
 Each call of the declared methods is checked: at `cheap` lengths, dtypes and values of the host, at `full` all values.
 """
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -78,11 +79,10 @@ class Watched(Hooked):
         sampled, ended = self._audit is not None, not self.active
         super().stop()
         self.declared.answers.forget()
-        figures = self.counters.as_dict()
-        idle = not any(map(figures.get, ("samples", "compared", "skipped", "violations")))
-        if sampled and figures["checked"] and idle:
+        idle = not any(map(self.counters.as_dict().get, ("samples", "compared", "skipped", "violations")))
+        if sampled and self.counters.checked and idle:
             print(f"{self!r}: `lag` compared nothing: no pair, and no derived tensor, had both sides in a checked call")
-        if levels.full and not (sampled or ended) and self._uncompared:
+        if levels.full and not (sampled or ended or sys.exc_info()[0]) and self._uncompared:
             print(f"{self!r}: in `moves` or `adds`, and never compared: {', '.join(sorted(self._uncompared))}")
         if levels.full and (undeclared := self.undeclared()):
             print(f"{self!r}: as long as the batch in every call, and not declared: {', '.join(undeclared)}")

@@ -524,7 +524,7 @@ class Declaration:
             site.ask(invariants.row_count, n, {name: rows}, column=name, remedy=remedy)
         elif has_dtype and value.dtype != (before := self.dtypes.setdefault(name, value.dtype)):
             dtypes = np.array([str(before)], object), np.array([str(value.dtype)], object)
-            remedy = f"{site.operation} changes the dtype of {name!r}: kernels that take raw memory then read other "
+            remedy = f"{site.method} changes the dtype of {name!r}: kernels that take raw memory then read other "
             remedy += f"numbers; give an empty {name!r} its dtype too"
             site.ask(invariants.row_kept, *dtypes, what="dtype", column=name, remedy=remedy)
 
@@ -701,8 +701,8 @@ class Declaration:
         if None in requests and left.shape == right.shape:  # behind the usual case: of 256 objects it takes 10 us
             owned = np.array([request is not None for request in requests], bool)
             left = np.where(owned.reshape(-1, *[1] * (left.ndim - 1)), left, right)
-        remedy = f"one side was written alone: look in {site.method}, and at what ran since the last check, for a line "
-        remedy += f"that changes {pair.host!r} or {pair.device!r} without the other"
+        remedy = f"look in {site.method}, and at what ran since the last check, for a line that writes or moves "
+        remedy += f"{pair.host!r} or {pair.device!r} without the other"
         problem = None
         if pair.host in self._said_hosts:
             problem = f"{pair.device!r} is not what its request says"

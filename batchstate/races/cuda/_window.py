@@ -135,11 +135,11 @@ class PlainRaceRuntime(RaceRuntime):
         self.graphs: Graphs = Graphs(self._tracer)
 
     def __enter__(self) -> Self:
-        """Begins the window, in which pools of every runtime say whose their rows are."""
+        """Begins the window, in which pools of every runtime name their tables, and say whose the rows are."""
         super().__enter__()
-        Runtime.told_owners.append(self.own_rows)
+        Runtime.told.append(self)
         if self._window is not None:
-            self._window.callback(Runtime.told_owners.remove, self.own_rows)
+            self._window.callback(Runtime.told.remove, self)
         return self
 
     def bind(self, graph: Any, **values: Callable[[], object]) -> None:
