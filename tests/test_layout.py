@@ -82,11 +82,12 @@ The core had 2,320 lines: 270 are for a draft in one call and for requests that 
 step, 185 for handles that the core makes and joins, and for one group behind a fence. The state had 12,080: 320 are
 for forwards that use slots, tokens that are accepted, and places that ask whose they are, 140 for values by bits, a
 row 0 that is scratch or lost, and arrays asked for their rows, 280 for lengths that follow from what a step accepts,
-fields that may be stale, and publishes of a graph. The runtime had 1,640: 47 are for float8,
-for views of pinned memory by size, for arrays that say of which dtype they are the bits, and for a stream that is asked whether it has run. 150 lines of the state, 220 of
-transport (5,000 before) and 50 of the runtime are for KV that lands in device pages, leases that are ranges of
-tokens, and ranks that compare what they hold; 40 of the state are for a mark of what is written in each KV memory.
-35 of the state are for rows that say whose they are, and for memory of states, 20 for steps behind one that never ran.
+fields that may be stale, and publishes of a graph. The runtime had 1,640: 47 are for float8, for views of pinned
+memory by size, for arrays that say of which dtype they are the bits, and for a stream that is asked whether it has
+run. 150 lines of the state, 220 of transport (5,000 before) and 50 of the runtime are for KV that lands in device
+pages, leases that are ranges of tokens, and ranks that compare what they hold; 40 of the state are for a mark of what
+is written in each KV memory. 35 of the state are for rows that say whose they are, and for memory of states, 20 for
+steps behind one that never ran.
 Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings and 35 a bound of a single step: the oracle is
 the model a second time, for integers, so that no tensor says what is right; the shrinker knows of pages, where that of
 Hypothesis stops early;
