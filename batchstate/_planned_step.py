@@ -24,7 +24,7 @@ from batchstate.forward.plan import ForwardPlan
 from batchstate.invariants import times_checked
 from batchstate.mirror import DeviceSide, Slots
 from batchstate.nvtx import ranges
-from batchstate.runtime.base import Stream
+from batchstate.runtime.base import Fence, Stream
 from batchstate.runtime.memory import ALIGNMENT, Place, ReadyTensor
 from batchstate.violations import Code
 
@@ -55,6 +55,7 @@ class PlannedStep:
     _results: Prefetched | None = None
     _before: ReadyTensor | None = None
     _accepted = False
+    _published = False
     _used = False
     _places = NO_PLACES
     extras = NO_EXTRAS
@@ -429,8 +430,36 @@ class PlannedStep:
         if declared.accepted is not None and requests.n and not self._accepted:
             raise ArgumentError(f"{self!r}: publish, and nothing is accepted", self, "call `accept` before")
         self._results = results = relay.publish_for(memory, requests, stream, values, declared.results)
+        self._published = True
         if declared.accepted is not None and results is not None:
             results.counting = declared.accepted, self._put_in
+
+    def rollback(self, *, after: Fence | None) -> Batch:
+        """Takes the step back, whose forward failed or never ran; its requests, with the lengths before it.
+
+        Those that joined stay, and those that left with it are gone. Pages that it took are released, and entries that
+        its inputs took are there again. Steps planned behind it cannot run any more.
+
+        Args:
+            after: a fence behind the last forward of its requests, this one's if it was launched; as for `truncate`.
+
+        Raises:
+            ArgumentError: the step has published, or accepted.
+            Violation: SLOT_STALE_HANDLE: a request has left since. Else as `PagePool.truncate`. Nothing has changed.
+        """
+        declared, block, n = self._declared, self._memory.block, self.num_reqs
+        if self._published or self._accepted:
+            remedy = "take tokens back by `PagePool.truncate`, and publish what the next step starts from"
+            raise ArgumentError(f"{self!r}: rollback, and it has published", self, remedy)
+        batch = self.batch.advance(declared.seq_lens, -self._tokens.each(n))
+        batch._guesses = False
+        lens = batch._state.column(declared.seq_lens).astype(np.int64)
+        if declared.kv_offset is not None:
+            lens = np.where(lens > 0, lens + batch._state.column(declared.kv_offset), 0)
+        declared.pages.truncate(batch[str(batch._slot_column)], lens, after=after)  # type: ignore[arg-type]
+        if self._used and block.fed and declared.relay is not None:
+            declared.relay._entries.give_back(block.those_fed(), declared.read, DEVICE)
+        return batch
 
     def accept(self, tokens: torch.Tensor) -> torch.Tensor:
         """Says how many tokens of the step each request keeps, and publishes that and its length, which follows.

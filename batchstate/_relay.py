@@ -297,6 +297,12 @@ class RelayEntries(SlotListener):
     def take(self, requests: Requests, names: Iterable[str], reader: int) -> None:
         take_entries([self.fields[name] for name in names], requests, reader)
 
+    def give_back(self, requests: Requests, names: Iterable[str], reader: int) -> None:
+        """`reader` has not taken these entries, as it turned out."""
+        rows = requests.handles()[0]
+        for name in names:
+            self.fields[name].arrays["taken"][rows] &= ~reader & 0xFF
+
     def clear(self, rows: Ints, names: Iterable[str]) -> None:
         for name in names:
             self.fields[name].clear(rows)

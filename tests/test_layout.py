@@ -66,7 +66,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_811),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        13_151,
+        13_185,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_220),
@@ -87,7 +87,7 @@ memory by size, for arrays that say of which dtype they are the bits, and for a 
 run. 150 lines of the state, 220 of transport (5,000 before) and 50 of the runtime are for KV that lands in device
 pages, leases that are ranges of tokens, and ranks that compare what they hold; 40 of the state are for a mark of what
 is written in each KV memory. 35 of the state are for rows that say whose they are, and for memory of states, 20 for
-steps behind one that never ran.
+steps behind one that never ran, 34 for taking a step back.
 Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings and 35 a bound of a single step: the oracle is
 the model a second time, for integers, so that no tensor says what is right; the shrinker knows of pages, where that of
 Hypothesis stops early;
@@ -104,11 +104,11 @@ had 530: 170 are `replay`. 20 lines of the fuzz tools let a recording be served 
 watch tell a recording of hooked calls. 10 of the sum are for tokens before a step, which were launched.
 """
 
-MOST_LINES, MOST_FILES = 46_465, 164
+MOST_LINES, MOST_FILES = 46_500, 164
 BESIDE = {"tests/selfcheck": 13_295, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it, 5 a mutant of a step that is dropped."""
-OTHER_TESTS = 44_640
+OTHER_TESTS = 44_690
 """220 lines are mutants of memory that comes back and of lints, with their programs, and names of streams; 240 are
 mutants of record and replay, and rows that nobody declares; 50 are steps behind one that never ran, and reports."""
 

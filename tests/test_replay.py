@@ -134,6 +134,10 @@ def test_a_clean_run_stays_clean(tmp_path: Path) -> None:
         world = World()
         for _ in range(12):
             world.step()
+        step = world.planner.plan(world.batch)
+        step.inputs()
+        world.batch = step.rollback(after=world.runtime.record())  # type: ignore[assignment]
+        world.step()
         path = recorder.dump()
     assert path is not None
     again = replay(load(path))

@@ -891,6 +891,52 @@ def test_tokens_of_a_step_that_was_never_launched_are_not_written(dropped: int, 
         refused(Code.PAGE_UNWRITTEN, lambda: world.pages.hold(world.batch.filter([0]).slots, 8))
 
 
+@pytest.mark.parametrize("level", ["cheap", "full"])
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_step_is_taken_back(rt: Runtime, launched: bool, level: str) -> None:
+    """A step whose forward never ran, or failed, is planned anew from the same tokens; its own inputs are gone."""
+
+    def taken(step: Any) -> list[list[int]]:
+        inputs = step.inputs()
+        return [rt.inspect(array).tolist() for array in (inputs.input_ids, inputs.positions, inputs.slot_mapping)]
+
+    with checks(level):
+        world = World.planned(rt)
+        world.join([3, PAGE_SIZE])
+        world.step()
+        free, lens = world.pages.stats.free, world.batch.seq_lens.np.tolist()
+        step: Any = world.planner.plan(world.batch)
+        wanted = taken(step) if launched else None
+        after = rt.record()
+        batch = step.rollback(after=after)
+        assert (batch.seq_lens.np.tolist(), batch.slots.np.tolist()) == (lens, step.batch.slots.np.tolist())
+        refused(Code.DERIVED_STALE, step.inputs)
+        after.wait()
+        world.pages.query_fences()
+        assert world.pages.stats.free == free
+        again: Any = world.planner.plan(batch)
+        got = taken(again)
+        assert wanted is None or got[:2] == wanted[:2]
+        again.publish(last=rt.upload([np.array([5, 6])]).view(0))
+        assert again.results["last"].np.tolist() == [5, 6]
+        with pytest.raises(ArgumentError, match="it has published"):
+            again.rollback(after=rt.record())
+
+
+def test_a_prompt_behind_an_encoder_is_taken_back(rt: Runtime) -> None:
+    """The pages hold no token of the encoder either, and the request stays."""
+    world = World.planned(rt, kv_offset="seed")
+    rt.next_step()
+    joining = {**columns(np.array([5]), [0]), "seed": [5]}
+    step: Any = world.planner.plan(world.batch, 3, joining=joining, prompt_ids=[[7, 8, 9]])
+    assert world.pages.committed(step.batch.slots).tolist() == [8]
+    batch = step.rollback(after=None)
+    assert world.pages.committed(batch.slots).tolist() == [0]
+    assert batch.seq_lens.np.tolist() == [0]
+    step = world.planner.plan(batch, 3, prompt_ids=[[7, 8, 9]])
+    assert world.pages.committed(step.batch.slots).tolist() == [8]
+
+
 @both_ways
 @pytest.mark.parametrize("level", ["off", "cheap"])
 def test_what_a_step_finds_is_published_for_its_own_requests_alone(rt: Runtime, level: str, by_parts: bool) -> None:

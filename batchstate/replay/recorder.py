@@ -72,7 +72,7 @@ SEAMS: Mapping[type, tuple[str, ...]] = {
     ),
     FutureMap: ("publish", "gather", "prefetch", "resolve", "discard", "check"),
     StepPlanner: ("plan",),
-    PlannedStep: ("inputs", "publish", "accept"),
+    PlannedStep: ("inputs", "publish", "accept", "rollback"),
     Batch: (
         "build", "empty", "filter", "merge", "next_batch", "advance", "split", "pad", "update", "replace", "tighten",
         "upload", "check", "check_live",

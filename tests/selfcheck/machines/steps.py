@@ -301,15 +301,17 @@ class StepMachine(Machine):
         agree(launched.expected, launched.results["token"].np.tolist(), "tokens of a step")
 
     @precondition(lambda self: self._ready(self.batch) and self._fits())
-    @rule()
-    def truncate_behind_a_plan(self) -> None:
-        """A step whose tokens were taken back is refused at forward entry, and the batch of before goes on."""
-        committed = self.pages.committed(self.batch.slots)
+    @rule(launched=st.booleans())
+    def roll_back(self, launched: bool) -> None:
+        """A step whose forward fails or never runs is refused at forward entry, and the requests of before go on."""
         try:
             step = self.planner.plan(self.batch)
         except PoolExhaustedError:
             return
-        self.pages.truncate(self.batch.slots, committed, after=self._behind())
+        with self.rt.use(self.side):
+            if launched:
+                step.inputs()
+        self.batch = step.rollback(after=self._behind())  # type: ignore[assignment]
         with self.rt.use(self.side):
             self.refused(Code.DERIVED_STALE, step.inputs)
         self.reached("a stale step refused")
