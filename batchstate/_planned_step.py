@@ -55,7 +55,7 @@ class PlannedStep:
     _results: Prefetched | None = None
     _before: ReadyTensor | None = None
     _accepted = False
-    _published = False
+    _over = False  # published, or taken back
     _used = False
     _places = NO_PLACES
     extras = NO_EXTRAS
@@ -430,7 +430,7 @@ class PlannedStep:
         if declared.accepted is not None and requests.n and not self._accepted:
             raise ArgumentError(f"{self!r}: publish, and nothing is accepted", self, "call `accept` before")
         self._results = results = relay.publish_for(memory, requests, stream, values, declared.results)
-        self._published = True
+        self._over = True
         if declared.accepted is not None and results is not None:
             results.counting = declared.accepted, self._put_in
 
@@ -444,13 +444,13 @@ class PlannedStep:
             after: a fence behind the last forward of its requests, this one's if it was launched; as for `truncate`.
 
         Raises:
-            ArgumentError: the step has published, or accepted.
+            ArgumentError: the step has published or accepted, or was taken back before.
             Violation: SLOT_STALE_HANDLE: a request has left since. Else as `PagePool.truncate`. Nothing has changed.
         """
         declared, block, n = self._declared, self._memory.block, self.num_reqs
-        if self._published or self._accepted:
+        if self._over or self._accepted:
             remedy = "take tokens back by `PagePool.truncate`, and publish what the next step starts from"
-            raise ArgumentError(f"{self!r}: rollback, and it has published", self, remedy)
+            raise ArgumentError(f"{self!r}: rollback of a step that has published, or was taken back", self, remedy)
         batch = self.batch.advance(declared.seq_lens, -self._tokens.each(n))
         batch._guesses = False
         lens = batch._state.column(declared.seq_lens).astype(np.int64)
@@ -459,6 +459,7 @@ class PlannedStep:
         declared.pages.truncate(batch[str(batch._slot_column)], lens, after=after)  # type: ignore[arg-type]
         if self._used and block.fed and declared.relay is not None:
             declared.relay._entries.give_back(block.those_fed(), declared.read, DEVICE)
+        self._used, self._over, self._before = False, True, None  # what it would publish is refused
         return batch
 
     def accept(self, tokens: torch.Tensor) -> torch.Tensor:
