@@ -200,7 +200,7 @@ def watch_pages(
                 named = f": {gone[:8].tolist()}" if len(gone) == lost else ""  # unless they begin at 1
                 problem = f"{lost} of {total} pages are neither free nor cached nor held{named}"
             counted = int((listed > 0).sum()), len(np.unique(kept)), int(((holding > 0) & (listed == 0)).sum()), total
-            remedy = _LOST.format("pages") + f"; or `holders` lacks one that {site.method} serves: hook the step"
+            remedy = _LOST.format("pages") + "; or `holders` leaves one out, as in the middle of a step"
             site.ask(invariants.slot_conservation, *counted, problem=problem, column="pages", remedy=remedy)
 
     def idle(pool: Any, site: CallSite, _: Sequence[Any]) -> None:
@@ -250,7 +250,7 @@ def watch_slots(
         site.ask(invariants.slot_double_free, freed, ~np.isin(freed, used), column="slots", remedy=remedy)
         if read_size is not None:
             counted = len(freed), 0, len(used), int(read_size(pool))
-            remedy = _LOST.format("slot") + f"; or `live` lacks a request that {site.method} serves: hook the step"
+            remedy = _LOST.format("slot") + "; or `live` leaves a request out, as in the middle of a step"
             site.ask(invariants.slot_conservation, *counted, column="slots", remedy=remedy)
 
     return _install(cls, after, question, "watch_slots", on_violation, every)
