@@ -108,9 +108,10 @@ MOST_LINES, MOST_FILES = 46_501, 164
 BESIDE = {"tests/selfcheck": 13_295, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it, 5 a mutant of a step that is dropped."""
-OTHER_TESTS = 44_700
+OTHER_TESTS = 44_712
 """220 lines are mutants of memory that comes back and of lints, with their programs, and names of streams; 240 are
-mutants of record and replay, and rows that nobody declares; 50 are steps behind one that never ran, and reports."""
+mutants of record and replay, and rows that nobody declares; 50 are steps behind one that
+never ran, and reports, 10 sentences of the documentation."""
 
 MOST_FLOORS = 12
 

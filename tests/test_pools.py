@@ -298,7 +298,7 @@ def test_running_out_says_when_a_fence_is_overdue(rt: Runtime) -> None:
         pool.take(2)
     assert (caught.value.pending, caught.value.pending_since) == (3, since)
     pool.take(1)
-    with pytest.raises(PoolExhaustedError, match=r"remedy: retract or finish requests.*should be complete by now"):
+    with pytest.raises(PoolExhaustedError, match=r"remedy: retract.*: plans take, then free; .*be complete by now"):
         pool.take(4)  # nothing that is pending suffices
     with pytest.raises(PoolExhaustedError, match=r"remedy: this can never succeed: the pool has 4; ask for fewer.*$"):
         pool.take(5)

@@ -182,7 +182,7 @@ def test_the_example(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
         assert out == "17\n"
         assert ("programs of one launch" in err) is forgets
     found, _, _ = err.partition("\n\n")
-    assert f"```text\n{found}\n```" in (root / "docs/how-to/check-plain-torch-code.md").read_text()
+    assert f"```text\n{found}\n```" in (root / "docs/how-to/check-triton-kernels.md").read_text()
 
 
 HOOKS = "races.cuda._triton:KernelLaunch"

@@ -434,7 +434,7 @@ def test_long_buffers_that_were_not_declared_are_told(full: None) -> None:
     with watching, reported(Code.ROW_COUNT) as caught:
         watching.check(rows)
     assert "has 8 rows in a batch of 3" in caught.value.problem
-    assert "declare buffers=True" in caught.value.remedy
+    assert "declare buffers=True, or, in a prefill alone, `when`" in caught.value.remedy
     with watched() as watching:
         watching.check(batch)
         batch.seq_lens = torch.cat([batch.seq_lens, batch.seq_lens])

@@ -93,6 +93,7 @@ def test_a_page_that_is_nowhere_is_a_leak(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(Violation, match="1 of 16 pages are neither free") as caught:
             watching.check(cache)
         assert caught.value.code == Code.SLOT_CONSERVATION
+        assert "or `holders` leaves one out" in caught.value.remedy
         cache.num_pages = 8
         with pytest.raises(Violation, match="there are 7 more pages than `num_pages`, 8"):
             watching.check(cache)
@@ -135,6 +136,7 @@ def test_slots_have_one_owner(misuse: Any, code: Code) -> None:
         with pytest.raises(Violation) as caught:
             misuse(slots)
     assert caught.value.code == code
+    assert ("or `live` leaves a request out" in caught.value.remedy) == (code == Code.SLOT_CONSERVATION)
 
 
 class Buffer:

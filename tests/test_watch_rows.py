@@ -52,13 +52,16 @@ def requests(*lengths: int) -> list[Any]:
 
 
 def test_a_column_that_becomes_none_is_reported() -> None:
-    """A column that had entries and has none is forgotten, unless it is declared as optional."""
-    for when, context in ((None, reported(Code.ROW_KEPT, "a")), ({"a": None}, contextlib.nullcontext())):
+    """A column that had entries and has none is forgotten, unless it is declared as optional, or not in use then."""
+    there = {"a": lambda rows: rows.a is not None}
+    always, told = {"a": lambda rows: True}, "function in `when`"
+    for when, remedy in ((None, "when={'a': None}"), (always, told), ({"a": None}, None), (there, None)):
         rows: Any = Rows(reqs=["x", "y"], a=torch.tensor([1, 2]), b=torch.tensor([1, 2]))
         with watched(key="reqs", moves=["run"], rows=["a", "b"], when=when):
             rows.run()
-            with context:
+            with contextlib.nullcontext() if remedy is None else pytest.raises(Violation, match=remedy) as caught:
                 rows.run(lambda r: setattr(r, "a", None))
+        assert caught is None or (caught.value.code, caught.value.actual) == (Code.ROW_KEPT, "None")
 
 
 def test_a_condition_exempts_from_the_row_count() -> None:

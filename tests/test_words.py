@@ -23,6 +23,9 @@ MOST_VAGUE, MOST_RELATIVE, MOST_RAISE_LINES = 20, 10, 100
 RELATIVE = re.compile(r"(What|Which|Of)\b")
 """A sentence that begins with a relative clause instead of its subject."""
 
+_BESIDE_PROSE = re.compile(r"```.*?```|^#[^\n]*|^\s*[-:>] ", re.DOTALL | re.MULTILINE)
+"""Blocks of code, titles, and what an entry of a list begins with."""
+
 
 def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and name of each binding of a vague name: assignments, loop targets and arguments."""
@@ -72,6 +75,16 @@ def test_names_say_what_they_hold() -> None:
 def test_sentences_begin_with_their_noun() -> None:
     """Few docstrings and comments of the package begin with What, Which or Of."""
     assert sum(len(list(relative_sentences(source, tree))) for _, source, tree in parsed([PACKAGE])) < MOST_RELATIVE
+
+
+def test_sentences_of_pages_begin_with_their_noun() -> None:
+    """No sentence of the documentation does; titles may, and measurements stay as they were written."""
+    root = Path(__file__).parents[1]
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("docs/*/*.md")]
+    text = {str(page): page.read_text() for page in pages if page.parent.name != "measurements"}
+    text["planted"] = "# What it is\n\nOf two, one.\n```\nWhat?\n```\n- Which is it?\n"
+    begun = [name for name in text for part in sentences(_BESIDE_PROSE.sub("\n\n", text[name])) if RELATIVE.match(part)]
+    assert begun == ["planted"] * 2
 
 
 def test_refusals_are_short() -> None:

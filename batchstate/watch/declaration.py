@@ -518,9 +518,9 @@ class Declaration:
             if not self.uses(name, batch):
                 return
             undeclared = has_dtype and name not in self.dtypes and rows > n
-            hint = "; or, if columns are buffers longer than the batch, declare buffers=True" if undeclared else ""
+            hint = "; or, if it is meant to be longer, declare buffers=True, or, in a prefill alone, `when`"
             remedy = f"look in {site.suspects} for the line that treats {name!r}: every column moves with the "
-            remedy += f"requests; or `num_rows` is wrong{hint}"
+            remedy += f"requests; or `num_rows` is wrong{hint if undeclared else ''}"
             site.ask(invariants.row_count, n, {name: rows}, column=name, remedy=remedy)
         elif has_dtype and value.dtype != (before := self.dtypes.setdefault(name, value.dtype)):
             dtypes = np.array([str(before)], object), np.array([str(value.dtype)], object)
@@ -871,11 +871,10 @@ class Declaration:
         """Reports a column that had entries of these requests and is None now, if it is not declared as optional."""
         if name in self.optional or self.columns[name](batch) is not None or not self.uses(name, batch):
             return
-        remedy = (
-            f"{site.method} sets {name!r} to None: let it treat {name!r} as it treats the other columns; or, if it "
-        )
-        remedy += f"may be unused, declare when={{{name!r}: None}}"
-        sides = np.array(["entries"], object), np.array([None], object)
+        unused = "let its function in `when` say so" if name in self.when else f"declare when={{{name!r}: None}}"
+        remedy = f"{site.method} sets {name!r} to None: let it treat {name!r} as it treats the other columns; "
+        remedy += f"or, if it may be unused, {unused}"
+        sides = np.array(["entries"], object), np.array(["None"], object)
         site.ask(invariants.row_kept, *sides, what="column", column=name, remedy=remedy)
 
 

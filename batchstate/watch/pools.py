@@ -199,9 +199,8 @@ def watch_pages(
                 gone = np.setdiff1d(np.arange(total), pages)
                 named = f": {gone[:8].tolist()}" if len(gone) == lost else ""  # unless they begin at 1
                 problem = f"{lost} of {total} pages are neither free nor cached nor held{named}"
-            num_free, num_held = int((listed > 0).sum()), int(((holding > 0) & (listed == 0)).sum())
-            counted = num_free, len(np.unique(kept)), num_held, total
-            remedy = _LOST.format("pages")
+            counted = int((listed > 0).sum()), len(np.unique(kept)), int(((holding > 0) & (listed == 0)).sum()), total
+            remedy = _LOST.format("pages") + "; or `holders` leaves one out, as in the middle of a step"
             site.ask(invariants.slot_conservation, *counted, problem=problem, column="pages", remedy=remedy)
 
     def idle(pool: Any, site: CallSite, _: Sequence[Any]) -> None:
@@ -251,7 +250,8 @@ def watch_slots(
         site.ask(invariants.slot_double_free, freed, ~np.isin(freed, used), column="slots", remedy=remedy)
         if read_size is not None:
             counted = len(freed), 0, len(used), int(read_size(pool))
-            site.ask(invariants.slot_conservation, *counted, column="slots", remedy=_LOST.format("slot"))
+            remedy = _LOST.format("slot") + "; or `live` leaves a request out, as in the middle of a step"
+            site.ask(invariants.slot_conservation, *counted, column="slots", remedy=remedy)
 
     return _install(cls, after, question, "watch_slots", on_violation, every)
 

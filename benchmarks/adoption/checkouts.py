@@ -20,7 +20,7 @@ def opened(name: str) -> Any:
     if name not in sys.modules:
         spec = importlib.util.find_spec(name)
         if spec is None:
-            raise ModuleNotFoundError(name)
+            raise ModuleNotFoundError(f"no module {name!r}; `make peers` makes an environment that has it")
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         vars(module)["__getattr__"] = _class_named
     return sys.modules[name]

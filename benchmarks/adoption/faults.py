@@ -16,7 +16,6 @@ from batchstate.violations import Violation
 from batchstate.watch import watch, watch_pages
 from benchmarks.adoption import lmdeploy, lmdeploy_pools
 from benchmarks.adoption.checkouts import module_of
-from benchmarks.peers.installed import PeerError
 
 SEEDS, RUNS, BLOCK, BLOCKS = 12, 100, 4, 8
 window = module_of("lmdeploy.pytorch.paging.block_manager.window_block_manager", packages=lmdeploy.PACKAGES)
@@ -155,7 +154,4 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except PeerError as error:
-        sys.exit(str(error))
+    sys.exit(main(sys.argv[1:]))

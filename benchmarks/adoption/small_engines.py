@@ -1,8 +1,8 @@
 """`python -m benchmarks.adoption.small_engines`: mini-sglang's cache and nano-vllm's scheduler, watched as they are.
 
-Neither is on a package index: put their checkouts on PYTHONPATH (`mini-sglang/python` and `nano-vllm`), and install
-xxhash. Their packages are opened without what their `__init__` imports, which is models and kernels; mini-sglang's
-comparison of two keys, which is compiled, is written here.
+Neither is on a package index: put their checkouts, `mini-sglang` and `nano-vllm`, into a folder that `BATCHSTATE_PEERS`
+names, and install xxhash. Their packages are opened without what their `__init__` imports, which is models and kernels;
+mini-sglang's comparison of two keys, which is compiled, is written here.
 """
 
 import importlib
@@ -16,16 +16,15 @@ import torch
 
 from batchstate import Violation
 from batchstate.watch import WatchedPool, watch_pages
-from benchmarks.adoption.checkouts import opened
-from benchmarks.adoption.placeholders import stand_in
+from benchmarks.adoption.checkouts import module_of
+from benchmarks.peers.installed import PeerError
 
 NUM_PAGES, STEPS = 64, 60
 
 
 def nano_vllm(seed: int) -> WatchedPool:
     """Prompts that begin alike, in fewer blocks than they need: its scheduler shares, evicts and preempts."""
-    opened("nanovllm")
-    scheduling = importlib.import_module("nanovllm.engine.scheduler")
+    scheduling = module_of("nanovllm.engine.scheduler", checkout="nano-vllm", packages=["nanovllm"])
     sequences = importlib.import_module("nanovllm.engine.sequence")
     params = importlib.import_module("nanovllm.sampling_params").SamplingParams
     sequences.Sequence.block_size = 4
@@ -59,8 +58,8 @@ def _nodes(node: Any) -> Iterator[Any]:
 
 def mini_sglang(seed: int, *, alike: bool) -> WatchedPool:
     """Requests prefill over its cache manager and leave; `alike` ones prefill one prompt side by side."""
-    opened("minisgl.scheduler")
-    core, kernel = importlib.import_module("minisgl.core"), opened("minisgl.kernel")
+    core = module_of("minisgl.core", checkout="mini-sglang/python", packages=["minisgl.scheduler", "minisgl.kernel"])
+    kernel: Any = importlib.import_module("minisgl.kernel")
     caching = importlib.import_module("minisgl.scheduler.cache")
     kernel.fast_compare_key = lambda key, other: next(
         (at for at, (a, b) in enumerate(zip(key.tolist(), other.tolist(), strict=False)) if a != b),
@@ -110,6 +109,8 @@ def outcome(run: Callable[[int], WatchedPool], seeds: int) -> dict[str, Any]:
     for seed in range(seeds):
         try:
             calls += run(seed).counters.calls
+        except PeerError as error:
+            return {"absent": str(error)}
         except Violation as violation:
             return {
                 "seed": seed,
@@ -121,7 +122,6 @@ def outcome(run: Callable[[int], WatchedPool], seeds: int) -> dict[str, Any]:
 
 def main() -> int:
     """Prints what was found in each."""
-    stand_in()
     report = {
         "nano-vllm": outcome(nano_vllm, 20),
         "mini-sglang": outcome(lambda seed: mini_sglang(seed, alike=False), 20),
