@@ -146,7 +146,7 @@ class PoolExhaustedError(BatchStateError, RuntimeError):
         if size is not None and requested > size:
             remedy = f"this can never succeed: the pool has {size}; ask for fewer, or make the pool larger"
         elif free + pending < requested:
-            remedy = "retract or finish requests, or make the pool larger: plans take, then free" + f"; {late}" * overdue
+            remedy = "retract or finish requests, or enlarge the pool: plans take, then free" + f"; {late}" * overdue
         elif overdue:
             remedy = late
         else:
