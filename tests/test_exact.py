@@ -290,7 +290,7 @@ def test_answers_are_forced_without_hypothesis(monkeypatch: pytest.MonkeyPatch) 
     history = History(settings, (Wave((Arrival(((0, 7),), 4), Arrival(((0, 5), (1, 4)), 3, 0.7)), 0),))
     oracle = Oracle(SMALL.spec(settings))
     for arrival, tokens in zip(history.waves[0].arrivals, ([5, 0, 8191, 5], [7, 7]), strict=True):
-        oracle.force(arrival.request(0, 8192, 20).prompt, tokens, arrival.temperature)
+        oracle.force(arrival.request(0, 8192).prompt, tokens, arrival.temperature)
     model = ExactModel(oracle.spec, forced=oracle.forced)
     outcome = play(SMALL, history, oracle, model)
     assert (outcome.wrong, outcome.texts[0], outcome.texts[1][:2]) == (False, (5, 0, 8191, 5), (7, 7))
