@@ -256,6 +256,22 @@ def test_a_bug_of_the_library_is_mended(tmp_path: Path) -> None:
     assert _outcome(target) == "passed"
 
 
+def test_thousands_of_calls_are_left_out(tmp_path: Path) -> None:
+    """A chain of batches that is left out hands the first one on, however long it is."""
+    with record_operations(tmp_path) as recorder:
+        world = World()
+        for _ in range(4):
+            world.step()
+        for _ in range(1_200):
+            world.batch = world.batch.filter(list(range(len(world.batch))))
+        with pytest.raises(Violation):
+            world.free_twice()
+    recording = load(recorder.files[0])
+    *filters, _ = [event.number for event in recording.events if event.kind == "Batch.filter"]
+    assert len(filters) == 1_200
+    assert replay(recording, level="cheap", without=filters).repeated
+
+
 def test_shrinking_ends_at_ctrl_c_with_the_best(bug: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt ends a shrink with what has failed by then."""
     tries = [Replay(repeated=True, made=list(range(5))), Replay()]
@@ -723,8 +739,8 @@ REPLAY_MUTANTS = {
         "if number in self._objects:",
     ),
     "batch_left_out_is_lost": (
-        "replay.replayer:_Replayer._part",
-        "return self._value(event.body[1][0])",
+        "replay.replayer:_Replayer._product",
+        "value, number = before, before.number",
         "raise _Missing",
     ),
     "steps_of_a_lost_segment_are_kept": (

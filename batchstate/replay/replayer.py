@@ -293,10 +293,8 @@ class _Replayer:
     # Values
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, Ref):
-            return self._product(value.number)
-        if isinstance(value, Part):
-            return self._part(value)
+        if isinstance(value, Ref | Part):
+            return self._product(value)
         if isinstance(value, Handles):
             return self._slots(value)
         if isinstance(value, Host):
@@ -309,26 +307,26 @@ class _Replayer:
             return {name: self._value(part) for name, part in value.items()}
         return None if isinstance(value, Opaque) else value
 
-    def _product(self, number: int) -> Any:
-        if number in self._objects:
-            return self._objects[number]
+    def _product(self, value: Ref | Part) -> Any:
+        """What a call made; of one that is left out the batch that it was made from."""
+        number = value.number
+        while (event := self.left_out.get(number)) is not None:
+            target, args, _ = event.body
+            before = args[0] if event.kind == "StepPlanner.plan" and args else target
+            if not isinstance(before, Ref | Part) or before.number >= number:
+                raise _Missing
+            value, number = before, before.number
         if number in self._products:
             self._products.move_to_end(number)
-            return self._products[number]
-        event = self.left_out.get(number)
-        if event is None or not event.kind.startswith("Batch."):
+        made = self._products.get(number, self._objects.get(number))
+        if made is None:
             raise _Missing
-        return self._value(event.body[0])
-
-    def _part(self, part: Part) -> Any:
-        event = self.left_out.get(part.number)
-        if event is not None and part.name == "batch" and event.kind == "StepPlanner.plan" and event.body[1]:
-            return self._value(event.body[1][0])
-        made = self._product(part.number)
-        if part.name == "batch" and isinstance(made, PlannedStep):
+        if isinstance(value, Ref):
+            return made
+        if value.name == "batch" and isinstance(made, PlannedStep):
             return made.batch
-        if isinstance(made, list | tuple) and part.name.isdecimal():
-            return made[int(part.name)]
+        if isinstance(made, list | tuple) and value.name.isdecimal():
+            return made[int(value.name)]
         raise _Missing
 
     def _slots(self, handles: Handles) -> Slots:
