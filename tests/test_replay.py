@@ -524,7 +524,7 @@ def test_many_events_take_little_memory(tmp_path: Path, monkeypatch: pytest.Monk
     ("events", "words"),
     [
         ([RUNTIME, *(pool_of(1 << 20, number) for number in range(2, 42))], "values of 64 bytes, and .* are left"),
-        ([("define", RUNTIME[1], number) for number in range(1, 40_000)], "values of 64 bytes, and .* are left"),
+        ([("define", {**RUNTIME[1], "x": "x" * 1_000_000}, at) for at in range(40)], "64 bytes, and .* are left"),
         ([("result", handles(6 << 20), 3)], "6291456. values of 400 bytes"),
     ],
     ids=["pools", "runtimes", "handles"],
