@@ -28,6 +28,7 @@ from batchstate.testing.exact import (
     Wave,
     hunt,
     play,
+    reduced,
 )
 from batchstate.testing.exact.hashing import decode, encode, from_octets
 
@@ -256,6 +257,19 @@ def test_a_step_that_never_ends_is_ended(caplog: pytest.LogCaptureFixture) -> No
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 500
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_many_requests_shrink_together_with_memory() -> None:
+    """A failure that needs full memory, into which each request fits four times, comes with less memory too."""
+
+    def fails(history: History) -> bool:
+        lengths = [arrival.prompt[0][1] for wave in history.waves for arrival in wave.arrivals]
+        return sum(lengths) >= history.settings["memory"] >= 4 * max(lengths, default=0)
+
+    engine = attrs.evolve(SMALL, choices={"memory": (16, 1024)})
+    many = History({"memory": 1024}, tuple(Wave((Arrival(((0, 40),), 9),), 3) for _ in range(200)))
+    result = reduced(engine, many, fails)
+    assert (result.size, result.smallest.settings, len(result.smallest.waves)) == (16, {"memory": 16}, 1)
 
 
 def test_an_engine_that_fails_is_a_result(caplog: pytest.LogCaptureFixture) -> None:

@@ -95,11 +95,9 @@ def reduced(
         seconds: after which no further one is tried.
         progress: called after each try.
     """
-
-    def failing(other: History) -> History | None:
-        return other if fails(other) else None
-
-    with Shrunk(history, failing, lambda other: other.requests, seconds, progress) as result:
+    with Shrunk(history, lambda it: it if fails(it) else None, lambda it: it.requests, seconds, progress) as result:
+        if result.size > 64:  # a try is slow
+            _shrink(engine, result, _plainer)
         part = 8
         while part > 1:  # a part alone, late ones first
             whole, places, few = result.smallest, _places(result.smallest), result.size // part
@@ -110,12 +108,16 @@ def reduced(
         while result.smallest is not before:
             before = result.smallest
             result.leave_out(_without)
-            for smaller in (_plainer, _sooner, _longer, _shorter):
-                candidates = smaller(engine, result.smallest)
-                while (candidate := next(candidates, None)) is not None:
-                    if candidate != result.smallest and result.fails(candidate):
-                        candidates = smaller(engine, result.smallest)
+            _shrink(engine, result, _plainer, _sooner, _longer, _shorter)
     return result
+
+
+def _shrink(engine: EngineUnderTest, result: Shrunk[History], *passes: Callable[..., Iterator[History]]) -> None:
+    for smaller in passes:
+        candidates = smaller(engine, result.smallest)
+        while (candidate := next(candidates, None)) is not None:
+            if candidate != result.smallest and result.fails(candidate):
+                candidates = smaller(engine, result.smallest)
 
 
 def _without(history: History, start: int, stop: int) -> History:
@@ -138,7 +140,7 @@ def _plainer(engine: EngineUnderTest, history: History) -> Iterator[History]:
             yield attrs.evolve(history, settings={**history.settings, name: value})
     for part in (0, 2):
         steps = [wave.steps // part if part else 0 for wave in history.waves]
-        yield _with(history, *map(Wave, (wave.arrivals for wave in history.waves), steps))
+        yield attrs.evolve(history, waves=tuple(map(Wave, (wave.arrivals for wave in history.waves), steps)))
 
 
 def _cut(arrival: Arrival, part: int) -> Arrival:
@@ -152,9 +154,10 @@ def _sooner(engine: EngineUnderTest, history: History) -> Iterator[History]:
     for number, wave in enumerate(waves):
         if number + 1 < len(waves):
             merged = Wave(wave.arrivals + waves[number + 1].arrivals, waves[number + 1].steps)
-            yield _with(history, *waves[:number], merged, *waves[number + 2 :])
+            yield attrs.evolve(history, waves=(*waves[:number], merged, *waves[number + 2 :]))
         for steps in _less(wave.steps, least=0):
-            yield _with(history, *waves[:number], attrs.evolve(wave, steps=steps), *waves[number + 1 :])
+            fewer = attrs.evolve(wave, steps=steps)
+            yield attrs.evolve(history, waves=(*waves[:number], fewer, *waves[number + 1 :]))
 
 
 def _longer(engine: EngineUnderTest, history: History) -> Iterator[History]:
@@ -199,10 +202,6 @@ def _places(history: History) -> list[tuple[int, int]]:
     return [(wave, at) for wave, it in enumerate(history.waves) for at in range(len(it.arrivals))]
 
 
-def _with(history: History, *waves: Wave) -> History:
-    return History(history.settings, waves)
-
-
 def _changed(history: History, changes: Mapping[tuple[int, int], Arrival | None]) -> History:
     """With other requests at some places of some waves, None for no request; the steps of a wave without any go on."""
     waves = list[Wave]()
@@ -213,4 +212,4 @@ def _changed(history: History, changes: Mapping[tuple[int, int], Arrival | None]
             waves.append(Wave(arrivals, wave.steps))
         elif waves:
             waves[-1] = attrs.evolve(waves[-1], steps=waves[-1].steps + wave.steps)
-    return _with(history, *waves)
+    return attrs.evolve(history, waves=tuple(waves))
