@@ -12,7 +12,7 @@ from typing import Any, Self
 from batchstate.cli._options import new_file
 from batchstate.errors import ArgumentError, RecordingError
 
-MOST_MEMORY = 4 << 30
+MOST_MEMORY = 8 << 30
 NAME = "replay"
 SUMMARY = "make recorded operations again, and shrink them to a test; `replay show FILE` prints them"
 
