@@ -28,6 +28,7 @@ from batchstate.testing.exact import (
     Wave,
     hunt,
     play,
+    reduced,
 )
 from batchstate.testing.exact.hashing import decode, encode, from_octets
 
@@ -258,6 +259,19 @@ def test_a_step_that_never_ends_is_ended(caplog: pytest.LogCaptureFixture) -> No
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+def test_many_requests_shrink_together_with_memory() -> None:
+    """A failure that needs full memory, into which each request fits four times, comes with less memory too."""
+
+    def fails(history: History) -> bool:
+        lengths = [arrival.prompt[0][1] for wave in history.waves for arrival in wave.arrivals]
+        return sum(lengths) >= history.settings["memory"] >= 4 * max(lengths, default=0)
+
+    engine = attrs.evolve(SMALL, choices={"memory": (16, 1024)})
+    many = History({"memory": 1024}, tuple(Wave((Arrival(((0, 40),), 9),), 3) for _ in range(200)))
+    result = reduced(engine, many, fails)
+    assert (result.size, result.smallest.settings, len(result.smallest.waves)) == (16, {"memory": 16}, 1)
+
+
 def test_an_engine_that_fails_is_a_result(caplog: pytest.LogCaptureFixture) -> None:
     """Its exception is kept with the history that brought it about, which is shrunk no longer than was asked."""
 
@@ -290,7 +304,7 @@ def test_answers_are_forced_without_hypothesis(monkeypatch: pytest.MonkeyPatch) 
     history = History(settings, (Wave((Arrival(((0, 7),), 4), Arrival(((0, 5), (1, 4)), 3, 0.7)), 0),))
     oracle = Oracle(SMALL.spec(settings))
     for arrival, tokens in zip(history.waves[0].arrivals, ([5, 0, 8191, 5], [7, 7]), strict=True):
-        oracle.force(arrival.request(0, 8192, 20).prompt, tokens, arrival.temperature)
+        oracle.force(arrival.request(0, 8192).prompt, tokens, arrival.temperature)
     model = ExactModel(oracle.spec, forced=oracle.forced)
     outcome = play(SMALL, history, oracle, model)
     assert (outcome.wrong, outcome.texts[0], outcome.texts[1][:2]) == (False, (5, 0, 8191, 5), (7, 7))

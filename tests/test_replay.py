@@ -25,23 +25,25 @@ from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, BatchStateError, RecordingError
 from batchstate.pools import SlotPool as PlainPool
 from batchstate.replay import (
-    EngineLog,
     Finding,
     Recording,
     Replay,
-    Served,
+    format,
     load,
     record_operations,
     replay,
+    replayer,
     show,
     shrunk_calls,
-    shrunk_log,
 )
-from batchstate.replay.engine import drive, recorded
-from batchstate.replay.format import STATE
+from batchstate.replay.engine import drive, history_of, recorded
+from batchstate.replay.format import FIRST_METHOD, HEAD, KINDS, STATE, Ref, body_of, save
+from batchstate.replay.recorder import METHODS
 from batchstate.replay.written import test_of_calls as written_of_calls
+from batchstate.replay.written import test_of_history as written_of_history
 from batchstate.runtime import Runtime
 from batchstate.step import PlannedStep
+from batchstate.testing.exact import Arrival, History, Wave, reduced
 from batchstate.violations import Code, Violation
 from tests.selfcheck.mutants.diffs import Change, Diff
 from tests.selfcheck.mutants.registry import Patch
@@ -215,7 +217,7 @@ def test_calls_shrink_to_those_that_matter(bug: Path, tmp_path: Path) -> None:
     """What is left is a take, what freed the slot, and the call that used it; the written test fails with it."""
     recording = load(bug)
     numbers = [event.number for event in recording.events if event.is_call]
-    small = shrunk_calls(numbers, lambda without: resembling(recording, without))
+    small = shrunk_calls(recording, numbers, level="cheap")
     assert len(small.smallest) <= 12
     target = tmp_path / "test_small.py"
     target.write_text(written_of_calls(recording, frozenset(small.smallest), "cheap", target))
@@ -258,20 +260,35 @@ def test_a_bug_of_the_library_is_mended(tmp_path: Path) -> None:
     assert _outcome(target) == "passed"
 
 
-def test_shrinking_ends_at_ctrl_c_with_the_best(bug: Path) -> None:
+def test_thousands_of_calls_are_left_out(tmp_path: Path) -> None:
+    """A chain of batches that is left out hands the first one on, however long it is."""
+    with record_operations(tmp_path) as recorder:
+        world = World()
+        for _ in range(4):
+            world.step()
+        for _ in range(1_200):
+            world.batch = world.batch.filter(list(range(len(world.batch))))
+        with pytest.raises(Violation):
+            world.free_twice()
+    recording = load(recorder.files[0])
+    *filters, _ = [event.number for event in recording.events if event.kind == "Batch.filter"]
+    assert len(filters) == 1_200
+    assert replay(recording, level="cheap", without=filters).repeated
+
+
+def test_shrinking_ends_at_ctrl_c_with_the_best(bug: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt ends a shrink with what has failed by then."""
-    tries = 0
+    tries = [Replay(repeated=True, made=list(range(5))), Replay()]
 
-    def fails(without: frozenset[int]) -> list[int]:
-        nonlocal tries
-        tries += 1
-        if tries == 3:
+    def replayed(*_: object, **options: object) -> Replay:
+        if not tries:
             raise KeyboardInterrupt
-        return list(range(10)) if tries == 1 else []
+        return tries.pop(0)
 
-    result = shrunk_calls(range(10), fails)
+    monkeypatch.setattr(replayer, "replay", replayed)
+    result = shrunk_calls(load(bug), range(10))
     assert result.interrupted
-    assert len(result.smallest) == 5
+    assert (result.smallest, result.tries) == (list(range(5)), 3)
 
 
 # Engines
@@ -287,22 +304,26 @@ def test_an_engine_is_served_again_and_shrunk(tmp_path: Path) -> None:
 
     bug = Bug("frees_twice", "traffic", "freed twice", "", switch)
     settings = {name: values[0] for name, values in engine.choices.items()}
-    requests = [
-        Served(number // 2, (0,) * 20, 12, abort=number // 2 + 6 if number == 3 else None) for number in range(12)
-    ]
-    log = EngineLog(settings, tuple(requests), texts=False)
+    arrivals = [Arrival((((0,), 20),), 12, abort=5 if number == 3 else None) for number in range(12)]
+    history = History(settings, tuple(Wave(tuple(arrivals[at : at + 2]), 1) for at in range(0, 12, 2)))
     with bug.planted(), record_operations(tmp_path) as recorder:
-        finding = drive(recorded(engine, texts=False), log)
+        finding = drive(recorded(engine), history)
     assert finding is not None
     assert finding.code == Code.SLOT_DOUBLE_FREE
     recording = load(recorder.files[0])
-    own = EngineLog.of(recording, engine)
-    assert own.requests[3] == requests[3]
+    own = history_of(recording, engine)
+    assert own.waves[1] == history.waves[1]
     assert "<b>request 3</b>" in show.page(recording)
     with bug.planted():
         assert finding.repeats(drive(engine, own))
-        small = shrunk_log(engine, own, lambda other: finding.repeats(drive(engine, other)), seconds=20).smallest
-        assert len(small.requests) == 1
+        small = reduced(engine, own, lambda other: finding.repeats(drive(engine, other)), seconds=20).smallest
+        assert small.requests == 1
+        target = tmp_path / "test_traffic.py"
+        target.write_text(
+            written_of_history(engine, small, finding, "from examples.replay.traffic import TRAFFIC as ENGINE")
+        )
+        assert _outcome(target) == "failed"
+    assert _outcome(target) == "passed"
     assert drive(engine, small) is None
 
 
@@ -311,7 +332,7 @@ def test_requests_of_another_engine_are_refused(bug: Path) -> None:
     from examples.replay.traffic import TRAFFIC
 
     with pytest.raises(RecordingError, match="no requests"):
-        EngineLog.of(load(bug), TRAFFIC)
+        history_of(load(bug), TRAFFIC)
 
 
 # Ranks, pages, the command
@@ -464,6 +485,118 @@ def test_damaged_files_are_refused(bug: Path, tmp_path: Path, files: int) -> Non
     assert peak < 64 << 20
 
 
+def written(folder: Path, *events: tuple[str, object, int]) -> Path:
+    """A file of such events, each a kind, a body, and a number."""
+    with record_operations(folder, everything=True, ring_bytes=1 << 29) as recorder:
+        for kind, body, number in events:
+            recorder.write(kind, body, number=number)
+        path = recorder.dump()
+    assert path is not None
+    return path
+
+
+RUNTIME = "define", {"is": "Runtime", "steps_in_flight": 2}, 1
+
+
+def pool_of(size: int, number: int) -> tuple[str, object, int]:
+    """The definition of a pool of slots."""
+    return "define", {"is": "SlotPool", "runtime": Ref(1), "size": size, "reserve": 0, "name": "slots"}, number
+
+
+def handles(number: int) -> object:
+    """So many handles of the pool that event 2 defines, as they are written."""
+    return {"$": ["h", 2, np.arange(number), np.zeros(number, np.int64)]}
+
+
+def test_many_events_take_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events without a body take a word each, and more than a replay reads are refused."""
+    path, events = tmp_path / "many.ops", HEAD.pack(KINDS.index("step"), 0, 0, 0, 0, 0, 0) * 50_000
+    save(path, events, [], finding=None)
+    assert path.stat().st_size < 10_000
+    tracemalloc.start()
+    try:
+        assert len(load(path).events) == 50_000
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(events)
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr(format, "MOST_EVENTS", 49_999)
+    with pytest.raises(RecordingError, match="more than 49,999 events"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([RUNTIME, *(pool_of(1 << 20, number) for number in range(2, 42))], "values of 64 bytes, and .* are left"),
+        ([("define", {**RUNTIME[1], "x": "x" * 1_000_000}, at) for at in range(40)], "64 bytes, and .* are left"),
+        ([("result", handles(6 << 20), 3)], "6291456. values of 400 bytes"),
+    ],
+    ids=["pools", "runtimes", "handles"],
+)
+def test_all_objects_have_one_budget(events: list[tuple[str, object, int]], words: str, tmp_path: Path) -> None:
+    """A pool of a million slots is made, and forty of them are refused; likewise other objects, and names of slots."""
+    assert replay(load(written(tmp_path, RUNTIME, pool_of(1 << 20, 2)))).finding is None
+    with pytest.raises(RecordingError, match=words):
+        replay(load(written(tmp_path, *events)))
+
+
+def test_products_that_nobody_refers_to_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay keeps the products of the last calls; a clean run needs few of them, and not none."""
+    with record_operations(tmp_path) as recorder:
+        world = World()
+        for _ in range(12):
+            world.step()
+        path = recorder.dump()
+    assert path is not None
+    for kept, refused in ((4, False), (0, True)):
+        monkeypatch.setattr(replayer, "_KEPT", kept)
+        assert bool(replay(load(path)).refused) is refused
+
+
+def test_the_command_takes_a_bounded_amount_of_memory(tmp_path: Path) -> None:
+    """A batch that is merged with itself again and again ends in a typed error."""
+    pytest.importorskip("resource")
+    column = {"is": "MirroredColumn", "dtype": "int64", "shape": [], "pad": np.array(0), "contract": "exact"}
+    kind = "define", {"is": "type", "name": "Ids", "columns": {"ids": column | {"holds": None}}}, 2
+    events = bytes(load(written(tmp_path, RUNTIME, kind)).events[1].raw)
+    events += bytes(load(written(tmp_path, RUNTIME, kind)).events[2].raw)
+    bodies = ['[{"$":["r",2]},[{"$":["r",1]}],{"ids":[1,2,3,4]}]']
+    bodies += [f'[{{"$":["r",{number}]}},[{{"$":["r",{number}]}}],{{}}]' for number in range(3, 40)]
+    for number, body in enumerate(bodies, 3):
+        raw, method = body_of(body, []), FIRST_METHOD + METHODS.index("Batch.build" if number == 3 else "Batch.merge")
+        events += HEAD.pack(method, 0, 0, number, 0, 0, len(raw)) + raw
+    path = tmp_path / "grows.ops"
+    save(path, events, METHODS, finding=None)
+    code = "import sys; from batchstate.cli.app import main, replay; replay.MOST_MEMORY = 1 << 30; sys.exit(main())"
+    words = [sys.executable, "-c", code, "replay", str(path), "--level", "cheap"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "takes more than 1 GiB" in ended.stderr) == (2, True), ended.stderr
+
+
+def test_a_page_of_many_slots_ends(tmp_path: Path) -> None:
+    """Of a million slots those have a lane that came or went last."""
+    path = written(tmp_path, ("result", handles(1 << 20), 3))
+    assert len(show.lanes(load(path))) == 512
+
+
+def test_a_lane_ends_where_its_request_leaves(tmp_path: Path) -> None:
+    """A slot is left by a plan that does not keep its request, and those that have a request at the end have a lane."""
+    with record_operations(tmp_path) as recorder:
+        world = World()
+        for _ in range(13):
+            world.step()
+        path = recorder.dump()
+    recording = load(str(path))
+    lanes, steps = show.lanes(recording), {event.number: event for event in recording.events}
+    assert max(map(len, lanes.values())) > 1
+    ends = [stop for spans in lanes.values() for _, stop in spans if stop < len(recording.events)]
+    assert ends
+    assert all("keep" in list(recording.events)[stop].body[2] for stop in ends)
+    assert len(steps) > 30
+    live = {slot for slot, spans in lanes.items() if spans[-1][1] == len(recording.events)}
+    assert live == set(world.slots.live_slots().tolist())
+
+
 def with_header(data: bytes, **changes: object) -> bytes:
     """The file with other fields in its first line."""
     line, _, packed = data.partition(b"\n")
@@ -513,7 +646,7 @@ def test_a_file_puts_no_code_into_a_written_test(answer: Any, tmp_path: Path) ->
         path = recorder.dump()
     assert path is not None
     with pytest.raises(RecordingError, match="cannot serve: TypeError"):
-        EngineLog.of(load(path), TRAFFIC)
+        history_of(load(path), TRAFFIC)
 
 
 @pytest.mark.parametrize(
@@ -561,12 +694,6 @@ def published(recording: Recording) -> tuple[Replay, list[list[int]]]:
         return replay(recording), seen
 
 
-def resembling(recording: Recording, without: frozenset[int]) -> list[int]:
-    """The calls that are made without some, if the same is found."""
-    again = replay(recording, level="cheap", alike=Finding.resembles, without=without)
-    return again.made if again.repeated else []
-
-
 def trial_of_replays(folder: Path) -> set[str]:
     """What goes wrong with a whole recording, one of a ring that has lost its beginning, and a written one."""
     wrong, files, steps = set[str](), list[Path](), (12, 230)
@@ -586,7 +713,7 @@ def trial_of_replays(folder: Path) -> set[str]:
         wrong |= {f"{name}: lost"} if not seen or len(calls) < 30 else set()
     recording = load(recorded_bug(folder))
     made = replay(recording, level="cheap").made
-    small = shrunk_calls(made, lambda without: resembling(recording, without)).smallest
+    small = shrunk_calls(recording, made, level="cheap").smallest
     wrong |= {"small: long"} if len(small) > 8 else set()
     recording.save(folder / "small.ops", small)
     if not replay(load(folder / "small.ops"), alike=Finding.resembles).repeated:
@@ -616,8 +743,8 @@ REPLAY_MUTANTS = {
         "if number in self._objects:",
     ),
     "batch_left_out_is_lost": (
-        "replay.replayer:_Replayer._part",
-        "return self._value(event.body[1][0])",
+        "replay.replayer:_Replayer._product",
+        "value, number = before, before.number",
         "raise _Missing",
     ),
     "steps_of_a_lost_segment_are_kept": (

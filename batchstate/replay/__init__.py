@@ -3,9 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from batchstate.replay.engine import EngineLog as EngineLog
-    from batchstate.replay.engine import Served as Served
     from batchstate.replay.engine import drive as drive
+    from batchstate.replay.engine import history_of as history_of
     from batchstate.replay.engine import recorded as recorded
     from batchstate.replay.format import Finding as Finding
     from batchstate.replay.format import Recording as Recording
@@ -14,19 +13,16 @@ if TYPE_CHECKING:
     from batchstate.replay.recorder import record_operations as record_operations
     from batchstate.replay.replayer import Replay as Replay
     from batchstate.replay.replayer import replay as replay
-    from batchstate.replay.shrink import Shrunk as Shrunk
-    from batchstate.replay.shrink import shrunk_calls as shrunk_calls
-    from batchstate.replay.shrink import shrunk_log as shrunk_log
+    from batchstate.replay.replayer import shrunk_calls as shrunk_calls
 else:
     from batchstate._lazy import lazy_names
 
     __all__, __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "engine": "EngineLog Served drive recorded",
+            "engine": "drive history_of recorded",
             "format": "Finding Recording load",
             "recorder": "Recorder record_operations",
-            "replayer": "Replay replay",
-            "shrink": "Shrunk shrunk_calls shrunk_log",
+            "replayer": "Replay replay shrunk_calls",
         },
     )

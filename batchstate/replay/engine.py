@@ -5,101 +5,78 @@ long as they were, by the exact model: its text says whether the engine's state 
 broken. A request that the ring has only from its middle on begins with the tokens that it had by then.
 """
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 import torch
-from attrs.validators import instance_of
 
 from batchstate.errors import RecordingError
 from batchstate.replay.format import Finding, Recording
 from batchstate.replay.recorder import recorder
-from batchstate.testing.exact.history import Adapter, EngineUnderTest, Outcome, Player, Request, timed
+from batchstate.testing.exact.history import Adapter, Arrival, EngineUnderTest, History, Outcome, Request, Wave, play
 from batchstate.testing.exact.model import ExactModel
 from batchstate.testing.exact.text import Oracle
 from batchstate.testing.exact.verify import Verifier
 
-__all__ = ["EngineLog", "Served", "drive", "recorded"]
+__all__ = ["drive", "history_of", "recorded"]
+
+MOST_TOKENS = 1 << 26
+Piece: TypeAlias = tuple[tuple[int, ...], int]
 
 
-@final
-@attrs.frozen
-class Served:
-    """A request of a log.
+def history_of(recording: Recording, engine: EngineUnderTest) -> History:
+    """The requests of a recording, for an engine whose settings have the recorded names.
 
-    Attributes:
-        at: step before which it arrives.
-        prompt: token ids.
-        answer: tokens that it gets.
-        temperature: of its sampling row.
-        abort: step before which its client hangs up, or None.
+    Raises:
+        RecordingError: it has none, or settings that this engine does not have.
     """
+    events = iter(recording.events)
+    opened = next((event.body for event in events if event.kind == "open"), None)
+    if opened is None:
+        problem = "the recording has no requests: it was made without an adapter"
+        raise RecordingError(problem, None, "record the engine's adapter: `recorded(ENGINE)`; or replay the calls")
+    arrivals, since, waves, step = dict[int, Arrival](), dict[int, int](), [(list[int](), 0)], 0
 
-    at: int
-    prompt: tuple[int, ...]
-    answer: int = attrs.field(validator=instance_of(int))
-    temperature: float = attrs.field(default=0.0, validator=instance_of((int, float)))
-    abort: int | None = None
+    def add(number: int, answer: Any, temperature: Any, *pieces: Piece) -> None:
+        arrivals[number] = Arrival(pieces, operator.index(answer), float(temperature))
+        since[number] = step
+        waves[-1][0].append(number)
 
-
-@final
-@attrs.frozen
-class EngineLog:
-    """All that an engine was asked to do.
-
-    Attributes:
-        settings: of the engine.
-        requests: in the order of their arrival.
-        texts: whether the engine runs the exact model, so that its texts can be compared.
-    """
-
-    settings: Mapping[str, Any]
-    requests: tuple[Served, ...]
-    texts: bool = True
-
-    @classmethod
-    def of(cls, recording: Recording, engine: EngineUnderTest) -> "EngineLog":
-        """The requests of a recording, for an engine whose settings have the recorded names.
-
-        Raises:
-            RecordingError: it has none, or settings that this engine does not have.
-        """
-        events = recording.events
-        begin = next((place for place, event in enumerate(events) if event.kind == "open"), None)
-        if begin is None:
-            problem = "the recording has no requests: it was made without an adapter"
-            raise RecordingError(problem, None, "record the engine's adapter: `recorded(ENGINE)`; or replay the calls")
-        opened, step, served = events[begin].body, 0, dict[int, list[Any]]()
-        try:
-            settings = {name: _setting(engine, name, value) for name, value in opened["settings"].items()}
-            for number, prompt, tokens, answer, temperature in opened["open"]:
-                ids = (*_ids(prompt), *map(int, tokens))
-                served[number] = [0, ids, max(answer - len(tokens), 1), temperature, None]
-            for event in events[begin + 1 :]:
-                if event.kind == "add":
-                    number, prompt, answer, temperature = event.body
-                    served[number] = [step, _ids(prompt), answer, temperature, None]
-                elif event.kind == "abort":
-                    served[event.body][4] = step
-                elif event.kind == "step":
-                    step += 1
-            return cls(settings, tuple(Served(*values) for values in served.values()), bool(opened["texts"]))
-        except (KeyError, TypeError, ValueError) as error:
-            problem = f"requests that {engine.name} cannot serve: {type(error).__name__}: {str(error)[:80]}"
-            raise RecordingError(problem, engine.name, "name the engine that was recorded") from None
+    try:
+        settings = {name: _setting(engine, name, value) for name, value in opened["settings"].items()}
+        for number, prompt, tokens, answer, temperature in opened["open"]:
+            had = [(tuple(map(operator.index, tokens)), len(tokens))] if tokens else []
+            add(number, max(answer - len(tokens), 1), temperature, _piece(prompt), *had)
+        for event in events:
+            if event.kind == "add":
+                number, prompt, answer, temperature = event.body
+                if waves[-1][1]:
+                    waves.append(([], 0))
+                add(number, answer, temperature, _piece(prompt))
+            elif event.kind == "abort" and event.body in arrivals:
+                arrivals[event.body] = attrs.evolve(arrivals[event.body], abort=step - since[event.body])
+            elif event.kind == "step":
+                step += 1
+                waves[-1] = waves[-1][0], waves[-1][1] + 1
+        if (tokens := sum(length for arrival in arrivals.values() for _, length in arrival.prompt)) > MOST_TOKENS:
+            raise ValueError(f"prompts of {tokens:,} tokens")
+    except (KeyError, TypeError, ValueError) as error:
+        problem = f"requests that {engine.name} cannot serve: {type(error).__name__}: {str(error)[:80]}"
+        raise RecordingError(problem, engine.name, "name the engine that was recorded") from None
+    return History(settings, tuple(Wave(tuple(arrivals[number] for number in numbers), n) for numbers, n in waves))
 
 
-def _ids(prompt: Any) -> tuple[int, ...]:
-    if isinstance(prompt, list):  # one id, and how often
-        token, number = map(int, prompt)
-        if not 0 < number <= 1 << 22:
-            raise ValueError(f"a prompt of {number} tokens")
-        return (token,) * number
-    return tuple(map(int, prompt))
+def _piece(prompt: Any) -> Piece:
+    tokens, length = (
+        ((prompt[0],), prompt[1]) if isinstance(prompt, list) and len(prompt) == 2 else (prompt, len(prompt))
+    )
+    if not 0 < operator.index(length) <= MOST_TOKENS:
+        raise ValueError(f"a prompt of {length} tokens")
+    return tuple(map(operator.index, tokens)), length
 
 
 def _setting(engine: EngineUnderTest, name: str, value: Any) -> Any:
@@ -109,8 +86,8 @@ def _setting(engine: EngineUnderTest, name: str, value: Any) -> Any:
 class _Recorded:
     """An adapter that writes down what it is asked, and what comes of it."""
 
-    def __init__(self, adapter: Adapter, engine: EngineUnderTest, settings: Mapping[str, Any], texts: bool) -> None:
-        self._adapter, self._texts, self._name = adapter, texts, engine.name
+    def __init__(self, adapter: Adapter, engine: EngineUnderTest, settings: Mapping[str, Any]) -> None:
+        self._adapter, self._name = adapter, engine.name
         self._settings = {
             name: value if isinstance(value, int | float | str) else str(value) for name, value in settings.items()
         }
@@ -126,7 +103,7 @@ class _Recorded:
             (number, _prompt(request), tokens, request.max_new_tokens, request.temperature)
             for number, (request, tokens) in self._open.items()
         ]
-        body = {"engine": self._name, "settings": self._settings, "texts": self._texts, "open": requests}
+        body = {"engine": self._name, "settings": self._settings, "open": requests}
         self._write("open", body)
 
     def _write(self, kind: str, body: object) -> None:
@@ -177,65 +154,39 @@ def _prompt(request: Request) -> Any:
     return np.array(prompt, np.int32)
 
 
-def recorded(engine: EngineUnderTest, *, texts: bool = True) -> EngineUnderTest:
+def recorded(engine: EngineUnderTest) -> EngineUnderTest:
     """The engine, of which the recording under way notes what each adapter is asked to do."""
 
     def opened(settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> Adapter:
-        return _Recorded(engine.open(settings, model, verifier), engine, settings, texts)
+        return _Recorded(engine.open(settings, model, verifier), engine, settings)
 
     return attrs.evolve(engine, open=opened)
 
 
 def drive(
-    engine: EngineUnderTest, log: EngineLog, *, verify: bool = False, stop: Callable[[], bool] | None = None
+    engine: EngineUnderTest, history: History, *, verify: bool = True, stop: Callable[[], bool] = lambda: False
 ) -> Finding | None:
-    """Serves the requests of a log, and returns the first finding; None where all was right.
+    """Plays a history until something is wrong, and returns the first finding; None where all was right.
 
     That is a violation or another error of the engine, a text that is not the right one (`TEXT`), or, with `verify`, an
     entry that was read and should not have been (`WRONG_READ`).
 
     Args:
         engine: made anew.
-        log: the requests.
-        verify: compare entries as they are read.
-        stop: asked now and then: whether to give up, as if nothing had been found.
+        history: the requests.
+        verify: compare entries as they are read, if the engine runs the exact model.
+        stop: asked after each step: whether to give up, as if nothing had been found.
     """
-    spec = engine.spec(log.settings)
-    verifier, model = Verifier() if verify else None, ExactModel(spec, dtype=log.settings.get("dtype", torch.float32))
-    try:
-        opened = contextlib.closing(engine.open(log.settings, model, verifier))
-        with timed(engine) as begin_step, opened as adapter:
-            player = Player(engine, Oracle(spec), verifier, adapter, Outcome(), begin_step, texts=log.texts)
-            for step, _ in enumerate(_steps(player, log, spec.vocab_size)):
-                for wrong in player.outcome.differences:
-                    return Finding("TEXT", str(wrong), f"request {wrong.request.number}", row=wrong.at)
-                for read in verifier.reports if verifier is not None else ():
-                    return Finding(
-                        "WRONG_READ", str(read), f"request {read.request}", row=read.position, slot=read.page
-                    )
-                if stop is not None and step % 64 == 63 and stop():
-                    break
-    except Exception as error:
-        return Finding.of(error)
-    return None
+    spec, verifier = engine.spec(history.settings), Verifier() if verify and engine.texts else None
+    reports = [] if verifier is None else verifier.reports
+    model = ExactModel(spec, dtype=history.settings.get("dtype", torch.float32))
 
+    def until(outcome: Outcome) -> bool:
+        return bool(outcome.differences or reports or stop())
 
-def _steps(player: Player, log: EngineLog, vocab_size: int) -> Iterator[None]:
-    """Does each step of the log; where nothing is left to do it goes on at the next arrival."""
-    waiting = sorted(enumerate(log.requests), key=lambda served: served[1].at)[::-1]
-    aborts = {number: served.abort for number, served in enumerate(log.requests) if served.abort is not None}
-    now = 0
-    while waiting or player.busy:
-        if waiting and not player.busy:
-            now = max(now, waiting[-1][1].at)
-        while waiting and waiting[-1][1].at <= now:
-            number, served = waiting.pop()
-            ids = tuple(token % vocab_size for token in served.prompt) if log.texts else served.prompt
-            player.add(Request(number, ids, served.answer, served.temperature))
-        for number in [number for number, at in aborts.items() if at <= now and number in player.requests]:
-            del aborts[number]
-            if number in player.open:
-                player.abort(number)
-        player.step()
-        now += 1
-        yield
+    outcome = play(engine, history, Oracle(spec), model, verifier, until=until)
+    for wrong in outcome.differences:
+        return Finding("TEXT", str(wrong), f"request {wrong.request.number}", row=wrong.at)
+    for read in reports:
+        return Finding("WRONG_READ", str(read), f"request {read.request}", row=read.position, slot=read.page)
+    return None if outcome.error is None else Finding.of(outcome.error)

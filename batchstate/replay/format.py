@@ -2,14 +2,16 @@
 
 An event is `HEAD`, then its body: a length and so much JSON, then the bytes of its arrays. In JSON a mapping with the
 key `$` is a value of `SPECIAL`: a reference to the product of an earlier event, handles as slots with generations, an
-array. A call of a step that says nothing new has no body: its head says all. Bodies are read one at a time, when they
-are asked for, and each length is compared with the bytes that are there: a file from a stranger takes bounded memory.
+array. A call of a step that says nothing new has no body: its head says all. Events and bodies are read one at a time,
+when they are asked for, and each length is compared with the bytes that are there: a file from a stranger takes as much
+memory as its events have bytes, and a word for each.
 """
 
 import json
 import math
 import struct
 import zlib
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -23,12 +25,12 @@ from batchstate._version import __version__
 from batchstate.errors import RecordingError
 
 __all__ = [
-    "HEAD", "KINDS", "SPECIAL", "Device", "Event", "Finding", "Handles", "Host", "Opaque", "Part", "Recording", "Ref",
-    "load", "save",
+    "HEAD", "KINDS", "SPECIAL", "Device", "Event", "Events", "Finding", "Handles", "Host", "Opaque", "Part",
+    "Recording", "Ref", "load", "save",
 ]  # fmt: skip
 
 VERSION = 2
-MOST_BYTES, MOST_TEXT, MOST_HEADER = 1 << 28, 1 << 20, 1 << 20
+MOST_BYTES, MOST_EVENTS, MOST_TEXT, MOST_HEADER = 1 << 28, 1 << 21, 1 << 20, 1 << 20
 HEAD = struct.Struct("<BBIIIII")
 """Kind, number of the stream, step of the runtime, own number, number of the target, of the step whose batch is the
 first argument, length of the body; 0 for a target or a batch that the body names, if any."""
@@ -212,6 +214,36 @@ class Event:
 
 
 @final
+class Events(Sequence[Event]):
+    """The events of a file, each made when it is asked for.
+
+    Raises:
+        ValueError: an event that ends behind the last byte, or of no kind; too many.
+    """
+
+    def __init__(self, data: bytes, methods: Sequence[str]) -> None:
+        self._data, self._starts, at = memoryview(data), array("I"), 0
+        self._kinds = dict(enumerate(KINDS)) | dict(enumerate(methods, FIRST_METHOD))
+        while at < len(data) and len(self._starts) < MOST_EVENTS:
+            if data[at] not in self._kinds:
+                raise ValueError(f"an event of kind {data[at]}")
+            self._starts.append(at)
+            *_, length = HEAD.unpack_from(data, at)
+            at += HEAD.size + length
+        if at != len(data):
+            raise ValueError(f"more than {MOST_EVENTS:,} events, or one that ends behind the last byte")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        start = self._starts[index]
+        code, stream, step, number, *_, length = HEAD.unpack_from(self._data, start)
+        raw = self._data[start : start + HEAD.size + length]
+        return Event(self._kinds[code], stream, step, number, raw)
+
+
+@final
 @attrs.frozen(eq=False)
 class Recording:
     """A file as it was read.
@@ -281,7 +313,7 @@ def load(path: str | Path) -> Recording:
     """Reads a file, which may come from a stranger.
 
     Raises:
-        RecordingError: no recording, one of another version, a damaged one, or one beyond 256 MiB.
+        RecordingError: no recording, one of another version, a damaged one, or one beyond 256 MiB or 2,097,152 events.
         OSError: it cannot be read.
     """
     path = Path(path)
@@ -311,7 +343,7 @@ def load(path: str | Path) -> Recording:
         if finding is not None:
             finding = Finding(**{name: _plain(value) for name, value in finding.items()})
         plain = {name: _plain(header[name], kind) for name, kind in _HEADER.items() if name in header}
-        return Recording(list(_events(memoryview(events), methods)), finding, **plain, methods=methods)
+        return Recording(Events(events, methods), finding, **plain, methods=methods)
     except RecordingError:
         raise
     except _DAMAGED as error:
@@ -327,18 +359,6 @@ def _plain(value: Any, kind: Any = str | int | None) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"a field of its first line is a {type(value).__name__}")
     return value if not isinstance(value, str) else value[:2000]
-
-
-def _events(data: memoryview, methods: Sequence[str]) -> Iterator[Event]:
-    at = 0
-    while at < len(data):
-        code, stream, step, number, _, _, length = HEAD.unpack_from(data, at)
-        stop = at + HEAD.size + length
-        if stop > len(data):
-            raise ValueError(f"an event of {length} bytes, and {len(data) - at - HEAD.size} are left")
-        kind = methods[code - FIRST_METHOD] if code >= FIRST_METHOD else KINDS[code]
-        yield Event(kind, stream, step, number, data[at:stop])
-        at = stop
 
 
 def body_of(text: str, arrays: Sequence[bytes]) -> bytes:

@@ -7,13 +7,15 @@ them out too.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, final
 
+import attrs
 import numpy as np
 import torch
 
 from batchstate.batch import Batch, BatchType
 from batchstate.columns import SlotColumn, TensorColumn, device_only, host_list, mirrored, slot_column
+from batchstate.errors import RecordingError
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.kv.pages import PagePool
 from batchstate.mirror import Slots
@@ -24,9 +26,9 @@ from batchstate.runtime import Runtime
 from batchstate.step import StepPlanner
 from batchstate.tables import Table
 
-__all__ = ["OBJECTS", "Described", "sized"]
+__all__ = ["OBJECTS", "Described", "Room"]
 
-MOST_BYTES, MOST_SIZE = 1 << 30, 1 << 24
+MOST_SIZE = 1 << 24
 _READ_BY = {1: "device", 2: "host", 3: "both"}
 _FIELD = ("non_negative", "must_read", "ragged", "stale")
 _PLANNER = ("seq_lens", "kv_offset", "ids", "lengths", "accepted", "results", "has_ids", "window")
@@ -36,27 +38,47 @@ StateCall: TypeAlias = tuple[str, tuple[Any, ...], Body, Slots | None]
 """Method, arguments, keyword arguments, and the handles that it returned when the state came about."""
 
 
+@final
+@attrs.define
+class Room:
+    """Where the objects of a recording are made again, and the memory that is left for them.
+
+    Attributes:
+        device: see `batchstate.races.devices.open_device`.
+        free: bytes.
+    """
+
+    device: str
+    free: int = 2 << 30
+
+    def bytes_of(self, *sizes: Any, of: int = 1) -> int:
+        """The bytes of these sizes, each of which has to be a number; refused if they are more than are free."""
+        for size in sizes:
+            if type(size) is not int or not 0 <= size <= MOST_SIZE:
+                raise RecordingError(f"a size of {str(size)[:40]}", size, "a damaged recording: copy the file again")
+        needed: int = math.prod(sizes[:9]) * of
+        if len(sizes) > 9 or needed > self.free:
+            problem = f"{list(sizes[:9])} values of {of} bytes, and {self.free:,} bytes are left for a replay"
+            raise RecordingError(problem, self.free, "a damaged recording: copy the file again; or record less")
+        return needed
+
+    def take(self, *sizes: Any, of: int = 1) -> None:
+        """Takes these bytes for an object that stays."""
+        self.free -= self.bytes_of(*sizes, of=of)
+
+
 class Described(NamedTuple):
     """How objects of a class are recorded.
 
     Attributes:
         described: an object as a mapping.
-        making: the mapping, and the name of a device, as an object.
+        making: the mapping as an object, which takes its memory from the room.
         state: the calls that bring a new one to the state of this one.
     """
 
     described: Callable[[Any], Body]
-    making: Callable[[Body, str], Any]
+    making: Callable[[Body, Room], Any]
     state: Callable[[Any], Iterator[StateCall]] = lambda _: iter(())
-
-
-def sized(*sizes: Any, of: int = 1) -> None:
-    """Refuses sizes, each of which has to be a number, that take more than `MOST_BYTES` together."""
-    for size in sizes:
-        if type(size) is not int or not 0 <= size <= MOST_SIZE:
-            raise ValueError(f"a size of {str(size)[:40]}")
-    if len(sizes) > 9 or math.prod(sizes) * of > MOST_BYTES:
-        raise ValueError(f"{len(sizes)} dimensions, {list(sizes[:9])} values")
 
 
 def dtype_named(name: Any) -> torch.dtype:
@@ -81,12 +103,12 @@ def _live(pool: SlotPool, rows: Any) -> Slots:
     return Slots.of_pool(pool.runtime, rows, generations, pool_id=pool.pool_id, name=pool.name)
 
 
-def _runtime(body: Body, device: str) -> Runtime:
-    return open_device(device, steps_in_flight=int(body["steps_in_flight"]))
+def _runtime(body: Body, room: Room) -> Runtime:
+    return open_device(room.device, steps_in_flight=int(body["steps_in_flight"]))
 
 
-def _slot_pool(body: Body, _: str) -> SlotPool:
-    sized(body["size"] + body["reserve"], of=64)
+def _slot_pool(body: Body, room: Room) -> SlotPool:
+    room.take(body["size"] + body["reserve"], of=64)
     return SlotPool(**body)
 
 
@@ -102,18 +124,18 @@ def _described_table(table: Table) -> Body:
     return {"pool": table.space, **shape, **_attributes(table, "name holds row_zero")}
 
 
-def _table(body: Body, _: str) -> Table:
+def _table(body: Body, room: Room) -> Table:
     space, dtype = body.pop("pool"), dtype_named(body.pop("dtype"))
-    sized(*body["shape"], space.capacity, of=dtype.itemsize)
+    room.take(*body["shape"], space.capacity, of=dtype.itemsize)
     table: Table = space.table(dtype=dtype, **body)
     return table
 
 
-def _page_pool(body: Body, _: str) -> PagePool:
+def _page_pool(body: Body, room: Room) -> PagePool:
     pages = -(-body["max_tokens_per_request"] // body["page_size"])
-    sized(body["slots"].capacity, pages, of=16)
-    sized(body["num_pages"], of=64)
-    sized(body["num_pages"], body["page_size"], of=8)
+    room.take(body["slots"].capacity, pages, of=16)
+    room.take(body["num_pages"], of=64)
+    room.take(body["num_pages"], body["page_size"], of=8)
     return PagePool(**body)
 
 
@@ -150,11 +172,11 @@ def _described_relay(relay: FutureMap) -> Body:
     return {"slots": relay.slots, "name": relay.name, "fields": fields}
 
 
-def _relay(body: Body, _: str) -> FutureMap:
+def _relay(body: Body, room: Room) -> FutureMap:
     slots, fields = body["slots"], {}
     for name, field in body["fields"].items():
         dtype = dtype_named(field.pop("dtype"))
-        sized(*field["shape"], slots.capacity, of=dtype.itemsize)
+        room.take(*field["shape"], slots.capacity, of=dtype.itemsize)
         fields[name] = relay_field(dtype, **field)
     return FutureMap(slots, fields, name=body["name"])
 
@@ -198,20 +220,20 @@ def _described_kind(kind: type[Batch]) -> Body:
     return {"name": kind.__name__, "columns": columns}
 
 
-def _kind(body: Body, _: str) -> type[Batch]:
+def _kind(body: Body, room: Room) -> type[Batch]:
     name = str(body["name"])[:80]
-    columns = {column: _column(column, own) for column, own in body["columns"].items()}
+    columns = {column: _column(column, own, room) for column, own in body["columns"].items()}
     kind: Any = BatchType(name if name.isidentifier() else "Recorded", (Batch,), columns)
     return kind  # type: ignore[no-any-return]
 
 
-def _column(name: str, column: Mapping[str, Any]) -> Any:
+def _column(name: str, column: Mapping[str, Any], room: Room) -> Any:
     if not name.isidentifier() or name.startswith("_"):
         raise ValueError(f"a column called {name[:40]!r}")
     if column["is"] in ("SlotColumn", "HostColumn"):
         return slot_column() if column["is"] == "SlotColumn" else host_list()
     dtype, shape, holds = dtype_named(column["dtype"]), column["shape"], column["holds"]
-    sized(*shape, of=dtype.itemsize)
+    room.bytes_of(*shape, of=dtype.itemsize)
     if column["contract"] == "device_only":
         return device_only(dtype, shape=shape, holds=holds)
     return mirrored(dtype, shape=shape, pad=column["pad"].tolist(), contract=column["contract"], holds=holds)

@@ -60,7 +60,7 @@ from batchstate.tables import TableWrite
 from batchstate.violations import Violation
 from batchstate.watch import hooks
 
-__all__ = ["METHODS", "SEAMS", "Recorder", "record_operations", "recorder"]
+__all__ = ["METHODS", "REFERRED", "SEAMS", "Recorder", "record_operations", "recorder"]
 
 _log = logging.getLogger("batchstate")
 
@@ -78,6 +78,8 @@ SEAMS: Mapping[type, tuple[str, ...]] = {
         "upload", "check", "check_live",
     ),
 }  # fmt: skip
+REFERRED = Batch, PlannedStep, Prefetched, list, tuple, TableWrite, Extension, PageLease
+"""Products of calls that later events refer to; others are written by value."""
 METHODS = [f"{owner.__name__}.{name}" for owner, names in SEAMS.items() for name in names]
 _CODES = {name: FIRST_METHOD + number for number, name in enumerate(METHODS)}
 _KIND = {name: number for number, name in enumerate(KINDS)}
@@ -251,7 +253,7 @@ class Recorder:
             for place, part in enumerate(product):
                 if isinstance(part, Batch):
                     self._batches[part.version, id(part.runtime)] = Part(number, str(place))
-        elif isinstance(product, TableWrite | Extension | PageLease):
+        elif isinstance(product, REFERRED):
             self._products[id(product)] = number, weakref.ref(product)
 
     # Values

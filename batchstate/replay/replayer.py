@@ -4,11 +4,12 @@ Slots of the recording are names of requests: each handle is translated into the
 now. Values that only the device had are those that landed later in the recording, or zeros. A batch whose making is
 left out is the one that it was made from, so that steps can be left out of a chain. Calls are those of
 `recorder.SEAMS`, on objects that the recording defines, and nothing else: a file from a stranger runs no code of its
-own, and asks for no more memory than `MOST_BYTES` at once.
+own, and its objects take no more memory than `Room` has.
 """
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import attrs
@@ -34,17 +35,20 @@ from batchstate.replay.format import (
     Recording,
     Ref,
 )
-from batchstate.replay.objects import OBJECTS, dtype_named, sized
-from batchstate.replay.recorder import SEAMS, runtime_of
+from batchstate.replay.objects import OBJECTS, Room, dtype_named
+from batchstate.replay.recorder import REFERRED, SEAMS, runtime_of
 from batchstate.runtime import Runtime
 from batchstate.step import PlannedStep
+from batchstate.testing.exact.reduce import Shrunk
 from batchstate.violations import Violation
 
-__all__ = ["Replay", "replay"]
+__all__ = ["Replay", "replay", "shrunk_calls"]
 
 _ERRORS = BatchStateError, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError
 _SEAMS = {f"{owner.__name__}.{name}": owner for owner, names in SEAMS.items() for name in names}
 _KINDS = {kind.__name__: described for kind, described in OBJECTS.items()}
+_KEPT = 4096
+"""Products of calls: beyond so many the one that was referred to least lately is let go."""
 _COUNTS = "pad_rows", "pad_tokens", "to"
 
 
@@ -109,6 +113,40 @@ def replay(
     return outcome
 
 
+def shrunk_calls(
+    recording: Recording,
+    numbers: Sequence[int],
+    *,
+    device: str = "cpu",
+    level: str = "full",
+    seconds: float = 120.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Shrunk[Sequence[int]]:
+    """The fewest of the calls `numbers` with which a finding of the same code, object and operation comes.
+
+    Args:
+        recording: as `load` returned it.
+        numbers: of the calls that `replay` made.
+        device: of the replays.
+        level: of their checks.
+        seconds: after which no further ones are tried.
+        progress: called after each try, with the number of tries, and of the calls that are left.
+    """
+    everything = frozenset(numbers)
+
+    def failing(left: Sequence[int]) -> Sequence[int] | None:
+        without = everything - set(left)
+        tried = replay(recording, device=device, level=level, alike=Finding.resembles, without=without)
+        return tried.made if tried.repeated else None
+
+    with Shrunk(numbers, failing, len, seconds, progress) as result:
+        before = None
+        while result.smallest is not before:
+            before = result.smallest
+            result.leave_out(lambda left, start, stop: [*left[:start], *left[stop:]])
+    return result
+
+
 class _Missing(Exception):
     """A call refers to an object that was not made."""
 
@@ -121,10 +159,11 @@ class _Replayer:
         alike: Callable[[Finding, Finding], bool],
         windows: contextlib.ExitStack,
     ) -> None:
-        self._device, self._alike, self._wanted, self._windows = device, alike, recording.finding, windows
+        self._room, self._alike, self._wanted, self._windows = Room(device), alike, recording.finding, windows
         self.outcome = Replay()
         self.left_out: dict[int, Event] = {}
         self._objects: dict[int, Any] = {}
+        self._products: OrderedDict[int, Any] = OrderedDict()
         self._fresh: set[int] = set()  # objects that have not got their state yet
         self._runtimes: list[Runtime] = []
         self._handles: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -135,9 +174,11 @@ class _Replayer:
         self._landed: dict[int, dict[str, Any]] = {}
         for event in recording.events:
             if event.kind == "result" and isinstance(handles := event.body, Handles):
+                self._room.take(handles.slots.size, of=400)  # of their names
                 self._results[event.number] = handles
             elif event.kind == "landed" and isinstance(fields := event.body, dict):
-                self._landed.setdefault(event.number, {}).update(fields)
+                arrays = {name: values for name, values in fields.items() if isinstance(values, np.ndarray)}
+                self._landed.setdefault(event.number, {}).update(arrays)
         self._taken = {
             (handles.pool, *handle)
             for handles in self._results.values()
@@ -157,8 +198,9 @@ class _Replayer:
                 f"an object of kind {str(kind)[:40]!r}", kind, "replay it with the library that wrote it"
             )
         try:
-            self._objects[number] = made = described.making(self._value(body), self._device)
-        except Violation:
+            self._room.take(1024 + len(event.raw), of=64)  # that any object takes
+            self._objects[number] = made = described.making(self._value(body), self._room)
+        except (Violation, RecordingError):
             raise
         except (*_ERRORS, _Missing) as error:
             problem = f"{kind} of event {number} cannot be made: {type(error).__name__}: {str(error)[:120]}"
@@ -179,7 +221,11 @@ class _Replayer:
         if event.stream == STATE and not (isinstance(target, Ref) and target.number in self._fresh):
             return False
         try:
-            self._objects[event.number] = self._made(event, owner, target, args, kwargs)
+            made = self._made(event, owner, target, args, kwargs)
+            if isinstance(made, REFERRED):
+                self._products[event.number] = made
+            if len(self._products) > _KEPT:
+                self._products.popitem(last=False)
             outcome.made.append(event.number)
         except Violation as violation:
             finding = Finding.of(violation)
@@ -247,10 +293,8 @@ class _Replayer:
     # Values
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, Ref):
-            return self._product(value.number)
-        if isinstance(value, Part):
-            return self._part(value)
+        if isinstance(value, Ref | Part):
+            return self._product(value)
         if isinstance(value, Handles):
             return self._slots(value)
         if isinstance(value, Host):
@@ -263,22 +307,26 @@ class _Replayer:
             return {name: self._value(part) for name, part in value.items()}
         return None if isinstance(value, Opaque) else value
 
-    def _product(self, number: int) -> Any:
-        if number in self._objects:
-            return self._objects[number]
-        event = self.left_out.get(number)
-        if event is None or not event.kind.startswith("Batch."):
+    def _product(self, value: Ref | Part) -> Any:
+        """What a call made; of one that is left out the batch that it was made from."""
+        number = value.number
+        while (event := self.left_out.get(number)) is not None:
+            target, args, _ = event.body
+            before = args[0] if event.kind == "StepPlanner.plan" and args else target
+            if not isinstance(before, Ref | Part) or before.number >= number:
+                raise _Missing
+            value, number = before, before.number
+        if number in self._products:
+            self._products.move_to_end(number)
+        made = self._products.get(number, self._objects.get(number))
+        if made is None:
             raise _Missing
-        return self._value(event.body[0])
-
-    def _part(self, part: Part) -> Any:
-        made, event = self._objects.get(part.number), self.left_out.get(part.number)
-        if event is not None and part.name == "batch" and event.kind == "StepPlanner.plan" and event.body[1]:
-            return self._value(event.body[1][0])
-        if part.name == "batch" and isinstance(made, PlannedStep):
+        if isinstance(value, Ref):
+            return made
+        if value.name == "batch" and isinstance(made, PlannedStep):
             return made.batch
-        if isinstance(made, list | tuple) and part.name.isdecimal():
-            return made[int(part.name)]
+        if isinstance(made, list | tuple) and value.name.isdecimal():
+            return made[int(value.name)]
         raise _Missing
 
     def _slots(self, handles: Handles) -> Slots:
@@ -306,7 +354,7 @@ class _Replayer:
 
     def _on_device(self, value: Device, landed: Any) -> torch.Tensor:
         dtype = dtype_named(value.dtype)
-        sized(*value.shape, of=dtype.itemsize)
+        self._room.bytes_of(*value.shape, of=dtype.itemsize)
         made = torch.zeros(value.shape, dtype=dtype)
         if isinstance(landed, np.ndarray) and list(landed.shape[1:]) == value.shape[1:] and value.shape:
             rows = min(len(landed), value.shape[0])

@@ -3,8 +3,11 @@
 Two rings of ranks that should have done the same are compared here too.
 """
 
+import contextlib
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,21 +16,24 @@ from batchstate.replay.format import Device, Event, Handles, Host, Opaque, Part,
 
 __all__ = ["differ", "lanes", "page", "text"]
 
-_SHOWN = 8
+_SHOWN, _LANES, _BARS = 8, 512, 256
+_NO_SLOTS = np.zeros(0, np.int64)
 _SAID = "add", "abort", "step", "hook"
 
 
 def text(recording: Recording, *, last: int = 100) -> str:
     """The last operations, one a line, and what was found behind them."""
     names = _names(recording.events)
-    operations = [event for event in recording.events if event.is_call or event.kind in _SAID]
+    operations = deque((event for event in recording.events if event.is_call or event.kind in _SAID), max(last, 0))
     lines = [
         f"{len(recording.events):,} events of rank {recording.rank}, written for {recording.reason} by batchstate "
         f"{recording.library} at {recording.level!r}, {recording.dropped:,} dropped; "
-        f"the last {min(last, len(operations))}:"
+        f"the last {len(operations)}:"
     ]
-    results = {event.number: event for event in recording.events if event.kind in ("result", "raised")}
-    for event in operations[-last:]:
+    numbers = {event.number for event in operations}
+    said_of = (event for event in recording.events if event.kind in ("result", "raised") and event.number in numbers)
+    results = {event.number: event for event in said_of}
+    for event in operations:
         said = results.get(event.number) if event.is_call else None
         outcome = (
             ""
@@ -45,7 +51,7 @@ def _printable(words: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in words)
 
 
-def _names(events: Sequence[Event]) -> dict[int, str]:
+def _names(events: Iterable[Event]) -> dict[int, str]:
     defined = [event for event in events if event.kind == "define" and isinstance(event.body, Mapping)]
     return {event.number: str(event.body.get("name") or event.body.get("is"))[:60] for event in defined}
 
@@ -93,28 +99,50 @@ def _numbers(array: Any) -> str:
 
 
 def lanes(recording: Recording) -> dict[int, list[tuple[int, int]]]:
-    """Slot -> the events at which it was taken and freed, as pairs; the number of events for one that is not freed."""
-    spans: dict[int, list[tuple[int, int]]] = {}
-    since: dict[int, int] = {}
-    events = recording.events
+    """Slot -> the events at which it was taken and left, as pairs; the number of events for one that is still taken.
 
-    def freed(slots: Any, at: int) -> None:
+    Of many slots those that came or went last.
+    """
+    changes, shown = list(_changes(recording.events)), set[int]()
+    for _, _, slots in reversed(changes):
+        shown.update(slots[: max(_LANES - len(shown), 0)].tolist())
+    spans: dict[int, list[tuple[int, int]]] = {slot: [] for slot in sorted(shown)}
+    since: dict[int, int] = {}
+    for at, taken, slots in changes:
         for slot in slots.tolist():
             if slot in since:
-                spans.setdefault(slot, []).append((since.pop(slot), at))
-
-    for at, event in enumerate(events):
-        if event.kind == "define" and isinstance(event.body, Mapping) and event.body.get("is") == "SlotPool":
-            since |= {slot: since.get(slot, at) for slot in _array(event.body.get("live")).tolist()}
-        elif event.kind == "result" and isinstance(event.body, Handles):
-            since |= dict.fromkeys(event.body.slots.tolist(), at)
-        elif event.kind in ("SlotPool.free", "SlotPool.release_requests", "PagePool.release_requests"):
-            for value in event.body[1]:
-                if isinstance(value, Handles):
-                    freed(value.slots, at)
+                spans[slot].append((since.pop(slot), at))
+            if taken and slot in shown:
+                since[slot] = at
     for slot, at in since.items():
-        spans.setdefault(slot, []).append((at, len(events)))
-    return dict(sorted(spans.items()))
+        spans[slot].append((at, len(recording.events)))
+    return spans
+
+
+def _changes(events: Iterable[Event]) -> Iterator[tuple[int, bool, Any]]:
+    """The events at which slots were taken, or left: freed, or not kept by a plan. Other batches are not followed."""
+    rows = dict[int, Any]()  # of a batch that a plan may go on from
+    for at, event in enumerate(events):
+        if event.kind == "result" and isinstance(event.body, Handles):
+            yield at, True, event.body.slots
+            if event.number in rows:
+                rows[event.number] = np.append(rows[event.number], event.body.slots)
+        elif event.kind in ("SlotPool.free", "SlotPool.release_requests", "PagePool.release_requests"):
+            yield from ((at, False, value.slots) for value in event.body[1] if isinstance(value, Handles))
+        elif event.kind == "Batch.build":
+            handles = [value.slots for value in event.body[2].values() if isinstance(value, Handles)]
+            rows[event.number] = np.concatenate([_NO_SLOTS, *handles])
+        elif event.kind == "StepPlanner.plan":
+            _, args, options = event.body
+            sources = [value.number for value in (*args, options.get("joining")) if isinstance(value, Ref | Part)]
+            batches = [rows.pop(number, _NO_SLOTS) for number in sources]
+            if "keep" in options and batches:
+                stays = np.zeros(len(batches[0]), bool)
+                with contextlib.suppress(IndexError, ValueError):  # of a batch that was not followed
+                    stays[np.array(options["keep"])] = True
+                    yield at, False, batches[0][~stays]
+                batches[0] = batches[0][stays]
+            rows[event.number] = np.concatenate([*batches, _NO_SLOTS])
 
 
 def requests(recording: Recording) -> dict[int, list[tuple[int, int]]]:
@@ -164,12 +192,12 @@ def page(recording: Recording, *, last: int = 100) -> str:
 
 def _rows(recording: Recording) -> Iterator[str]:
     events = max(len(recording.events), 1)
-    named = [(f"request {number}", spans) for number, spans in requests(recording).items()][-512:]
-    for name, spans in [*named, *((f"slot {slot}", spans) for slot, spans in list(lanes(recording).items())[:512])]:
+    named = [(f"request {number}", spans) for number, spans in requests(recording).items()][-_LANES:]
+    for name, spans in [*named, *((f"slot {slot}", spans) for slot, spans in lanes(recording).items())]:
         bars = "".join(
             f"<i style='left:{100 * start / events:.2f}%;width:{100 * (stop - start) / events:.2f}%' "
             f"title='events {start} to {stop}'></i>"
-            for start, stop in spans[-256:]
+            for start, stop in spans[-_BARS:]
         )
         yield f"<div class=lane><b>{name}</b><div class=bar>{bars}</div></div>"
 
@@ -179,33 +207,24 @@ def differ(recordings: Sequence[Recording]) -> str | None:
 
     Compared are calls with their arguments, in order; values of the device and objects of the engine are not.
     """
-    if len(recordings) < 2:
-        return None
-    names = [_names(recording.events) for recording in recordings]
-    order = [_order(recording.events) for recording in recordings]
-    calls = [[event for event in recording.events if event.is_call] for recording in recordings]
-    for place in range(max(map(len, calls))):
-        said = [
-            _call(own[place], name).partition(" ")[2] if place < len(own) else "nothing more"
-            for own, name in zip(calls, names, strict=True)
-        ]
-        exact = {
-            (own[place].kind, _exact(own[place].body, numbers)) if place < len(own) else None
-            for own, numbers in zip(calls, order, strict=True)
-        }
-        if len(exact) > 1:
-            words = [
-                f"  rank {recording.rank}, step {own[place].step if place < len(own) else '-'}: {call}"
-                for recording, own, call in zip(recordings, calls, said, strict=True)
-            ]
-            return _printable("\n".join([f"operation {place + 1} differs:", *words]))
+    for number, calls in enumerate(zip_longest(*map(_calls, recordings), fillvalue=(None, None)), 1):
+        if len({exact for _, exact in calls}) > 1:
+            words = [f"operation {number} differs:"]
+            for recording, (event, _) in zip(recordings, calls, strict=True):
+                said = "nothing more" if event is None else _call(event, _names(recording.events)).partition(" ")[2]
+                words.append(f"  rank {recording.rank}, step {'-' if event is None else event.step}: {said}")
+            return _printable("\n".join(words))
     return None
 
 
-def _order(events: Sequence[Event]) -> dict[int, int]:
-    """Number of an event that makes something -> how many there are before it."""
-    makers = (event for event in events if event.is_call or event.kind == "define")
-    return {event.number: place for place, event in enumerate(makers)}
+def _calls(recording: Recording) -> Iterator[tuple[Event, Any]]:
+    """Each call, with a value that compares by its content."""
+    order = dict[int, int]()
+    for event in recording.events:
+        if event.is_call or event.kind == "define":
+            order[event.number] = len(order)
+        if event.is_call:
+            yield event, (event.kind, _exact(event.body, order))
 
 
 def _exact(value: Any, order: Mapping[int, int]) -> Any:

@@ -1,15 +1,14 @@
 """Writes what is left of a recording as a pytest file."""
 
+import re
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from batchstate.replay import show
-from batchstate.replay.engine import EngineLog, Served
 from batchstate.replay.format import Finding, Recording
-from batchstate.testing.exact.history import EngineUnderTest
+from batchstate.testing.exact.history import EngineUnderTest, History
 
-__all__ = ["test_of_calls", "test_of_log"]
+__all__ = ["test_of_calls", "test_of_history"]
 
 
 def test_of_calls(recording: Recording, calls: frozenset[int], level: str, path: Path) -> str:
@@ -32,31 +31,30 @@ def test_of_calls(recording: Recording, calls: frozenset[int], level: str, path:
     )
 
 
-def test_of_log(engine: EngineUnderTest, log: EngineLog, finding: Finding, imports: str) -> str:
-    """The source of a test that serves a log, and fails while the finding is there.
+def test_of_history(engine: EngineUnderTest, history: History, finding: Finding, imports: str) -> str:
+    """The source of a test that plays a history, and fails while the finding is there.
 
     Args:
         engine: for its name.
-        log: the requests.
+        history: the requests.
         finding: of them.
         imports: statements that bring in the engine as `ENGINE`.
     """
-    settings = ", ".join(f"{name!r}: {_source(value)}" for name, value in log.settings.items())
-    texts = "" if log.texts else ", texts=False"
-    requests = "".join(f"        {_request(served)},\n" for served in log.requests)
+    waves = "".join(f"        {wave!r},\n" for wave in history.waves)
+    waves = re.sub(r" ?Arrival\(", "\n            Arrival(", waves)
     own = [line for line in imports.splitlines() if line.startswith(("from ", "import "))]
     rest = "\n".join(line for line in imports.splitlines() if line not in own).strip()
-    torch = "import torch\n\n" if "torch." in settings else ""
-    verify = ", verify=True" if log.texts else ""
+    torch = "import torch\n\n" if "torch." in repr(history.settings) else ""
+    requests = f"{history.requests} request{'s' * (history.requests != 1)}"
     return (
         f'"""{_words(finding)}\n\nWritten by `batchstate replay --shrink --test`.\n"""\n\n'
-        f"{torch}from batchstate.replay import EngineLog, Served, drive\n"
+        f"{torch}from batchstate.replay import drive\nfrom batchstate.testing.exact import Arrival, History, Wave\n"
         + "\n".join(own)
         + f"\n\n{rest}{chr(10) if rest else ''}"
-        f"LOG = EngineLog(\n    {{{settings}}},\n    (\n{requests}    ){texts},\n)\n\n\n"
+        f"HISTORY = History(\n    {dict(history.settings)!r},\n    (\n{waves}    ),\n)\n\n\n"
         f"def test_{_name(finding)}() -> None:\n"
-        f'    """{engine.name} serves {len(log.requests)} request{"s" * (len(log.requests) != 1)} as it should."""\n'
-        f"    assert drive(ENGINE, LOG{verify}) is None\n"
+        f'    """{engine.name} serves {requests} as it should."""\n'
+        f"    assert drive(ENGINE, HISTORY) is None\n"
     )
 
 
@@ -68,18 +66,3 @@ def _words(finding: Finding) -> str:
 def _name(finding: Finding) -> str:
     words = "".join(letter if letter.isalnum() else "_" for letter in finding.code.lower())
     return words or "finding"
-
-
-def _request(served: Served) -> str:
-    parts = [f"at={served.at}", f"prompt={_source(served.prompt)}", f"answer={served.answer}"]
-    if served.temperature:
-        parts.append(f"temperature={served.temperature}")
-    if served.abort is not None:
-        parts.append(f"abort={served.abort}")
-    return f"Served({', '.join(parts)})"
-
-
-def _source(value: Any) -> str:
-    if isinstance(value, tuple) and len(value) > 4 and len(set(value)) == 1:
-        return f"({value[0]!r},) * {len(value)}"
-    return repr(value)

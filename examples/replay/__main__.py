@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
@@ -14,9 +15,9 @@ import attrs
 import numpy as np
 import torch
 
-from batchstate.replay import EngineLog, Served, drive, load, record_operations, recorded, replay, shrunk_log
-from batchstate.replay.written import test_of_log
-from batchstate.testing.exact import EngineUnderTest
+from batchstate.replay import drive, history_of, load, record_operations, recorded, replay
+from batchstate.replay.written import test_of_history
+from batchstate.testing.exact import Arrival, EngineUnderTest, History, Wave, reduced
 from examples import console
 from examples.exact.__main__ import engine_named
 from examples.exact.bugs import Bug
@@ -46,37 +47,33 @@ def engine_of(bug: Bug) -> tuple[EngineUnderTest, str]:
     return engine_named(bug.engine), source
 
 
-def log_of(engine: EngineUnderTest, requests: int, trace: Path | None, *, seed: int = 0) -> EngineLog:
+def requests_of(engine: EngineUnderTest, requests: int, trace: Path | None, *, seed: int = 0) -> History:
     """An hour of a trace for the traffic engine; for others requests with prefixes in common, some of them aborted."""
     rng = np.random.default_rng(seed)
     settings = {name: values[0] for name, values in engine.choices.items()} | SETTINGS[engine.name]
+    arrivals: list[tuple[int, Arrival]] = []
     if engine is TRAFFIC:
         workload = fitted_workload(requests, seed) if trace is None else read_trace(trace)
         rows = zip(
             workload.arrival, workload.context_tokens, workload.generated_tokens, rng.random(len(workload)), strict=True
         )
-        served = [
-            Served(
-                at := int(arrival / STEP_SECONDS),
-                (0,) * int(prompt),
-                int(answer),
-                abort=at + 1 + int(luck * 1000) if luck < 0.04 else None,
-            )
-            for arrival, prompt, answer, luck in rows
-        ]
-        return EngineLog(settings, tuple(served), texts=False)
-    documents, at, requests_made = rng.integers(0, 4_000, (12, 64)), 0, list[Served]()
-    for _ in range(requests):
+        for arrival, prompt, answer, luck in rows:
+            abort = 1 + int(luck * 1000) if luck < 0.04 else None
+            zeros = ((0,), int(prompt))
+            arrivals.append((int(arrival / STEP_SECONDS), Arrival((zeros,), int(answer), abort=abort)))
+    at = 0
+    for _ in range(requests if engine is not TRAFFIC else 0):
         at += int(rng.integers(0, 12 if engine.name == "example" else 5))
-        pieces = [
-            documents[rng.integers(12)][: rng.integers(1, 24)],
-            documents[rng.integers(12)][: rng.integers(0, 24)],
-        ]
-        own = rng.integers(0, 4_000, rng.integers(0, 9))
-        prompt = tuple(int(token) for token in (*pieces[0], *pieces[1], *own))
-        abort = at + int(rng.integers(1, 12)) if engine.aborts and rng.random() < 0.05 else None
-        requests_made.append(Served(at, prompt, int(rng.integers(1, 25)), float(engine.temperatures[0]), abort))
-    return EngineLog(settings, tuple(requests_made))
+        shared = [(int(rng.integers(12)), int(rng.integers(least, 24))) for least in (1, 0)]
+        own = (12 + len(arrivals), int(rng.integers(0, 9)))
+        abort = int(rng.integers(1, 12)) if engine.aborts and rng.random() < 0.05 else None
+        pieces = tuple(piece for piece in (*shared, own) if piece[1])
+        arrivals.append((at, Arrival(pieces, int(rng.integers(1, 25)), float(engine.temperatures[0]), abort)))
+    groups = [
+        (at, tuple(it for _, it in group)) for at, group in itertools.groupby(arrivals, lambda arrived: arrived[0])
+    ]
+    ends = [at for at, _ in groups[1:]] + [groups[-1][0]]
+    return History(settings, tuple(Wave(group, end - at) for (at, group), end in zip(groups, ends, strict=True)))
 
 
 def runs(source: str) -> bool:
@@ -94,11 +91,11 @@ def runs(source: str) -> bool:
 def trial(bug: Bug, requests: int, trace: Path | None, seconds: float, folder: Path) -> dict[str, Any]:
     """One bug, from its record to its test."""
     engine, imports = engine_of(bug)
-    log = log_of(engine, requests, trace)
+    history = requests_of(engine, requests, trace)
     row: dict[str, Any] = {"bug": bug.name, "engine": engine.name}
     begin = time.perf_counter()
-    with bug.planted(), record_operations(folder, ring_bytes=64 << 20) as recorder:
-        finding = drive(recorded(engine, texts=log.texts), log, verify=log.texts)
+    with bug.planted(), record_operations(folder, ring_bytes=256 << 20) as recorder:
+        finding = drive(recorded(engine), history)
         if finding is None:
             return row | {"found": None}
         if not recorder.files:
@@ -106,10 +103,10 @@ def trial(bug: Bug, requests: int, trace: Path | None, seconds: float, folder: P
     path = recorder.files[0]
     row |= {"found": str(finding), "seconds": round(time.perf_counter() - begin, 1), "bytes": path.stat().st_size}
     recording = load(path)
-    own = EngineLog.of(recording, engine)
-    row["requests"] = len(own.requests)
+    own = history_of(recording, engine)
+    row["requests"] = own.requests
     with bug.planted():
-        again = drive(engine, own, verify=own.texts)
+        again = drive(engine, own)
         row["again"] = finding.repeats(again)
         if (
             recording.finding is not None
@@ -123,17 +120,17 @@ def trial(bug: Bug, requests: int, trace: Path | None, seconds: float, folder: P
 
         hasty = attrs.evolve(engine, patience=300)
 
-        def fails(other: EngineLog) -> bool:
+        def fails(other: History) -> bool:
             end = time.perf_counter() + TRY_SECONDS
-            found = drive(hasty, other, verify=other.texts, stop=lambda: time.perf_counter() > end)
+            found = drive(hasty, other, stop=lambda: time.perf_counter() > end)
             return found is not None and found.code == finding.code
 
         begin = time.perf_counter()
-        small = shrunk_log(engine, own, fails, seconds=seconds)
-        row |= {"shrunk": len(small.smallest.requests), "tries": small.tries}
+        small = reduced(engine, own, fails, seconds=seconds)
+        row |= {"shrunk": small.smallest.requests, "tries": small.tries}
         row["shrink_seconds"] = round(time.perf_counter() - begin, 1)
-        final = drive(engine, small.smallest, verify=own.texts)
-        source = test_of_log(engine, small.smallest, final or finding, imports)
+        final = drive(engine, small.smallest)
+        source = test_of_history(engine, small.smallest, final or finding, imports)
         (folder / f"test_{bug.name}.py").write_text(source, encoding="utf-8")
         row |= {"lines": len(source.splitlines()), "fails_with": not runs(source)}
     row["passes_without"] = runs(source)

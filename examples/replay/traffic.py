@@ -69,5 +69,6 @@ TRAFFIC = EngineUnderTest(
         "num_pages": (64, 16, 1200, 10_240),
         "room": (512, 16_384),
     },
+    texts=False,
     patience=20_000,
 )

@@ -39,7 +39,7 @@ def test_every_text_is_right(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     [
         pytest.param(
             {"kv_tokens": 140, "drafts": 4},
-            (Wave((Arrival(((0, 1),), 1), Arrival(((0, 1), (0, 89)), 20), Arrival(((0, 1), (0, 1)), 18)), 0, (0,)),),
+            (Wave((Arrival(((0, 1),), 1, abort=0), Arrival(((0, 1), (0, 89)), 20), Arrival(((0, 1), (0, 1)), 18)), 0),),
             id="pages of guesses",
         ),
         pytest.param(
@@ -57,7 +57,7 @@ def test_faults_that_were_found_stay_mended(changed: dict[str, object], waves: t
     spec = EXAMPLE.spec(history.settings)
     outcome = play(EXAMPLE, history, Oracle(spec), ExactModel(spec))
     assert not outcome.wrong
-    assert len(outcome.finished) + len(waves[0].aborts) == history.requests
+    assert len(outcome.finished) + sum(it.abort is not None for it in waves[0].arrivals) == history.requests
 
 
 def test_a_prompt_is_prefilled_where_there_is_room_still() -> None:

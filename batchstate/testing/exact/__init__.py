@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from batchstate.testing.exact.model import Read as Read
     from batchstate.testing.exact.packed import PackedCache as PackedCache
     from batchstate.testing.exact.packed import PagedMemory as PagedMemory
+    from batchstate.testing.exact.reduce import Shrunk as Shrunk
+    from batchstate.testing.exact.reduce import reduced as reduced
     from batchstate.testing.exact.text import ExactSpec as ExactSpec
     from batchstate.testing.exact.text import Oracle as Oracle
     from batchstate.testing.exact.verify import Verifier as Verifier
@@ -39,6 +41,7 @@ else:
             "history": "Adapter AdapterError Arrival EngineUnderTest History Outcome Request Wave play",
             "model": "Cache ExactModel Read",
             "packed": "PackedCache PagedMemory",
+            "reduce": "Shrunk reduced",
             "text": "ExactSpec Oracle",
             "verify": "Verifier WrongRead",
         },

@@ -31,15 +31,24 @@ def _histories(engine: EngineUnderTest) -> st.SearchStrategy[History]:
     """Waves of requests with prefixes in common, cold ones and ones that come again."""
     longest = engine.longest_prompt
     lengths = st.one_of(st.integers(1, min(8, longest)), st.integers(1, longest))
-    aborts = st.lists(st.integers(0, 7), max_size=2).map(tuple) if engine.aborts else st.just(())
+    aborts = st.one_of(st.none(), st.integers(-60, 20).map(lambda at: at if at >= 0 else None))
     chosen = st.fixed_dictionaries({name: st.sampled_from(list(values)) for name, values in engine.choices.items()})
 
+    def within(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        before = itertools.accumulate((length for _, length in pieces), initial=0)
+        left = [(document, min(length, longest - at)) for (document, length), at in zip(pieces, before, strict=False)]
+        return tuple((document, length) for document, length in left if length > 0)
+
     def with_documents(documents: int) -> st.SearchStrategy[History]:
-        pieces = st.lists(st.tuples(st.integers(0, documents - 1), lengths), min_size=1, max_size=3).map(tuple)
+        pieces = st.lists(st.tuples(st.integers(0, documents - 1), lengths), min_size=1, max_size=3)
         arrivals = st.builds(
-            Arrival, pieces, st.integers(1, engine.longest_answer), st.sampled_from(list(engine.temperatures))
+            Arrival,
+            pieces.map(within),
+            st.integers(1, engine.longest_answer),
+            st.sampled_from(list(engine.temperatures)),
+            aborts if engine.aborts else st.none(),
         )
-        waves = st.builds(Wave, st.lists(arrivals, max_size=8).map(tuple), st.integers(0, 40), aborts)
+        waves = st.builds(Wave, st.lists(arrivals, max_size=8).map(tuple), st.integers(0, 40))
         return st.builds(History, chosen, st.lists(waves, min_size=1, max_size=8).map(tuple))
 
     return st.sampled_from(_DOCUMENTS).flatmap(with_documents)
@@ -146,7 +155,7 @@ def hunt(
             served = report.requests + history.requests
             first = (str(outcome) or str(reports[0])).partition("\n")[0]
             _log.warning("a history of %s failed by request %d, and is shrunk: %s", engine.name, served, first)
-            report.failure = reduced(engine, history, fails, seconds=shrink_seconds)
+            report.failure = reduced(engine, history, fails, seconds=shrink_seconds).smallest
             report.outcome, reports = played(report.failure, verify=True)
             report.message = "\n".join([str(report.failure), str(report.outcome), *map(str, reports[:4])])
         report.requests += history.requests

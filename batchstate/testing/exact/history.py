@@ -1,10 +1,12 @@
 """Histories of requests, and what an engine needs to be put through one. Needs no Hypothesis."""
 
 import contextlib
+import heapq
+import itertools
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, Protocol, final
@@ -18,8 +20,8 @@ from batchstate.testing.exact.text import Answer, ExactSpec, Oracle
 from batchstate.testing.exact.verify import Verifier
 
 __all__ = [
-    "Adapter", "AdapterError", "Arrival", "Difference", "EngineUnderTest", "History", "Outcome", "Player", "Request",
-    "Wave", "play",
+    "Adapter", "AdapterError", "Arrival", "Difference", "EngineUnderTest", "History", "Outcome", "Request", "Wave",
+    "play",
 ]  # fmt: skip
 
 Settings = Mapping[str, Any]
@@ -82,6 +84,7 @@ class EngineUnderTest:
         longest_prompt, longest_answer: tokens of a request at most.
         temperatures: that requests may have.
         aborts: whether requests can be aborted.
+        texts: whether it runs the exact model, so that its texts can be compared.
         patience: steps without a token after which it is said not to end.
         step_seconds: after which a single step is ended. By SIGALRM: in the main thread only, and not on Windows.
     """
@@ -94,6 +97,7 @@ class EngineUnderTest:
     longest_answer: int = 24
     temperatures: Sequence[float] = (0.0,)
     aborts: bool = True
+    texts: bool = True
     patience: int = 500
     step_seconds: float = 20.0
 
@@ -104,20 +108,28 @@ class Arrival:
     """A request of a history, written briefly.
 
     Attributes:
-        prompt: pairs of a document and how many of its first tokens; the tokens of all pairs, one behind the other.
+        prompt: pairs of a document and how many of its first tokens; the tokens of all pairs, one behind the other. A
+            document is a number, or its tokens, which begin again behind the last.
         answer: its length.
         temperature: of its sampling row.
+        abort: steps of the engine, from its arrival on, after which its client hangs up, or None.
     """
 
-    prompt: tuple[tuple[int, int], ...]
+    prompt: tuple[tuple[int | tuple[int, ...], int], ...]
     answer: int
     temperature: float = 0.0
+    abort: int | None = None
 
-    def request(self, number: int, vocab_size: int, longest: int) -> Request:
+    def request(self, number: int, vocab_size: int) -> Request:
         """The request."""
-        pairs = [(document, at) for document, length in self.prompt for at in range(length)]
-        tokens = [mix(mix(document) + at) % vocab_size for document, at in pairs]
-        return Request(number, tuple(tokens[:longest]), self.answer, self.temperature)
+        tokens = itertools.chain.from_iterable(itertools.starmap(_tokens, self.prompt))
+        return Request(number, tuple(token % vocab_size for token in tokens), self.answer, self.temperature)
+
+
+def _tokens(document: int | tuple[int, ...], length: int) -> Iterable[int]:
+    if isinstance(document, int):
+        return (mix(mix(document) + at) for at in range(length))
+    return itertools.islice(itertools.cycle(document), length)
 
 
 @final
@@ -128,12 +140,10 @@ class Wave:
     Attributes:
         arrivals: the requests.
         steps: of the engine before the next wave; fewer if it has nothing to do.
-        aborts: clients that hang up before these steps: numbers, counted round the requests that are open then.
     """
 
     arrivals: tuple[Arrival, ...]
     steps: int
-    aborts: tuple[int, ...] = ()
 
 
 @final
@@ -214,7 +224,13 @@ class Outcome:
 
 
 def play(
-    engine: EngineUnderTest, history: History, oracle: Oracle, model: ExactModel, verifier: Verifier | None = None
+    engine: EngineUnderTest,
+    history: History,
+    oracle: Oracle,
+    model: ExactModel,
+    verifier: Verifier | None = None,
+    *,
+    until: Callable[[Outcome], bool] = lambda outcome: False,
 ) -> Outcome:
     """Plays a history, and compares each answer, aborted ones as far as they came.
 
@@ -227,21 +243,25 @@ def play(
         oracle: knows the right texts.
         model: that the engine runs.
         verifier: expects the requests of the history, and is told of what is read.
+        until: asked after each step: whether the rest is of no interest.
     """
     outcome = Outcome()
     try:
         with (
-            timed(engine) as begin_step,
+            _timed(engine) as begin_step,
             contextlib.closing(engine.open(history.settings, model, verifier)) as adapter,
         ):
-            _play(Player(engine, oracle, verifier, adapter, outcome, begin_step), history)
+            player = _Player(engine, oracle, verifier, adapter, outcome, begin_step)
+            for _ in _steps(player, history):
+                if until(outcome):
+                    break
     except Exception as error:
         outcome.error = error
     return outcome
 
 
 @contextlib.contextmanager
-def timed(engine: EngineUnderTest) -> Iterator[Callable[[], object]]:
+def _timed(engine: EngineUnderTest) -> Iterator[Callable[[], object]]:
     """Makes a function to be called before each step: an `AdapterError` ends one that takes too long."""
     if (
         not hasattr(signal, "setitimer")
@@ -267,26 +287,28 @@ def timed(engine: EngineUnderTest) -> Iterator[Callable[[], object]]:
         signal.signal(signal.SIGALRM, handler)
 
 
-def _play(player: "Player", history: History) -> None:
-    vocab_size, longest = player.oracle.spec.vocab_size, player.engine.longest_prompt
-    for wave in history.waves:
-        for arrival in wave.arrivals:
-            player.add(arrival.request(len(player.requests), vocab_size, longest))
-        for client in wave.aborts:
-            if player.open:
-                player.abort(sorted(player.open)[client % len(player.open)])
-        for _ in range(wave.steps):
+def _steps(player: "_Player", history: History) -> Iterator[None]:
+    """Does each step of a history; behind the last answer too, for requests that were aborted."""
+    aborts, done = list[tuple[int, int]](), 0
+    for wave in (*history.waves, None):
+        for arrival in wave.arrivals if wave is not None else ():
+            if arrival.abort is not None:
+                heapq.heappush(aborts, (done + arrival.abort, len(player.requests)))
+            player.add(arrival.request(len(player.requests), player.oracle.spec.vocab_size))
+        for _ in itertools.count() if wave is None else range(wave.steps):
+            while aborts and aborts[0][0] <= done:
+                player.abort(heapq.heappop(aborts)[1])
             if not player.busy:
                 break
             player.step()
-    while player.busy:  # behind the last answer for requests that were aborted
-        player.step()
+            done += 1
+            yield
 
 
 @final
 @attrs.define
-class Player:
-    """Does to an engine what a history or a recording says, and compares what comes of it.
+class _Player:
+    """Does to an engine what a history says, and compares what comes of it.
 
     Attributes:
         engine: that the adapter is of.
@@ -294,8 +316,7 @@ class Player:
         verifier: see `play`.
         adapter: of the engine.
         outcome: of what was done by now.
-        begin_step: called before each step; see `timed`.
-        texts: whether the answers are those of the exact model, and are compared.
+        begin_step: called before each step; see `_timed`.
         requests: that have arrived, by their numbers.
         open: tokens of each request that has not finished.
         aborted: requests whose clients have hung up.
@@ -308,7 +329,6 @@ class Player:
     adapter: Adapter
     outcome: Outcome
     begin_step: Callable[[], object]
-    texts: bool = True
     requests: dict[int, Request] = attrs.field(factory=dict)
     open: dict[int, list[int]] = attrs.field(factory=dict)
     aborted: set[int] = attrs.field(factory=set)
@@ -322,16 +342,17 @@ class Player:
     def add(self, request: Request) -> None:
         """A request arrives."""
         self.requests[request.number] = request
-        if self.verifier is not None and self.texts:
+        if self.verifier is not None:
             self.verifier.expect(request.number, self._answer(request))
         self.open[request.number] = []
         self.adapter.add(request)
 
     def abort(self, number: int) -> None:
-        """The client of an open request hangs up."""
-        self._end(number)
-        self.aborted.add(number)
-        self.adapter.abort(number)
+        """The client of a request hangs up, if that is open."""
+        if number in self.open:
+            self._end(number)
+            self.aborted.add(number)
+            self.adapter.abort(number)
 
     def step(self) -> None:
         """One step of the engine.
@@ -373,7 +394,7 @@ class Player:
     def _end(self, number: int) -> None:
         request = self.requests[number]
         self.outcome.texts[number] = got = tuple(self.open.pop(number))
-        if self.texts:
+        if self.engine.texts:
             right = self._answer(request).tokens
             at = next((at for at, token in enumerate(got) if token != right[at]), None)
             if at is not None:
