@@ -437,28 +437,39 @@ class PlannedStep:
     def rollback(self, *, after: Fence | None) -> Batch:
         """Takes the step back, whose forward failed or never ran; its requests, with the lengths before it.
 
-        Those that joined stay, and those that left with it are gone. Pages that it took are released, and entries that
-        its inputs took are there again. Steps planned behind it cannot run any more.
+        Those that joined stay; those that left, with it or since, are gone. Pages that it took are released, and
+        entries that its inputs took are there again. Of several steps the last is taken back first.
 
         Args:
             after: a fence behind the last forward of its requests, this one's if it was launched; as for `truncate`.
 
         Raises:
-            ArgumentError: the step has published or accepted, or was taken back before.
-            Violation: SLOT_STALE_HANDLE: a request has left since. Else as `PagePool.truncate`. Nothing has changed.
+            ArgumentError: the step has published or accepted, or was taken back; a later one has tokens of a request.
+            Violation: PAGE_OWNER: tokens of the step are shared or cached. Else as `PagePool.truncate`. Nothing has
+                changed.
         """
-        declared, block, n = self._declared, self._memory.block, self.num_reqs
+        declared, pages, relay = self._declared, self._declared.pages, self._declared.relay
         if self._over or self._accepted:
             remedy = "take tokens back by `PagePool.truncate`, and publish what the next step starts from"
-            raise ArgumentError(f"{self!r}: rollback of a step that has published, or was taken back", self, remedy)
-        batch = self.batch.advance(declared.seq_lens, -self._tokens.each(n))
+            raise ArgumentError(f"{self!r}: rollback of a step that has results, or was taken back", self, remedy)
+        here = pages.slots._allocator.owners_of(self.rows) == self.generations
+        queries, rows = self._tokens.each(self.num_reqs)[here], self.rows[here]
+        batch = self.batch.filter(here).advance(declared.seq_lens, -queries)
         batch._guesses = False
-        lens = batch._state.column(declared.seq_lens).astype(np.int64)
-        if declared.kv_offset is not None:
-            lens = np.where(lens > 0, lens + batch._state.column(declared.kv_offset), 0)
-        declared.pages.truncate(batch[str(batch._slot_column)], lens, after=after)  # type: ignore[arg-type]
-        if self._used and block.fed and declared.relay is not None:
-            declared.relay._entries.give_back(block.those_fed(), declared.read, DEVICE)
+        before = batch._state.column(declared.seq_lens).astype(np.int64)
+        offset = 0 if declared.kv_offset is None else batch._state.column(declared.kv_offset)
+        before, ends = (np.where(lens > 0, lens + offset, 0) for lens in (before, before + queries))
+        committed = pages._committed(rows)
+        for row in np.flatnonzero(committed > ends)[:1].tolist():
+            problem = f"{self!r}: rollback to {before[row]} tokens in row {row}, of which a later step has put in more"
+            raise ArgumentError(problem, int(committed[row]), "take back the last step first")
+        columns = np.arange(pages.page_table.shape[1])
+        own = (columns >= before[:, None] // pages.page_size) & (queries > 0)[:, None]
+        pages.check_unshared(pages.page_table[rows][own].astype(np.int64), "rollback")
+        slots: Any = batch[str(batch._slot_column)]
+        pages.truncate(slots, np.minimum(before, committed), after=after)
+        if self._used and relay is not None:
+            relay._entries.give_back(self._memory.block.those_fed(), declared.read, DEVICE)
         self._used, self._over, self._before = False, True, None  # what it would publish is refused
         return batch
 

@@ -298,10 +298,11 @@ class RelayEntries(SlotListener):
         take_entries([self.fields[name] for name in names], requests, reader)
 
     def give_back(self, requests: Requests, names: Iterable[str], reader: int) -> None:
-        """`reader` has not taken these entries, as it turned out."""
-        rows = requests.handles()[0]
+        """`reader` has not taken these entries, as it turned out; nothing of requests that have left."""
+        rows, generations = requests.handles()
         for name in names:
-            self.fields[name].arrays["taken"][rows] &= ~reader & 0xFF
+            arrays = self.fields[name].arrays
+            arrays["taken"][rows[arrays["generation"][rows] == generations]] &= ~reader & 0xFF
 
     def clear(self, rows: Ints, names: Iterable[str]) -> None:
         for name in names:

@@ -644,8 +644,8 @@ def page_alignment(tokens: Ints, page_size: int, **where: Unpack[Where]) -> Brea
 
 
 @cheap(
-    "use tokens after the forward that writes them: `inputs` of its step notes it, or `resolve_forward_inputs`; if a "
-    "step was dropped, take it back by `step.rollback(after=...)`; after the launch of other work "
+    "use tokens after the forward that writes them: `inputs` of its step notes it, or `resolve_forward_inputs` of "
+    "a plan with `pages=`; if a step was dropped, `step.rollback(after=...)`; after the launch of other work "
     "`pages.commit(slots, total_lens)`, for the memory that is named `pages.mark_written`"
 )
 @origins("sglang #22453", "sglang #27258", "vllm #36013")

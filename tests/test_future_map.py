@@ -294,6 +294,17 @@ def test_any_number_of_fields_is_published_in_two_launches_and_ids_are_gathered_
     relay.check()
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_columns_of_one_tensor_are_published(rt: Runtime, n: int) -> None:
+    """A value may have any stride: torch calls a tensor of one element contiguous whatever its stride is."""
+    fields, pool = dict.fromkeys("abc", relay_field(torch.int64, read_by="host")), SlotPool(rt, n)
+    relay, slots = FutureMap(pool, fields), pool.take(n)
+    out = rt.upload([np.arange(6 * n).reshape(n, 6)]).view(0)
+    relay.publish(slots, **{name: out[:, at] for at, name in enumerate(fields)})
+    for at, name in enumerate(fields):
+        assert relay.resolve(slots, name).np.tolist() == [6 * row + at for row in range(n)]
+
+
 @pytest.mark.parametrize("names", [("last", "drafts"), ("lens", "last"), ("drafts", "lens", "last")])
 def test_ids_of_fields_with_others_between_are_gathered_in_two_launches(rt: Runtime, names: tuple[str, ...]) -> None:
     """Where fields lie in the record in another order, or not side by side: they are taken out, and put in order."""

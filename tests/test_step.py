@@ -923,8 +923,48 @@ def test_a_step_is_taken_back(rt: Runtime, launched: bool, level: str) -> None:
         assert wanted is None or got[:2] == wanted[:2]
         again.publish(last=rt.upload([np.array([5, 6])]).view(0))
         assert again.results["last"].np.tolist() == [5, 6]
-        with pytest.raises(ArgumentError, match="has published"):
+        with pytest.raises(ArgumentError, match="has results"):
             again.rollback(after=rt.record())
+
+
+def test_a_step_is_taken_back_without_those_that_left(rt: Runtime) -> None:
+    """A request that hangs up between a plan and its rollback is gone, and the others go on; so with all of them."""
+    world = World.planned(rt)
+    world.join([3, 4, 5])
+    step: Any = world.planner.plan(world.batch)
+    step.inputs()
+    world.pages.release_requests(step.batch.filter([1]).slots, after=rt.record())
+    batch = step.rollback(after=rt.record())
+    assert (batch.slots.np.tolist(), batch.seq_lens.np.tolist()) == ([1, 3], [3, 5])
+    assert rt.inspect(world.planner.plan(batch).inputs().input_ids).tolist() == [10, 30]
+    ended: Any = world.planner.plan(world.arrived([2]))
+    world.pages.release_requests(ended.batch.slots, after=rt.record())
+    assert len(ended.rollback(after=rt.record())) == 0
+    world.slots.verify()
+
+
+def test_steps_are_taken_back_from_the_last_on(rt: Runtime) -> None:
+    """The tokens of a step behind it would go with those of the first, and nothing would say so."""
+    world = World.planned(rt)
+    world.join([3, 4])
+    first: Any = world.planner.plan(world.batch)
+    later: Any = world.planner.plan(first.batch)
+    with pytest.raises(ArgumentError, match="row 0, of which a later step has put in more"):
+        first.rollback(after=rt.record())
+    assert later.rollback(after=rt.record()).seq_lens.np.tolist() == [4, 5]
+    assert first.rollback(after=rt.record()).seq_lens.np.tolist() == [3, 4]
+
+
+def test_tokens_that_others_have_are_not_taken_back(rt: Runtime) -> None:
+    """Nobody wrote the tokens of a forward that failed: a cache that has their page lets go of it first."""
+    world = World.planned(rt)
+    world.join([PAGE_SIZE - 1])
+    step: Any = world.planner.plan(world.batch)
+    step.inputs()
+    lease = world.pages.hold(step.batch.slots, PAGE_SIZE)
+    refused(Code.PAGE_OWNER, lambda: step.rollback(after=rt.record()))
+    lease.release(after=rt.record())
+    assert step.rollback(after=rt.record()).seq_lens.np.tolist() == [PAGE_SIZE - 1]
 
 
 def test_a_prompt_behind_an_encoder_is_taken_back(rt: Runtime) -> None:

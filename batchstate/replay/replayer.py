@@ -251,22 +251,22 @@ class _Replayer:
         runtime = values[0] if isinstance(target, type) and values else runtime_of(target)
         if not isinstance(runtime, Runtime):
             raise _Missing
-        if event.kind == "PlannedStep.accept" and isinstance(args[0], Device):
-            values[0] = self._on_device(args[0], landed.get(target._declared.accepted))
-        named = dict[str, Any]()
-        for name, value in kwargs.items():
-            if name == "after" and value not in (None, ...):
-                named[name] = runtime.record()
-            elif value is ... and isinstance(target, PlannedStep):
-                named[name] = self._published(target, name, landed.get(name))
-            elif name in _COUNTS and isinstance(value, int) and value > 1 << 20:
-                raise _Missing
-            else:
-                named[name] = self._value(value)
         if event.step > self._step:
             self._step = event.step
             runtime.next_step()
         with runtime.use(self._stream(runtime, event.stream)):
+            if event.kind == "PlannedStep.accept" and isinstance(args[0], Device):
+                values[0] = self._on_device(args[0], landed.get(target._declared.accepted))
+            named = dict[str, Any]()
+            for name, value in kwargs.items():
+                if name == "after" and value not in (None, ...):
+                    named[name] = runtime.record()
+                elif value is ... and isinstance(target, PlannedStep):
+                    named[name] = self._published(target, name, landed.get(name))
+                elif name in _COUNTS and isinstance(value, int) and value > 1 << 20:
+                    raise _Missing
+                else:
+                    named[name] = self._value(value)
             made = getattr(target, event.kind.partition(".")[2])(*values, **named)
         if event.number in self._results:
             self._translate(self._results[event.number], made)

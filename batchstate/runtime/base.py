@@ -551,6 +551,8 @@ class Runtime(OfThisProcess, abc.ABC):
             stream = self.current_stream
         kinds, parts = [], []
         for tensor in tensors:
+            if tensor.requires_grad:
+                tensor = tensor.detach()  # else pinned memory would keep the graph
             dtype, nbytes = NUMPY_DTYPES.get(tensor.dtype), tensor.nbytes
             if dtype is None:
                 dtype = numpy_dtype(tensor.dtype)  # refuses
