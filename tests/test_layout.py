@@ -105,7 +105,7 @@ shrink histories of recordings too; 10 of the watch tell a recording of hooked c
 before a step, which were launched.
 """
 
-MOST_LINES, MOST_FILES = 46_525, 163
+MOST_LINES, MOST_FILES = 46_532, 163
 BESIDE = {"tests/selfcheck": 13_295, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it, 5 a mutant of a step that is dropped."""

@@ -492,6 +492,7 @@ class HiSparse(OfThisProcess):
             None if indexed is None else _host_only(HostLocations, self.runtime, indexed),
             named,
             backed,
+            bool((before > settled).any()),
         )
         requests.length[rows], requests.backed[rows], requests.held[rows] = length, settled, held
         requests.hot_from[rows] = hot_from[: rows.size]
@@ -584,7 +585,11 @@ class HiSparse(OfThisProcess):
                 source, target = self._copier.indices(upload)
             else:
                 source, target = _uploaded_indices(plan, uploaded)
-            self._copier.to_host(source, target, "host tier: back up")
+            Runtime.inspecting = plan.guesses  # nobody reads those that come to nothing
+            try:
+                self._copier.to_host(source, target, "host tier: back up")
+            finally:
+                Runtime.inspecting = False
         self._transaction.operation = "back_up"
         plan.launched = True
         self._open = None

@@ -34,6 +34,7 @@ class LastLocation:
         extras: name -> array, for `batch.upload(extras=...)`.
         owners: the request of each new token, t of them.
         backed: int64[n], tokens of each whose backup was launched before this step.
+        guesses: whether some tokens to back up are not confirmed, so that perhaps no forward has written them.
         launched: whether `back_up` has been called.
     """
 
@@ -48,6 +49,7 @@ class LastLocation:
     host_locations: HostLocations | None
     owners: Slots
     backed: Ints
+    guesses: bool
     launched: bool = False
 
     def __repr__(self) -> str:
