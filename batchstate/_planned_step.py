@@ -55,7 +55,7 @@ class PlannedStep:
     _results: Prefetched | None = None
     _before: ReadyTensor | None = None
     _accepted = False
-    _over = False  # published, or taken back
+    _over = ""  # why it is: it has published, or was taken back
     _used = False
     _places = NO_PLACES
     extras = NO_EXTRAS
@@ -430,7 +430,7 @@ class PlannedStep:
         if declared.accepted is not None and requests.n and not self._accepted:
             raise ArgumentError(f"{self!r}: publish, and nothing is accepted", self, "call `accept` before")
         self._results = results = relay.publish_for(memory, requests, stream, values, declared.results)
-        self._over = True
+        self._over = "has published"
         if declared.accepted is not None and results is not None:
             results.counting = declared.accepted, self._put_in
 
@@ -450,8 +450,8 @@ class PlannedStep:
         """
         declared, pages, relay = self._declared, self._declared.pages, self._declared.relay
         if self._over or self._accepted:
-            remedy = "take tokens back by `PagePool.truncate`, and publish what the next step starts from"
-            raise ArgumentError(f"{self!r}: rollback of a step that has results, or was taken back", self, remedy)
+            remedy = "it ran: `publish`, if it has not, and take rejected tokens back by `PagePool.truncate`"
+            raise ArgumentError(f"{self!r}: rollback, and it {self._over or 'has accepted'}", self, remedy)
         here = pages.slots._allocator.owners_of(self.rows) == self.generations
         queries, rows = self._tokens.each(self.num_reqs)[here], self.rows[here]
         batch = self.batch.filter(here).advance(declared.seq_lens, -queries)
@@ -470,7 +470,8 @@ class PlannedStep:
         pages.truncate(slots, np.minimum(before, committed), after=after)
         if self._used and relay is not None:
             relay._entries.give_back(self._memory.block.those_fed(), declared.read, DEVICE)
-        self._used, self._over, self._before = False, True, None  # what it would publish is refused
+        self._used, self._before = False, None  # what it would publish is refused
+        self._over = "was taken back"
         return batch
 
     def accept(self, tokens: torch.Tensor) -> torch.Tensor:

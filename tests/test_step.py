@@ -913,7 +913,7 @@ def test_a_step_is_taken_back(rt: Runtime, launched: bool, level: str) -> None:
         refused(Code.DERIVED_STALE, step.inputs)
         with pytest.raises(ArgumentError, match="never taken"):
             step.publish(last=rt.upload([np.array([5, 6])]).view(0))
-        with pytest.raises(ArgumentError, match="was taken back"):
+        with pytest.raises(ArgumentError, match="it was taken back"):
             step.rollback(after=after)
         after.wait()
         world.pages.query_fences()
@@ -923,7 +923,7 @@ def test_a_step_is_taken_back(rt: Runtime, launched: bool, level: str) -> None:
         assert wanted is None or got[:2] == wanted[:2]
         again.publish(last=rt.upload([np.array([5, 6])]).view(0))
         assert again.results["last"].np.tolist() == [5, 6]
-        with pytest.raises(ArgumentError, match="has results"):
+        with pytest.raises(ArgumentError, match="it has published"):
             again.rollback(after=rt.record())
 
 

@@ -15,7 +15,7 @@ from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
 from batchstate.pools import SlotListener, SlotPool
-from batchstate.runtime.base import Fence
+from batchstate.runtime.base import Fence, Runtime
 from batchstate.runtime.memory import PackedUpload
 from batchstate.runtime.streams import missing
 from batchstate.violations import Where
@@ -86,9 +86,16 @@ class KVCopier:
         """The two index arrays of `upload`, safe to use on the current stream."""
         return self._runtime.use_part_on_current_stream(upload, 0), self._runtime.use_part_on_current_stream(upload, 1)
 
-    def to_host(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Fence:
-        """Copies device locations int64[n] to host locations int64[n], all layers; returns the fence after it."""
-        return self._copy(self.kv, source, self._host.backed, target, name)
+    def to_host(self, source: torch.Tensor, target: torch.Tensor, name: str, guesses: bool = False) -> Fence:
+        """Copies device locations int64[n] to host locations int64[n], all layers; returns the fence after it.
+
+        With `guesses` some are perhaps of nobody: they come to nothing, and are copied again before anybody reads them.
+        """
+        Runtime.inspecting = guesses
+        try:
+            return self._copy(self.kv, source, self._host.backed, target, name)
+        finally:
+            Runtime.inspecting = False
 
     def to_device(self, source: torch.Tensor, target: torch.Tensor, name: str) -> Fence:
         """The other way."""

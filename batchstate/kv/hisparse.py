@@ -585,11 +585,7 @@ class HiSparse(OfThisProcess):
                 source, target = self._copier.indices(upload)
             else:
                 source, target = _uploaded_indices(plan, uploaded)
-            Runtime.inspecting = plan.guesses  # nobody reads those that come to nothing
-            try:
-                self._copier.to_host(source, target, "host tier: back up")
-            finally:
-                Runtime.inspecting = False
+            self._copier.to_host(source, target, "host tier: back up", plan.guesses)
         self._transaction.operation = "back_up"
         plan.launched = True
         self._open = None
