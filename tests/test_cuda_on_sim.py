@@ -316,7 +316,7 @@ def in_this_process(command: list[str], **_: Any) -> subprocess.CompletedProcess
 def test_a_script_is_compared_in_all_orders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit 1 with the first line that differs, 0 where none does, and 2 for a script that fails in order."""
+    """Exit 1 with the first line that differs, or for races that no line shows; 2 for a script that fails in order."""
     monkeypatch.setattr(subprocess, "run", in_this_process)
     script, out = tmp_path / "program.py", tmp_path / "orders.json"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -335,6 +335,9 @@ def test_a_script_is_compared_in_all_orders(
     assert "0 of 7 orders" in capsys.readouterr().err
     assert main(["race", "run", "--device", "sim", str(script), "fails"]) == 2
     assert "AssertionError" in capsys.readouterr().err
+    script.write_text(textwrap.dedent(SCRIPT).replace("print(", "str("))
+    assert main(["race", "run", "--device", "sim", str(script)]) == 1
+    assert "the script has races all the same" in capsys.readouterr().err
 
 
 def test_each_order_has_a_process(

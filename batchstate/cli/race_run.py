@@ -212,7 +212,7 @@ def _check_device(device: str) -> None:
 
 
 def _compare(script: Path, arguments: list[str], seed: int, out: Path | None) -> int:
-    """Runs a script in each order of the streams, in a process each: 0 where it prints the same in all, 1 where not.
+    """Runs a script in each order of the streams, in a process each: 1 if one prints something else or it has races.
 
     The race detector comes first: each stream with the first access of a race gets an order in which that is the last.
     """
@@ -243,7 +243,7 @@ def _compare(script: Path, arguments: list[str], seed: int, out: Path | None) ->
         _say(
             "the script has races all the same: `race run` without --device reports them; no value it prints shows them"
         )
-    return 1 if wrong else 0
+    return 1 if wrong or swaps else 0
 
 
 def _in_a_process(*options: str) -> "subprocess.CompletedProcess[str]":
