@@ -834,16 +834,16 @@ def hidden_sync(call: str, allowed: bool, **where: Unpack[Where]) -> Breach | No
 
 @cheap("declare the true depth: open the runtime with a larger `steps_in_flight`, or wait for older steps first")
 @origins("TRT-LLM#18485", "sglang #13713", "sglang-jax#1487", "vllm #24527")
-def staging_overrun(oldest_step: int, next_step: int, steps_in_flight: int, **where: Unpack[Where]) -> Breach | None:
-    """When step s begins, the uploads of step s - steps_in_flight and older have run.
+def staging_overrun(oldest: int, fence: object, now: int, depth: int, **where: Unpack[Where]) -> Breach | None:
+    """When step s begins, the uploads of step s - depth and older have run.
 
-    `oldest_step` is the oldest step with an upload that has not. Cost: one query of a fence. Broken by an engine that
-    runs deeper than it declared: buffers planned for the declared depth are then in use at once.
+    `oldest` is the oldest step with an upload that has not, `fence` behind it. Cost: one query of a fence. Broken by an
+    engine that runs deeper than it declared, and by an upload on a stream that nothing waits for.
     """
-    if oldest_step > next_step - steps_in_flight:
+    if oldest > now - depth:
         return None
-    problem = f"an upload of step {oldest_step} has not run when step {next_step} begins"
-    return Breach(problem, expected=f"at most {steps_in_flight} steps in flight", actual=next_step - oldest_step + 1)
+    problem = f"an upload of step {oldest}, {fence!r}, has not run when step {now} begins"
+    return Breach(problem, expected=f"at most {depth} steps in flight", actual=now - oldest + 1)
 
 
 @cheap("give a block of host memory back when its values have been taken out, and never before its copy has run")

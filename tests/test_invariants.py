@@ -93,7 +93,7 @@ CASES: dict[Code, tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         {"row": 1, "expected": "then", "actual": "now"},
     ),
     Code.HIDDEN_SYNC: (("item", False), ("item", True), {"actual": "item"}),
-    Code.STAGING_OVERRUN: ((3, 5, 2), (4, 5, 2), {"actual": 3}),
+    Code.STAGING_OVERRUN: ((3, None, 5, 2), (4, None, 5, 2), {"actual": 3}),
     Code.STAGING_REUSED: ((7, 9), (7, 7), {"expected": "lending 7", "actual": "lending 9"}),
     Code.FUTURE_UNWRITTEN: (
         (ints([4, 5]), np.array([True, False]), "gather"),
@@ -160,7 +160,7 @@ MORE: list[tuple[Code, tuple[Any, ...]]] = [
     (Code.LENGTH_ORDER, (ints([1]), ints([9]), 8)),
     (Code.TAIL_STALE, (ints([[0, 0], [0, 1]]), 0, 4)),
     (Code.MIRROR_ALIASED, ((100, 200), (120, 130))),
-    (Code.STAGING_OVERRUN, (0, 1, 1)),
+    (Code.STAGING_OVERRUN, (0, None, 1, 1)),
     (Code.STAGING_REUSED, (7, 0)),
     (Code.TIER_STATE, (ints([4]), ints([0]), (3,), ("OUTSIDE", "STAGED", "DIRECT", "READY"))),
     (Code.TRANSFER_BOUNDS, (ints([-1]), ints([1]), 0, 128)),

@@ -57,7 +57,7 @@ def test_running_deeper_than_declared_is_reported() -> None:
         rt.next_step()
         rt.upload([np.arange(3)])
     violation = refused(Code.STAGING_OVERRUN, rt.next_step)
-    assert "step 1 has not run when step 3 begins" in str(violation)
+    assert "step 1, Gate(done=False, asked=2), has not run when step 3 begins" in str(violation)
     assert rt.step == 2
     rt.gates[0].done = True
     assert rt.next_step() == 3

@@ -398,7 +398,7 @@ class Runtime(OfThisProcess, abc.ABC):
             oldest = self._staging.reap()
             if oldest is not None:
                 invariants.staging_overrun(
-                    oldest, self.step + 1, self.steps_in_flight, object=self, operation="next_step", step=self.step
+                    *oldest, self.step + 1, self.steps_in_flight, object=self, operation="next_step", step=self.step
                 )
         self.step += 1
         return self.step

@@ -178,15 +178,16 @@ class Staging:
         block.lending = 0
         self._free.setdefault(block.bytes.size, []).append(block)
 
-    def reap(self) -> int | None:
-        """Frees every block whose copy has run; the step of the oldest copy that has not, or None."""
-        oldest: int | None = None
+    def reap(self) -> tuple[int, Fence] | None:
+        """Frees every block whose copy has run; of the oldest copy that has not its step and its fence, or None."""
+        oldest: tuple[int, Fence] | None = None
         # A copy: giving up an abandoned download, which a collection of garbage may do here, adds a stream.
         for stream, in_flight in list(self._in_flight.items()):
             while in_flight and in_flight[0][0].query():
                 self.give_up(in_flight.popleft()[2])
             if in_flight:
-                oldest = in_flight[0][1] if oldest is None else min(oldest, in_flight[0][1])
+                fence, step, _ = in_flight[0]
+                oldest = (step, fence) if oldest is None or step < oldest[0] else oldest
             else:
                 self._in_flight.pop(stream, None)
         return oldest
