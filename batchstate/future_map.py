@@ -766,7 +766,7 @@ class FutureMap(OfThisProcess):
 
 def _as_record(parts: list[torch.Tensor]) -> torch.Tensor:
     """The bytes of values [n, *shape], those of one request behind each other, uint8[n, nbytes]. One kernel."""
-    sizes = [(part.shape[0], part[0].numel()) for part in parts]
+    sizes = [(part.shape[0], math.prod(part.shape[1:])) for part in parts]
     # Not by a view: torch keeps the stride of a single element, whatever it is, and no byte view takes it.
     rows = [part.contiguous().as_strided(size, (size[1], 1)) for part, size in zip(parts, sizes, strict=True)]
     return end_to_end([part.view(torch.uint8) for part in rows])

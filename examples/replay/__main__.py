@@ -122,8 +122,8 @@ def trial(bug: Bug, requests: int, trace: Path | None, seconds: float, folder: P
 
         def fails(other: History) -> bool:
             end = time.perf_counter() + TRY_SECONDS
-            found = drive(hasty, other, stop=lambda: time.perf_counter() > end)
-            return found is not None and found.code == finding.code
+            again = drive(hasty, other, stop=lambda: time.perf_counter() > end)
+            return again is not None and again.code == finding.code
 
         begin = time.perf_counter()
         small = reduced(engine, own, fails, seconds=seconds)
