@@ -11,7 +11,7 @@ from batchstate._arrays import Array, read_only
 from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._prefetched import Prefetched
-from batchstate._relay import DEVICE
+from batchstate._relay import DEVICE, Numbers
 from batchstate._rows import RowState
 from batchstate._step_arguments import NO_FURTHER, TAKEN, Declared, Further
 from batchstate._step_memory import StepMemory
@@ -90,7 +90,8 @@ class PlannedStep:
         if further is NO_FURTHER:
             self._upload = memory.send(memory.block.end, NOTHING, stream)
             return
-        end, places = memory.block.end, list[Place]()
+        places: list[Place] = []
+        end = memory.block.end
         if further.arrays:
             self._places = {}
             for name, array in further.arrays.items():
@@ -110,17 +111,14 @@ class PlannedStep:
 
     def _crossed(self, name: str) -> torch.Tensor:
         """An array that went along, to be used on the stream of the copy."""
-        return self._upload.shared(self._places[name])
-
-    def _slots_of(self, start: int, stop: int) -> torch.Tensor:
-        """The slots of some rows on the device, likewise. A write into them counts as one into the columns."""
-        at = self._memory.block.start(self._memory.block.columns.slots) >> 3
-        return self._upload.buffer.view(torch.int64)[at + start : at + stop]
+        return self._memory.part(self._upload.places[self._places[name]])
 
     @property
     def slots(self) -> torch.Tensor:
-        """The slots on the device, int64[num_rows]."""
-        return self._slots_of(0, self._memory.block.n)
+        """The slots on the device, int64[num_rows]. A write into them counts as one into the columns."""
+        block = self._memory.block
+        at = block.start(block.columns.slots) >> 3
+        return self._upload.buffer.view(torch.int64)[at : at + block.n]
 
     # Rows
 
@@ -193,7 +191,7 @@ class PlannedStep:
             memory.numbers(block.gens, block.n),
             pool_id=pages.slots.pool_id,
             name=pages.slots.name,
-            device=DeviceSide(ReadyTensor.uploaded(self._slots_of(0, block.n), self._upload)),
+            device=DeviceSide(ReadyTensor.uploaded(self.slots, self._upload)),
         )
         queries = self._tokens.each(n)
         lens = state.column(declared.seq_lens)[:n].astype(np.int64)
@@ -273,7 +271,7 @@ class PlannedStep:
             raise ContractError(problem, "upper_bound", "name the field: StepPlanner(..., lengths=...)")
         if full:
             self.sent._check_unwritten(INPUTS)
-        numbers = None if relay is None or stream is relay._entries.only else set[int]()
+        numbers: Numbers | None = None if relay is None or stream is relay._entries.only else set()
         rule = block.running(declared.rules, pages.epochs.last, pages.shares.last, levels.cheap, numbers)
         if rule is not None or block.changed or self._used:
             self._check_running(rule)
@@ -367,7 +365,7 @@ class PlannedStep:
         declared, plan, n = self._declared, self.plan, self.num_reqs
         relay: Any = declared.relay
         most = declared.places.size if declared.has_ids else int(plan.query_lens[plan.relay_rows[0]])
-        slots = self._slots_of(0, n) if plan.direct else self._crossed("relay_slots")
+        slots = self._memory.slots(0, n) if plan.direct else self._crossed("relay_slots")
         lengths = relay.selected(declared.lengths, slots)
         extras, table = self._extras_of_bounds(), declared.pages.req_to_token
         inputs.correct_lengths(extras, lengths, slots, most, table, put_in_of(plan, most))

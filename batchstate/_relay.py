@@ -112,7 +112,8 @@ class RelayEntries(SlotListener):
 
         To be passed to `come_behind`.
         """
-        cheap, numbers = levels.cheap, None if stream is self.only else set[int]()
+        cheap = levels.cheap
+        numbers: Numbers | None = None if stream is self.only else set()
         if cheap:
             times_checked[UNREAD_OVERWRITTEN] += len(fields)
         refused = refused_write(fields, requests, cheap, numbers)
@@ -177,7 +178,8 @@ class RelayEntries(SlotListener):
             return
         if self.only is not None:
             self._note_reads_of(self.only)
-        key, uses, older = stream.key, list[Use](), False
+        uses: list[Use] = []
+        key, older = stream.key, False
         for number in numbers:
             publish = self.publishes.get(number)
             if publish is not None:

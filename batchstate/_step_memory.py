@@ -23,7 +23,7 @@ from batchstate._core import Columns, StepBlock
 from batchstate.mirror import DeviceSide, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import MOST_SYNCHRONISED, Fence, Stream
-from batchstate.runtime.memory import PackedUpload, Place, ReadyTensor, StagingBlock
+from batchstate.runtime.memory import TORCH_DTYPES, PackedUpload, Place, ReadyTensor, StagingBlock, strided
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,7 +35,7 @@ MOST_VIEWS = 320
 
 SMALLEST = 1 << 12
 
-INT32 = np.dtype(np.int32)
+INT64, INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
 STAYS = hasattr(torch._C, "_storage_Use_Count")
 """Whether torch says how many tensors share a storage: a function of its own CUDA graphs. If not, memory is new."""
@@ -105,6 +105,7 @@ class StepMemory:
         "_shared",
         "_storage",
         "_table_views",
+        "_typed",
         "_views",
         "array",
         "block",
@@ -150,6 +151,7 @@ class StepMemory:
         self._views: dict[tuple[int, int, int], Views] = {}
         self._table_views: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._handed: tuple[torch.Tensor, ...] = ()
+        self._typed = {INT64: self.wide, INT32: self.narrow}
         self._objects = self.block, self.array, self.array.base, self._storage  # numpy takes the base for that of views
         self._shared = 0  # how many of those that share the storage are views here
 
@@ -230,6 +232,22 @@ class StepMemory:
                 views = self._table_views[at] = elements, self.narrow[block.places : block.places + block.k]
             self._shared += 2
         return views
+
+    def slots(self, start: int, stop: int) -> torch.Tensor:
+        """The slots of some rows on the device, for work of the stream of the copy that only reads them."""
+        block = self.block
+        at = block.start(block.columns.slots) >> 3
+        return self.wide[at + start : at + stop]
+
+    def part(self, at: Place) -> torch.Tensor:
+        """An array that crossed with the step, likewise."""
+        start, dtype, shape = at
+        typed = self._typed.get(dtype)
+        if typed is None:
+            with torch.inference_mode(False):
+                typed = self._typed[dtype] = self._buffer.data.view(TORCH_DTYPES[dtype])
+            self._shared += 1
+        return strided(typed, start // dtype.itemsize, shape)
 
     # The requests that sample
 

@@ -327,7 +327,8 @@ class FutureMap(OfThisProcess):
         `index` has the slots, and `numbers` is what `RelayEntries.check_overwrite` returned. The host has, or gets by
         this, the values of the fields `to_host`; `sent` are those that go there behind the publish.
         """
-        runtime, entries, transaction, written = self.runtime, self._entries, self._transaction, list[str]()
+        runtime, entries, transaction = self.runtime, self._entries, self._transaction
+        written: list[str] = []
         if numbers is not None:
             entries.come_behind(numbers, stream, "publish", to_write=True)
         transaction.operation = "publish"

@@ -267,7 +267,7 @@ class StepPlanner(OfThisProcess):
         # A draft of the step, in memory that nobody reads, and its copy.
         memory, state = self._drafted(batch, index, joined, takes, tokens, n, num_rows, pad_tokens, further, stream)
         step = PlannedStep(declared, self._kind, memory, state, tokens, n, further, windows)
-        if isinstance(query_lens, MirroredTensor) and query_lens.row_set is not None:
+        if tokens is not ONE_EACH and isinstance(query_lens, MirroredTensor) and query_lens.row_set is not None:
             rows = RowSet(0, (step.rows, step.generations), slots.pool_id)
             rows.check_same(query_lens.row_set, query_lens, object="StepPlanner", operation=OPERATION)
         relay, numbers = declared.relay, None
@@ -280,7 +280,7 @@ class StepPlanner(OfThisProcess):
         if relay is not None and first:
             values = {name: step._crossed(f"published {name}") for name in first}
             joins, together = memory.block.those_joining(n - kept), relay.together(tuple(first))
-            relay.put(joins, stream, step._slots_of(kept, n), together, values, numbers, first, then=OPERATION)
+            relay.put(joins, stream, memory.slots(kept, n), together, values, numbers, first, then=OPERATION)
 
         # The changes, which cannot fail.
         transaction.operation = OPERATION
@@ -325,7 +325,7 @@ class StepPlanner(OfThisProcess):
     def _joined(self, joining: Joining) -> Joined:
         """The rows of those that join, checked."""
         subject, own = f"StepPlanner: {OPERATION}: joining", self._slots.pool_id
-        if isinstance(joining, Mapping):
+        if isinstance(joining, dict | Mapping):  # an abstract class alone would be asked by a call of Python
             slots = str(self._layout.slots)
             if len(joining) != len(self._kind._columns) - 1 or slots in joining:
                 self._kind._check_none_missing(joining, subject, but=slots)

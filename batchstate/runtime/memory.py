@@ -151,7 +151,7 @@ class Staging:
 
     def take(self, nbytes: int) -> StagingBlock:
         """A block of at least `nbytes` that no copy still reads. Never waits; makes a new one if all are in flight."""
-        size = 1 << ((nbytes and nbytes - 1) | (SMALLEST_BLOCK - 1)).bit_length()  # a power of two
+        size = SMALLEST_BLOCK if nbytes <= SMALLEST_BLOCK else 1 << (nbytes - 1).bit_length()
         free = self._free.get(size)
         block = free.pop() if free else self._freed(size)
         self._lendings = block.lending = self._lendings + 1
@@ -225,10 +225,10 @@ def packed_places(arrays: Sequence[npt.NDArray[Any]], first: int = 0) -> tuple[l
 def view_at(buffer: torch.Tensor, at: Place) -> torch.Tensor:
     """The array at a place of uint8[nbytes]. A write into it in place counts as one into the buffer."""
     start, dtype, shape = at
-    return _strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape)
+    return strided(buffer.view(torch_dtype(dtype)), start // dtype.itemsize, shape)
 
 
-def _strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
+def strided(typed: torch.Tensor, first: int, shape: tuple[int, ...]) -> torch.Tensor:
     """`shape` from element `first` on; of more than one dimension in one call, instead of a slice and a view."""
     if len(shape) == 1:
         return typed[first : first + shape[0]]
@@ -247,21 +247,25 @@ class PackedUpload:
         buffer: uint8[nbytes] on the device.
         stream: that ran the copy.
         ready: the fence behind the copy.
+        places: of the arrays.
         synchronised: other streams that use the buffer, by their keys; see `Runtime.use_on_current_stream`.
         write_count: torch's count of writes in place into the buffer when it was uploaded; None for inference tensors.
     """
 
-    __slots__ = ("_places", "_typed", "_views", "buffer", "ready", "stream", "synchronised", "write_count")
+    __slots__ = ("_typed", "_views", "buffer", "places", "ready", "stream", "synchronised", "write_count")
 
     def __init__(self, buffer: torch.Tensor, stream: Stream, ready: Fence, places: Sequence[Place]) -> None:
-        self.buffer, self.stream, self.ready, self._places = buffer, stream, ready, places
-        self.write_count = None if buffer.is_inference() else buffer._version
+        self.buffer, self.stream, self.ready, self.places = buffer, stream, ready, places
+        try:
+            self.write_count: int | None = buffer._version
+        except RuntimeError:  # of an inference tensor
+            self.write_count = None
         self.synchronised: dict[object, Stream] = {}
         self._views: dict[int, torch.Tensor] = {}
         self._typed: dict[np.dtype[Any], torch.Tensor] = {}
 
     def __repr__(self) -> str:
-        return f"PackedUpload({len(self._places)} arrays in {self.buffer.numel()} bytes)"
+        return f"PackedUpload({len(self.places)} arrays in {self.buffer.numel()} bytes)"
 
     def view(self, index: int) -> torch.Tensor:
         """The device side of array `index`, with its dtype and shape."""
@@ -273,8 +277,8 @@ class PackedUpload:
 
     def shared(self, index: int) -> torch.Tensor:
         """The same, made anew. A write into it in place counts as one into the buffer."""
-        start, dtype, shape = self._places[index]
-        return _strided(self._typed_as(dtype), start // dtype.itemsize, shape)
+        start, dtype, shape = self.places[index]
+        return strided(self._typed_as(dtype), start // dtype.itemsize, shape)
 
     def _typed_as(self, dtype: np.dtype[Any]) -> torch.Tensor:
         typed = self._typed.get(dtype)
