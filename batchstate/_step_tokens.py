@@ -1,7 +1,7 @@
 """`StepTokens`: how many tokens each request puts in, their ids where the host has them, and who samples."""
 
 from collections.abc import Sequence
-from typing import Self, final
+from typing import Any, Self, final
 
 import attrs
 import numpy as np
@@ -9,16 +9,16 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, amounts, as_array
-from batchstate.errors import ArgumentError, ShapeError
-from batchstate.forward.token_array import TokenArray
+from batchstate._arrays import amounts, as_array
+from batchstate.errors import ShapeError
+from batchstate.forward.token_array import values_of
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.uint8]
 
 
 @final
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class StepTokens:
     """The tokens of a step.
 
@@ -49,9 +49,10 @@ class StepTokens:
         if type(numbers) is not int:
             array = amounts(query_lens, n, f"{subject}: query_lens")
             numbers = array if array.ndim else int(array)
-        if type(numbers) is int and numbers > 0 and prompt_ids is None and samples is None:
+        if type(numbers) is int and prompt_ids is None and samples is None:
             return cls(numbers)
-        tokens = cls.of_each(np.full(n, numbers, dtype=np.int64), num_rows, prompt_ids, samples, id_dtype, subject)
+        each: Any = np.full(n, numbers, dtype=np.int64) if type(numbers) is int else numbers
+        tokens = cls.of_each(each, num_rows, prompt_ids, samples, id_dtype, subject)
         if tokens.ids is not None and levels.cheap:
             invariants.sentinel_escaped(tokens.ids, object="StepPlanner", operation="plan", column="input_ids")
         return tokens
@@ -66,28 +67,22 @@ class StepTokens:
         id_dtype: torch.dtype,
         subject: str,
     ) -> Self:
-        """The same from int64[n] tokens of each. Negative ids are refused by callers, who know the tokens by row."""
+        """The same from int64[n] tokens of each. Callers refuse negative ids, and rows that sample without a token."""
         n, told, ids, mask = each.size, None, None, None
         if prompt_ids is not None:
-            rows = TokenArray(prompt_ids, id_dtype).values(np.maximum(each, 0), num_rows, f"{subject}: prompt_ids")
+            rows = values_of(prompt_ids, id_dtype, (), np.maximum(each, 0), num_rows, f"{subject}: prompt_ids")
             there = [values for values in rows if values is not None]
             if there:
                 told = np.array([values is not None for values in rows], dtype=np.uint8)
                 ids = np.concatenate(there).astype(np.int64, copy=False)
-        does: Array = np.ones(n, dtype=np.bool_) if samples is None else as_array(samples, f"{subject}: samples")
-        if does.shape == (num_rows,):
-            does = does[:n]
-        if does.shape != (n,) or (does.dtype != np.bool_ and does.size):
-            problem = f"{subject}: samples: expected bool[{n}], got {does.dtype}{list(does.shape)}"
-            raise ShapeError(problem, does.shape, "pass a mask, one boolean per request")
-        sampling = np.flatnonzero(does)
-        without = sampling[each[sampling] == 0]
-        if without.size:
-            problem = f"{subject}: the request in row {without[0]} samples and puts in no token"
-            raise ArgumentError(problem, int(without[0]), "pass samples=query_lens > 0")
-        if sampling.size < n:
-            mask = np.zeros(n, dtype=np.uint8)
-            mask[sampling] = 1
+        if samples is not None:
+            does = as_array(samples, f"{subject}: samples")
+            if does.shape == (num_rows,):
+                does = does[:n]
+            if does.shape != (n,) or (does.dtype != np.bool_ and does.size):
+                problem = f"{subject}: samples: expected bool[{n}], got {does.dtype}{list(does.shape)}"
+                raise ShapeError(problem, does.shape, "pass a mask, one boolean per request")
+            mask = None if does.all() else does.astype(np.uint8)
         return cls(each, told, ids, mask)
 
     def each(self, n: int) -> Ints:

@@ -22,6 +22,7 @@ from batchstate import (
     slot_column,
 )
 from batchstate.errors import DtypeError, ShapeError, ValueOverflowError
+from batchstate.forward.token_array import values_of
 from batchstate.future_map import FutureMap, relay_field
 from batchstate.pools import SlotPool
 from batchstate.runtime.memory import BITS, numpy_dtype
@@ -212,9 +213,9 @@ def test_values_of_tokens_cross_by_bits(rt: Runtime, level: str, dtype: torch.dt
 def test_bits_of_tokens_are_not_numbers(dtype: torch.dtype) -> None:
     """Numbers are refused, and so is a check for negative ones, which bits would misread."""
     with pytest.raises(DtypeError, match=f"row 0: expected the bits of {dtype}"):
-        TokenArray([[0.5]], dtype).values(np.array([1]), 1, "weights")
+        values_of([[0.5]], dtype, (), np.array([1]), 1, "weights")
     with pytest.raises(ShapeError, match="row 0: 2 values for its 1 tokens"):
-        TokenArray([bits([0.5, 1.0], dtype)], dtype).values(np.array([1]), 1, "weights")
+        values_of([bits([0.5, 1.0], dtype)], dtype, (), np.array([1]), 1, "weights")
     with pytest.raises(DtypeError, match=f"numpy has no dtype {dtype}"):
         TokenArray(None, dtype, non_negative=True)
     with pytest.raises(ValueOverflowError):

@@ -338,6 +338,10 @@ class ForwardPlan:
         check_range(0, padded_tokens, _INT32, subject)
         id_dtype = torch.int32 if _IDS in int32 else torch.int64
         tokens = StepTokens.of_each(queries, num_rows, prompt_ids, samples, id_dtype, _PLAN)
+        sampling = tokens.sampling(num_reqs)
+        for row in sampling[queries[sampling] == 0][:1].tolist():
+            problem = f"{_PLAN}: the request in row {row} samples and puts in no token"
+            raise ArgumentError(problem, row, "pass samples=query_lens > 0")
         fed = tokens.fed(num_reqs) if has_ids or bounds is not None else np.zeros(0, dtype=np.int64)
         offset = None if kv_offset is None else _per_request(kv_offset, num_reqs, num_rows, "kv_offset")
         if offset is not None and (pages is None or np.count_nonzero(offset < 0)):
@@ -355,7 +359,7 @@ class ForwardPlan:
             exact=bounds is None,
             reach=reach,
             relay_rows=fed,
-            sample_rows=tokens.sampling(num_reqs),
+            sample_rows=sampling,
             has_ids=has_ids,
             int32=int32,
             deferred=deferred,

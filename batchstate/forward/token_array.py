@@ -54,48 +54,13 @@ class TokenArray:
     def __repr__(self) -> str:
         return f"TokenArray({self.dtype}, shape={self.shape})"
 
-    def values(self, query_lens: Ints, num_rows: int, subject: str) -> list[Array | None]:
-        """The values of each request, dtype `[query_len, *shape]`; None where it has none.
-
-        Entries of padded rows among the `num_rows` are dropped. Raises `ShapeError` unless there is an entry per
-        request and a value per token, `DtypeError` and `ValueOverflowError` for other values.
-        """
-        num_reqs, rows, (dtype, bits_of) = len(query_lens), self.rows, host_dtype(self.dtype)
-        if rows is None:
-            return [None] * num_reqs
-        remedy = "pass a list with the values of each request, and None for those that have none here"
-        if isinstance(rows, (MirroredTensor, *UNORDERED)):  # the host side may be bounds
-            raise expected(subject, "a list", rows, remedy, DtypeError)
-        if len(rows) not in (num_reqs, num_rows):
-            raise ShapeError(f"{subject} of {len(rows)} for {num_reqs} requests", len(rows), remedy)
-        arrays: list[Array | None] = [None] * num_reqs
-        for row, (values, query) in enumerate(zip(rows, query_lens.tolist(), strict=False)):
-            if values is None:
-                continue
-            if type(values) is np.ndarray and values.dtype is dtype and values.shape == (query, *self.shape):
-                arrays[row] = values  # it is copied when it is laid out
-                continue
-            array: Array = carried(values, dtype, bits_of, f"{subject} of row {row}")
-            if array.shape == (0,) and self.shape:
-                array = np.empty((0, *self.shape), dtype)  # an empty list knows no shape of a token
-            if array.ndim == 0 or array.shape[1:] != self.shape:
-                wanted = f"{query} values {list(self.shape)}" if self.shape else f"{query}"
-                got = f"the number {values}" if array.ndim == 0 else f"shape {list(array.shape)}"
-                problem = f"{subject} of row {row}: expected a list of {wanted}, got {got}"
-                remedy = "pass a list of lists: for each request one value per token, or None"
-                raise ShapeError(problem, array.shape, remedy)
-            if len(array) != query:
-                problem = f"{subject} of row {row}: {len(array)} values for its {query} tokens"
-                raise ShapeError(problem, len(array), "pass as many as `query_lens` says, 1 each by default")
-            arrays[row] = array
-        return arrays
-
     def laid(self, query_lens: Ints, num_rows: int, size: int, where: Where) -> Array:
         """The values of all tokens, request by request, and `fill` elsewhere: dtype `[size, *shape]`.
 
-        Raises as `values`, and SENTINEL_ESCAPED, at `cheap`, for placeholders among values that are never negative.
+        Raises as `values_of`, and SENTINEL_ESCAPED, at `cheap`, for placeholders among values that are never negative.
         """
-        arrays = self.values(query_lens, num_rows, f"{where['object']}: {where['column']}")
+        subject = f"{where['object']}: {where['column']}"
+        arrays = values_of(self.rows, self.dtype, self.shape, query_lens, num_rows, subject)
         fill = padding_row(self.fill, *host_dtype(self.dtype), "TokenArray: fill")
         laid: Array = np.full((size, *self.shape), fill, dtype=bits_dtype(self.dtype))
         if parts := [values for values in arrays if values is not None]:
@@ -105,3 +70,47 @@ class TokenArray:
             least = laid.min(axis=tuple(range(1, laid.ndim)), initial=0) if self.shape else laid
             invariants.sentinel_escaped(least, **where)
         return laid
+
+
+def values_of(
+    rows: Sequence[object] | None,
+    torch_dtype: torch.dtype,
+    shape: tuple[int, ...],
+    query_lens: Ints,
+    num_rows: int,
+    subject: str,
+) -> list[Array | None]:
+    """The values of each request, dtype `[query_len, *shape]`; None where it has none.
+
+    Entries of padded rows among the `num_rows` are dropped. Raises `ShapeError` unless there is an entry per
+    request and a value per token, `DtypeError` and `ValueOverflowError` for other values.
+    """
+    num_reqs, (dtype, bits_of) = len(query_lens), host_dtype(torch_dtype)
+    if rows is None:
+        return [None] * num_reqs
+    remedy = "pass a list with the values of each request, and None for those that have none here"
+    if isinstance(rows, (MirroredTensor, *UNORDERED)):  # the host side may be bounds
+        raise expected(subject, "a list", rows, remedy, DtypeError)
+    if len(rows) not in (num_reqs, num_rows):
+        raise ShapeError(f"{subject} of {len(rows)} for {num_reqs} requests", len(rows), remedy)
+    arrays: list[Array | None] = [None] * num_reqs
+    for row, (values, query) in enumerate(zip(rows, query_lens.tolist(), strict=False)):
+        if values is None:
+            continue
+        if type(values) is np.ndarray and values.dtype is dtype and values.shape == (query, *shape):
+            arrays[row] = values  # it is copied when it is laid out
+            continue
+        array: Array = carried(values, dtype, bits_of, f"{subject} of row {row}")
+        if array.shape == (0,) and shape:
+            array = np.empty((0, *shape), dtype)  # an empty list knows no shape of a token
+        if array.ndim == 0 or array.shape[1:] != shape:
+            wanted = f"{query} values {list(shape)}" if shape else f"{query}"
+            got = f"the number {values}" if array.ndim == 0 else f"shape {list(array.shape)}"
+            problem = f"{subject} of row {row}: expected a list of {wanted}, got {got}"
+            remedy = "pass a list of lists: for each request one value per token, or None"
+            raise ShapeError(problem, array.shape, remedy)
+        if len(array) != query:
+            problem = f"{subject} of row {row}: {len(array)} values for its {query} tokens"
+            raise ShapeError(problem, len(array), "pass as many as `query_lens` says, 1 each by default")
+        arrays[row] = array
+    return arrays
