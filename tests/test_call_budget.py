@@ -374,19 +374,19 @@ STEP = {"device_allocations": 0, "staging_allocations": 0}
 
 BUDGETS: dict[str, Budget] = {
     # Calls
-    "steady step": Budget(steady, {"calls": 116}, (1, 256), **PLAIN),
-    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 209}, (8, 256), **{**PLAIN, "warm": 3}),
-    "step with churn of one": Budget(churn, {"calls": 283}, (1,), **CPU),
-    "step with churn of 256": Budget(churn, {"calls": 281}, (256,), **CPU),
-    "step with churn of an eighth": Budget(churn, {"functions": 153}, (16, 64), warm=PAGE_SIZE),
+    "steady step": Budget(steady, {"calls": 106}, (1, 256), **PLAIN),
+    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 169}, (8, 256), **{**PLAIN, "warm": 3}),
+    "step with churn of one": Budget(churn, {"calls": 275}, (1,), **CPU),
+    "step with churn of 256": Budget(churn, {"calls": 273}, (256,), **CPU),
+    "step with churn of an eighth": Budget(churn, {"functions": 152}, (16, 64), warm=PAGE_SIZE),
     "step of parts": Budget(parts, {"functions": 570, **ONCE}, (16, 256), warm=8),
     "batch alone, unchecked": Budget(batch_alone, {"python": 41, "numpy": 2}, levels=("off",), **ALONE),
     "batch alone": Budget(batch_alone, {"python": 43, "numpy": 2}, **ALONE),
-    "one slot": Budget(one_slot, {"calls": 22}, **CPU),
-    "one extension": Budget(one_extension, {"calls": 40}, **CPU),
+    "one slot": Budget(one_slot, {"calls": 20}, **CPU),
+    "one extension": Budget(one_extension, {"calls": 32}, **CPU),
     "256 handles joined": Budget(joined, {"calls": 16}, (256,), **CPU),
-    "arrivals": Budget(arrivals, {"calls": 89}, (32,), **CPU),
-    "prefill": Budget(prefill, {"calls": 262}, (64,), **CPU),
+    "arrivals": Budget(arrivals, {"calls": 72}, (32,), **CPU),
+    "prefill": Budget(prefill, {"calls": 193}, (64,), **CPU),
     # Copies, launches, allocations
     "whole step": Budget(whole_step, {**LIMITS, "Table.entry_of": 0}, COLUMNS, OFF_TOO, warm=4),
     "whole step, looked at again": Budget(whole_step, {"Table.entry_of": 1}, COLUMNS[:1], ("full",)),
