@@ -115,10 +115,8 @@ class PlannedStep:
 
     @property
     def slots(self) -> torch.Tensor:
-        """The slots on the device, int64[num_rows]. A write into them counts as one into the columns."""
-        block = self._memory.block
-        at = block.start(block.columns.slots) >> 3
-        return self._upload.buffer.view(torch.int64)[at : at + block.n]
+        """The slots on the device, int64[num_rows]."""
+        return self._memory.slots(0, self._memory.block.n)
 
     # Rows
 
@@ -137,6 +135,17 @@ class PlannedStep:
         generations = self._memory.numbers(self._memory.block.gens, self.num_reqs)
         generations.setflags(write=False)
         return generations
+
+    @property
+    def query_lens(self) -> Ints:
+        """Tokens that each request puts in, int64[num_reqs]."""
+        return self._tokens.each(self.num_reqs)
+
+    @property
+    def max_kv_len(self) -> int:
+        """The most tokens that a request has with those of the step, or a bound."""
+        block = self._memory.block
+        return int(self._memory.small_numbers(block.kv_lens, block.n).max(initial=0))
 
     @property
     def batch(self) -> Batch:

@@ -85,8 +85,9 @@ class StepMemory:
         block: the core's, over it.
         staging: the same memory, as the runtime copies it.
         size: in bytes.
-        wide, narrow: the device's memory as int64 and int32, with a count of writes apart from that of the columns: a
-            forward may write into its inputs.
+        columns: the device's memory as int64.
+        wide, narrow: the same as int64 and int32, with a count of writes apart from that of the columns: a forward may
+            write into its inputs.
         copied: the fence behind the last copy of it, and the stream that ran it.
         sent: the same, also of a copy that failed; None before the first.
         others: further streams that use it since then, by their keys.
@@ -109,6 +110,7 @@ class StepMemory:
         "_views",
         "array",
         "block",
+        "columns",
         "copied",
         "counts",
         "narrow",
@@ -140,7 +142,7 @@ class StepMemory:
         with torch.inference_mode(False):  # else torch would not count writes
             self._buffer = self._runtime.device_empty((self.size,), torch.uint8)
             self._runtime.name_memory(self._buffer, "step")
-            data = self._buffer.data
+            data, self.columns = self._buffer.data, self._buffer.view(torch.int64)
             self.wide, self.narrow = data.view(torch.int64), data.view(torch.int32)
         self._storage = self._buffer.untyped_storage()
         self._forget()
@@ -234,13 +236,13 @@ class StepMemory:
         return views
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
-        """The slots of some rows on the device, for work of the stream of the copy that only reads them."""
+        """The slots of some rows on the device, for the stream of the copy. A write counts as one into the columns."""
         block = self.block
         at = block.start(block.columns.slots) >> 3
-        return self.wide[at + start : at + stop]
+        return self.columns[at + start : at + stop]
 
     def part(self, at: Place) -> torch.Tensor:
-        """An array that crossed with the step, likewise."""
+        """An array that crossed with the step, likewise. A write counts as one into the inputs."""
         start, dtype, shape = at
         typed = self._typed.get(dtype)
         if typed is None:

@@ -324,6 +324,8 @@ class World(Pools):
         seen["committed"] = self.pages.committed(self.batch.slots).tolist()
         names = "query_lens", "seq_lens", "relay_rows", "sample_rows", "num_tokens", "max_kv_len", "kv_starts"
         seen["plan"] = {name: np.asarray(getattr(step.plan, name)).tolist() for name in names}
+        assert (inputs.max_query_len, inputs.max_kv_len) == (step.plan.max_query_len, step.plan.max_kv_len)
+        assert inputs.query_lens.tolist() == seen["plan"]["query_lens"]
         return step, seen
 
     def state(self) -> object:

@@ -374,8 +374,8 @@ STEP = {"device_allocations": 0, "staging_allocations": 0}
 
 BUDGETS: dict[str, Budget] = {
     # Calls
-    "steady step": Budget(steady, {"calls": 106}, (1, 256), **PLAIN),
-    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 169}, (8, 256), **{**PLAIN, "warm": 3}),
+    "steady step": Budget(steady, {"calls": 113}, (1, 256), **PLAIN),
+    "mixed step": Budget(functools.partial(steady, chunks=True), {"calls": 180}, (8, 256), **{**PLAIN, "warm": 3}),
     "step with churn of one": Budget(churn, {"calls": 275}, (1,), **CPU),
     "step with churn of 256": Budget(churn, {"calls": 273}, (256,), **CPU),
     "step with churn of an eighth": Budget(churn, {"functions": 152}, (16, 64), warm=PAGE_SIZE),

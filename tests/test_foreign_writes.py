@@ -38,7 +38,8 @@ READINGS: dict[type, str] = {
     MirroredTensor: "label from_device from_pair np host device device_side row_set open_windows stale sum max min "
     "tolist aligned exact_numbers exact_host",
     StepPlanner: "made_for_holders",
-    PlannedStep: "plan accept publish rollback results batch sent slots sampled_slots rows generations used_on",
+    PlannedStep: "plan accept publish rollback results batch sent slots sampled_slots rows generations used_on "
+    "query_lens max_kv_len",
 }
 """Names that make a batch or value, or read one side of it, and replace nothing."""
 

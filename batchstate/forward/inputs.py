@@ -11,6 +11,7 @@ from typing import Protocol, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
@@ -24,6 +25,8 @@ from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import dtype_of_bits
 from batchstate.tables import Table
 from batchstate.violations import Where
+
+Ints = npt.NDArray[np.int64]
 
 Gather = Callable[..., torch.Tensor]
 """Gathers entries of relay fields, by names and handles; of several, end to end for each request, [n, width]."""
@@ -47,6 +50,14 @@ class InputSource(Protocol):
     def sampled_slots(self) -> Slots:
         """The slots of the requests that sample."""
 
+    @property
+    def query_lens(self) -> Ints:
+        """Tokens that each request puts in, int64[num_reqs]."""
+
+    @property
+    def max_kv_len(self) -> int:
+        """The most tokens that a request has, or a bound."""
+
 
 @final
 @attrs.frozen(eq=False)
@@ -56,6 +67,12 @@ class Uploaded:
     plan: ForwardPlan
     slots: torch.Tensor
     sampled_slots: Slots
+    query_lens: Ints
+
+    @property
+    def max_kv_len(self) -> int:
+        """That of the plan."""
+        return self.plan.max_kv_len
 
 
 @final
@@ -112,7 +129,7 @@ class ForwardInputs:
 
     @property
     def plan(self) -> ForwardPlan:
-        """The host's part: it says what the host knows of the forward."""
+        """The host's part. A planned step makes it when it is first asked for, in about the time of a step."""
         return self._source.plan
 
     @property
@@ -124,6 +141,21 @@ class ForwardInputs:
     def slots(self) -> torch.Tensor:
         """int64[num_rows]; 0 for padded rows."""
         return self._source.slots
+
+    @property
+    def query_lens(self) -> Ints:
+        """Tokens that each request puts in, int64[num_reqs], on the host."""
+        return self._source.query_lens
+
+    @property
+    def max_query_len(self) -> int:
+        """The most of these (`max_seqlen_q`)."""
+        return int(self.query_lens.max(initial=0))
+
+    @property
+    def max_kv_len(self) -> int:
+        """The most tokens that a request has with those of this step, or a bound (`max_seqlen_k`)."""
+        return self._source.max_kv_len
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -199,7 +231,8 @@ class ForwardInputs:
             else:
                 _put(runtime.launch, known, tensors["relay_tokens"], taken, "ids from the relay")
         positions, starts, kv_lens, last = (tensors[name] for name in _ALWAYS)
-        source, mapping = Uploaded(plan, slots.device, sampled), tensors.get("slot_mapping")
+        source = Uploaded(plan, slots.device, sampled, plan.query_lens)
+        mapping = tensors.get("slot_mapping")
         inputs = cls(source, known if plan.has_ids else None, positions, starts, kv_lens, last, mapping)
         inputs.put({**tensors, **arrays}, {name: plan.token_arrays[name] for name in arrays})
         if gather is not None and plan.bounded and lengths is not None:

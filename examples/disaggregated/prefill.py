@@ -244,14 +244,15 @@ class PrefillWorker:
             for job, start, n in zip(working.jobs, working.seq_lens.np.tolist(), queries.tolist(), strict=True)
         ]
         planned = self._planner.plan(working, queries, prompt_ids=ids, samples=samples)
-        grown, plan, results = cast(PromptBatch, planned.batch), planned.plan, None
+        grown, results = cast(PromptBatch, planned.batch), None
         with self.runtime.use(self._stream):
             inputs = planned.inputs()
-            rows = self._table.device_for(plan.slots).index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
+            table = self._table.device_for(grown.slots)
+            rows = table.index_select(0, inputs.slots)[:, : inputs.max_kv_len].long()
             self._table.read_until(self.runtime.record())
             assert inputs.slot_mapping is not None
             view = PagedView(
-                inputs.positions, inputs.slot_mapping, inputs.query_start_loc, plan.query_lens, inputs.kv_lens, rows
+                inputs.positions, inputs.slot_mapping, inputs.query_start_loc, inputs.query_lens, inputs.kv_lens, rows
             )
             logits = self._model.forward(inputs.input_ids, view, self._kv, inputs.last_token_indices)
             if samples.any():
@@ -262,7 +263,7 @@ class PrefillWorker:
         for job in jobs:
             job.last_step = forward_done
         computed = list(zip(jobs, grown.seq_lens.np.tolist(), strict=True))
-        sampling = [jobs[row] for row in plan.sample_rows]
+        sampling = [jobs[row] for row in np.flatnonzero(samples)]
         self._in_flight.append(Step(forward_done, computed, sampling, results))
         self._batch = self._rest(grown, samples)
         self.steps += 1

@@ -103,21 +103,20 @@ class Forward:
 
     def run(self, step: Step) -> RunningBatch:
         """Launches one step; its results set out for the host. Returns the batch as it is after the step."""
-        runtime, plan = self._runtime, step.plan
+        runtime, batch = self._runtime, step.batch
         with runtime.use(self.stream):
             inputs = step.planned.inputs()
-            table = self._req_to_token.device_for(plan.slots)
-            kv_tokens = table.index_select(0, inputs.slots)[:, : plan.max_kv_len].long()
+            table = self._req_to_token.device_for(batch.slots)
+            kv_tokens = table.index_select(0, inputs.slots)[:, : inputs.max_kv_len].long()
             assert inputs.slot_mapping is not None  # the plan has pages
             view = PagedView(
                 inputs.positions,
                 inputs.slot_mapping,
                 inputs.query_start_loc,
-                plan.query_lens,
+                inputs.query_lens,
                 inputs.kv_lens,
                 kv_tokens,
             )
-            batch = step.batch
             if self._drafts:
                 self._note_inputs(inputs)
             if not step.sampling:  # chunks of prompts that are not their last, or an idle step
@@ -134,7 +133,7 @@ class Forward:
 
     def _speculate(self, step: Step, inputs: ForwardInputs, view: PagedView) -> RunningBatch:
         """Runs the last tokens with their guesses, keeps those that are right, and guesses anew."""
-        plan, width = step.plan, 1 + self._drafts
+        width = 1 + self._drafts
         columns = torch.arange(width, device=self._runtime.device)
         # The last `width` tokens of each request; before the first token of a short prompt lie those of another.
         last = (inputs.last_token_indices[:, None] + columns - self._drafts).clamp_(min=0)  # int64[n, width]
@@ -151,7 +150,7 @@ class Forward:
         self._drafter.note(slots[:, None], (true_lens - accepted)[:, None] + columns, outputs)
         step.planned.publish(
             last_token=outputs.gather(1, accepted[:, None])[:, 0],
-            drafts=self._drafter.propose(slots, true_lens + 1, plan.max_kv_len + 1),
+            drafts=self._drafter.propose(slots, true_lens + 1, inputs.max_kv_len + 1),
             outputs=outputs,
         )
         lens = MirroredTensor.from_pair(
@@ -163,8 +162,7 @@ class Forward:
         return step.batch.replace(seq_lens=lens)
 
     def _note_inputs(self, inputs: ForwardInputs) -> None:
-        plan = inputs.plan
-        lengths = inputs.query_start_loc.diff()
-        slots = torch.repeat_interleave(inputs.slots, lengths, output_size=plan.num_tokens)
-        tokens = slice(plan.num_tokens)
+        lengths, num_tokens = inputs.query_start_loc.diff(), int(inputs.query_lens.sum())
+        slots = torch.repeat_interleave(inputs.slots, lengths, output_size=num_tokens)
+        tokens = slice(num_tokens)
         self._drafter.note(slots, inputs.positions[tokens], inputs.input_ids[tokens])
