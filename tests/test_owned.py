@@ -164,6 +164,18 @@ def test_a_step_accepts_what_it_goes_on_from(rt: Runtime) -> None:
     refused(Code.LENGTH_ORDER, lambda: world.pages.hold(step.batch.slots.filter([0]), 12))
 
 
+@pytest.mark.parametrize("int32", [(), ("slot_mapping",)], ids=["int64", "int32"])
+def test_pages_that_get_holders_behind_the_plan(rt: Runtime, int32: tuple[str, ...]) -> None:
+    """A page before the tokens of a step may be shared between plan and inputs, whatever the dtype of the mapping."""
+    world = World.planned(rt, int32=int32)
+    world.join([PAGE_SIZE + 1, PAGE_SIZE + 2])
+    step = world.planner.plan(world.batch)
+    world.pages.share(world.batch.slots.filter([0]), world.slots.take(1), PAGE_SIZE)
+    rows = world.batch.slots.np.tolist()
+    expected = [world.locations(slot, [n])[0] for slot, n in zip(rows, (PAGE_SIZE + 1, PAGE_SIZE + 2), strict=True)]
+    assert world.run(step).slot_mapping.tolist() == expected
+
+
 def test_places_to_write_are_nobody_elses(rt: Runtime) -> None:
     """KV is loaded into pages that a request has alone, behind its accepted tokens, and nowhere else."""
     world = Pools.of(rt)

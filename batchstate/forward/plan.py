@@ -544,7 +544,7 @@ class ForwardPlan:
         pages = self.pages
         if levels.cheap and pages is not None and pages.shares.last != self._shares:
             shared = np.repeat(pages.shares.since(self.slots.np[: self.num_reqs], self._shares), self.query_lens)
-            written = self.extras["slot_mapping"][: self.num_tokens][shared] // pages.page_size
+            written = self.extras["slot_mapping"][: self.num_tokens][shared].astype(np.int64) // pages.page_size
             pages.check_unshared(written, operation)
 
     def locations_at(self, positions: Ints) -> Ints:
