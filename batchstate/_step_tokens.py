@@ -46,7 +46,7 @@ class StepTokens:
     ) -> Self:
         """From the arguments of a planner's step of n requests; raises as `ForwardPlan.of`."""
         subject, numbers = "StepPlanner: plan", query_lens
-        if type(numbers) is not int:
+        if type(numbers) is not int or not 0 <= numbers < 2**31:  # not as in a decode step
             array = amounts(query_lens, n, f"{subject}: query_lens")
             numbers = array if array.ndim else int(array)
         if type(numbers) is int and prompt_ids is None and samples is None:

@@ -980,7 +980,7 @@ class Handles(MirroredTensor):
         return self._pool_id
 
     def check_kept(self, operation: str) -> None:
-        """Refuses, at `cheap`, handles whose pool has given a number away since; padded rows are nobody's.
+        """Refuses, at `cheap`, handles of which a number has lost its owner; padded rows are nobody's.
 
         Raises:
             Violation: SLOT_STALE_HANDLE.
@@ -1001,7 +1001,7 @@ class _Asking(Handles):
 
     @property
     def np(self) -> Array:
-        """As `MirroredTensor.np`; SLOT_STALE_HANDLE, at `cheap`, once a number is another's."""
+        """As `MirroredTensor.np`; SLOT_STALE_HANDLE, at `cheap`, once a number has lost its owner."""
         self.check_kept("np")
         return super().np
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Amount, Array, Selection, arange_per_row
+from batchstate._arrays import MOST_ROWS, Amount, Array, Selection, arange_per_row
 from batchstate._arrays import count as counted
 from batchstate._column_inputs import rows_from
 from batchstate._core import Requests, tally
@@ -234,7 +234,8 @@ class StepPlanner(OfThisProcess):
         if joining is not None:
             joined = self._joined(joining)
             n += joined.num_reqs
-        num_rows = n if pad_rows is None else counted(pad_rows, "StepPlanner: pad_rows", least=n)
+        num_rows = n if pad_rows is None else counted(pad_rows, "StepPlanner: pad_rows", least=n, most=MOST_ROWS)
+        padded = -1 if pad_tokens is None else counted(pad_tokens, "StepPlanner: pad_tokens", most=MOST_ROWS)
         tokens = ONE_EACH
         if type(query_lens) is not int or query_lens != 1 or prompt_ids is not None or samples is not None:
             tokens = StepTokens.of(n, num_rows, query_lens, prompt_ids, samples, declared.id_dtype)
@@ -242,7 +243,7 @@ class StepPlanner(OfThisProcess):
         further = NO_FURTHER if self._plain and not first else Further()
         if extras or writes or token_arrays:
             further = Further()
-            self._add_arguments(further, batch, tokens.each(n), pad_tokens, extras, writes, token_arrays)
+            self._add_arguments(further, batch, tokens.each(n), padded, extras, writes, token_arrays)
         for name, array in first.items():
             further.arrays[f"published {name}"] = array
 
@@ -265,7 +266,7 @@ class StepPlanner(OfThisProcess):
 
         windows = batch._open_windows() if batch._exposed or batch._windows else NO_WINDOWS
         # A draft of the step, in memory that nobody reads, and its copy.
-        memory, state = self._drafted(batch, index, joined, takes, tokens, n, num_rows, pad_tokens, further, stream)
+        memory, state = self._drafted(batch, index, joined, takes, tokens, n, num_rows, padded, further, stream)
         step = PlannedStep(declared, self._kind, memory, state, tokens, n, further, windows)
         if tokens is not ONE_EACH and isinstance(query_lens, MirroredTensor) and query_lens.row_set is not None:
             rows = RowSet(0, (step.rows, step.generations), slots.pool_id)
@@ -366,12 +367,15 @@ class StepPlanner(OfThisProcess):
         further: Further,
         batch: Batch,
         queries: Ints,
-        pad_tokens: SupportsIndex | None,
+        padded: int,
         extras: Mapping[str, object] | None,
         writes: Sequence[TableWrite],
         token_arrays: Mapping[str, TokenArray] | None,
     ) -> None:
-        """Arrays of the engine that cross with the step, whose requests put in `queries` tokens int64[n]."""
+        """Arrays of the engine that cross with the step, whose requests put in `queries` tokens int64[n].
+
+        `padded` are the tokens with padded ones, or -1 for no padding.
+        """
         for name, values in batch._checked_extras(extras, OPERATION).items() if extras else ():
             further.arrays[name], further.named[name] = extra_array(name, values), values
         for i, write in enumerate(joined_writes(self._runtime, writes) if writes else ()):
@@ -379,8 +383,8 @@ class StepPlanner(OfThisProcess):
             further.arrays |= {f"index {i}": write.index, f"values {i}": write.values}
         queries = np.maximum(queries, 0)
         size = int(queries.sum())
-        if pad_tokens is not None:
-            size = counted(pad_tokens, "StepPlanner: pad_tokens", least=size)
+        if padded >= 0:
+            size = counted(padded, "StepPlanner: pad_tokens", least=size)
         for name, array in (token_arrays or {}).items():
             if name == "input_ids":
                 problem = f"StepPlanner: token_arrays are {token_arrays!r}"
@@ -399,7 +403,7 @@ class StepPlanner(OfThisProcess):
         tokens: StepTokens,
         n: int,
         num_rows: int,
-        pad_tokens: SupportsIndex | None,
+        padded: int,
         further: Further,
         stream: Stream,
     ) -> tuple[StepMemory, RowState]:
@@ -416,7 +420,6 @@ class StepPlanner(OfThisProcess):
             moved.pad_device(num_rows - n)
             self._add_needs(further, moved)
         rules, other, checks = declared.rules, None if joined is None else joined.state.block, cheap + (cheap and exact)
-        padded = -1 if pad_tokens is None else counted(pad_tokens, "StepPlanner: pad_tokens")
         numbers, told, samples, ids = tokens.numbers, tokens.told, tokens.samples, tokens.ids
         own, pads, nbytes = was.block, self._layout.pads, self._usual
         if num_rows > self._usual_rows:
@@ -430,17 +433,17 @@ class StepPlanner(OfThisProcess):
             rule = block.draft(rules, *rows, numbers, told, samples, checks, bounds, padded, ids)
             if rule is not None:
                 self._refuse(str(rule), moved.on(block), tokens, n, takes)
-            nbytes = self._usual = block.need
+            nbytes = block.need
             if nbytes <= memory.size:
-                if pad_tokens is not None:
-                    counted(pad_tokens, "StepPlanner: pad_tokens", least=block.t)
+                if padded >= 0:
+                    counted(padded, "StepPlanner: pad_tokens", least=block.t)
                 if not self._plain:
                     self._add_derived(further, moved.on(block), tokens, n, num_rows, exact)
                     extra = further.nbytes
                 nbytes += extra
                 if nbytes <= memory.size:
                     break
-        self._usual_rows = num_rows
+        self._usual, self._usual_rows = block.need, num_rows  # not before: memory of that size can be had
         tally(times_checked, _LOOKED_AT[checks])
         if declared.int32:
             starts = {"positions": block.positions, "slot_mapping": block.mapping, "last_token_indices": block.last}

@@ -320,6 +320,8 @@ def test_too_few_pages_take_none(slots: SlotPool, pages: PagePool) -> None:
     with pytest.raises(PoolExhaustedError) as caught:
         pages.take(5)
     assert (caught.value.requested, caught.value.free, caught.value.pending) == (5, 4, 0)
+    with pytest.raises(PoolExhaustedError):
+        pages.take(2**63)  # more than a number of the core holds
     assert (pages.stats.free, pages.stats.leases) == (4, 1)
     none = pages.take(0)
     assert (none.pages.size, none.tokens) == (0, 0)

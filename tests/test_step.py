@@ -535,6 +535,9 @@ PLANNED: dict[str, tuple[Expected, str, Options]] = {
     "samples for others": (ShapeError, r"expected bool\[2\]", lambda w: {"samples": np.ones(1, np.bool_)}),
     "fewer rows than requests": (ArgumentError, "pad", lambda w: {"pad_rows": 1}),
     "fewer tokens than there are": (ArgumentError, "pad_tokens is 1", lambda w: {"pad_tokens": 1}),
+    "more rows than int32 has": (ArgumentError, "pad_rows is 2147483648", lambda w: {"pad_rows": 2**31}),
+    "more tokens than int32 has": (ArgumentError, "pad_tokens is 2147483648", lambda w: {"pad_tokens": 2**31}),
+    "more tokens than int64 has": (ValueOverflowError, "query_lens", lambda w: {"query_lens": 2**63}),
     "values for others": (ShapeError, "types of 1 for 2", lambda w: {"token_arrays": {"types": TokenArray([[1]])}}),
     "rows that are not there": (RowIndexError, "row 5", lambda w: {"keep": [0, 5]}),
     "another class joins": (
@@ -591,6 +594,24 @@ def test_a_plan_that_is_refused_changes_nothing(rt: Runtime, name: str) -> None:
     world.check_table()
     step = world.planner.plan(world.batch, **joining()(world))
     assert step.inputs().input_ids.tolist() == [21, 7, 8]
+
+
+def test_memory_that_cannot_be_had(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for which there is no memory has changed nothing, and the next one asks for what it needs."""
+    world, allocate = World.planned(rt), rt._allocate_staging
+    world.join([5, 6])
+    before = world.state()
+
+    def allocated(nbytes: int) -> torch.Tensor:
+        if nbytes > 1 << 16:
+            raise RuntimeError("no memory")
+        return allocate(nbytes)
+
+    monkeypatch.setattr(rt, "_allocate_staging", allocated)
+    with pytest.raises(RuntimeError, match="no memory"):
+        world.planner.plan(world.batch, pad_tokens=1 << 16)
+    assert world.state() == before
+    world.run(world.planner.plan(world.batch))
 
 
 @pytest.mark.parametrize("padded", [{}, {"pad_rows": 4, "pad_tokens": 4}])

@@ -142,7 +142,7 @@ class PageSharing:
         check_fence(writer, self._take)
         wanted = n if type(n) is int and n >= 0 else count(n, f"{self._take}: n")
         self.transaction.reap()
-        if not self._rows.look_free(wanted):
+        if wanted > self._rows.free or not self._rows.look_free(wanted):
             self.holders.explain_free(wanted, "take")
         pages: Ints = np.empty(wanted, dtype=np.int64)
         self.transaction.operation = "take"
