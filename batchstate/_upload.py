@@ -87,23 +87,19 @@ class SentColumns:
     """The mirrored columns that one copy brought to the device, shared by all batches that have them from it.
 
     Attributes:
-        packed: the copy.
-        places: column -> its array in the copy; None for all columns, laid out as in their block.
+        packed: the copy, which begins with all columns, laid out as in their block.
         exposed: column -> the view that was given out, and torch's count of writes into it before.
     """
 
-    __slots__ = ("_runs", "exposed", "packed", "places")
+    __slots__ = ("_runs", "exposed", "packed")
 
-    def __init__(self, packed: PackedUpload, places: Mapping[str, int] | None = None) -> None:
+    def __init__(self, packed: PackedUpload) -> None:
         self.packed = packed
-        self.places = places
         self.exposed: dict[str, tuple[torch.Tensor, int | None]] = {}
         self._runs: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     def shared(self, name: str, state: RowState) -> torch.Tensor:
         """A column as a view of the copy; no launch. A write into it counts as one into the copy."""
-        if self.places is not None:
-            return self.packed.shared(self.places[name])
         return column_view(self.packed.buffer, state.layout, state.block, name, self._runs)
 
     def view(self, name: str, state: RowState) -> torch.Tensor:
@@ -113,10 +109,6 @@ class SentColumns:
             view = self.shared(name, state).data
             entry = self.exposed[name] = view, write_count(view)
         return entry[0]
-
-    def is_large_for(self, nbytes: int) -> bool:
-        """Whether the copy is too large to be kept for columns of so many bytes."""
-        return self.packed.buffer.nbytes > max(KEPT_BYTES, 2 * nbytes)
 
 
 def column_view(
@@ -144,10 +136,6 @@ def column_view(
     return views[member].view(num_rows, *column.shape) if column.shape else views[member]
 
 
-KEPT_BYTES = 1 << 16
-"""A larger copy is dropped once less than half of it is columns in use: these cross again."""
-
-
 @final
 class BatchDevice:
     """The device side of a batch, which does not exist before its first use.
@@ -158,18 +146,16 @@ class BatchDevice:
     Attributes:
         state: the rows of the batch. Once a column is gathered, its device rows are the gathered ones.
         uploaded: whether all columns have crossed.
-        sent: the columns that have crossed; None while nothing of the batch can have been written on the device.
+        sent: the mirrored columns; None while they have not crossed, and cannot have been written on the device.
     """
 
-    __slots__ = ("_gathered_views", "_later", "_needs", "_runtime", "_unsent", "sent", "state", "uploaded")
+    __slots__ = ("_gathered_views", "_needs", "_runtime", "sent", "state", "uploaded")
 
     def __init__(self, runtime: Runtime, state: RowState) -> None:
         self._runtime = runtime
         self.state = state
         self.uploaded = False
-        self.sent: SentColumns | None = None  # with all mirrored columns but those of `_later` and `_unsent`
-        self._later: Mapping[str, SentColumns] = {}  # columns that crossed after `sent`
-        self._unsent: Collection[str] = ()  # columns that have yet to cross
+        self.sent: SentColumns | None = None
         self._needs: dict[str, tuple[PackedUpload, range]] = {}
         self._gathered_views: dict[str, tuple[torch.Tensor, int | None]] = {}
 
@@ -181,26 +167,14 @@ class BatchDevice:
         return device
 
     def kept(self, state: RowState, changed: Collection[str]) -> "BatchDevice | None":
-        """The device side of a batch of the same rows: all columns but those that `changed` stay as they crossed.
+        """The device side of a batch of the same rows; None if nothing has crossed, or a column that `changed` crosses.
 
-        None if nothing has crossed, or if little of a large copy would stay.
+        Then all cross again: a copy of a few bytes takes as long as one of all columns.
         """
-        sent = self.sent
-        if sent is None:
-            return None
-        sizes, num_rows = state.layout.row_bytes, state.block.n
-        unsent = dict.fromkeys(name for name in (*self._unsent, *changed) if name in state.layout.columns)
-        later = {name: copy for name, copy in self._later.items() if name not in unsent}
-        for copy in set(later.values()):
-            names = [name for name, its in later.items() if its is copy]
-            if copy.is_large_for(num_rows * sum(sizes[name] for name in names)):
-                unsent |= dict.fromkeys(names)
-        stay = sum(sizes.values()) - sum(sizes[name] for name in {*unsent, *later})
-        if sent.is_large_for(num_rows * stay):
+        if self.sent is None or not state.device.keys() >= set(changed):
             return None
         device = BatchDevice(self._runtime, state)
-        device.sent, device._unsent = sent, unsent
-        device._later = {name: copy for name, copy in later.items() if name not in unsent}
+        device.sent = self.sent
         device._needs = {
             name: needs for name, needs in self._needs.items() if state.device.get(name) is self.state.device.get(name)
         }
@@ -209,10 +183,6 @@ class BatchDevice:
     def note_needs(self, name: str, upload: PackedUpload, places: range) -> None:
         """The arrays by which a column is gathered have crossed in `upload`."""
         self._needs[name] = upload, places
-
-    def has(self, name: str) -> bool:
-        """Whether a mirrored column has crossed."""
-        return self.sent is not None and name not in self._unsent
 
     def upload(self, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
         """Uploads columns that have not crossed yet in one copy, then launches one scatter for each table written.
@@ -227,31 +197,17 @@ class BatchDevice:
             Violation: SLOT_STALE_HANDLE: a slot of a write belongs to another request since it was made.
             ArgumentError: one element is written twice, at level `full`.
         """
-        state, sent, first = self.state, self.sent, not self.uploaded
-        arrays: list[Array] = []
-        places: dict[str, int] = {}
-        needs: dict[str, range] = {}
-        if first:
-            if sent is None:
-                arrays = [state.crossing()]
-            else:
-                names = [name for name in self._unsent if name not in state.device]
-                places = {name: i for i, name in enumerate(names)}
-                arrays = [state.column(name) for name in names]
-            if state.device:
-                needs = append_needs(arrays, state, self._needs)
-        if not (arrays or writes or extras or sent is None):
-            self.uploaded, self._unsent = True, ()
+        state, first, sends = self.state, not self.uploaded, self.sent is None
+        arrays: list[Array] = [state.crossing()] if sends else []
+        needs = append_needs(arrays, state, self._needs) if first and state.device else {}
+        if not (arrays or writes or extras):
+            self.uploaded = True
             return NO_EXTRAS
         upload, uploaded, scatter = packed_step(self._runtime, arrays, writes, extras)
-        if first:
-            crossed = SentColumns(upload, None if sent is None else places)
-            self._needs |= {name: (upload, places_of) for name, places_of in needs.items()}
-            if sent is None:
-                self.sent = crossed
-            elif places:
-                self._later = {**self._later, **dict.fromkeys(places, crossed)}
-            self._unsent, self.uploaded = (), True  # last: an interrupt before leaves the batch as it was
+        self._needs |= {name: (upload, places) for name, places in needs.items()}
+        if sends:
+            self.sent = SentColumns(upload)
+        self.uploaded = True  # last: an interrupt before leaves the batch as it was
         if scatter is not None:
             scatter()
         if state.device:
@@ -275,39 +231,35 @@ class BatchDevice:
     def column(self, name: str) -> ReadyTensor:
         """The device side of a column; unless it is there, all that has not crossed yet is uploaded."""
         rows = self.state.device.get(name)
-        if not self.uploaded and not (self.has(name) and (rows is None or rows.as_it_is() is not None)):
+        if not self.uploaded and not (self.sent is not None and (rows is None or rows.as_it_is() is not None)):
             self.upload((), {})
             rows = self.state.device.get(name)  # by now perhaps gathered
         if rows is not None:
             return self._gathered(name, rows)
-        sent = self._sent_with(name)
-        return ReadyTensor.uploaded(sent.view(name, self.state), sent.packed)
+        return ReadyTensor.uploaded(self._crossed.view(name, self.state), self._crossed.packed)
 
     def columns(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The device sides of several columns, safe on the current stream: the same as `column`, all at once."""
         if not self.uploaded:
             self.upload((), {})
-        sides = {}
-        used = None
+        sides, state, sent = {}, self.state, self._crossed
+        packed = sent.packed
+        self._runtime.use_on_current_stream(
+            packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised
+        )
         for name in names:
-            rows = self.state.device.get(name)
-            if rows is not None:
+            rows = state.device.get(name)
+            if rows is None:
+                sides[name] = sent.shared(name, state)
+            else:
                 sides[name] = self._gathered(name, rows).on_current_stream(self._runtime)
-                continue
-            sent = self._sent_with(name)
-            if sent is not used:
-                packed, used = sent.packed, sent
-                self._runtime.use_on_current_stream(
-                    packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised
-                )
-            sides[name] = sent.shared(name, self.state)
         return sides
 
-    def _sent_with(self, name: str) -> SentColumns:
-        sent = self._later.get(name, self.sent) if self._later else self.sent
-        if sent is None:  # pragma: no cover - `upload` sets it
+    @property
+    def _crossed(self) -> SentColumns:
+        if self.sent is None:  # pragma: no cover - `upload` sets it
             raise RuntimeError("the batch has not been uploaded")
-        return sent
+        return self.sent
 
     def written(self) -> tuple[str, int, int] | None:
         """A column that was written from outside, and torch's count of writes in place before and now; or None.
@@ -317,16 +269,11 @@ class BatchDevice:
         """
         if self.sent is None:
             return None
-        for sent in (self.sent, *self._later.values()) if self._later else (self.sent,):
-            packed = sent.packed
-            if packed.write_count is not None and packed.buffer._version != packed.write_count:
-                return self._differing(sent), packed.write_count, packed.buffer._version
-            for name in sent.exposed:
-                view, before = sent.exposed[name]
-                if before is not None and view._version != before and self.has(name) and self._sent_with(name) is sent:
-                    return name, before, view._version
-        for name in self._gathered_views:
-            view, before = self._gathered_views[name]
+        packed = self.sent.packed
+        if packed.write_count is not None and packed.buffer._version != packed.write_count:
+            return self._differing(self.sent), packed.write_count, packed.buffer._version
+        exposed = {name: seen for name, seen in self.sent.exposed.items() if name not in self.state.device}
+        for name, (view, before) in (exposed | self._gathered_views).items():
             if before is not None and view._version != before:
                 return name, before, view._version
         return None
@@ -335,7 +282,7 @@ class BatchDevice:
         state = self.state
         if not self._runtime.capturing:
             for name in state.layout.index:
-                if name not in state.device and self.has(name) and self._sent_with(name) is sent:
+                if name not in state.device:
                     device = self._runtime.inspect(sent.shared(name, state))
                     if state.column(name).tobytes() != device.tobytes():
                         return name

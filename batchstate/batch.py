@@ -669,7 +669,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
                     checked = column.takes_any or name in self._layout.index
                     if not checked and (contents := rows.contents(self.runtime)) is not None:
                         column.check_values(contents[1], self.runtime, operation)
-                elif self.device_side.has(name):
+                elif self.device_side.sent is not None:
                     value._device.tensor(self.runtime)  # a view of the copy
                 value.check(operation)
         self._check_rows(operation)
