@@ -302,33 +302,31 @@ class RowState:
         """The rows at checked indices int64[k]."""
         block = Block(self.layout.core, index.size)
         block.take(self.block, index)
-        return RowState(
-            self.layout,
-            block,
-            self.device and {name: rows.taken(index) for name, rows in self.device.items()},
-            self.objects and {name: objects[index] for name, objects in self.objects.items()},
-        )
+        return self.moved(index, None, block)
 
     def merged(self, other: "RowState", kept: Rows | None = None) -> "RowState":
         """The rows of both; only those at checked indices `kept` int64[k] of these, if given."""
         block = Block(self.layout.core, (self.block.n if kept is None else kept.size) + other.block.n)
         block.join(self.block, kept, other.block)
-        return self.beside(block, other, kept)
+        return self.moved(kept, other, block)
 
-    def beside(self, block: Block, other: "RowState", kept: Rows | None) -> "RowState":
-        """The same, where the mirrored columns are in `block` already.
+    def moved(self, index: Rows | None, other: "RowState | None", block: Block | None = None) -> "RowState":
+        """The device rows and objects at checked indices, all without, then those of `other`.
 
-        A column that is exact in one of them alone is a device column of the result.
+        The mirrored columns are in `block` already; without one they have not moved yet. A column that is exact in one
+        of the two alone is a device column of the result.
         """
-        device: Mapping[str, DeviceRows] = self.device or other.device
-        if device:
-            names = (*self.device, *(name for name in other.device if name not in self.device))
-            device = {name: self._device_rows(name, kept).merged(other._device_rows(name)) for name in names}
-        objects = self.objects
+        device, objects = self.device, self.objects
+        if device or (other is not None and other.device):
+            names = dict.fromkeys((*device, *(() if other is None else other.device)))
+            device = {name: self._device_rows(name, index) for name in names}
+            if other is not None:
+                device = {name: rows.merged(other._device_rows(name)) for name, rows in device.items()}
         if objects:
-            rows = slice(None) if kept is None else kept
-            objects = {name: np.concatenate((mine[rows], other.objects[name])) for name, mine in objects.items()}
-        return RowState(self.layout, block, device, objects)
+            objects = {name: mine if index is None else mine[index] for name, mine in objects.items()}
+            if other is not None:
+                objects = {name: np.concatenate((mine, other.objects[name])) for name, mine in objects.items()}
+        return RowState(self.layout, self.block if block is None else block, device, objects)
 
     def _device_rows(self, column: str, kept: Rows | None = None) -> DeviceRows:
         rows = self.device.get(column)
@@ -350,16 +348,6 @@ class RowState:
     def on(self, block: Block) -> "RowState":
         """The same, where the mirrored columns are in `block`."""
         return RowState(self.layout, block, self.device, self.objects)
-
-    def moved(self, index: Rows | None, other: "RowState | None") -> "RowState":
-        """The device rows and objects at checked indices, all without, then those of `other`: no block is made yet."""
-        if other is not None:
-            return self.beside(self.block, other, index)
-        if index is None:
-            return self.on(self.block)
-        device = {name: rows.taken(index) for name, rows in self.device.items()}
-        objects = {name: objects[index] for name, objects in self.objects.items()}
-        return RowState(self.layout, self.block, device, objects)
 
     def first(self, num_rows: int) -> "RowState":
         """The first rows, in memory of their own."""
