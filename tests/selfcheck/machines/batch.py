@@ -16,6 +16,7 @@ from batchstate.columns import MirroredColumn, TensorColumn, device_only, host_l
 from batchstate.errors import ArgumentError, ContractError, RowIndexError, ShapeError, ValueOverflowError
 from batchstate.mirror import Contract, MirroredTensor, Pages, Slots, rows_of
 from batchstate.tables import TableWrite
+from tests.doubles import forged
 from tests.selfcheck.machine import Machine, Misuse, ShownByRepr, agree, agree_on, ask, misuses
 from tests.selfcheck.machines.mirrored_tensor import Operations, check_reported, has_rows, write_uncounted
 from tests.selfcheck.strategies import amounts, fits, keep_lists, plus, split_sizes
@@ -163,7 +164,7 @@ def _verified(name: str, *, n: int = 0, bound: Any = None) -> Callable[[Decode],
 
 
 def _every_slot(number: int) -> Callable[[Decode], Decode]:
-    return lambda it: it.replace(slots=Slots.from_host(it.runtime, [number] * len(it), pool_id=_POOL))
+    return lambda it: it.replace(slots=forged(Slots, it.runtime, [number] * len(it), [0] * len(it), _POOL))
 
 
 def _has_two(batch: Decode) -> bool:
@@ -327,7 +328,7 @@ class BatchMachine(Machine):
 
     def built(self, slots: list[int], first: int, *, bounds: bool) -> Rows:
         generations = np.arange(1, len(slots) + 1, dtype=np.int64)
-        handles = Slots.from_host(self.rt, slots, generations=generations, pool_id=_POOL)
+        handles = forged(Slots, self.rt, slots, generations, _POOL)
         requests = self._new_requests(len(slots))
         values: dict[str, Any] = {"slots": handles, "requests": requests}
         cells = {"slots": [Cell(slot, slot) for slot in np.array(slots, np.int64)]}
