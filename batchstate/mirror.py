@@ -975,27 +975,16 @@ pools: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 class _Asking(Handles):
-    """Handles that ask their pool whenever a side is read: what was made of them would name another's memory."""
+    """Handles that ask their pool whenever a side is read: what was made of them would name another's memory.
+
+    Each read raises SLOT_STALE_HANDLE, at `cheap`, once a number is another's.
+    """
 
     __slots__ = ()
 
-    @property
-    def np(self) -> Array:
-        """As `MirroredTensor.np`; SLOT_STALE_HANDLE, at `cheap`, once a number is another's."""
-        self.check_kept("np")
-        return super().np
-
-    @property
-    def host(self) -> torch.Tensor:
-        """As `MirroredTensor.host`; refused as `np`."""
-        self.check_kept("host")
-        return super().host
-
-    @property
-    def device(self) -> torch.Tensor:
-        """As `MirroredTensor.device`; refused as `np`."""
-        self.check_kept("device")
-        return super().device
+    def _check_fresh(self, side: str) -> None:
+        self.check_kept(side)
+        super()._check_fresh(side)
 
 
 class Slots(Handles):
