@@ -151,20 +151,14 @@ class BatchDevice:
 
     __slots__ = ("_gathered_views", "_needs", "_runtime", "sent", "state", "uploaded")
 
-    def __init__(self, runtime: Runtime, state: RowState) -> None:
+    def __init__(self, runtime: Runtime, state: RowState, upload: PackedUpload | None = None) -> None:
+        """`upload` is the copy in which the rows crossed, without columns whose host side is not a copy; or None."""
         self._runtime = runtime
         self.state = state
-        self.uploaded = False
-        self.sent: SentColumns | None = None
+        self.uploaded = upload is not None
+        self.sent = None if upload is None else SentColumns(upload)
         self._needs: dict[str, tuple[PackedUpload, range]] = {}
         self._gathered_views: dict[str, tuple[torch.Tensor, int | None]] = {}
-
-    @classmethod
-    def of_upload(cls, runtime: Runtime, state: RowState, upload: PackedUpload) -> "BatchDevice":
-        """The device side of rows that crossed in `upload`, without columns whose host side is not a copy."""
-        device = cls(runtime, state)
-        device.sent, device.uploaded = SentColumns(upload), True
-        return device
 
     def kept(self, state: RowState, changed: Collection[str]) -> "BatchDevice | None":
         """The device side of a batch of the same rows; None if nothing has crossed, or a column that `changed` crosses.

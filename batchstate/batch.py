@@ -306,14 +306,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
     @property
     def device_side(self) -> BatchDevice:
         """The device side and its rows. For the library; most batches of a step need none."""
-        device = self._device
-        if device is None:
-            if self._crossed is None:
-                device = BatchDevice(self.runtime, self._state)
-            else:
-                device = BatchDevice.of_upload(self.runtime, self._state, self._crossed)
-            self._device = device
-        return device
+        if self._device is None:
+            self._device = BatchDevice(self.runtime, self._state, self._crossed)
+        return self._device
 
     def objects(self, column: str) -> tuple[Any, ...]:
         """The Python objects of a host column, one per request. Raises `DeclarationError` (no such column)."""
