@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._arrays import count, read_only
+from batchstate._arrays import Ints, count, read_only
 from batchstate._core import STATES, Indices, Left, Requests, tally
 from batchstate._launches import Launches
 from batchstate._source_lines import Line, users_line
@@ -45,8 +45,6 @@ from batchstate.mirror import Handles, MirroredTensor, Slots, pools
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, Runtime
 from batchstate.violations import Code, Where
-
-Ints = npt.NDArray[np.int64]
 
 MOST_INDICES = 2**31 - 2  # of one pool: tables hold them in int32, and have a row more
 MOST_TOKENS = 2**62  # of one pool: sums of two such numbers are still int64
@@ -388,13 +386,8 @@ class Allocator:
 
     def pending_groups(self) -> list[tuple[QueriedFence, Ints]]:
         """The fences that indices are behind, each with these, oldest first. Queries nothing."""
-        parts = [(group.fence, self.left_of(group)) for group in self.transaction.groups]
+        parts = [(group.fence, group.left.of(self.core)) for group in self.transaction.groups]
         return [(fence, indices) for fence, indices in parts if indices.size]
-
-    def left_of(self, group: Group) -> Ints:
-        """Those in a group, int64[n]."""
-        indices: Ints = group.left.of(self.core)
-        return indices
 
     # Taking
 

@@ -45,7 +45,8 @@ Values: TypeAlias = "Number | Sequence[Number] | Sequence[Sequence[Number]] | Ve
 """Values of some rows: one for all, one per row, or rows of several numbers."""
 
 Array = npt.NDArray[Any]
-Rows = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
+Rows = Ints
 ColumnValues: TypeAlias = "Sequence[Any] | Vector"
 """Values that a column is built of: one entry per request."""
 

@@ -16,7 +16,7 @@ import torch
 
 from batchstate import _core, _interpreted, invariants, levels
 from batchstate._allocator import DOUBLE_FREE, LIVE, Allocator, SlotListener, Transaction, check_of_pool, size_of
-from batchstate._arrays import as_array, count
+from batchstate._arrays import Ints, as_array, count
 from batchstate._core import Requests
 from batchstate._launches import Launches
 from batchstate.errors import DtypeError
@@ -28,7 +28,6 @@ from batchstate.tables import RowZero, Table
 
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
-Ints = npt.NDArray[np.int64]
 _NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 Check = Callable[[Ints, str], None]
 

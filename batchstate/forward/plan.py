@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, amounts, arange_per_row, as_array, check_range, count
+from batchstate._arrays import Array, Ints, amounts, arange_per_row, as_array, check_range, count
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._step_tokens import StepTokens
 from batchstate._upload import Extras, packed_step
@@ -41,7 +41,6 @@ from batchstate.runtime.memory import ReadyTensor, bits_dtype, dtype_of_bits
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
-Ints = npt.NDArray[np.int64]
 Index = npt.NDArray[np.integer]
 Arrays = dict[str, npt.NDArray[np.int32]]
 

@@ -11,7 +11,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import SlotListener, TakenAt, check_of_pool, joined, new_pool_id, waiting_for
-from batchstate._arrays import read_only
+from batchstate._arrays import Ints, read_only
 from batchstate._core import PageRows
 from batchstate._origin import Changes
 from batchstate.errors import PoolExhaustedError, unexplained
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from batchstate.kv.prefix_cache import PrefixCache
     from batchstate.pools import SlotPool
     from batchstate.tables import Table
-
-Ints = npt.NDArray[np.int64]
 
 IN_FLIGHT, CONSERVATION, STALE_HANDLE = Code.SLOT_IN_FLIGHT, Code.SLOT_CONSERVATION, Code.SLOT_STALE_HANDLE
 KV = "kv"

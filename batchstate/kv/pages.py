@@ -16,7 +16,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import Amount, amounts, as_array, check_rows, count, read_only, shape_of
+from batchstate._arrays import Amount, Ints, amounts, as_array, check_rows, count, read_only, shape_of
 from batchstate._core import PageRows, Requests, tally
 from batchstate._origin import Origin
 from batchstate.errors import ArgumentError, ShapeError, another_runtime, expected, unexplained
@@ -33,8 +33,6 @@ from batchstate.tables import RowZero, Table, TableWrite
 from batchstate.violations import Code
 
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
-
-Ints = npt.NDArray[np.int64]
 
 LENGTH_ORDER = Code.LENGTH_ORDER
 _EXTENDED = LENGTH_ORDER, Code.SLOT_CONSERVATION
