@@ -10,7 +10,8 @@
 | `merge`, `next_batch` and `plan` with a batch as `joining=` | nothing: its values were checked when it was built |
 
 The declaration of a column says which values it takes: `dtype`, `shape`, `contract`, `unit`. A kind that takes fewer
-overrides `TensorColumn.check_values`, which is called for all host values; `advance` refuses such a kind.
+overrides `TensorColumn.check_values`, which is called for all host values; `advance` refuses such a kind. All functions
+raise as `Batch.build` does, and what `check_values` raises.
 """
 
 from collections.abc import Iterable, Mapping
@@ -69,15 +70,7 @@ class ColumnInputs:
 
         A mirrored column takes lists, arrays, CPU tensors and mirrored values; the slots take handles alone. A
         device-only column takes tensors of the device too, and a host column any sequence. Host rows may still be the
-        caller's: they are copied into a block, and not kept.
-
-        Raises:
-            DeclarationError: an undeclared name.
-            ShapeError: another number of rows, or another shape of a row.
-            DtypeError, ValueOverflowError: values that do not go into the column.
-            ContractError: a contract weaker than the column takes.
-            DeviceError: values of another runtime, or a tensor on another device.
-            Violation: UNIT_MISMATCH, MIRROR_STALE_READ; those of `TensorColumn.check_values`.
+        caller's: they are copied into a block, and not kept. Raises as `Batch.build`.
         """
         inputs = cls()
         for name, value in values.items():
@@ -133,17 +126,11 @@ class ColumnInputs:
 
 
 def rows_from(
-    layout: Layout,
-    values: Mapping[str, object],
-    runtime: Runtime,
-    subject: str,
+    layout: Layout, values: Mapping[str, object], runtime: Runtime, subject: str
 ) -> tuple[RowState, int, int | None]:
     """Rows from values of all columns, their number, and the pool of their slots.
 
-    None if the values have no slots, which the caller then fills in.
-
-    Raises:
-        ArgumentError: no column. Else as `ColumnInputs.read`.
+    None if the values have no slots, which the caller then fills in. Raises as `Batch.build`.
     """
     if not values:
         raise ArgumentError(f"{subject}: no columns", (), "use `empty` for a batch of no requests")
@@ -171,10 +158,6 @@ def host_values(
     """Host values for rows of a column, `[num_rows, *shape]`, as a new array.
 
     Values for `some` rows may be one row for all, and `bounds` for some rows one number for all.
-
-    Raises:
-        ShapeError, DtypeError, ValueOverflowError: they do not go into the column.
-        Violation: those of `TensorColumn.check_values`.
     """
     values = carried(value, column.np_dtype, column.bits_of, label)
     shape = (num_rows, *column.shape)
@@ -188,12 +171,7 @@ def host_values(
 
 
 def device_rows(column: TensorColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> DeviceRows:
-    """Values of a column as rows of its device side: a mirrored value, a device tensor, or host values.
-
-    Raises:
-        DeviceError, DtypeError, ShapeError: they do not go into the column.
-        Violation: UNIT_MISMATCH; those of `TensorColumn.check_values`.
-    """
+    """Values of a column as rows of its device side: a mirrored value, a device tensor, or host values."""
     if isinstance(value, MirroredTensor):
         _check_value(column, value, runtime, label)
         _check_shape(column, value.shape, num_rows, label)
@@ -211,11 +189,7 @@ def device_rows(column: TensorColumn, value: object, num_rows: int, runtime: Run
 
 
 def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, subject: str) -> Mapping[str, object]:
-    """Column -> its amounts, from the arguments of `Batch.advance`.
-
-    Raises:
-        ArgumentError: a column is named twice.
-    """
+    """Column -> its amounts, from the arguments of `Batch.advance`."""
     if isinstance(columns, str):
         return {columns: n}
     if not isinstance(columns, list | tuple) and isinstance(columns, Mapping):

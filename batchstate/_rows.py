@@ -163,9 +163,7 @@ class DeviceRows:
         """The rows as one device tensor: at most one concatenation, one selection and one addition.
 
         `uploaded` are the device sides of `arrays`, `dtype` that of the column. An unmoved source stays its tensor.
-
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE.
+        Raises MIRROR_FOREIGN_WRITE.
         """
         self.check_sources(runtime, where)
         source = self.as_it_is()
@@ -202,12 +200,9 @@ class DeviceRows:
         return before, now
 
     def check_sources(self, runtime: Runtime, where: Where, bound: Array | None = None) -> None:
-        """The tensors have not been written from outside since they became part of a batch.
+        """The tensors have not been written from outside since they became part of a batch: MIRROR_FOREIGN_WRITE.
 
-        At `full`, the host side of a bounded column, `bound`, is compared too.
-
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_BOUND.
+        At `full`, the host side of a bounded column, `bound`, is compared too: MIRROR_BOUND.
         """
         if levels.full and (contents := self.contents(runtime)) is not None:  # first: it says which row
             invariants.mirror_foreign_write("device", *contents, **where)
@@ -286,11 +281,7 @@ class RowState:
         return memory
 
     def check_counts(self, num_rows: int, num_reqs: int, **where: Unpack[Where]) -> None:
-        """Each part of each column has as many rows as the batch, and objects for each request.
-
-        Raises:
-            Violation: ROW_COUNT.
-        """
+        """Each part of each column has as many rows as the batch, and objects for each request: ROW_COUNT."""
         counts = {"mirrored columns": self.block.n}
         if self.device:
             counts |= {name: len(rows) for name, rows in self.device.items()}
@@ -369,12 +360,7 @@ class RowState:
     def add(self, added: Mapping[str, object], subject: str) -> None:
         """Adds integers to some columns of rows that nobody has yet: `added` maps a column to its amounts.
 
-        Raises:
-            DeclarationError: no such column.
-            DtypeError: a column of floats, booleans or indices, or the amount is not an integer.
-            ShapeError: neither one amount nor one per row.
-            ValueOverflowError: a value would leave the column's dtype.
-            ContractError: a bound of an unsigned dtype is lowered.
+        Raises as `Batch.advance`.
         """
         layout, block = self.layout, self.block
         for name, by in added.items():

@@ -184,12 +184,7 @@ class BatchDevice:
         Every write is checked again before the copy: an error of the library's changes nothing. The scatters are
         launched one after the other, and a device cannot take one back: if torch fails to launch the second, the first
         table is written, on the device and in its `host` alike, and the second on neither. Writes of one table are
-        joined.
-
-        Raises:
-            DeviceError: a table of another runtime.
-            Violation: SLOT_STALE_HANDLE: a slot of a write belongs to another request since it was made.
-            ArgumentError: one element is written twice, at level `full`.
+        joined. Raises as `Batch.upload`.
         """
         state, first, sends = self.state, not self.uploaded, self.sent is None
         arrays: list[Array] = [state.crossing()] if sends else []
@@ -388,9 +383,8 @@ def _joined(writes: Sequence[TableWrite]) -> TableWrite:
 def extra_array(name: str, values: object, subject: str = "upload") -> Array:
     """An extra as a host array. Indices, such as `Locations`, are checked to lie in their space.
 
-    Raises:
-        ContractError: indices that the host does not know.
-        Violation: SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE; SLOT_STALE_HANDLE: of another owner by now. Else as `as_array`.
+    Raises `ContractError` for indices that the host does not know, SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE,
+    SLOT_STALE_HANDLE (of another owner by now); else as `as_array`.
     """
     label = f"{subject}: extra {name!r}"
     if not isinstance(values, MirroredTensor) or values.unit is None:

@@ -187,7 +187,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             DeclarationError: a column is missing or not declared.
             ShapeError, DtypeError, ValueOverflowError: values that do not go into the column.
             ContractError, DeviceError: a contract weaker than the column takes; another runtime or device.
-            Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
+            Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH, MIRROR_STALE_READ.
         """
         if columns.keys() != cls._columns.keys():
             cls._check_none_missing(columns, f"{cls.__name__}.build")
@@ -361,7 +361,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             DeclarationError, ArgumentError: no such column, a column named twice, or a padded batch.
             DtypeError: a column of floats, booleans or indices, or `n` is not an integer.
-            ValueOverflowError: a value would leave the column's dtype.
+            ShapeError: neither one amount nor one per row.
+            ValueOverflowError, ContractError: a value would leave the column's dtype; an unsigned bound is lowered.
             Violation: DERIVED_STALE, at `cheap`: a mirrored value of other requests is added.
         """
         return self._next("advance", advance=columns, n=n)
@@ -575,7 +576,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
         Raises:
             CaptureError: the stream is being captured.
-            DtypeError: an extra that torch and numpy do not share.
+            DtypeError, DeviceError: an extra that torch and numpy do not share; a table of another runtime.
+            ArgumentError: one element is written twice, at level `full`.
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`.
                 SLOT_STALE_HANDLE: a request has left; DERIVED_STALE: extras or writes of other rows or changed pages.
         """
