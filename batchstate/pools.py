@@ -204,19 +204,18 @@ class SlotPool(OfThisProcess):
 
     def _give(self, slots: Slots, give: Callable[[Ints], None] | None) -> None:
         """Gives slots that were just taken what they own besides, or frees them again."""
-        rows, done = slots._host_side(), list[SlotListener]()
+        rows = slots._host_side()
         try:
             for listener in self._taking:
                 listener.on_take(rows)
-                done.append(listener)
             if give is not None:
                 give(rows)
             self.transaction.operation = None  # a listener may ask the pool
             if self._counting or levels.full:
                 self._check_after("take")
         except Exception:
-            self.transaction.operation = "take"
-            self._undo_take(slots, done)
+            self.transaction.operation = None
+            self.give_back(slots, "take")
             raise
 
     def check_take(self, n: int) -> None:
@@ -231,17 +230,6 @@ class SlotPool(OfThisProcess):
         self._allocator.note_taken(rows)
         for listener in self._taking:
             listener.on_take(rows)
-
-    def _undo_take(self, slots: Slots, done: list[SlotListener]) -> None:
-        """Frees slots that no caller has got. A Violation here leaves the mark: the pool is not as it was."""
-        self.transaction.undoing = True
-        for listener in self._listeners:
-            if listener in done or listener not in self._taking:
-                listener.on_free(slots._host_side(), None)
-        self._allocator.release(slots.requests, None, self._take)
-        self.transaction.undoing = False
-        self._verify_host()
-        self.transaction.operation = None
 
     def free(self, slots: Slots, *, after: Fence | None) -> None:
         """Frees slots, at once or when `after` is complete.
