@@ -73,10 +73,6 @@ _ROW_COUNT = Code.ROW_COUNT
 _OF_SLOTS = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED
 
 
-class UseBuildOrEmpty:
-    """Nothing is one: calls of a batch class do not type-check."""
-
-
 class BatchType(type):
     """Makes batch classes without a `__dict__`: an attribute that is not a column cannot be carried beside a batch."""
 
@@ -115,21 +111,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
         "version",
     )
 
-    runtime: Runtime
-    num_reqs: int
-    num_rows: int
-    version: int
-    lease: object
-    _row_set: RowSet | None
-    _state: RowState
-    _device: BatchDevice | None  # once it is used
-    _crossed: PackedUpload | None  # the copy that has all columns, where one upload sent them
-    _guesses: bool  # whether its exact lengths count guesses of a step that says later what it accepts
-    _pool_id: int
-    _windows: Windows
-    _values: dict[str, Any]
-    _exposed: list[MirroredTensor]  # values that can be written from outside, or have stale windows
-
     _columns: ClassVar[Mapping[str, Column]] = {}
     _layout: ClassVar[Layout] = Layout({})
     _slot_column: ClassVar[str | None] = None
@@ -141,40 +122,35 @@ class Batch(OfThisProcess, metaclass=BatchType):
         cls._layout = Layout(declared)
         cls._slot_column = cls._layout.slots
 
-    if TYPE_CHECKING:
+    def __init__(
+        self,
+        runtime: Runtime,
+        state: RowState,
+        num_reqs: int,
+        num_rows: int,
+        pool_id: int = 0,
+        windows: Windows = NO_WINDOWS,
+        row_set: RowSet | None = None,
+        lease: object = None,
+    ) -> None:
+        """For the library: `build` and `empty` make batches. `row_set` is that of another batch of the same rows.
 
-        def __init__(self, use_build_or_empty: UseBuildOrEmpty, /, **_: UseBuildOrEmpty) -> None:
-            """`build` and `empty` make batches."""
-
-    else:
-
-        def __init__(
-            self,
-            runtime: Runtime,
-            state: RowState,
-            num_reqs: int,
-            num_rows: int,
-            pool_id: int = 0,
-            windows: Windows = NO_WINDOWS,
-            row_set: RowSet | None = None,
-            lease: object = None,
-        ) -> None:
-            """For the library. `row_set` is that of another batch of the same rows, if any.
-
-            `lease` owns memory of the rows, on either side, which is filled again once nobody holds it.
-            """
-            self.runtime = runtime
-            self.num_reqs = num_reqs
-            self.num_rows = num_rows
-            self.version = runtime.new_version()
-            self.lease = lease
-            self._row_set = row_set
-            self._state = state
-            self._device = self._crossed = None
-            self._guesses = False
-            self._pool_id = pool_id
-            self._windows = windows
-            self._values, self._exposed = {}, []
+        `lease` owns memory of the rows, on either side, which is filled again once nobody holds it.
+        """
+        self.runtime = runtime
+        self.num_reqs = num_reqs
+        self.num_rows = num_rows
+        self.version = runtime.new_version()
+        self.lease = lease
+        self._row_set = row_set
+        self._state = state
+        self._device: BatchDevice | None = None  # once it is used
+        self._crossed: PackedUpload | None = None  # the copy that has all columns, where one upload sent them
+        self._guesses = False  # whether its exact lengths count guesses of a step that says later what it accepts
+        self._pool_id = pool_id
+        self._windows = windows
+        self._values: dict[str, Any] = {}
+        self._exposed: list[MirroredTensor] = []  # that can be written from outside, or have stale windows
 
     @classmethod
     def build(cls, runtime: Runtime, /, **columns: ColumnValues) -> Self:
@@ -192,8 +168,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if columns.keys() != cls._columns.keys():
             cls._check_none_missing(columns, f"{cls.__name__}.build")
         state, num_rows, pool_id = rows_from(cls._layout, columns, runtime, f"{cls.__name__}.build")
-        made: Any = cls
-        batch: Self = made(runtime, state, num_rows, num_rows, pool_id or 0)
+        batch = cls(runtime, state, num_rows, num_rows, pool_id or 0)
         if levels.full:
             batch.check("build")
             return batch
@@ -758,8 +733,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             num_reqs += joined.num_reqs
         rows = num_reqs if num_rows is None else num_rows
         lease = None if moved else self.lease  # the block may be the same, and what is on the device
-        made: Any = type(self)
-        batch: Self = made(self.runtime, state, num_reqs, rows, pool_id, windows, row_set, lease)
+        batch = type(self)(self.runtime, state, num_reqs, rows, pool_id, windows, row_set, lease)
         if state.changed is not None and (self._device is not None or self._crossed is not None):
             batch._device = self.device_side.kept(state, state.changed)
         if levels.full:

@@ -206,7 +206,7 @@ class PagePool(OfThisProcess):
         self.writes = self._holders.writes  # for the library
         if req_to_token is not None:
             check_req_to_token(self, req_to_token)
-        self._req_to_token = req_to_token
+        self.req_to_token = req_to_token
         self._release_checks: list[Callable[[Ints, str], None]] = []
         self._sharing = PageSharing(self)
         slots.add_listener(self._holders)
@@ -216,11 +216,6 @@ class PagePool(OfThisProcess):
             f"PagePool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
             f"free={self._rows.free}, pending={self._rows.pending}, live={self._rows.live})"
         )
-
-    @property
-    def req_to_token(self) -> Table | None:
-        """The default table of `entry`."""
-        return self._req_to_token
 
     @property
     def location_capacity(self) -> int:
