@@ -282,14 +282,6 @@ def new_pool_id(pool: HandlePool) -> int:
     return pool_id
 
 
-def note_launch(slots: Slots, rows: Ints, copied: Fence | None) -> None:
-    """A forward that uses slots int64[n] is given to the current stream, behind the copy of its step."""
-    pool, runtime = pools.get(slots.pool_id), slots.runtime
-    if pool is not None and not runtime.capturing:
-        launches = pool.transaction.launches
-        launches.used[rows] = launches.begin(runtime.current_stream, copied)
-
-
 def check_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool = False) -> None:
     """Refuses handles that are not of this pool, nor with `padded` all padding."""
     if not isinstance(handles, kind):
@@ -360,12 +352,6 @@ class Allocator:
         self._taken_at = TakenAt()
         self._generations_seen: Ints = np.zeros(self.capacity, dtype=np.int64)  # at the last `verify`
         self.pool_id = self.core.pool = new_pool_id(self)
-
-    @staticmethod
-    def of_pool(pool_id: int) -> "Allocator | None":
-        """The one whose handles carry this id, if there is one."""
-        pool = pools.get(pool_id)
-        return pool if isinstance(pool, Allocator) else None
 
     free_reserved = property(attrgetter("core.free_reserved"))
     pending = property(attrgetter("core.pending"))

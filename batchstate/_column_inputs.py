@@ -89,13 +89,6 @@ class ColumnInputs:
                 raise DeclarationError(f"{label} is not declared", name, remedy)
         return inputs
 
-    def into(self, state: RowState) -> None:
-        """Host rows into the block of rows that nobody has yet."""
-        for name, rows in self.host.items():
-            state.column(name)[...] = rows
-        if self.generations is not None:
-            state.generations[...] = self.generations
-
     def _read_mirrored(
         self, column: MirroredColumn, value: object, num_rows: int, runtime: Runtime, label: str
     ) -> None:
@@ -141,7 +134,10 @@ def rows_from(
         return RowState(layout, block, {}, {}), num_rows, None
     inputs = ColumnInputs.read(layout, others, num_rows, runtime, subject)
     state = RowState(layout, block, inputs.device, inputs.objects)
-    inputs.into(state)
+    for name, rows in inputs.host.items():
+        state.column(name)[...] = rows
+    if inputs.generations is not None:
+        state.generations[...] = inputs.generations
     return state, num_rows, inputs.pool_id
 
 

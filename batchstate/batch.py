@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import Allocator
 from batchstate._arrays import (
     MOST_ROWS,
     Amount,
@@ -53,7 +52,7 @@ from batchstate.errors import (
     wrong_shape,
 )
 from batchstate.invariants import times_checked
-from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, check_fresh, lined_up
+from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, check_fresh, lined_up, pools
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import PackedUpload
@@ -658,7 +657,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
     def check_live(self, operation: str = "check_live") -> None:
         """Raises SLOT_STALE_HANDLE unless each request still has its slot. Slots of no pool have no owner to ask."""
-        pool = Allocator.of_pool(self._pool_id)
+        pool = pools.get(self._pool_id)
         if pool is None or self._slot_column is None:
             return
         slots, live = self._state.column(self._slot_column), slice(self.num_reqs)

@@ -916,7 +916,7 @@ def test_a_step_is_taken_back(rt: Runtime, launched: bool, level: str) -> None:
         with pytest.raises(ArgumentError, match="it was taken back"):
             step.rollback(after=after)
         after.wait()
-        world.pages.query_fences()
+        world.pages.slots.query_fences()
         assert world.pages.stats.free == free
         again: Any = world.planner.plan(batch)
         got = taken(again)

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import note_launch
 from batchstate._arrays import Array, arange_per_row, put_rows, select_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError
 from batchstate.forward.plan import NO_END, ForwardPlan, handles_of
-from batchstate.mirror import DeviceSide, Slots, rows_of
+from batchstate.mirror import DeviceSide, Slots, pools, rows_of
 from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import dtype_of_bits
 from batchstate.tables import Table
@@ -216,7 +215,10 @@ class ForwardInputs:
             guessed = plan.relay_rows[plan.query_lens[plan.relay_rows] > 1]
             if guessed.size and not plan.bounded:
                 plan.pages.guess(rows[guessed], plan.kv_starts[guessed] + 1)
-        note_launch(plan.slots, rows, uploaded.copied)
+        pool = pools.get(plan.slots.pool_id)
+        if pool is not None and not runtime.capturing:
+            launches = pool.transaction.launches
+            launches.used[rows] = launches.begin(runtime.current_stream, uploaded.copied)
         return inputs
 
     def check(self, runtime: Runtime) -> None:
@@ -375,9 +377,7 @@ def put_in_of(plan: ForwardPlan, width: int) -> PutIn | None:
 
 def _with_device(handles: Slots, side: DeviceSide) -> Slots:
     """The same handles with another device side."""
-    pool, name, contract = handles.pool_id, handles.name, handles.contract
-    numbers, generations = handles.np, handles.generations
-    return Slots.of_pool(handles.runtime, numbers, generations, pool_id=pool, contract=contract, name=name, device=side)
+    return handles._derived("inputs", handles._host_side(), side, handles._row_set)
 
 
 def _some(launch: Gather, numbers: torch.Tensor, put_in: PutIn) -> torch.Tensor:

@@ -444,7 +444,7 @@ class PagePool(OfThisProcess):
             raise ShapeError(f"{label} of {total_lens!r}", total_lens, "pass one length per request")
         totals = amounts(lengths, lengths.size, label)
         self.transaction.enter(operation)
-        self.query_fences()
+        self.slots.query_fences()
         self._look(None, None, totals, operation)
         needed = self._rows.needed
 
@@ -841,10 +841,6 @@ class PagePool(OfThisProcess):
         """`check(rows, operation)` may refuse, by raising, that pages of live slots are released."""
         self.runtime.check_owner(f"{self.name}: add_release_check")
         self._release_checks.append(check)
-
-    def query_fences(self) -> None:
-        """Queries fences, before slots and pages are taken: it may run code of the engine."""
-        self.slots.query_fences()
 
     def check_accepted(self, rows: Ints, lengths: Ints, operation: str) -> None:
         """Refuses (LENGTH_ORDER) to give others tokens int64[n] that are guesses still."""
