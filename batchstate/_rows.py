@@ -393,17 +393,6 @@ class RowState:
         state.device = {**self.device, column: old.merged(new).taken(index)}
         return state
 
-    def replaced(
-        self, host: Mapping[str, Array], device: Mapping[str, DeviceRows], objects: Mapping[str, Array]
-    ) -> "RowState":
-        """With other checked values in some columns: host rows, device rows, and objects."""
-        state = self.copied(host)
-        for name, values in host.items():
-            state.column(name)[...] = values
-        state.device = {name: rows for name, rows in self.device.items() if name not in host} | dict(device)
-        state.objects = {**self.objects, **objects}
-        return state
-
 
 def not_counted(layout: Layout, name: str, label: str) -> Exception:
     """The error of a column to which nothing can be added, or of no column."""

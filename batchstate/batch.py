@@ -35,7 +35,7 @@ from batchstate._arrays import (
     kept_rows,
     slices_of,
 )
-from batchstate._column_inputs import ColumnInputs, amounts_by_column, device_rows, host_values, rows_from
+from batchstate._column_inputs import amounts_by_column, device_rows, host_values, put_values, rows_from
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import Layout, RowState
 from batchstate._upload import BatchDevice, Extras, packed_step
@@ -506,16 +506,14 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """
         subject = f"{type(self).__name__}.replace"
         num_reqs = self._begin("replace")
-        inputs = ColumnInputs.read(self._layout, columns, num_reqs, self.runtime, subject)
-        if inputs.pool_id is None:
+        state = self._state.copied([name for name in columns if name in self._layout.index])
+        pool_id = put_values(state, columns, num_reqs, self.runtime, subject)
+        if pool_id is None:
             for name, value in columns.items():
                 self._check_same_rows(value, "replace", name)
-        state = self._state.replaced(inputs.host, inputs.device, inputs.objects)
-        if inputs.generations is not None:
-            state.generations[:] = inputs.generations
         windows = {name: windows for name, windows in self._open_windows().items() if name not in columns}
-        batch = self._derived("replace", state, num_reqs, moved=False, pool_id=inputs.pool_id, windows=windows)
-        if inputs.pool_id is not None:
+        batch = self._derived("replace", state, num_reqs, moved=False, pool_id=pool_id, windows=windows)
+        if pool_id is not None:
             batch._check_slots("replace")
         return batch
 
