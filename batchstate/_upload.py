@@ -1,7 +1,7 @@
 """The device side of a batch: every column, the step's table writes and its extra arrays in one packed copy."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -192,13 +192,11 @@ class BatchDevice:
         if not (arrays or writes or extras):
             self.uploaded = True
             return NO_EXTRAS
-        upload, uploaded, scatter = packed_step(self._runtime, arrays, writes, extras)
+        upload, uploaded = packed_step(self._runtime, arrays, writes, extras)
         self._needs |= {name: (upload, places) for name, places in needs.items()}
         if sends:
             self.sent = SentColumns(upload)
-        self.uploaded = True  # last: an interrupt before leaves the batch as it was
-        if scatter is not None:
-            scatter()
+        self.uploaded = True
         if state.device:
             self.gather_many()  # last: it may have to wait for the stream that made the sources
         return uploaded
@@ -312,10 +310,10 @@ class BatchDevice:
 
 def packed_step(
     runtime: Runtime, arrays: list[Array], writes: Sequence[TableWrite], extras: Mapping[str, object]
-) -> tuple[PackedUpload, Extras, Callable[[], None] | None]:
-    """One copy of `arrays`, table writes and extras. The results: the copy, its extras, and the launch of scatters."""
+) -> tuple[PackedUpload, Extras]:
+    """One copy of `arrays`, table writes and extras, and the scatters of the writes; the copy, and its extras."""
     if not (writes or extras):
-        return runtime.upload(arrays), NO_EXTRAS, None
+        return runtime.upload(arrays), NO_EXTRAS
     joined = joined_writes(runtime, writes) if writes else []
     first_write = len(arrays)
     for write in joined:
@@ -325,12 +323,9 @@ def packed_step(
         places[name] = len(arrays)
         arrays.append(extra_array(name, values))
     upload = runtime.upload(arrays)
-
-    def scatter() -> None:
-        for i, write in enumerate(joined):
-            write.table.launch_checked(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
-
-    return upload, Extras(runtime, upload, places, dict(extras)), scatter if joined else None
+    for at, write in enumerate(joined):
+        write.table.launch_checked(write, upload.view(first_write + 2 * at), upload.view(first_write + 2 * at + 1))
+    return upload, Extras(runtime, upload, places, dict(extras))
 
 
 def append_needs(arrays: list[Array], state: RowState, crossed: Collection[str] = ()) -> dict[str, range]:

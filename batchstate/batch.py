@@ -560,9 +560,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if first:
             self._check_host_is_fresh("upload")
         if alone:  # all columns cross now, and no `BatchDevice` is needed before one is read
-            self._crossed, uploaded, scatter = packed_step(self.runtime, [state.crossing()], writes, arrays)
-            if scatter is not None:
-                scatter()
+            self._crossed, uploaded = packed_step(self.runtime, [state.crossing()], writes, arrays)
         else:
             uploaded = self.device_side.upload(writes, arrays)
         if arrays:  # by which a plan knows them

@@ -427,9 +427,7 @@ class ForwardPlan:
             self.pages.slots.rows_of(self.slots, "upload", unique=True, padded=True)
         elif levels.cheap:
             invariants.slot_shared(slots, object=self, operation="upload", step=runtime.step)
-        upload, uploaded, scatter = packed_step(runtime, [slots], writes, self.extras | dict(extras or {}))
-        if scatter is not None:
-            scatter()
+        upload, uploaded = packed_step(runtime, [slots], writes, self.extras | dict(extras or {}))
         uploaded.row_set = self.slots.row_set
         uploaded.slots = slots, DeviceSide(ReadyTensor.uploaded(upload.view(0), upload))
         return uploaded
