@@ -70,10 +70,10 @@ class ForwardInputs:
         kv_lens: int32[num_rows], tokens of each request with those of this step (`seqused_k`, `cache_seqlens`).
         last_token_indices: int64[s], the last token of each request that samples; int64[num_rows] where all do.
         slot_mapping: int64[num_padded_tokens], where the KV of each token goes, or None without pages.
-        kv_start_loc, block_table: `cu_seqlens_k` int32[num_rows + 1] and int32[num_rows, m], of the layout
-            `flash_attention`; else None.
-        kv_page_indptr, kv_page_indices, kv_last_page_len: flashinfer's `paged_kv_*`, of the layout `flashinfer`; else
-            None.
+        kv_start_loc, block_table: `cu_seqlens_k` int32[num_rows + 1] and int32[num_rows, most pages of a request], of
+            the layout `flash_attention`, for its variable-length functions; else None.
+        kv_page_indptr, kv_page_indices, kv_last_page_len: flashinfer's `paged_kv_*` int32[num_rows + 1], [pages] and
+            [num_rows], of the layout `flashinfer`, for `plan` of its wrappers; else None.
         arrays: name -> [num_padded_tokens, ...], the plan's token arrays.
     """
 
