@@ -234,17 +234,25 @@ _MOST_LINES = 12  # stack frames kept per take: the library's own, and some of t
 
 @final
 class TakenAt:
-    """The lines that led to taking each index, innermost first, of takes at `full`."""
+    """The lines that led to taking each index, innermost first, of takes at `full`. Ranks compare what is taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.lines: dict[int, Sequence[Line]] = {}
+        self._runtime = runtime
 
-    def note(self, indices: Ints) -> None:
-        """The caller of the caller takes indices int64[n]; below `full` they have no lines any more."""
+    @property
+    def wanted(self) -> bool:
+        """Whether `note` keeps or compares anything."""
+        return levels.full or bool(self.lines) or self._runtime.agreement is not None
+
+    def note(self, indices: Ints, *also: Ints) -> None:
+        """The caller takes indices int64[n]; below `full` they have no lines any more. Ranks compare `also` too."""
+        if self._runtime.agreement is not None:
+            self._runtime.agreement.note(indices, *also)
         if not (levels.full or self.lines):
             return
         lines: list[Line] = []
-        frame = sys._getframe(2) if levels.full else None
+        frame = sys._getframe(1) if levels.full else None
         while frame is not None and len(lines) < _MOST_LINES:
             lines.append(Line(frame.f_code, frame.f_lineno))
             frame = frame.f_back
@@ -323,6 +331,7 @@ class Allocator:
         name: of the pool, in messages.
         pool_id: which the handles carry. They may be of places, `per_index` for each index, as on a page.
         states: the state of each index, uint8[capacity].
+        taken_at: what reports say of takes.
     """
 
     def __init__(
@@ -349,7 +358,7 @@ class Allocator:
         self._rows: Ints = self.core.arrays["rows"]
         self._gens: Ints = self.core.arrays["gens"]
         self._outside = outside
-        self._taken_at = TakenAt()
+        self.taken_at = TakenAt(runtime)
         self._generations_seen: Ints = np.zeros(self.capacity, dtype=np.int64)  # at the last `verify`
         self.pool_id = self.core.pool = new_pool_id(self)
 
@@ -420,16 +429,10 @@ class Allocator:
             self._refuse_taken(taken, self.capacity if reserved else self.size + 1, operation)
         if outside is not None:
             outside.drop(n)
-        if levels.full or self._taken_at.lines or self.runtime.agreement is not None:
-            self.note_taken(taken.handles()[0])
+        if self.taken_at.wanted:
+            self.taken_at.note(taken.handles()[0])
         handles: Requests = taken
         return handles
-
-    def note_taken(self, indices: Ints) -> None:
-        """Notes for later reports that the core has taken `indices` int64[n]."""
-        self._taken_at.note(indices)
-        if self.runtime.agreement is not None:
-            self.runtime.agreement.note(indices)
 
     def _refuse_taken(self, wrong: int, end: int, operation: str) -> NoReturn:
         rows, generations, where = self._rows[: wrong + 1], self._gens[: wrong + 1], self.where(operation)
@@ -585,7 +588,7 @@ class Allocator:
         self.transaction.reap()
         if self.live:
             groups = ((indices, queried.step) for queried, indices in self.pending_groups())
-            report: Any = {"leaked": self.live_indices(), "named": self._taken_at.named, "waits": waiting_for(groups)}
+            report: Any = {"leaked": self.live_indices(), "named": self.taken_at.named, "waits": waiting_for(groups)}
             self.check_live(0, operation, **report)
 
     def check_live(self, live: int, operation: str, **report: Any) -> None:

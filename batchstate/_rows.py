@@ -10,7 +10,7 @@ added amounts cross in the batch's packed copy.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Unpack, final
+from typing import final
 
 import attrs
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import (
-    LARGE,
     Array,
     Rows,
     across,
@@ -213,11 +212,6 @@ class DeviceRows:
                 if isinstance(source, DeviceSide):
                     source.check_count(where)
 
-    def wasteful(self) -> bool:
-        """Whether few of many rows are used, so that the sources should not be kept."""
-        rows = sum(length for _, length in self.sources)
-        return rows >= LARGE and 2 * len(self.rows) < rows
-
     def as_it_is(self) -> DeviceSide | None:
         """The only source, if its rows are unmoved and unchanged; else None."""
         source, length = self.sources[0]
@@ -279,15 +273,6 @@ class RowState:
         block = self.block
         memory: Array = block.memory[: block.start(block.columns.num) >> 3]
         return memory
-
-    def check_counts(self, num_rows: int, num_reqs: int, **where: Unpack[Where]) -> None:
-        """Each part of each column has as many rows as the batch, and objects for each request: ROW_COUNT."""
-        counts = {"mirrored columns": self.block.n}
-        if self.device:
-            counts |= {name: len(rows) for name, rows in self.device.items()}
-        if self.objects:  # padded rows have none
-            counts |= {name: len(objects) + num_rows - num_reqs for name, objects in self.objects.items()}
-        invariants.row_count(num_rows, counts, **where)
 
     def taken(self, index: Rows) -> "RowState":
         """The rows at checked indices int64[k]."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, as_array
+from batchstate._arrays import LARGE, Array, as_array
 from batchstate._core import Block
 from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, Layout, RowState
@@ -204,7 +204,8 @@ class BatchDevice:
     def gather_many(self) -> None:
         """Gathers columns of many sources, or of few rows of large ones: each source is memory kept alive."""
         for name, rows in self.state.device.items():
-            if len(rows.sources) > MOST_SOURCES or rows.wasteful():
+            kept = sum(length for _, length in rows.sources)
+            if len(rows.sources) > MOST_SOURCES or (kept >= LARGE and 2 * len(rows) < kept):
                 self._gathered(name, rows)
 
     def side(self, name: str) -> DeviceSide:

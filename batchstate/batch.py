@@ -672,7 +672,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if state.block.n == self.num_rows and not (state.device or state.objects):
             times_checked[_ROW_COUNT] += 1
             return
-        state.check_counts(self.num_rows, self.num_reqs, object=self, operation=operation, step=self.runtime.step)
+        counts, padding = {"mirrored columns": state.block.n}, self.num_rows - self.num_reqs
+        counts |= {name: len(rows) for name, rows in state.device.items()}
+        counts |= {name: len(objects) + padding for name, objects in state.objects.items()}  # padded rows have none
+        invariants.row_count(self.num_rows, counts, **self._where(operation))
 
     def _check_slots(self, operation: str) -> None:
         """No request has slot 0, a negative one, or that of another."""

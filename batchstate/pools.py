@@ -227,7 +227,7 @@ class SlotPool(OfThisProcess):
 
     def note_taken(self, rows: Ints) -> None:
         """A step has taken the slots `rows` int64[n], which `check_take` has allowed. For the library."""
-        self._allocator.note_taken(rows)
+        self._allocator.taken_at.note(rows)
         for listener in self._taking:
             listener.on_take(rows)
 

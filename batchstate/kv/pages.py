@@ -606,7 +606,7 @@ class PagePool(OfThisProcess):
         """Allocates and commits `lengths` tokens in all, or so many more."""
         numbers = self._numbers(slots, lengths, operation)
         handles = self._enter(slots, operation)
-        if self._holders.notes:
+        if self._holders.taken_at.wanted:
             rows = slots._host_side()
             starts, totals = self._lengths(rows, numbers, adds)
             self._look(rows, starts, totals, operation)
