@@ -82,35 +82,6 @@ class Extras(OfThisProcess, Mapping[str, torch.Tensor]):
 NO_EXTRAS = Extras()
 
 
-@final
-class SentColumns:
-    """The mirrored columns that one copy brought to the device, shared by all batches that have them from it.
-
-    Attributes:
-        packed: the copy, which begins with all columns, laid out as in their block.
-        exposed: column -> the view that was given out, and torch's count of writes into it before.
-    """
-
-    __slots__ = ("_runs", "exposed", "packed")
-
-    def __init__(self, packed: PackedUpload) -> None:
-        self.packed = packed
-        self.exposed: dict[str, tuple[torch.Tensor, int | None]] = {}
-        self._runs: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
-
-    def shared(self, name: str, state: RowState) -> torch.Tensor:
-        """A column as a view of the copy; no launch. A write into it counts as one into the copy."""
-        return column_view(self.packed.buffer, state.layout, state.block, name, self._runs)
-
-    def view(self, name: str, state: RowState) -> torch.Tensor:
-        """A column as the same view each time, with a count of writes of its own: a report names the column."""
-        entry = self.exposed.get(name)
-        if entry is None:
-            view = self.shared(name, state).data
-            entry = self.exposed[name] = view, write_count(view)
-        return entry[0]
-
-
 def column_view(
     buffer: torch.Tensor,
     layout: Layout,
@@ -146,17 +117,21 @@ class BatchDevice:
     Attributes:
         state: the rows of the batch. Once a column is gathered, its device rows are the gathered ones.
         uploaded: whether all columns have crossed.
-        sent: the mirrored columns; None while they have not crossed, and cannot have been written on the device.
+        packed: the copy that begins with all mirrored columns, laid out as in their block; None while they have not
+            crossed, and cannot have been written on the device.
     """
 
-    __slots__ = ("_gathered_views", "_needs", "_runtime", "sent", "state", "uploaded")
+    __slots__ = ("_exposed", "_gathered_views", "_needs", "_runs", "_runtime", "packed", "state", "uploaded")
 
-    def __init__(self, runtime: Runtime, state: RowState, upload: PackedUpload | None = None) -> None:
-        """`upload` is the copy in which the rows crossed, without columns whose host side is not a copy; or None."""
+    def __init__(self, runtime: Runtime, state: RowState, packed: PackedUpload | None = None) -> None:
         self._runtime = runtime
         self.state = state
-        self.uploaded = upload is not None
-        self.sent = None if upload is None else SentColumns(upload)
+        self.packed = packed
+        self.uploaded = packed is not None
+        # Shared by all batches that have their columns from one copy. The views that were given out of it by column,
+        # with torch's count of writes into each before; and the views of columns that lie side by side.
+        self._exposed: dict[str, tuple[torch.Tensor, int | None]] = {}
+        self._runs: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self._needs: dict[str, tuple[PackedUpload, range]] = {}
         self._gathered_views: dict[str, tuple[torch.Tensor, int | None]] = {}
 
@@ -165,10 +140,10 @@ class BatchDevice:
 
         Then all cross again: a copy of a few bytes takes as long as one of all columns.
         """
-        if self.sent is None or not state.device.keys() >= set(changed):
+        if self.packed is None or not state.device.keys() >= set(changed):
             return None
         device = BatchDevice(self._runtime, state)
-        device.sent = self.sent
+        device.packed, device._exposed, device._runs = self.packed, self._exposed, self._runs
         device._needs = {
             name: needs for name, needs in self._needs.items() if state.device.get(name) is self.state.device.get(name)
         }
@@ -186,7 +161,7 @@ class BatchDevice:
         table is written, on the device and in its `host` alike, and the second on neither. Writes of one table are
         joined. Raises as `Batch.upload`.
         """
-        state, first, sends = self.state, not self.uploaded, self.sent is None
+        state, first, sends = self.state, not self.uploaded, self.packed is None
         arrays: list[Array] = [state.crossing()] if sends else []
         needs = append_needs(arrays, state, self._needs) if first and state.device else {}
         if not (arrays or writes or extras):
@@ -195,7 +170,7 @@ class BatchDevice:
         upload, uploaded = packed_step(self._runtime, arrays, writes, extras)
         self._needs |= {name: (upload, places) for name, places in needs.items()}
         if sends:
-            self.sent = SentColumns(upload)
+            self.packed = upload
         self.uploaded = True
         if state.device:
             self.gather_many()  # last: it may have to wait for the stream that made the sources
@@ -219,35 +194,41 @@ class BatchDevice:
     def column(self, name: str) -> ReadyTensor:
         """The device side of a column; unless it is there, all that has not crossed yet is uploaded."""
         rows = self.state.device.get(name)
-        if not self.uploaded and not (self.sent is not None and (rows is None or rows.as_it_is() is not None)):
+        if not self.uploaded and not (self.packed is not None and (rows is None or rows.as_it_is() is not None)):
             self.upload((), {})
             rows = self.state.device.get(name)  # by now perhaps gathered
         if rows is not None:
             return self._gathered(name, rows)
-        return ReadyTensor.uploaded(self._crossed.view(name, self.state), self._crossed.packed)
+        if name not in self._exposed:
+            view = self._shared(name).data  # with a count of writes of its own: a report names the column
+            self._exposed[name] = view, write_count(view)
+        return ReadyTensor.uploaded(self._exposed[name][0], self._crossed)
 
     def columns(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The device sides of several columns, safe on the current stream: the same as `column`, all at once."""
         if not self.uploaded:
             self.upload((), {})
-        sides, state, sent = {}, self.state, self._crossed
-        packed = sent.packed
+        sides, packed = {}, self._crossed
         self._runtime.use_on_current_stream(
             packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised
         )
         for name in names:
-            rows = state.device.get(name)
+            rows = self.state.device.get(name)
             if rows is None:
-                sides[name] = sent.shared(name, state)
+                sides[name] = self._shared(name)
             else:
                 sides[name] = self._gathered(name, rows).on_current_stream(self._runtime)
         return sides
 
     @property
-    def _crossed(self) -> SentColumns:
-        if self.sent is None:  # pragma: no cover - `upload` sets it
+    def _crossed(self) -> PackedUpload:
+        if self.packed is None:  # pragma: no cover - `upload` sets it
             raise RuntimeError("the batch has not been uploaded")
-        return self.sent
+        return self.packed
+
+    def _shared(self, name: str) -> torch.Tensor:
+        """A column as a view of the copy; no launch. A write into it counts as one into the copy."""
+        return column_view(self._crossed.buffer, self.state.layout, self.state.block, name, self._runs)
 
     def written(self) -> tuple[str, int, int] | None:
         """A column that was written from outside, and torch's count of writes in place before and now; or None.
@@ -255,23 +236,23 @@ class BatchDevice:
         All columns of a copy share one count; after a write, the name comes from comparing the sides, and is empty if
         none differs.
         """
-        if self.sent is None:
+        packed = self.packed
+        if packed is None:
             return None
-        packed = self.sent.packed
         if packed.write_count is not None and packed.buffer._version != packed.write_count:
-            return self._differing(self.sent), packed.write_count, packed.buffer._version
-        exposed = {name: seen for name, seen in self.sent.exposed.items() if name not in self.state.device}
+            return self._differing(), packed.write_count, packed.buffer._version
+        exposed = {name: seen for name, seen in self._exposed.items() if name not in self.state.device}
         for name, (view, before) in (exposed | self._gathered_views).items():
             if before is not None and view._version != before:
                 return name, before, view._version
         return None
 
-    def _differing(self, sent: SentColumns) -> str:
+    def _differing(self) -> str:
         state = self.state
         if not self._runtime.capturing:
             for name in state.layout.index:
                 if name not in state.device:
-                    device = self._runtime.inspect(sent.shared(name, state))
+                    device = self._runtime.inspect(self._shared(name))
                     if state.column(name).tobytes() != device.tobytes():
                         return name
         return ""

@@ -636,7 +636,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
                     checked = column.takes_any or name in self._layout.index
                     if not checked and (contents := rows.contents(self.runtime)) is not None:
                         column.check_values(contents[1], self.runtime, operation)
-                elif self.device_side.sent is not None:
+                elif self.device_side.packed is not None:
                     value._device.tensor(self.runtime)  # a view of the copy
                 value.check(operation)
         self._check_rows(operation)
@@ -747,7 +747,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """Checks before an operation: nothing that is exposed was written, and the batch has no padding."""
         if levels.full:
             self._check_unwritten(operation)
-        elif levels.cheap and (self._exposed or ((device := self._device) is not None and device.sent is not None)):
+        elif levels.cheap and (self._exposed or ((device := self._device) is not None and device.packed is not None)):
             self._check_read_columns(operation)
         num_reqs = self.num_reqs
         if self.num_rows != num_reqs:
