@@ -442,11 +442,6 @@ def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> 
     target.index_copy_(0, rows, values)
 
 
-def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`source` into `target`, of one shape and dtype, in place. One kernel."""
-    target.copy_(source)
-
-
 def add(source: torch.Tensor, amount: torch.Tensor | int) -> torch.Tensor:
     """`source + amount`, in new memory; the caller has shown that it fits. One kernel."""
     return torch.add(movable(source), amount).view(source.dtype)

@@ -323,16 +323,13 @@ def append_needs(arrays: list[Array], state: RowState, crossed: Collection[str] 
 
 def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableWrite]:
     """One write per table, all checked again; see `BatchDevice.upload` for what is refused."""
+    by_table: dict[int, list[TableWrite]] = {}
     for write in writes:
         if write.table.runtime is not runtime:
             raise another_runtime("upload", write)
         write.table.check_write(write, "upload")
-    joined = list(writes)
-    if len(writes) > 1:
-        by_table: dict[int, list[TableWrite]] = {}
-        for write in writes:
-            by_table.setdefault(id(write.table), []).append(write)
-        joined = [group[0] if len(group) == 1 else _joined(group) for group in by_table.values()]
+        by_table.setdefault(id(write.table), []).append(write)
+    joined = [group[0] if len(group) == 1 else _joined(group) for group in by_table.values()]
     if levels.full:
         for write in joined:
             copy = _first_conflict(write)
