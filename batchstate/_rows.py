@@ -18,6 +18,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import (
+    INT64,
     Array,
     Rows,
     across,
@@ -41,8 +42,6 @@ from batchstate.violations import Where
 MOST_SOURCES = 8
 """A column of more sources than these is gathered at the next upload: each source is memory kept alive."""
 
-INT64 = np.dtype(np.int64)
-
 
 @final
 class Layout:
@@ -54,7 +53,6 @@ class Layout:
         index: mirrored column -> its number in a block.
         core: widths and units of these.
         slots: the column of slots, or None.
-        row_bytes: mirrored column -> bytes of one row of it.
         plain: mirrored column of which every number is a value -> its dtype, the shape of a row, and its number.
         runs: column of one number per row -> the first column of its width, how many there are, and its number among
             these: they lie side by side, so that one call of torch gives views of all.
@@ -76,14 +74,13 @@ class Layout:
         self.plain = {
             column.name: (column.np_dtype, column.shape, c) for c, column in enumerate(mirrored) if column.takes_any
         }
-        self.row_bytes = {name: sizes[c] * units[c] for name, c in self.index.items()}
         self.runs: dict[str, tuple[int, int, int]] = {}
         for size in set(sizes):
             run = [c for c in self.index.values() if sizes[c] == size and units[c] == 1]
             self.runs |= {mirrored[c].name: (run[0], len(run), at) for at, c in enumerate(run)}
         # Whether a column may have rows on the device alone.
         self.on_device = any(column.contract is not Contract.EXACT for column in self.tensors.values())
-        self._row_size = sum(self.row_bytes.values()) + 8
+        self._row_size = sum(map(math.prod, zip(sizes, units, strict=True))) + 8
         self.pads = Block(self.core, 1)
         pads = RowState(self, self.pads, {}, {})
         for column in mirrored:
