@@ -478,12 +478,6 @@ class Allocator:
         self.check_conservation(operation)
         raise unexplained(self.label, operation, "the counts")
 
-    def check_none_pending(self, operation: str) -> None:
-        """Refuses (SLOT_IN_FLIGHT) if indices are behind a fence that was open in the last `reap`; names it."""
-        for fence, indices in self.pending_groups():
-            in_flight, behind = np.ones(indices.size, dtype=np.bool_), f"{fence.fence!r}, freed in step {fence.step}"
-            invariants.slot_in_flight(indices, in_flight, behind=behind, **self.where(operation))
-
     def reap(self) -> int:
         """`Transaction.reap`; how many of these indices it has made free."""
         reaped = sum(group.left.freed(self.core) for group in self.transaction.reap())

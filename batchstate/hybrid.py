@@ -73,9 +73,6 @@ class StateOwner(SlotListener):
     def on_free(self, rows: Ints, after: Fence | None) -> None:
         self.allocator.release(self.states.leave(rows), after, "free")
 
-    def check_clear(self, operation: str) -> None:
-        self.allocator.check_none_pending(operation)
-
     def on_clear(self) -> None:
         self.allocator.core.sort()
 

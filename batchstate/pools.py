@@ -335,7 +335,8 @@ class SlotPool(OfThisProcess):
         for query_free in self._before_free:
             query_free(self.live_slots())
         rows = self.live_slots()
-        self._allocator.check_none_pending(operation)
+        for group in self.transaction.groups:
+            group.refuse_in_flight(operation)
         self.check_ended(rows, operation)
         for listener in self._listeners:
             listener.check_release(rows, operation)

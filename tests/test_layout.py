@@ -66,7 +66,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_811),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_835,
+        12_825,
     ),
     "host tier": (_KV_TIER, 1_620),
     "transport": (("transport",), 5_220),
@@ -105,8 +105,8 @@ shrink histories of recordings too; 10 of the watch tell a recording of hooked c
 before a step, which were launched.
 """
 
-MOST_LINES, MOST_FILES = 46_171, 163
-BESIDE = {"tests/selfcheck": 13_289, "examples/traffic": 1_200}
+MOST_LINES, MOST_FILES = 46_161, 163
+BESIDE = {"tests/selfcheck": 13_290, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it, 5 a mutant of a step that is dropped."""
 OTHER_TESTS = 44_883

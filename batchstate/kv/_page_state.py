@@ -329,8 +329,6 @@ class PageHolders(SlotListener):
         self.cut(rows, None, None, after, "release_requests")
 
     def check_clear(self, operation: str) -> None:
-        for group in self.transaction.groups:
-            group.refuse_in_flight(operation)
         written = [lease for lease in self.leases.values() if lease.writer is not None]
         ended = self.transaction.query([cast(Fence, lease.writer) for lease in written])
         for lease, over in zip(written, ended, strict=True):
