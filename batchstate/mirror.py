@@ -977,7 +977,7 @@ pools: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 class _Asking(Handles):
     """Handles that ask their pool whenever a side is read: what was made of them would name another's memory.
 
-    Each read raises SLOT_STALE_HANDLE, at `cheap`, once a number is another's.
+    Each read raises SLOT_STALE_HANDLE, at `cheap`, once a number has lost its owner.
     """
 
     __slots__ = ()
