@@ -429,7 +429,7 @@ class Allocator:
             self._refuse_taken(taken, self.capacity if reserved else self.size + 1, operation)
         if outside is not None:
             outside.drop(n)
-        if self.taken_at.wanted:
+        if levels.full or self.taken_at.lines or self.runtime.agreement is not None:  # `wanted`, without a call
             self.taken_at.note(taken.handles()[0])
         handles: Requests = taken
         return handles
