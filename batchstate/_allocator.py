@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
-from batchstate._arrays import count, read_only
+from batchstate._arrays import Ints, count, read_only
 from batchstate._core import STATES, Indices, Left, Requests, tally
 from batchstate._launches import Launches
 from batchstate._source_lines import Line, users_line
@@ -45,8 +45,6 @@ from batchstate.mirror import Handles, MirroredTensor, Slots, pools
 from batchstate.runtime.agreement import QueriedFence
 from batchstate.runtime.base import Fence, Runtime
 from batchstate.violations import Code, Where
-
-Ints = npt.NDArray[np.int64]
 
 MOST_INDICES = 2**31 - 2  # of one pool: tables hold them in int32, and have a row more
 MOST_TOKENS = 2**62  # of one pool: sums of two such numbers are still int64
@@ -236,17 +234,25 @@ _MOST_LINES = 12  # stack frames kept per take: the library's own, and some of t
 
 @final
 class TakenAt:
-    """The lines that led to taking each index, innermost first, of takes at `full`."""
+    """The lines that led to taking each index, innermost first, of takes at `full`. Ranks compare what is taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.lines: dict[int, Sequence[Line]] = {}
+        self._runtime = runtime
 
-    def note(self, indices: Ints) -> None:
-        """The caller of the caller takes indices int64[n]; below `full` they have no lines any more."""
+    @property
+    def wanted(self) -> bool:
+        """Whether `note` keeps or compares anything."""
+        return levels.full or bool(self.lines) or self._runtime.agreement is not None
+
+    def note(self, indices: Ints, *also: Ints) -> None:
+        """The caller takes indices int64[n]; below `full` they have no lines any more. Ranks compare `also` too."""
+        if self._runtime.agreement is not None:
+            self._runtime.agreement.note(indices, *also)
         if not (levels.full or self.lines):
             return
         lines: list[Line] = []
-        frame = sys._getframe(2) if levels.full else None
+        frame = sys._getframe(1) if levels.full else None
         while frame is not None and len(lines) < _MOST_LINES:
             lines.append(Line(frame.f_code, frame.f_lineno))
             frame = frame.f_back
@@ -282,14 +288,6 @@ def new_pool_id(pool: HandlePool) -> int:
     pool_id = next(_pool_ids)
     pools[pool_id] = pool
     return pool_id
-
-
-def note_launch(slots: Slots, rows: Ints, copied: Fence | None) -> None:
-    """A forward that uses slots int64[n] is given to the current stream, behind the copy of its step."""
-    pool, runtime = pools.get(slots.pool_id), slots.runtime
-    if pool is not None and not runtime.capturing:
-        launches = pool.transaction.launches
-        launches.used[rows] = launches.begin(runtime.current_stream, copied)
 
 
 def check_of_pool(pool: HandlePool, handles: object, kind: type[Handles], operation: str, padded: bool = False) -> None:
@@ -333,6 +331,7 @@ class Allocator:
         name: of the pool, in messages.
         pool_id: which the handles carry. They may be of places, `per_index` for each index, as on a page.
         states: the state of each index, uint8[capacity].
+        taken_at: what reports say of takes.
     """
 
     def __init__(
@@ -359,15 +358,9 @@ class Allocator:
         self._rows: Ints = self.core.arrays["rows"]
         self._gens: Ints = self.core.arrays["gens"]
         self._outside = outside
-        self._taken_at = TakenAt()
+        self.taken_at = TakenAt(runtime)
         self._generations_seen: Ints = np.zeros(self.capacity, dtype=np.int64)  # at the last `verify`
         self.pool_id = self.core.pool = new_pool_id(self)
-
-    @staticmethod
-    def of_pool(pool_id: int) -> "Allocator | None":
-        """The one whose handles carry this id, if there is one."""
-        pool = pools.get(pool_id)
-        return pool if isinstance(pool, Allocator) else None
 
     free_reserved = property(attrgetter("core.free_reserved"))
     pending = property(attrgetter("core.pending"))
@@ -388,13 +381,8 @@ class Allocator:
 
     def pending_groups(self) -> list[tuple[QueriedFence, Ints]]:
         """The fences that indices are behind, each with these, oldest first. Queries nothing."""
-        parts = [(group.fence, self.left_of(group)) for group in self.transaction.groups]
+        parts = [(group.fence, group.left.of(self.core)) for group in self.transaction.groups]
         return [(fence, indices) for fence, indices in parts if indices.size]
-
-    def left_of(self, group: Group) -> Ints:
-        """Those in a group, int64[n]."""
-        indices: Ints = group.left.of(self.core)
-        return indices
 
     # Taking
 
@@ -441,16 +429,10 @@ class Allocator:
             self._refuse_taken(taken, self.capacity if reserved else self.size + 1, operation)
         if outside is not None:
             outside.drop(n)
-        if levels.full or self._taken_at.lines or self.runtime.agreement is not None:
-            self.note_taken(taken.handles()[0])
+        if levels.full or self.taken_at.lines or self.runtime.agreement is not None:  # `wanted`, without a call
+            self.taken_at.note(taken.handles()[0])
         handles: Requests = taken
         return handles
-
-    def note_taken(self, indices: Ints) -> None:
-        """Notes for later reports that the core has taken `indices` int64[n]."""
-        self._taken_at.note(indices)
-        if self.runtime.agreement is not None:
-            self.runtime.agreement.note(indices)
 
     def _refuse_taken(self, wrong: int, end: int, operation: str) -> NoReturn:
         rows, generations, where = self._rows[: wrong + 1], self._gens[: wrong + 1], self.where(operation)
@@ -495,12 +477,6 @@ class Allocator:
             invariants.slot_in_flight(indices, self.states[indices] != PENDING, **self.where(operation))
         self.check_conservation(operation)
         raise unexplained(self.label, operation, "the counts")
-
-    def check_none_pending(self, operation: str) -> None:
-        """Refuses (SLOT_IN_FLIGHT) if indices are behind a fence that was open in the last `reap`; names it."""
-        for fence, indices in self.pending_groups():
-            in_flight, behind = np.ones(indices.size, dtype=np.bool_), f"{fence.fence!r}, freed in step {fence.step}"
-            invariants.slot_in_flight(indices, in_flight, behind=behind, **self.where(operation))
 
     def reap(self) -> int:
         """`Transaction.reap`; how many of these indices it has made free."""
@@ -606,7 +582,7 @@ class Allocator:
         self.transaction.reap()
         if self.live:
             groups = ((indices, queried.step) for queried, indices in self.pending_groups())
-            report: Any = {"leaked": self.live_indices(), "named": self._taken_at.named, "waits": waiting_for(groups)}
+            report: Any = {"leaked": self.live_indices(), "named": self.taken_at.named, "waits": waiting_for(groups)}
             self.check_live(0, operation, **report)
 
     def check_live(self, live: int, operation: str, **report: Any) -> None:

@@ -45,7 +45,8 @@ Values: TypeAlias = "Number | Sequence[Number] | Sequence[Sequence[Number]] | Ve
 """Values of some rows: one for all, one per row, or rows of several numbers."""
 
 Array = npt.NDArray[Any]
-Rows = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
+Rows = Ints
 ColumnValues: TypeAlias = "Sequence[Any] | Vector"
 """Values that a column is built of: one entry per request."""
 
@@ -439,11 +440,6 @@ def put_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> 
     if target.dtype in _SIGNED:
         target, values = movable(target), movable(values)
     target.index_copy_(0, rows, values)
-
-
-def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`source` into `target`, of one shape and dtype, in place. One kernel."""
-    target.copy_(source)
 
 
 def add(source: torch.Tensor, amount: torch.Tensor | int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 | call | goes through |
 | --- | --- |
-| `build`, `replace`, `plan(joining={column: values})` | `ColumnInputs.read`: all rows of some columns, on any side |
+| `build`, `replace`, `plan(joining={column: values})` | `put_values`: all rows of some columns, on any side |
 | `update`, and `bound=` of `update_device` | `host_values`, through which all host values go |
 | `update_device` | `device_rows`, through which all device sides go |
 | `advance`, `next_batch(advance=)` | `amounts_by_column`; `RowState.add` adds them, and refuses an overflow |
@@ -10,19 +10,19 @@
 | `merge`, `next_batch` and `plan` with a batch as `joining=` | nothing: its values were checked when it was built |
 
 The declaration of a column says which values it takes: `dtype`, `shape`, `contract`, `unit`. A kind that takes fewer
-overrides `TensorColumn.check_values`, which is called for all host values; `advance` refuses such a kind.
+overrides `TensorColumn.check_values`, which is called for all host values; `advance` refuses such a kind. All functions
+raise as `Batch.build` does, and what `check_values` raises.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import UNORDERED, Array, Rows, carried, check_dense
+from batchstate._arrays import UNORDERED, Array, carried, check_dense
 from batchstate._core import Block
 from batchstate._rows import DeviceRows, Layout, RowState
 from batchstate.columns import DeviceColumn, HostColumn, MirroredColumn, TensorColumn
@@ -45,117 +45,62 @@ from batchstate.runtime.memory import ReadyTensor
 Objects = npt.NDArray[np.object_]
 
 
-@attrs.define
-class ColumnInputs:
-    """Column values of a caller, checked and sorted by side.
+def put_values(
+    state: RowState, values: Mapping[str, object], num_rows: int, runtime: Runtime, subject: str
+) -> int | None:
+    """Checks values for some columns, one row each for `num_rows` requests, and puts them into rows nobody has yet.
 
-    Attributes:
-        host: host rows of mirrored columns.
-        device: rows of columns whose host side is not a copy.
-        objects: Python objects, object[n].
-        generations: of the slots, int64[n]; None without slots.
-        pool_id: the pool of the slots; None without slots.
+    A mirrored column takes lists, arrays, CPU tensors and mirrored values; the slots take handles alone. A device-only
+    column takes tensors of the device too, and a host column any sequence. Returns the id of the pool of the slots,
+    None without slots.
     """
-
-    host: dict[str, Array] = attrs.field(factory=dict)
-    device: dict[str, DeviceRows] = attrs.field(factory=dict)
-    objects: dict[str, Objects] = attrs.field(factory=dict)
-    generations: Rows | None = None
-    pool_id: int | None = None
-
-    @classmethod
-    def read(cls, layout: Layout, values: Mapping[str, object], num_rows: int, runtime: Runtime, subject: str) -> Self:
-        """Checks and sorts values for some columns: one row each for `num_rows` requests.
-
-        A mirrored column takes lists, arrays, CPU tensors and mirrored values; the slots take handles alone. A
-        device-only column takes tensors of the device too, and a host column any sequence. Host rows may still be the
-        caller's: they are copied into a block, and not kept.
-
-        Raises:
-            DeclarationError: an undeclared name.
-            ShapeError: another number of rows, or another shape of a row.
-            DtypeError, ValueOverflowError: values that do not go into the column.
-            ContractError: a contract weaker than the column takes.
-            DeviceError: values of another runtime, or a tensor on another device.
-            Violation: UNIT_MISMATCH, MIRROR_STALE_READ; those of `TensorColumn.check_values`.
-        """
-        inputs = cls()
-        for name, value in values.items():
-            column = layout.columns.get(name)
-            label = f"{subject}: column {name!r}"
-            if levels.full and isinstance(value, MirroredTensor):
-                value.check(subject)
-            if isinstance(column, MirroredColumn):
-                inputs._read_mirrored(column, value, num_rows, runtime, label)
-            elif isinstance(column, DeviceColumn):
-                inputs.device[name] = device_rows(column, value, num_rows, runtime, label)
-            elif isinstance(column, HostColumn):
-                inputs.objects[name] = _object_rows(value, num_rows, label)
-            else:
-                remedy = one_of(layout.columns, name) if layout.columns else "declare it, in a subclass of `Batch`"
-                raise DeclarationError(f"{label} is not declared", name, remedy)
-        return inputs
-
-    def into(self, state: RowState) -> None:
-        """Host rows into the block of rows that nobody has yet."""
-        for name, rows in self.host.items():
-            state.column(name)[...] = rows
-        if self.generations is not None:
-            state.generations[...] = self.generations
-
-    def _read_mirrored(
-        self, column: MirroredColumn, value: object, num_rows: int, runtime: Runtime, label: str
-    ) -> None:
-        name = column.name
-        if not isinstance(value, MirroredTensor):
-            of_slots = issubclass(column.value_type, Slots)
-            if of_slots and num_rows:
-                remedy = "pass what `pool.take` returned; if the numbers come from your own allocator, "
-                remedy += "`Slots.from_host(runtime, numbers)`"
-                raise DtypeError(f"{label}: expected slots, got numbers", value, remedy)
-            self.host[name] = host_values(column, value, num_rows, runtime, label)
-            if of_slots:
-                self.generations, self.pool_id = np.zeros(num_rows, dtype=np.int64), 0
-            return
-        _check_value(column, value, runtime, label)
-        bounded = value.contract is Contract.UPPER_BOUND
-        if value.contract is Contract.DEVICE_ONLY or (bounded and column.contract is not Contract.UPPER_BOUND):
-            problem = f"{label}: expected contract {column.contract.value!r}, got {value.contract.value!r}"
-            remedy = "resolve the value, or declare the column with contract='upper_bound'"
-            raise ContractError(problem, value.contract.value, remedy)
-        self.host[name] = numbers = value.np
-        _check_shape(column, value.shape, num_rows, label)
-        column.check_values(numbers, runtime, label)
-        if bounded:
-            self.device[name] = DeviceRows.of(value.device_side, num_rows)
-        if isinstance(value, Slots):
-            self.generations, self.pool_id = value.generations, value.pool_id
+    layout, pool_id = state.layout, None
+    device, objects = dict(state.device), dict(state.objects)
+    for name, value in values.items():
+        column = layout.columns.get(name)
+        label = f"{subject}: column {name!r}"
+        if levels.full and isinstance(value, MirroredTensor):
+            value.check(subject)
+        if isinstance(column, MirroredColumn):
+            device.pop(name, None)
+            if not isinstance(value, MirroredTensor):
+                if name == layout.slots:
+                    if num_rows:
+                        remedy = "pass what `pool.take` returned; if the numbers come from your own allocator, "
+                        remedy += "`Slots.from_host(runtime, numbers)`"
+                        raise DtypeError(f"{label}: expected slots, got numbers", value, remedy)
+                    pool_id = 0
+                state.column(name)[...] = host_values(column, value, num_rows, runtime, label)
+                continue
+            state.column(name)[...] = _exact_or_bounds(column, value, num_rows, runtime, label)
+            if value.contract is Contract.UPPER_BOUND:
+                device[name] = DeviceRows.of(value.device_side, num_rows)
+            if isinstance(value, Slots):
+                state.generations[...], pool_id = value.generations, value.pool_id
+        elif isinstance(column, DeviceColumn):
+            device[name] = device_rows(column, value, num_rows, runtime, label)
+        elif isinstance(column, HostColumn):
+            objects[name] = _object_rows(value, num_rows, label)
+        else:
+            remedy = one_of(layout.columns, name) if layout.columns else "declare it, in a subclass of `Batch`"
+            raise DeclarationError(f"{label} is not declared", name, remedy)
+    state.device, state.objects = device, objects
+    return pool_id
 
 
 def rows_from(
-    layout: Layout,
-    values: Mapping[str, object],
-    runtime: Runtime,
-    subject: str,
+    layout: Layout, values: Mapping[str, object], runtime: Runtime, subject: str
 ) -> tuple[RowState, int, int | None]:
     """Rows from values of all columns, their number, and the pool of their slots.
 
-    None if the values have no slots, which the caller then fills in.
-
-    Raises:
-        ArgumentError: no column. Else as `ColumnInputs.read`.
+    None if the values have no slots, which the caller then fills in. Raises as `Batch.build`.
     """
     if not values:
         raise ArgumentError(f"{subject}: no columns", (), "use `empty` for a batch of no requests")
     num_rows = len(next(iter(values.values())))  # type: ignore[arg-type]
     block = Block(layout.core, num_rows)
-    others = block.put(layout.plain, values)
-    if not others:
-        return RowState(layout, block, {}, {}), num_rows, None
-    inputs = ColumnInputs.read(layout, others, num_rows, runtime, subject)
-    state = RowState(layout, block, inputs.device, inputs.objects)
-    inputs.into(state)
-    return state, num_rows, inputs.pool_id
+    others, state = block.put(layout.plain, values), RowState(layout, block, {}, {})
+    return state, num_rows, put_values(state, others, num_rows, runtime, subject) if others else None
 
 
 def host_values(
@@ -171,10 +116,6 @@ def host_values(
     """Host values for rows of a column, `[num_rows, *shape]`, as a new array.
 
     Values for `some` rows may be one row for all, and `bounds` for some rows one number for all.
-
-    Raises:
-        ShapeError, DtypeError, ValueOverflowError: they do not go into the column.
-        Violation: those of `TensorColumn.check_values`.
     """
     values = carried(value, column.np_dtype, column.bits_of, label)
     shape = (num_rows, *column.shape)
@@ -188,12 +129,7 @@ def host_values(
 
 
 def device_rows(column: TensorColumn, value: object, num_rows: int, runtime: Runtime, label: str) -> DeviceRows:
-    """Values of a column as rows of its device side: a mirrored value, a device tensor, or host values.
-
-    Raises:
-        DeviceError, DtypeError, ShapeError: they do not go into the column.
-        Violation: UNIT_MISMATCH; those of `TensorColumn.check_values`.
-    """
+    """Values of a column as rows of its device side: a mirrored value, a device tensor, or host values."""
     if isinstance(value, MirroredTensor):
         _check_value(column, value, runtime, label)
         _check_shape(column, value.shape, num_rows, label)
@@ -211,11 +147,7 @@ def device_rows(column: TensorColumn, value: object, num_rows: int, runtime: Run
 
 
 def amounts_by_column(columns: Iterable[str] | Mapping[str, object], n: object, subject: str) -> Mapping[str, object]:
-    """Column -> its amounts, from the arguments of `Batch.advance`.
-
-    Raises:
-        ArgumentError: a column is named twice.
-    """
+    """Column -> its amounts, from the arguments of `Batch.advance`."""
     if isinstance(columns, str):
         return {columns: n}
     if not isinstance(columns, list | tuple) and isinstance(columns, Mapping):
@@ -234,6 +166,21 @@ def _object_rows(value: Any, num_rows: int, label: str) -> Objects:
     if objects.size != num_rows:
         raise ShapeError(f"{label}: expected {num_rows} objects, got {objects.size}", value, "pass one per request")
     return objects
+
+
+def _exact_or_bounds(
+    column: MirroredColumn, value: MirroredTensor, num_rows: int, runtime: Runtime, label: str
+) -> Array:
+    _check_value(column, value, runtime, label)
+    bounded = value.contract is Contract.UPPER_BOUND
+    if value.contract is Contract.DEVICE_ONLY or (bounded and column.contract is not Contract.UPPER_BOUND):
+        problem = f"{label}: expected contract {column.contract.value!r}, got {value.contract.value!r}"
+        remedy = "resolve the value, or declare the column with contract='upper_bound'"
+        raise ContractError(problem, value.contract.value, remedy)
+    _check_shape(column, value.shape, num_rows, label)
+    numbers = value.np
+    column.check_values(numbers, runtime, label)
+    return numbers
 
 
 def _check_value(column: TensorColumn, value: MirroredTensor, runtime: Runtime, label: str) -> None:

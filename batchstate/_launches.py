@@ -3,13 +3,11 @@
 from typing import Any, Unpack, final
 
 import numpy as np
-import numpy.typing as npt
 
 from batchstate import invariants
+from batchstate._arrays import Ints
 from batchstate.runtime.base import Fence, Runtime, Stream
 from batchstate.violations import Code, Where
-
-Ints = npt.NDArray[np.int64]
 
 _IN_FLIGHT = Code.SLOT_IN_FLIGHT
 

@@ -10,7 +10,7 @@ added amounts cross in the batch's packed copy.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Unpack, final
+from typing import final
 
 import attrs
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._arrays import (
-    LARGE,
+    INT64,
     Array,
     Rows,
     across,
@@ -42,8 +42,6 @@ from batchstate.violations import Where
 MOST_SOURCES = 8
 """A column of more sources than these is gathered at the next upload: each source is memory kept alive."""
 
-INT64 = np.dtype(np.int64)
-
 
 @final
 class Layout:
@@ -55,7 +53,6 @@ class Layout:
         index: mirrored column -> its number in a block.
         core: widths and units of these.
         slots: the column of slots, or None.
-        row_bytes: mirrored column -> bytes of one row of it.
         plain: mirrored column of which every number is a value -> its dtype, the shape of a row, and its number.
         runs: column of one number per row -> the first column of its width, how many there are, and its number among
             these: they lie side by side, so that one call of torch gives views of all.
@@ -77,14 +74,13 @@ class Layout:
         self.plain = {
             column.name: (column.np_dtype, column.shape, c) for c, column in enumerate(mirrored) if column.takes_any
         }
-        self.row_bytes = {name: sizes[c] * units[c] for name, c in self.index.items()}
         self.runs: dict[str, tuple[int, int, int]] = {}
         for size in set(sizes):
             run = [c for c in self.index.values() if sizes[c] == size and units[c] == 1]
             self.runs |= {mirrored[c].name: (run[0], len(run), at) for at, c in enumerate(run)}
         # Whether a column may have rows on the device alone.
         self.on_device = any(column.contract is not Contract.EXACT for column in self.tensors.values())
-        self._row_size = sum(self.row_bytes.values()) + 8
+        self._row_size = sum(map(math.prod, zip(sizes, units, strict=True))) + 8
         self.pads = Block(self.core, 1)
         pads = RowState(self, self.pads, {}, {})
         for column in mirrored:
@@ -163,9 +159,7 @@ class DeviceRows:
         """The rows as one device tensor: at most one concatenation, one selection and one addition.
 
         `uploaded` are the device sides of `arrays`, `dtype` that of the column. An unmoved source stays its tensor.
-
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE.
+        Raises MIRROR_FOREIGN_WRITE.
         """
         self.check_sources(runtime, where)
         source = self.as_it_is()
@@ -202,12 +196,9 @@ class DeviceRows:
         return before, now
 
     def check_sources(self, runtime: Runtime, where: Where, bound: Array | None = None) -> None:
-        """The tensors have not been written from outside since they became part of a batch.
+        """The tensors have not been written from outside since they became part of a batch: MIRROR_FOREIGN_WRITE.
 
-        At `full`, the host side of a bounded column, `bound`, is compared too.
-
-        Raises:
-            Violation: MIRROR_FOREIGN_WRITE, MIRROR_BOUND.
+        At `full`, the host side of a bounded column, `bound`, is compared too: MIRROR_BOUND.
         """
         if levels.full and (contents := self.contents(runtime)) is not None:  # first: it says which row
             invariants.mirror_foreign_write("device", *contents, **where)
@@ -217,11 +208,6 @@ class DeviceRows:
             for source, _ in self.sources:
                 if isinstance(source, DeviceSide):
                     source.check_count(where)
-
-    def wasteful(self) -> bool:
-        """Whether few of many rows are used, so that the sources should not be kept."""
-        rows = sum(length for _, length in self.sources)
-        return rows >= LARGE and 2 * len(self.rows) < rows
 
     def as_it_is(self) -> DeviceSide | None:
         """The only source, if its rows are unmoved and unchanged; else None."""
@@ -285,50 +271,35 @@ class RowState:
         memory: Array = block.memory[: block.start(block.columns.num) >> 3]
         return memory
 
-    def check_counts(self, num_rows: int, num_reqs: int, **where: Unpack[Where]) -> None:
-        """Each part of each column has as many rows as the batch, and objects for each request.
-
-        Raises:
-            Violation: ROW_COUNT.
-        """
-        counts = {"mirrored columns": self.block.n}
-        if self.device:
-            counts |= {name: len(rows) for name, rows in self.device.items()}
-        if self.objects:  # padded rows have none
-            counts |= {name: len(objects) + num_rows - num_reqs for name, objects in self.objects.items()}
-        invariants.row_count(num_rows, counts, **where)
-
     def taken(self, index: Rows) -> "RowState":
         """The rows at checked indices int64[k]."""
         block = Block(self.layout.core, index.size)
         block.take(self.block, index)
-        return RowState(
-            self.layout,
-            block,
-            self.device and {name: rows.taken(index) for name, rows in self.device.items()},
-            self.objects and {name: objects[index] for name, objects in self.objects.items()},
-        )
+        return self.moved(index, None, block)
 
     def merged(self, other: "RowState", kept: Rows | None = None) -> "RowState":
         """The rows of both; only those at checked indices `kept` int64[k] of these, if given."""
         block = Block(self.layout.core, (self.block.n if kept is None else kept.size) + other.block.n)
         block.join(self.block, kept, other.block)
-        return self.beside(block, other, kept)
+        return self.moved(kept, other, block)
 
-    def beside(self, block: Block, other: "RowState", kept: Rows | None) -> "RowState":
-        """The same, where the mirrored columns are in `block` already.
+    def moved(self, index: Rows | None, other: "RowState | None", block: Block | None = None) -> "RowState":
+        """The device rows and objects at checked indices, all without, then those of `other`.
 
-        A column that is exact in one of them alone is a device column of the result.
+        The mirrored columns are in `block` already; without one they have not moved yet. A column that is exact in one
+        of the two alone is a device column of the result.
         """
-        device: Mapping[str, DeviceRows] = self.device or other.device
-        if device:
-            names = (*self.device, *(name for name in other.device if name not in self.device))
-            device = {name: self._device_rows(name, kept).merged(other._device_rows(name)) for name in names}
-        objects = self.objects
+        device, objects = self.device, self.objects
+        if device or (other is not None and other.device):
+            names = dict.fromkeys((*device, *(() if other is None else other.device)))
+            device = {name: self._device_rows(name, index) for name in names}
+            if other is not None:
+                device = {name: rows.merged(other._device_rows(name)) for name, rows in device.items()}
         if objects:
-            rows = slice(None) if kept is None else kept
-            objects = {name: np.concatenate((mine[rows], other.objects[name])) for name, mine in objects.items()}
-        return RowState(self.layout, block, device, objects)
+            objects = {name: mine if index is None else mine[index] for name, mine in objects.items()}
+            if other is not None:
+                objects = {name: np.concatenate((mine, other.objects[name])) for name, mine in objects.items()}
+        return RowState(self.layout, self.block if block is None else block, device, objects)
 
     def _device_rows(self, column: str, kept: Rows | None = None) -> DeviceRows:
         rows = self.device.get(column)
@@ -351,16 +322,6 @@ class RowState:
         """The same, where the mirrored columns are in `block`."""
         return RowState(self.layout, block, self.device, self.objects)
 
-    def moved(self, index: Rows | None, other: "RowState | None") -> "RowState":
-        """The device rows and objects at checked indices, all without, then those of `other`: no block is made yet."""
-        if other is not None:
-            return self.beside(self.block, other, index)
-        if index is None:
-            return self.on(self.block)
-        device = {name: rows.taken(index) for name, rows in self.device.items()}
-        objects = {name: objects[index] for name, objects in self.objects.items()}
-        return RowState(self.layout, self.block, device, objects)
-
     def first(self, num_rows: int) -> "RowState":
         """The first rows, in memory of their own."""
         return self.taken(np.arange(num_rows))
@@ -381,12 +342,7 @@ class RowState:
     def add(self, added: Mapping[str, object], subject: str) -> None:
         """Adds integers to some columns of rows that nobody has yet: `added` maps a column to its amounts.
 
-        Raises:
-            DeclarationError: no such column.
-            DtypeError: a column of floats, booleans or indices, or the amount is not an integer.
-            ShapeError: neither one amount nor one per row.
-            ValueOverflowError: a value would leave the column's dtype.
-            ContractError: a bound of an unsigned dtype is lowered.
+        Raises as `Batch.advance`.
         """
         layout, block = self.layout, self.block
         for name, by in added.items():
@@ -417,17 +373,6 @@ class RowState:
         if bound is not None:
             state.column(column)[rows] = bound
         state.device = {**self.device, column: old.merged(new).taken(index)}
-        return state
-
-    def replaced(
-        self, host: Mapping[str, Array], device: Mapping[str, DeviceRows], objects: Mapping[str, Array]
-    ) -> "RowState":
-        """With other checked values in some columns: host rows, device rows, and objects."""
-        state = self.copied(host)
-        for name, values in host.items():
-            state.column(name)[...] = values
-        state.device = {name: rows for name, rows in self.device.items() if name not in host} | dict(device)
-        state.objects = {**self.objects, **objects}
         return state
 
 

@@ -1,7 +1,7 @@
 """The device side of a batch: every column, the step's table writes and its extra arrays in one packed copy."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import attrs
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, as_array
+from batchstate._arrays import LARGE, Array, as_array
 from batchstate._core import Block
 from batchstate._origin import RowSet
 from batchstate._rows import MOST_SOURCES, DeviceRows, Layout, RowState
@@ -82,43 +82,6 @@ class Extras(OfThisProcess, Mapping[str, torch.Tensor]):
 NO_EXTRAS = Extras()
 
 
-@final
-class SentColumns:
-    """The mirrored columns that one copy brought to the device, shared by all batches that have them from it.
-
-    Attributes:
-        packed: the copy.
-        places: column -> its array in the copy; None for all columns, laid out as in their block.
-        exposed: column -> the view that was given out, and torch's count of writes into it before.
-    """
-
-    __slots__ = ("_runs", "exposed", "packed", "places")
-
-    def __init__(self, packed: PackedUpload, places: Mapping[str, int] | None = None) -> None:
-        self.packed = packed
-        self.places = places
-        self.exposed: dict[str, tuple[torch.Tensor, int | None]] = {}
-        self._runs: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
-
-    def shared(self, name: str, state: RowState) -> torch.Tensor:
-        """A column as a view of the copy; no launch. A write into it counts as one into the copy."""
-        if self.places is not None:
-            return self.packed.shared(self.places[name])
-        return column_view(self.packed.buffer, state.layout, state.block, name, self._runs)
-
-    def view(self, name: str, state: RowState) -> torch.Tensor:
-        """A column as the same view each time, with a count of writes of its own: a report names the column."""
-        entry = self.exposed.get(name)
-        if entry is None:
-            view = self.shared(name, state).data
-            entry = self.exposed[name] = view, write_count(view)
-        return entry[0]
-
-    def is_large_for(self, nbytes: int) -> bool:
-        """Whether the copy is too large to be kept for columns of so many bytes."""
-        return self.packed.buffer.nbytes > max(KEPT_BYTES, 2 * nbytes)
-
-
 def column_view(
     buffer: torch.Tensor,
     layout: Layout,
@@ -144,10 +107,6 @@ def column_view(
     return views[member].view(num_rows, *column.shape) if column.shape else views[member]
 
 
-KEPT_BYTES = 1 << 16
-"""A larger copy is dropped once less than half of it is columns in use: these cross again."""
-
-
 @final
 class BatchDevice:
     """The device side of a batch, which does not exist before its first use.
@@ -158,49 +117,33 @@ class BatchDevice:
     Attributes:
         state: the rows of the batch. Once a column is gathered, its device rows are the gathered ones.
         uploaded: whether all columns have crossed.
-        sent: the columns that have crossed; None while nothing of the batch can have been written on the device.
+        packed: the copy that begins with all mirrored columns, laid out as in their block; None while they have not
+            crossed, and cannot have been written on the device.
     """
 
-    __slots__ = ("_gathered_views", "_later", "_needs", "_runtime", "_unsent", "sent", "state", "uploaded")
+    __slots__ = ("_exposed", "_gathered_views", "_needs", "_runs", "_runtime", "packed", "state", "uploaded")
 
-    def __init__(self, runtime: Runtime, state: RowState) -> None:
+    def __init__(self, runtime: Runtime, state: RowState, packed: PackedUpload | None = None) -> None:
         self._runtime = runtime
         self.state = state
-        self.uploaded = False
-        self.sent: SentColumns | None = None  # with all mirrored columns but those of `_later` and `_unsent`
-        self._later: Mapping[str, SentColumns] = {}  # columns that crossed after `sent`
-        self._unsent: Collection[str] = ()  # columns that have yet to cross
+        self.packed = packed
+        self.uploaded = packed is not None
+        # Shared by all batches that have their columns from one copy. The views that were given out of it by column,
+        # with torch's count of writes into each before; and the views of columns that lie side by side.
+        self._exposed: dict[str, tuple[torch.Tensor, int | None]] = {}
+        self._runs: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self._needs: dict[str, tuple[PackedUpload, range]] = {}
         self._gathered_views: dict[str, tuple[torch.Tensor, int | None]] = {}
 
-    @classmethod
-    def of_upload(cls, runtime: Runtime, state: RowState, upload: PackedUpload) -> "BatchDevice":
-        """The device side of rows that crossed in `upload`, without columns whose host side is not a copy."""
-        device = cls(runtime, state)
-        device.sent, device.uploaded = SentColumns(upload), True
-        return device
-
     def kept(self, state: RowState, changed: Collection[str]) -> "BatchDevice | None":
-        """The device side of a batch of the same rows: all columns but those that `changed` stay as they crossed.
+        """The device side of a batch of the same rows; None if nothing has crossed, or a column that `changed` crosses.
 
-        None if nothing has crossed, or if little of a large copy would stay.
+        Then all cross again: a copy of a few bytes takes as long as one of all columns.
         """
-        sent = self.sent
-        if sent is None:
-            return None
-        sizes, num_rows = state.layout.row_bytes, state.block.n
-        unsent = dict.fromkeys(name for name in (*self._unsent, *changed) if name in state.layout.columns)
-        later = {name: copy for name, copy in self._later.items() if name not in unsent}
-        for copy in set(later.values()):
-            names = [name for name, its in later.items() if its is copy]
-            if copy.is_large_for(num_rows * sum(sizes[name] for name in names)):
-                unsent |= dict.fromkeys(names)
-        stay = sum(sizes.values()) - sum(sizes[name] for name in {*unsent, *later})
-        if sent.is_large_for(num_rows * stay):
+        if self.packed is None or not state.device.keys() >= set(changed):
             return None
         device = BatchDevice(self._runtime, state)
-        device.sent, device._unsent = sent, unsent
-        device._later = {name: copy for name, copy in later.items() if name not in unsent}
+        device.packed, device._exposed, device._runs = self.packed, self._exposed, self._runs
         device._needs = {
             name: needs for name, needs in self._needs.items() if state.device.get(name) is self.state.device.get(name)
         }
@@ -210,50 +153,25 @@ class BatchDevice:
         """The arrays by which a column is gathered have crossed in `upload`."""
         self._needs[name] = upload, places
 
-    def has(self, name: str) -> bool:
-        """Whether a mirrored column has crossed."""
-        return self.sent is not None and name not in self._unsent
-
     def upload(self, writes: Sequence[TableWrite], extras: Mapping[str, object]) -> Extras:
         """Uploads columns that have not crossed yet in one copy, then launches one scatter for each table written.
 
         Every write is checked again before the copy: an error of the library's changes nothing. The scatters are
         launched one after the other, and a device cannot take one back: if torch fails to launch the second, the first
         table is written, on the device and in its `host` alike, and the second on neither. Writes of one table are
-        joined.
-
-        Raises:
-            DeviceError: a table of another runtime.
-            Violation: SLOT_STALE_HANDLE: a slot of a write belongs to another request since it was made.
-            ArgumentError: one element is written twice, at level `full`.
+        joined. Raises as `Batch.upload`.
         """
-        state, sent, first = self.state, self.sent, not self.uploaded
-        arrays: list[Array] = []
-        places: dict[str, int] = {}
-        needs: dict[str, range] = {}
-        if first:
-            if sent is None:
-                arrays = [state.crossing()]
-            else:
-                names = [name for name in self._unsent if name not in state.device]
-                places = {name: i for i, name in enumerate(names)}
-                arrays = [state.column(name) for name in names]
-            if state.device:
-                needs = append_needs(arrays, state, self._needs)
-        if not (arrays or writes or extras or sent is None):
-            self.uploaded, self._unsent = True, ()
+        state, first, sends = self.state, not self.uploaded, self.packed is None
+        arrays: list[Array] = [state.crossing()] if sends else []
+        needs = append_needs(arrays, state, self._needs) if first and state.device else {}
+        if not (arrays or writes or extras):
+            self.uploaded = True
             return NO_EXTRAS
-        upload, uploaded, scatter = packed_step(self._runtime, arrays, writes, extras)
-        if first:
-            crossed = SentColumns(upload, None if sent is None else places)
-            self._needs |= {name: (upload, places_of) for name, places_of in needs.items()}
-            if sent is None:
-                self.sent = crossed
-            elif places:
-                self._later = {**self._later, **dict.fromkeys(places, crossed)}
-            self._unsent, self.uploaded = (), True  # last: an interrupt before leaves the batch as it was
-        if scatter is not None:
-            scatter()
+        upload, uploaded = packed_step(self._runtime, arrays, writes, extras)
+        self._needs |= {name: (upload, places) for name, places in needs.items()}
+        if sends:
+            self.packed = upload
+        self.uploaded = True
         if state.device:
             self.gather_many()  # last: it may have to wait for the stream that made the sources
         return uploaded
@@ -261,7 +179,8 @@ class BatchDevice:
     def gather_many(self) -> None:
         """Gathers columns of many sources, or of few rows of large ones: each source is memory kept alive."""
         for name, rows in self.state.device.items():
-            if len(rows.sources) > MOST_SOURCES or rows.wasteful():
+            kept = sum(length for _, length in rows.sources)
+            if len(rows.sources) > MOST_SOURCES or (kept >= LARGE and 2 * len(rows) < kept):
                 self._gathered(name, rows)
 
     def side(self, name: str) -> DeviceSide:
@@ -275,39 +194,41 @@ class BatchDevice:
     def column(self, name: str) -> ReadyTensor:
         """The device side of a column; unless it is there, all that has not crossed yet is uploaded."""
         rows = self.state.device.get(name)
-        if not self.uploaded and not (self.has(name) and (rows is None or rows.as_it_is() is not None)):
+        if not self.uploaded and not (self.packed is not None and (rows is None or rows.as_it_is() is not None)):
             self.upload((), {})
             rows = self.state.device.get(name)  # by now perhaps gathered
         if rows is not None:
             return self._gathered(name, rows)
-        sent = self._sent_with(name)
-        return ReadyTensor.uploaded(sent.view(name, self.state), sent.packed)
+        if name not in self._exposed:
+            view = self._shared(name).data  # with a count of writes of its own: a report names the column
+            self._exposed[name] = view, write_count(view)
+        return ReadyTensor.uploaded(self._exposed[name][0], self._crossed)
 
     def columns(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The device sides of several columns, safe on the current stream: the same as `column`, all at once."""
         if not self.uploaded:
             self.upload((), {})
-        sides = {}
-        used = None
+        sides, packed = {}, self._crossed
+        self._runtime.use_on_current_stream(
+            packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised
+        )
         for name in names:
             rows = self.state.device.get(name)
-            if rows is not None:
+            if rows is None:
+                sides[name] = self._shared(name)
+            else:
                 sides[name] = self._gathered(name, rows).on_current_stream(self._runtime)
-                continue
-            sent = self._sent_with(name)
-            if sent is not used:
-                packed, used = sent.packed, sent
-                self._runtime.use_on_current_stream(
-                    packed.buffer, packed.stream, packed.ready, synchronised=packed.synchronised
-                )
-            sides[name] = sent.shared(name, self.state)
         return sides
 
-    def _sent_with(self, name: str) -> SentColumns:
-        sent = self._later.get(name, self.sent) if self._later else self.sent
-        if sent is None:  # pragma: no cover - `upload` sets it
+    @property
+    def _crossed(self) -> PackedUpload:
+        if self.packed is None:  # pragma: no cover - `upload` sets it
             raise RuntimeError("the batch has not been uploaded")
-        return sent
+        return self.packed
+
+    def _shared(self, name: str) -> torch.Tensor:
+        """A column as a view of the copy; no launch. A write into it counts as one into the copy."""
+        return column_view(self._crossed.buffer, self.state.layout, self.state.block, name, self._runs)
 
     def written(self) -> tuple[str, int, int] | None:
         """A column that was written from outside, and torch's count of writes in place before and now; or None.
@@ -315,28 +236,23 @@ class BatchDevice:
         All columns of a copy share one count; after a write, the name comes from comparing the sides, and is empty if
         none differs.
         """
-        if self.sent is None:
+        packed = self.packed
+        if packed is None:
             return None
-        for sent in (self.sent, *self._later.values()) if self._later else (self.sent,):
-            packed = sent.packed
-            if packed.write_count is not None and packed.buffer._version != packed.write_count:
-                return self._differing(sent), packed.write_count, packed.buffer._version
-            for name in sent.exposed:
-                view, before = sent.exposed[name]
-                if before is not None and view._version != before and self.has(name) and self._sent_with(name) is sent:
-                    return name, before, view._version
-        for name in self._gathered_views:
-            view, before = self._gathered_views[name]
+        if packed.write_count is not None and packed.buffer._version != packed.write_count:
+            return self._differing(), packed.write_count, packed.buffer._version
+        exposed = {name: seen for name, seen in self._exposed.items() if name not in self.state.device}
+        for name, (view, before) in (exposed | self._gathered_views).items():
             if before is not None and view._version != before:
                 return name, before, view._version
         return None
 
-    def _differing(self, sent: SentColumns) -> str:
+    def _differing(self) -> str:
         state = self.state
         if not self._runtime.capturing:
             for name in state.layout.index:
-                if name not in state.device and self.has(name) and self._sent_with(name) is sent:
-                    device = self._runtime.inspect(sent.shared(name, state))
+                if name not in state.device:
+                    device = self._runtime.inspect(self._shared(name))
                     if state.column(name).tobytes() != device.tobytes():
                         return name
         return ""
@@ -376,10 +292,10 @@ class BatchDevice:
 
 def packed_step(
     runtime: Runtime, arrays: list[Array], writes: Sequence[TableWrite], extras: Mapping[str, object]
-) -> tuple[PackedUpload, Extras, Callable[[], None] | None]:
-    """One copy of `arrays`, table writes and extras. The results: the copy, its extras, and the launch of scatters."""
+) -> tuple[PackedUpload, Extras]:
+    """One copy of `arrays`, table writes and extras, and the scatters of the writes; the copy, and its extras."""
     if not (writes or extras):
-        return runtime.upload(arrays), NO_EXTRAS, None
+        return runtime.upload(arrays), NO_EXTRAS
     joined = joined_writes(runtime, writes) if writes else []
     first_write = len(arrays)
     for write in joined:
@@ -389,12 +305,9 @@ def packed_step(
         places[name] = len(arrays)
         arrays.append(extra_array(name, values))
     upload = runtime.upload(arrays)
-
-    def scatter() -> None:
-        for i, write in enumerate(joined):
-            write.table.launch_checked(write, upload.view(first_write + 2 * i), upload.view(first_write + 2 * i + 1))
-
-    return upload, Extras(runtime, upload, places, dict(extras)), scatter if joined else None
+    for at, write in enumerate(joined):
+        write.table.launch_checked(write, upload.view(first_write + 2 * at), upload.view(first_write + 2 * at + 1))
+    return upload, Extras(runtime, upload, places, dict(extras))
 
 
 def append_needs(arrays: list[Array], state: RowState, crossed: Collection[str] = ()) -> dict[str, range]:
@@ -410,16 +323,13 @@ def append_needs(arrays: list[Array], state: RowState, crossed: Collection[str] 
 
 def joined_writes(runtime: Runtime, writes: Sequence[TableWrite]) -> list[TableWrite]:
     """One write per table, all checked again; see `BatchDevice.upload` for what is refused."""
+    by_table: dict[int, list[TableWrite]] = {}
     for write in writes:
         if write.table.runtime is not runtime:
             raise another_runtime("upload", write)
         write.table.check_write(write, "upload")
-    joined = list(writes)
-    if len(writes) > 1:
-        by_table: dict[int, list[TableWrite]] = {}
-        for write in writes:
-            by_table.setdefault(id(write.table), []).append(write)
-        joined = [group[0] if len(group) == 1 else _joined(group) for group in by_table.values()]
+        by_table.setdefault(id(write.table), []).append(write)
+    joined = [group[0] if len(group) == 1 else _joined(group) for group in by_table.values()]
     if levels.full:
         for write in joined:
             copy = _first_conflict(write)
@@ -447,9 +357,8 @@ def _joined(writes: Sequence[TableWrite]) -> TableWrite:
 def extra_array(name: str, values: object, subject: str = "upload") -> Array:
     """An extra as a host array. Indices, such as `Locations`, are checked to lie in their space.
 
-    Raises:
-        ContractError: indices that the host does not know.
-        Violation: SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE; SLOT_STALE_HANDLE: of another owner by now. Else as `as_array`.
+    Raises `ContractError` for indices that the host does not know, SENTINEL_ESCAPED, SLOT_OUT_OF_RANGE,
+    SLOT_STALE_HANDLE (of another owner by now); else as `as_array`.
     """
     label = f"{subject}: extra {name!r}"
     if not isinstance(values, MirroredTensor) or values.unit is None:

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import Allocator
 from batchstate._arrays import (
     MOST_ROWS,
     Amount,
@@ -36,7 +35,7 @@ from batchstate._arrays import (
     kept_rows,
     slices_of,
 )
-from batchstate._column_inputs import ColumnInputs, amounts_by_column, device_rows, host_values, rows_from
+from batchstate._column_inputs import amounts_by_column, device_rows, host_values, put_values, rows_from
 from batchstate._origin import DerivedArrays, RowSet
 from batchstate._rows import Layout, RowState
 from batchstate._upload import BatchDevice, Extras, packed_step
@@ -53,7 +52,7 @@ from batchstate.errors import (
     wrong_shape,
 )
 from batchstate.invariants import times_checked
-from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, check_fresh, lined_up
+from batchstate.mirror import Contract, MirroredTensor, Slots, StaleWindow, check_fresh, lined_up, pools
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import OfThisProcess, Runtime
 from batchstate.runtime.memory import PackedUpload
@@ -71,10 +70,6 @@ NO_WINDOWS: Windows = MappingProxyType({})
 
 _ROW_COUNT = Code.ROW_COUNT
 _OF_SLOTS = Code.SENTINEL_ESCAPED, Code.SLOT_ZERO_ALLOCATED, Code.SLOT_SHARED
-
-
-class UseBuildOrEmpty:
-    """Nothing is one: calls of a batch class do not type-check."""
 
 
 class BatchType(type):
@@ -115,21 +110,6 @@ class Batch(OfThisProcess, metaclass=BatchType):
         "version",
     )
 
-    runtime: Runtime
-    num_reqs: int
-    num_rows: int
-    version: int
-    lease: object
-    _row_set: RowSet | None
-    _state: RowState
-    _device: BatchDevice | None  # once it is used
-    _crossed: PackedUpload | None  # the copy that has all columns, where one upload sent them
-    _guesses: bool  # whether its exact lengths count guesses of a step that says later what it accepts
-    _pool_id: int
-    _windows: Windows
-    _values: dict[str, Any]
-    _exposed: list[MirroredTensor]  # values that can be written from outside, or have stale windows
-
     _columns: ClassVar[Mapping[str, Column]] = {}
     _layout: ClassVar[Layout] = Layout({})
     _slot_column: ClassVar[str | None] = None
@@ -141,40 +121,35 @@ class Batch(OfThisProcess, metaclass=BatchType):
         cls._layout = Layout(declared)
         cls._slot_column = cls._layout.slots
 
-    if TYPE_CHECKING:
+    def __init__(
+        self,
+        runtime: Runtime,
+        state: RowState,
+        num_reqs: int,
+        num_rows: int,
+        pool_id: int = 0,
+        windows: Windows = NO_WINDOWS,
+        row_set: RowSet | None = None,
+        lease: object = None,
+    ) -> None:
+        """For the library: `build` and `empty` make batches. `row_set` is that of another batch of the same rows.
 
-        def __init__(self, use_build_or_empty: UseBuildOrEmpty, /, **_: UseBuildOrEmpty) -> None:
-            """`build` and `empty` make batches."""
-
-    else:
-
-        def __init__(
-            self,
-            runtime: Runtime,
-            state: RowState,
-            num_reqs: int,
-            num_rows: int,
-            pool_id: int = 0,
-            windows: Windows = NO_WINDOWS,
-            row_set: RowSet | None = None,
-            lease: object = None,
-        ) -> None:
-            """For the library. `row_set` is that of another batch of the same rows, if any.
-
-            `lease` owns memory of the rows, on either side, which is filled again once nobody holds it.
-            """
-            self.runtime = runtime
-            self.num_reqs = num_reqs
-            self.num_rows = num_rows
-            self.version = runtime.new_version()
-            self.lease = lease
-            self._row_set = row_set
-            self._state = state
-            self._device = self._crossed = None
-            self._guesses = False
-            self._pool_id = pool_id
-            self._windows = windows
-            self._values, self._exposed = {}, []
+        `lease` owns memory of the rows, on either side, which is filled again once nobody holds it.
+        """
+        self.runtime = runtime
+        self.num_reqs = num_reqs
+        self.num_rows = num_rows
+        self.version = runtime.new_version()
+        self.lease = lease
+        self._row_set = row_set
+        self._state = state
+        self._device: BatchDevice | None = None  # once it is used
+        self._crossed: PackedUpload | None = None  # the copy that has all columns, where one upload sent them
+        self._guesses = False  # whether its exact lengths count guesses of a step that says later what it accepts
+        self._pool_id = pool_id
+        self._windows = windows
+        self._values: dict[str, Any] = {}
+        self._exposed: list[MirroredTensor] = []  # that can be written from outside, or have stale windows
 
     @classmethod
     def build(cls, runtime: Runtime, /, **columns: ColumnValues) -> Self:
@@ -187,13 +162,12 @@ class Batch(OfThisProcess, metaclass=BatchType):
             DeclarationError: a column is missing or not declared.
             ShapeError, DtypeError, ValueOverflowError: values that do not go into the column.
             ContractError, DeviceError: a contract weaker than the column takes; another runtime or device.
-            Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH.
+            Violation: SLOT_SHARED, SLOT_ZERO_ALLOCATED, SENTINEL_ESCAPED, UNIT_MISMATCH, MIRROR_STALE_READ.
         """
         if columns.keys() != cls._columns.keys():
             cls._check_none_missing(columns, f"{cls.__name__}.build")
         state, num_rows, pool_id = rows_from(cls._layout, columns, runtime, f"{cls.__name__}.build")
-        made: Any = cls
-        batch: Self = made(runtime, state, num_rows, num_rows, pool_id or 0)
+        batch = cls(runtime, state, num_rows, num_rows, pool_id or 0)
         if levels.full:
             batch.check("build")
             return batch
@@ -306,14 +280,9 @@ class Batch(OfThisProcess, metaclass=BatchType):
     @property
     def device_side(self) -> BatchDevice:
         """The device side and its rows. For the library; most batches of a step need none."""
-        device = self._device
-        if device is None:
-            if self._crossed is None:
-                device = BatchDevice(self.runtime, self._state)
-            else:
-                device = BatchDevice.of_upload(self.runtime, self._state, self._crossed)
-            self._device = device
-        return device
+        if self._device is None:
+            self._device = BatchDevice(self.runtime, self._state, self._crossed)
+        return self._device
 
     def objects(self, column: str) -> tuple[Any, ...]:
         """The Python objects of a host column, one per request. Raises `DeclarationError` (no such column)."""
@@ -366,7 +335,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Raises:
             DeclarationError, ArgumentError: no such column, a column named twice, or a padded batch.
             DtypeError: a column of floats, booleans or indices, or `n` is not an integer.
-            ValueOverflowError: a value would leave the column's dtype.
+            ShapeError: neither one amount nor one per row.
+            ValueOverflowError, ContractError: a value would leave the column's dtype; an unsigned bound is lowered.
             Violation: DERIVED_STALE, at `cheap`: a mirrored value of other requests is added.
         """
         return self._next("advance", advance=columns, n=n)
@@ -536,16 +506,14 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """
         subject = f"{type(self).__name__}.replace"
         num_reqs = self._begin("replace")
-        inputs = ColumnInputs.read(self._layout, columns, num_reqs, self.runtime, subject)
-        if inputs.pool_id is None:
+        state = self._state.copied([name for name in columns if name in self._layout.index])
+        pool_id = put_values(state, columns, num_reqs, self.runtime, subject)
+        if pool_id is None:
             for name, value in columns.items():
                 self._check_same_rows(value, "replace", name)
-        state = self._state.replaced(inputs.host, inputs.device, inputs.objects)
-        if inputs.generations is not None:
-            state.generations[:] = inputs.generations
         windows = {name: windows for name, windows in self._open_windows().items() if name not in columns}
-        batch = self._derived("replace", state, num_reqs, moved=False, pool_id=inputs.pool_id, windows=windows)
-        if inputs.pool_id is not None:
+        batch = self._derived("replace", state, num_reqs, moved=False, pool_id=pool_id, windows=windows)
+        if pool_id is not None:
             batch._check_slots("replace")
         return batch
 
@@ -580,7 +548,8 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
         Raises:
             CaptureError: the stream is being captured.
-            DtypeError: an extra that torch and numpy do not share.
+            DtypeError, DeviceError: an extra that torch and numpy do not share; a table of another runtime.
+            ArgumentError: one element is written twice, at level `full`.
             Violation: MIRROR_FOREIGN_WRITE, MIRROR_STALE_READ of a host side, and at `full` those of `check`.
                 SLOT_STALE_HANDLE: a request has left; DERIVED_STALE: extras or writes of other rows or changed pages.
         """
@@ -591,9 +560,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if first:
             self._check_host_is_fresh("upload")
         if alone:  # all columns cross now, and no `BatchDevice` is needed before one is read
-            self._crossed, uploaded, scatter = packed_step(self.runtime, [state.crossing()], writes, arrays)
-            if scatter is not None:
-                scatter()
+            self._crossed, uploaded = packed_step(self.runtime, [state.crossing()], writes, arrays)
         else:
             uploaded = self.device_side.upload(writes, arrays)
         if arrays:  # by which a plan knows them
@@ -669,7 +636,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
                     checked = column.takes_any or name in self._layout.index
                     if not checked and (contents := rows.contents(self.runtime)) is not None:
                         column.check_values(contents[1], self.runtime, operation)
-                elif self.device_side.has(name):
+                elif self.device_side.packed is not None:
                     value._device.tensor(self.runtime)  # a view of the copy
                 value.check(operation)
         self._check_rows(operation)
@@ -686,7 +653,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
 
     def check_live(self, operation: str = "check_live") -> None:
         """Raises SLOT_STALE_HANDLE unless each request still has its slot. Slots of no pool have no owner to ask."""
-        pool = Allocator.of_pool(self._pool_id)
+        pool = pools.get(self._pool_id)
         if pool is None or self._slot_column is None:
             return
         slots, live = self._state.column(self._slot_column), slice(self.num_reqs)
@@ -705,7 +672,10 @@ class Batch(OfThisProcess, metaclass=BatchType):
         if state.block.n == self.num_rows and not (state.device or state.objects):
             times_checked[_ROW_COUNT] += 1
             return
-        state.check_counts(self.num_rows, self.num_reqs, object=self, operation=operation, step=self.runtime.step)
+        counts, padding = {"mirrored columns": state.block.n}, self.num_rows - self.num_reqs
+        counts |= {name: len(rows) for name, rows in state.device.items()}
+        counts |= {name: len(objects) + padding for name, objects in state.objects.items()}  # padded rows have none
+        invariants.row_count(self.num_rows, counts, **self._where(operation))
 
     def _check_slots(self, operation: str) -> None:
         """No request has slot 0, a negative one, or that of another."""
@@ -761,8 +731,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
             num_reqs += joined.num_reqs
         rows = num_reqs if num_rows is None else num_rows
         lease = None if moved else self.lease  # the block may be the same, and what is on the device
-        made: Any = type(self)
-        batch: Self = made(self.runtime, state, num_reqs, rows, pool_id, windows, row_set, lease)
+        batch = type(self)(self.runtime, state, num_reqs, rows, pool_id, windows, row_set, lease)
         if state.changed is not None and (self._device is not None or self._crossed is not None):
             batch._device = self.device_side.kept(state, state.changed)
         if levels.full:
@@ -778,7 +747,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         """Checks before an operation: nothing that is exposed was written, and the batch has no padding."""
         if levels.full:
             self._check_unwritten(operation)
-        elif levels.cheap and (self._exposed or ((device := self._device) is not None and device.sent is not None)):
+        elif levels.cheap and (self._exposed or ((device := self._device) is not None and device.packed is not None)):
             self._check_read_columns(operation)
         num_reqs = self.num_reqs
         if self.num_rows != num_reqs:

@@ -14,12 +14,12 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import Allocator, size_of
-from batchstate._arrays import amounts, check_rows, count
+from batchstate._arrays import Ints, amounts, check_rows, count
 from batchstate._core import SlotStates
 from batchstate.errors import ArgumentError
 from batchstate.mirror import Contract, Slots, StateRow, state_type
 from batchstate.nvtx import ranges
-from batchstate.pools import Ints, SlotListener, SlotPool, SlotStats
+from batchstate.pools import SlotListener, SlotPool, SlotStats
 from batchstate.runtime.base import Fence, Runtime
 from batchstate.tables import Table, TableWrite
 
@@ -72,9 +72,6 @@ class StateOwner(SlotListener):
 
     def on_free(self, rows: Ints, after: Fence | None) -> None:
         self.allocator.release(self.states.leave(rows), after, "free")
-
-    def check_clear(self, operation: str) -> None:
-        self.allocator.check_none_pending(operation)
 
     def on_clear(self) -> None:
         self.allocator.core.sort()
@@ -138,7 +135,12 @@ class StateTurns:
         Raises:
             Violation: STATE_TURN: a request has had another turn since; SLOT_STALE_HANDLE: it has left.
         """
-        self._pool.pass_turns(self)
+        rows, states = self._pool.check_turns(self, "launched")
+        rows, transaction = rows[: np.count_nonzero(rows)], self._pool.transaction
+        transaction.operation = "launched"
+        states.turns[rows] += 1
+        states.newest[rows] = self.writes[: rows.size]
+        transaction.operation = None
 
 
 @ranges("take")
@@ -314,16 +316,6 @@ class HybridSlotPool(SlotPool):
         reads, writes, turns = states.after(rows, 0), states.after(rows, 1), states.turns[rows]
         self._check_turns(rows, states.newest, reads, "state", "state_turns")
         return StateTurns(slots, reads, writes, states.kind, turns, self)
-
-    def pass_turns(self, turns: StateTurns) -> None:
-        """See `StateTurns.launched`."""
-        operation = "launched"
-        rows, states = self.check_turns(turns, operation)
-        rows = rows[: np.count_nonzero(rows)]
-        self.transaction.operation = operation
-        states.turns[rows] += 1
-        states.newest[rows] = turns.writes[: rows.size]
-        self.transaction.operation = None
 
     def check_turns(self, turns: StateTurns, operation: str) -> tuple[Ints, StateOwner]:
         """The rows of turns that are still the next of their requests, and the states. For the library."""

@@ -322,9 +322,10 @@ class MirroredTensor(OfThisProcess):
         side = None if device is None else DeviceSide(ReadyTensor.made_now(device, runtime))
         dtype = torch_dtype(host.dtype) if device is None else device.dtype  # type: ignore[union-attr]
         shape: tuple[int, ...] = tuple((device if host is None else host).shape)  # type: ignore[union-attr]
-        if not shape:
-            raise ShapeError(f"{name or cls.__name__}: a scalar has no rows", shape, "pass one row per request")
-        generations = np.zeros(shape[0], dtype=np.int64) if issubclass(cls, Handles) else None
+        handles = issubclass(cls, Handles)
+        if not shape or (handles and len(shape) > 1):
+            raise ShapeError(f"{name or cls.__name__}: {list(shape)} are no rows", shape, "pass one row per request")
+        generations = np.zeros(shape, dtype=np.int64) if handles else None
         value = cls(runtime, host, side, dtype, shape, contract, name, generations=generations)
         value.check(call)
         return value
@@ -927,7 +928,10 @@ class Handles(MirroredTensor):
         name: str = "",
         device: DeviceSide | None = None,
     ) -> Self:
-        """For pools: takes over both arrays, int64[n]. `pool_id` is that of the pool, `device` their device side."""
+        """For pools, and tools that rebuild state: takes over both arrays, int64[n]. `pool_id` is that of the pool.
+
+        `device` is their device side.
+        """
         handles, shape = cls.__new__(cls), numbers.shape  # as `_derived`
         MirroredTensor.__init__(
             handles, runtime, numbers, device, torch.int64, shape, contract, name, (), generations, pool_id
@@ -942,30 +946,6 @@ class Handles(MirroredTensor):
             value, runtime, None, None, _NUMBERS, (handles.n,), _SAME, name, (), None, handles.pool, plain=handles
         )
         return value
-
-    @classmethod
-    def from_host(
-        cls,
-        runtime: Runtime,
-        values: object,
-        *,
-        dtype: torch.dtype | None = None,
-        contract: str | Contract = Contract.EXACT,
-        name: str = "",
-        generations: object = None,
-        pool_id: int = 0,
-    ) -> Self:
-        """Handles from numbers, for tools that rebuild state. `generations` int64[n] defaults to 0: nothing live's.
-
-        Raises `ShapeError` unless there is one generation per number, else as `MirroredTensor.from_host`.
-        """
-        handles = super().from_host(runtime, values, dtype=dtype, contract=contract, name=name)
-        own = handles.generations if generations is None else converted(generations, INT64, "generations")
-        if own.shape != handles.shape or len(own.shape) != 1:
-            number = int(np.prod(handles.shape))
-            raise wrong_shape("generations", (number,), own.shape, f"pass one generation for each {cls.unit}")
-        handles._gens, handles._pool_id = own, pool_id
-        return handles
 
     @property
     def generations(self) -> npt.NDArray[np.int64]:
@@ -995,27 +975,16 @@ pools: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 class _Asking(Handles):
-    """Handles that ask their pool whenever a side is read: what was made of them would name another's memory."""
+    """Handles that ask their pool whenever a side is read: what was made of them would name another's memory.
+
+    Each read raises SLOT_STALE_HANDLE, at `cheap`, once a number has lost its owner.
+    """
 
     __slots__ = ()
 
-    @property
-    def np(self) -> Array:
-        """As `MirroredTensor.np`; SLOT_STALE_HANDLE, at `cheap`, once a number has lost its owner."""
-        self.check_kept("np")
-        return super().np
-
-    @property
-    def host(self) -> torch.Tensor:
-        """As `MirroredTensor.host`; refused as `np`."""
-        self.check_kept("host")
-        return super().host
-
-    @property
-    def device(self) -> torch.Tensor:
-        """As `MirroredTensor.device`; refused as `np`."""
-        self.check_kept("device")
-        return super().device
+    def _check_fresh(self, side: str) -> None:
+        self.check_kept(side)
+        super()._check_fresh(side)
 
 
 class Slots(Handles):

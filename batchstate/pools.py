@@ -16,7 +16,7 @@ import torch
 
 from batchstate import _core, _interpreted, invariants, levels
 from batchstate._allocator import DOUBLE_FREE, LIVE, Allocator, SlotListener, Transaction, check_of_pool, size_of
-from batchstate._arrays import as_array, count
+from batchstate._arrays import Ints, as_array, count
 from batchstate._core import Requests
 from batchstate._launches import Launches
 from batchstate.errors import DtypeError
@@ -28,7 +28,6 @@ from batchstate.tables import RowZero, Table
 
 __all__ = ["PendingSlots", "SlotListener", "SlotPool", "SlotStats"]
 
-Ints = npt.NDArray[np.int64]
 _NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 Check = Callable[[Ints, str], None]
 
@@ -205,19 +204,18 @@ class SlotPool(OfThisProcess):
 
     def _give(self, slots: Slots, give: Callable[[Ints], None] | None) -> None:
         """Gives slots that were just taken what they own besides, or frees them again."""
-        rows, done = slots._host_side(), list[SlotListener]()
+        rows = slots._host_side()
         try:
             for listener in self._taking:
                 listener.on_take(rows)
-                done.append(listener)
             if give is not None:
                 give(rows)
             self.transaction.operation = None  # a listener may ask the pool
             if self._counting or levels.full:
                 self._check_after("take")
         except Exception:
-            self.transaction.operation = "take"
-            self._undo_take(slots, done)
+            self.transaction.operation = None
+            self.give_back(slots, "take")
             raise
 
     def check_take(self, n: int) -> None:
@@ -229,20 +227,9 @@ class SlotPool(OfThisProcess):
 
     def note_taken(self, rows: Ints) -> None:
         """A step has taken the slots `rows` int64[n], which `check_take` has allowed. For the library."""
-        self._allocator.note_taken(rows)
+        self._allocator.taken_at.note(rows)
         for listener in self._taking:
             listener.on_take(rows)
-
-    def _undo_take(self, slots: Slots, done: list[SlotListener]) -> None:
-        """Frees slots that no caller has got. A Violation here leaves the mark: the pool is not as it was."""
-        self.transaction.undoing = True
-        for listener in self._listeners:
-            if listener in done or listener not in self._taking:
-                listener.on_free(slots._host_side(), None)
-        self._allocator.release(slots.requests, None, self._take)
-        self.transaction.undoing = False
-        self._verify_host()
-        self.transaction.operation = None
 
     def free(self, slots: Slots, *, after: Fence | None) -> None:
         """Frees slots, at once or when `after` is complete.
@@ -348,7 +335,8 @@ class SlotPool(OfThisProcess):
         for query_free in self._before_free:
             query_free(self.live_slots())
         rows = self.live_slots()
-        self._allocator.check_none_pending(operation)
+        for group in self.transaction.groups:
+            group.refuse_in_flight(operation)
         self.check_ended(rows, operation)
         for listener in self._listeners:
             listener.check_release(rows, operation)

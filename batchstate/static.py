@@ -13,7 +13,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import size_of
-from batchstate._arrays import Array, copy_into, of_dtype
+from batchstate._arrays import Array, of_dtype
 from batchstate._core import Block
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._rows import RowState
@@ -202,7 +202,7 @@ class StaticBuffers(OfThisProcess, Mapping[str, torch.Tensor]):
                 source = gathered.on_current_stream(self.runtime)
                 target = self._views[name].data  # without a count of writes: this one is not from outside
                 launched = f"static: {name}"
-                self.runtime.launch(copy_into, target, source, reads=(source,), writes=(target,), name=launched)
+                self.runtime.launch(target.copy_, source, reads=(source,), writes=(target,), name=launched)
                 if len(batch.device_side.state.device[name].sources) > 1:  # each is memory kept alive
                     batch.device_side.start_from(name, gathered)
             for i, write in enumerate(joined):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, as_array, carried, read_only, select_rows, shape_of, signed_twin
+from batchstate._arrays import Array, Ints, as_array, carried, read_only, select_rows, shape_of, signed_twin
 from batchstate._origin import Changes, Origin, RowSet
 from batchstate.errors import (
     ArgumentError,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from batchstate._allocator import Transaction
 
 __all__ = ["IndexSpace", "Table", "TableRows", "TableWrite"]
-
-Ints = npt.NDArray[np.int64]
 
 RowZero = Literal["zero", "scratch"]
 """Row 0, of padding: it stays zero, or padded rows may write anything into it."""

@@ -4,12 +4,15 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import TypeVar
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
-from batchstate.runtime import AcceleratorRuntime
+from batchstate.mirror import Handles
+from batchstate.runtime import AcceleratorRuntime, Runtime
 from batchstate.violations import Code, Violation
 
 
@@ -34,6 +37,15 @@ def refused(code: Code, action: Callable[[], object]) -> Violation:
         action()
     assert caught.value.code == code, caught.value
     return caught.value
+
+
+H = TypeVar("H", bound=Handles)
+
+
+def forged(kind: type[H], runtime: Runtime, numbers: object, generations: object, pool_id: int) -> H:
+    """Handles that no pool has made."""
+    arrays = np.array(numbers, np.int64), np.array(generations, np.int64)
+    return kind.of_pool(runtime, *arrays, pool_id=pool_id)
 
 
 def in_a_thread(action: Callable[[], object]) -> BaseException | None:

@@ -24,6 +24,7 @@ from batchstate.mirror import MirroredTensor, Pages, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime import open_runtime
 from batchstate.violations import Code, Violation
+from tests.doubles import forged
 from tests.selfcheck.machine import misuses
 
 Expected = type[BatchStateError] | Code
@@ -42,7 +43,7 @@ def refuses(expected: Expected, words: str, call: Callable[[], object]) -> None:
 
 
 def _forged(pool: SlotPool, slot: int) -> Slots:
-    return Slots.from_host(pool.runtime, [slot], generations=[1], pool_id=pool.pool_id)
+    return forged(Slots, pool.runtime, [slot], [1], pool.pool_id)
 
 
 def _adopt(pool: SlotPool, *shape: int) -> object:
@@ -188,7 +189,7 @@ def _not_ragged(case: RelayCase) -> bool:
 
 
 def _publish_behind_padding(case: RelayCase) -> None:
-    zero = Slots.from_host(case.relay.runtime, [0], generations=[0], pool_id=case.relay.slots.pool_id)
+    zero = forged(Slots, case.relay.runtime, [0], [0], case.relay.slots.pool_id)
     case.relay.publish(Slots.cat([zero, case.slots]), token=case.zeros(case.n + 1))
 
 

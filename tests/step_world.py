@@ -123,7 +123,7 @@ class StepByParts:
     ) -> StepOfParts:
         """A step; the arguments are those of `StepPlanner.plan`."""
         pages, leaving = self.pages, None
-        pages.query_fences()  # as a step does, whether it takes slots or not
+        pages.slots.query_fences()  # as a step does, whether it takes slots or not
         if keep is not None:
             stays = np.zeros(batch.num_reqs, dtype=np.bool_)
             stays[keep] = True

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchstate import Code, MirroredTensor, SlotPool, Slots, TokenArray, Violation, checks
 from batchstate.errors import ArgumentError, ContractError, DeclarationError, DtypeError, ShapeError, ValueOverflowError
-from batchstate.forward.plan import ForwardPlan, flash_attention
+from batchstate.forward.plan import ForwardPlan, layout_arrays
 from batchstate.mirror import HostLocations, Locations, Pages
 from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
@@ -375,7 +375,7 @@ def test_refuses_bounds_for_flashinfer(rt: Runtime) -> None:
 def test_kv_beyond_int32_is_no_start(rt: Runtime) -> None:
     """The running sum of lengths, which FlashAttention takes as int32, never wraps around."""
     with pytest.raises(ValueOverflowError, match="3221225472 does not fit int32"):
-        flash_attention(np.zeros((3, 3), np.int32), np.array([2**30] * 3), 2**29, 3)
+        layout_arrays(("flash_attention",), np.zeros((3, 3), np.int32), np.array([2**30] * 3), 2**29, 3, None, False)
 
 
 def test_plans_at_every_level(rt: Runtime) -> None:

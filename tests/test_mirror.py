@@ -24,7 +24,7 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.races.devices import open_device
-from tests.doubles import in_a_thread, refused
+from tests.doubles import forged, in_a_thread, refused
 from tests.selfcheck.machines.mirrored_tensor import write_uncounted
 
 
@@ -444,13 +444,13 @@ def test_integers_are_exact_to_the_last_bit(rt: Runtime) -> None:
 
 def test_slots_of_two_pools_never_mix(rt: Runtime) -> None:
     """Rows of one pool's slots cannot be replaced by another pool's: the handle would name a slot of the wrong one."""
-    mine = Slots.from_host(rt, [1, 2], generations=[1, 1], pool_id=1)
-    theirs = Slots.from_host(rt, [1], generations=[1], pool_id=2)
+    mine = forged(Slots, rt, [1, 2], [1, 1], 1)
+    theirs = forged(Slots, rt, [1], [1], 2)
     with pytest.raises(ArgumentError, match="pool 2"):
         mine.update([0], theirs)
     with pytest.raises(ArgumentError, match="pools"):
         mine.merge(theirs)
-    assert mine.update([0], Slots.from_host(rt, [3], generations=[4], pool_id=1)).generations.tolist() == [4, 1]
+    assert mine.update([0], forged(Slots, rt, [3], [4], 1)).generations.tolist() == [4, 1]
     paired = Slots.from_pair(rt, [1], torch.tensor([1]).to(rt.device))
     assert paired.generations.tolist() == [0]
 

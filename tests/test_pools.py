@@ -14,7 +14,7 @@ from batchstate.pools import SlotPool
 from batchstate.races.devices import open_device
 from batchstate.runtime import Runtime
 from batchstate.violations import Code
-from tests.doubles import Gate, in_a_thread, refused
+from tests.doubles import Gate, forged, in_a_thread, refused
 from tests.selfcheck.machine import Misuse
 from tests.selfcheck.machines.pools import SlotMachine
 from tests.selfcheck.models import snapshot_slots
@@ -185,8 +185,8 @@ def test_refuses_what_is_out_of_range(rt: Runtime, operation: str) -> None:
     given: dict[str, object] = {"operation": "x"} if operation == "rows_of" else {"after": None}
     far = 4 * pool.capacity
     for row in (*range(-far, 0), *range(pool.capacity, far), 2**62, -(2**62)):
-        forged = Slots.from_host(rt, [row], generations=[1], pool_id=pool.pool_id)
-        refused(Code.SLOT_OUT_OF_RANGE, functools.partial(getattr(pool, operation), forged, **given))
+        handle = forged(Slots, rt, [row], [1], pool.pool_id)
+        refused(Code.SLOT_OUT_OF_RANGE, functools.partial(getattr(pool, operation), handle, **given))
     assert pool.stats.live == 3
 
 
@@ -309,7 +309,7 @@ def test_a_handle_without_a_generation_has_no_owner(rt: Runtime) -> None:
     pool = SlotPool(rt, 4)
     table = pool.table("table", (2,))
     for free in (True, False):
-        wrapped = Slots.from_host(rt, [1], pool_id=pool.pool_id)
+        wrapped = forged(Slots, rt, [1], [0], pool.pool_id)
         for use in (lambda w=wrapped: pool.check_handles(w, "use"), lambda w=wrapped: table.entry(w, [0], [5])):
             refused(Code.SLOT_STALE_HANDLE, use)
         if free:

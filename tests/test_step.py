@@ -44,7 +44,6 @@ from batchstate.errors import (
     ValueOverflowError,
 )
 from batchstate.invariants import times_checked
-from batchstate.kv._page_state import PageHolders
 from batchstate.mirror import Slots
 from batchstate.races import RaceRuntime
 from batchstate.races.sim import SimRuntime
@@ -753,10 +752,10 @@ def test_an_interrupt_behind_first_values_leaves_the_mark(rt: Runtime, monkeypat
     world = World.planned(rt)
     world.join([3])
 
-    def interrupted(holders: PageHolders, new: object) -> None:
+    def interrupted(new: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(PageHolders, "note", interrupted)
+    monkeypatch.setattr(world.pages._holders, "note", interrupted)
     joining = columns(np.array([2]), [2])
     with pytest.raises(KeyboardInterrupt):
         world.planner.plan(world.batch, joining=joining, published={"last": [7]})
@@ -937,7 +936,7 @@ def test_a_step_is_taken_back(rt: Runtime, launched: bool, level: str) -> None:
         with pytest.raises(ArgumentError, match="it was taken back"):
             step.rollback(after=after)
         after.wait()
-        world.pages.query_fences()
+        world.pages.slots.query_fences()
         assert world.pages.stats.free == free
         again: Any = world.planner.plan(batch)
         got = taken(again)

@@ -22,7 +22,7 @@ from batchstate.runtime import DoneFence, Runtime
 from batchstate.static import StaticBuffers
 from batchstate.tables import Table
 from batchstate.violations import Code
-from tests.doubles import Gate, refused
+from tests.doubles import Gate, forged, refused
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def named(pool: SlotPool, numbers: Sequence[int]) -> Slots:
     """Handles of slots by number, all of which are taken."""
     if pool.stats.free:
         pool.take(pool.stats.free, reserved=True)
-    return Slots.from_host(pool.runtime, numbers, generations=[1] * len(numbers), pool_id=pool.pool_id)
+    return forged(Slots, pool.runtime, numbers, [1] * len(numbers), pool.pool_id)
 
 
 def test_has_a_row_for_every_slot_and_for_padding(pool: SlotPool) -> None:
@@ -598,4 +598,4 @@ def test_a_table_is_named_by_its_own_handles(rt: Runtime, pool: SlotPool, pages:
 
 
 def _forged(locations: Locations, number: int) -> Locations:
-    return Locations.from_host(locations.runtime, [number], generations=[7], pool_id=locations.pool_id)
+    return forged(Locations, locations.runtime, [number], [7], locations.pool_id)

@@ -64,7 +64,7 @@ def ordinary_use(rt: Runtime, pool: SlotPool, pages: PagePool, request: Request)
 def refused(rt: Runtime, pool: SlotPool, pages: PagePool, batch: Decode, other: Batch) -> None:
     """What a type checker refuses before the program runs."""
     Decode()  # type: ignore[call-arg]
-    Decode(rt)  # type: ignore[arg-type]
+    Decode(rt, seq_lens=[1])  # type: ignore[call-arg]
     batch.seq_lens = [1, 2]  # type: ignore[assignment]
     batch.slots = pool.take(2)  # type: ignore[assignment]
     batch.requests = ()  # type: ignore[assignment]

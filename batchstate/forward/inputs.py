@@ -15,12 +15,11 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._allocator import note_launch
 from batchstate._arrays import Array, arange_per_row, put_rows, select_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError
 from batchstate.forward.plan import NO_END, ForwardPlan, handles_of
-from batchstate.mirror import DeviceSide, Slots, rows_of
+from batchstate.mirror import DeviceSide, Slots, pools, rows_of
 from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import dtype_of_bits
 from batchstate.tables import Table
@@ -88,10 +87,10 @@ class ForwardInputs:
         kv_lens: int32[num_rows], tokens of each request with those of this step (`seqused_k`, `cache_seqlens`).
         last_token_indices: int64[s], the last token of each request that samples; int64[num_rows] where all do.
         slot_mapping: int64[num_padded_tokens], where the KV of each token goes, or None without pages.
-        kv_start_loc, block_table: `cu_seqlens_k` int32[num_rows + 1] and int32[num_rows, m], of the layout
-            `flash_attention`; else None.
-        kv_page_indptr, kv_page_indices, kv_last_page_len: flashinfer's `paged_kv_*`, of the layout `flashinfer`; else
-            None.
+        kv_start_loc, block_table: `cu_seqlens_k` int32[num_rows + 1] and int32[num_rows, most pages of a request], of
+            the layout `flash_attention`, for its variable-length functions; else None.
+        kv_page_indptr, kv_page_indices, kv_last_page_len: flashinfer's `paged_kv_*` int32[num_rows + 1], [pages] and
+            [num_rows], of the layout `flashinfer`, for `plan` of its wrappers; else None.
         arrays: name -> [num_padded_tokens, ...], the plan's token arrays.
     """
 
@@ -249,7 +248,10 @@ class ForwardInputs:
             guessed = plan.relay_rows[plan.query_lens[plan.relay_rows] > 1]
             if guessed.size and not plan.bounded:
                 plan.pages.guess(rows[guessed], plan.kv_starts[guessed] + 1)
-        note_launch(plan.slots, rows, uploaded.copied)
+        pool = pools.get(plan.slots.pool_id)
+        if pool is not None and not runtime.capturing:
+            launches = pool.transaction.launches
+            launches.used[rows] = launches.begin(runtime.current_stream, uploaded.copied)
         return inputs
 
     def check(self, runtime: Runtime) -> None:
@@ -408,9 +410,7 @@ def put_in_of(plan: ForwardPlan, width: int) -> PutIn | None:
 
 def _with_device(handles: Slots, side: DeviceSide) -> Slots:
     """The same handles with another device side."""
-    pool, name, contract = handles.pool_id, handles.name, handles.contract
-    numbers, generations = handles.np, handles.generations
-    return Slots.of_pool(handles.runtime, numbers, generations, pool_id=pool, contract=contract, name=name, device=side)
+    return handles._derived("inputs", handles._host_side(), side, handles._row_set)
 
 
 def _some(launch: Gather, numbers: torch.Tensor, put_in: PutIn) -> torch.Tensor:

@@ -15,7 +15,7 @@ the row of a request.
 import json
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex, final
 
 import attrs
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, amounts, arange_per_row, as_array, check_range, count
+from batchstate._arrays import Array, Ints, amounts, arange_per_row, as_array, check_range, count
 from batchstate._origin import DerivedArrays, Origin, RowSet
 from batchstate._step_tokens import StepTokens
 from batchstate._upload import Extras, packed_step
@@ -41,7 +41,6 @@ from batchstate.runtime.memory import ReadyTensor, bits_dtype, dtype_of_bits
 from batchstate.tables import TableWrite
 from batchstate.violations import Code, Where
 
-Ints = npt.NDArray[np.int64]
 Index = npt.NDArray[np.integer]
 Arrays = dict[str, npt.NDArray[np.int32]]
 
@@ -50,6 +49,7 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _IDS = "input_ids"
 NO_END = np.iinfo(np.int64).max
 
+LAYOUTS = ("flash_attention", "flashinfer")
 _INDICES = ("input_ids", "positions", "slot_mapping", "last_token_indices")
 """Arrays that are int64 unless they are named in `int32`."""
 
@@ -64,34 +64,6 @@ _STAND_IN = -1
 """Where no id is known yet while the host lays them out. The check of SENTINEL_ESCAPED lets none be uploaded."""
 
 
-def flash_attention(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_rows: int) -> Arrays:
-    """Arguments of FlashAttention's variable-length functions for paged KV, int32; padded rows have no pages.
-
-    `kv_start_loc` [num_rows + 1] (`cu_seqlens_k`) and `block_table` [num_rows, most pages of a request].
-    """
-    counts = -(-kv_lens // page_size)
-    most = int(counts.max(initial=0))
-    table = np.zeros((num_rows, most), dtype=np.int32)
-    table[: len(kv_lens)] = np.where(np.arange(most) < counts[:, None], pages[:, :most], 0)
-    return {"kv_start_loc": _starts(kv_lens, num_rows), "block_table": table}
-
-
-def flashinfer(pages: npt.NDArray[np.int32], kv_lens: Ints, page_size: int, num_rows: int) -> Arrays:
-    """Arguments of `plan` of flashinfer's wrappers, int32; padded rows have no pages.
-
-    `kv_page_indptr` [num_rows + 1], `kv_page_indices` [pages] and `kv_last_page_len` [num_rows] (`paged_kv_*`).
-    """
-    counts = -(-kv_lens // page_size)
-    most = int(counts.max(initial=0))
-    last = np.zeros(num_rows, dtype=np.int32)
-    last[: len(kv_lens)] = kv_lens - np.maximum(counts - 1, 0) * page_size
-    return {
-        "kv_page_indptr": _starts(counts, num_rows),
-        "kv_page_indices": pages[:, :most][np.arange(most) < counts[:, None]],
-        "kv_last_page_len": last,
-    }
-
-
 def _starts(lengths: Ints, num_rows: int) -> npt.NDArray[np.int32]:
     """Where ranges of so many elements begin, laid end to end, and where the last ends, int32[num_rows + 1]."""
     ends, n = lengths.cumsum(), len(lengths)
@@ -103,13 +75,6 @@ def _starts(lengths: Ints, num_rows: int) -> npt.NDArray[np.int32]:
     return starts
 
 
-LAYOUTS: dict[str, Callable[[npt.NDArray[np.int32], Ints, int, int], Arrays]] = {
-    "flash_attention": flash_attention,
-    "flashinfer": flashinfer,
-}
-"""Layout -> its function of `pages` int32[n, m], the pages of each live request, and `kv_lens` int64[n]."""
-
-
 def layout_arrays(
     layouts: Sequence[str],
     table: npt.NDArray[np.int32],
@@ -119,8 +84,9 @@ def layout_arrays(
     offset: Ints | None,
     bounded: bool,
 ) -> Arrays:
-    """The arrays of some layouts. `table` are the pages of each request, which begin `offset` tokens before position 0.
+    """The arrays of some layouts, for requests with `kv_lens` int64[n] tokens; padded rows have no pages.
 
+    `table` int32[n, m] are their pages, which begin `offset` tokens before position 0. `ForwardInputs` has the shapes.
     Raises `ContractError` for `flashinfer` with `bounded` lengths, `ArgumentError` if an offset fills no whole pages.
     """
     if bounded and "flashinfer" in layouts:
@@ -137,8 +103,17 @@ def layout_arrays(
         columns = np.minimum(np.arange(table.shape[1]) + first[:, None], table.shape[1] - 1)
         table = np.take_along_axis(table, columns, axis=1)
     arrays: Arrays = {}
-    for name in layouts:
-        arrays |= LAYOUTS[name](table, kv_lens, page_size, num_rows)
+    counts, n = -(-kv_lens // page_size), len(kv_lens)
+    most = int(counts.max(initial=0))
+    table, has = table[:, :most], np.arange(most) < counts[:, None]
+    if "flash_attention" in layouts:
+        block_table = np.zeros((num_rows, most), dtype=np.int32)
+        block_table[:n] = np.where(has, table, 0)
+        arrays |= {"kv_start_loc": _starts(kv_lens, num_rows), "block_table": block_table}
+    if "flashinfer" in layouts:
+        last = np.zeros(num_rows, dtype=np.int32)
+        last[:n] = kv_lens - np.maximum(counts - 1, 0) * page_size
+        arrays |= {"kv_page_indptr": _starts(counts, num_rows), "kv_page_indices": table[has], "kv_last_page_len": last}
     return arrays
 
 
@@ -432,9 +407,7 @@ class ForwardPlan:
             self.pages.slots.rows_of(self.slots, "upload", unique=True, padded=True)
         elif levels.cheap:
             invariants.slot_shared(slots, object=self, operation="upload", step=runtime.step)
-        upload, uploaded, scatter = packed_step(runtime, [slots], writes, self.extras | dict(extras or {}))
-        if scatter is not None:
-            scatter()
+        upload, uploaded = packed_step(runtime, [slots], writes, self.extras | dict(extras or {}))
         uploaded.row_set = self.slots.row_set
         uploaded.slots = slots, DeviceSide(ReadyTensor.uploaded(upload.view(0), upload))
         return uploaded

@@ -5,17 +5,14 @@ from typing import final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import UNORDERED, Array, carried, padding_row, shape_of
+from batchstate._arrays import UNORDERED, Array, Ints, carried, padding_row, shape_of
 from batchstate.errors import DtypeError, ShapeError, expected
 from batchstate.mirror import MirroredTensor
 from batchstate.runtime.memory import bits_dtype, host_dtype, numpy_dtype
 from batchstate.violations import Where
-
-Ints = npt.NDArray[np.int64]
 
 
 @final

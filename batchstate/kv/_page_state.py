@@ -11,7 +11,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import SlotListener, TakenAt, check_of_pool, joined, new_pool_id, waiting_for
-from batchstate._arrays import read_only
+from batchstate._arrays import Ints, read_only
 from batchstate._core import PageRows
 from batchstate._origin import Changes
 from batchstate.errors import PoolExhaustedError, unexplained
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from batchstate.kv.prefix_cache import PrefixCache
     from batchstate.pools import SlotPool
     from batchstate.tables import Table
-
-Ints = npt.NDArray[np.int64]
 
 IN_FLIGHT, CONSERVATION, STALE_HANDLE = Code.SLOT_IN_FLIGHT, Code.SLOT_CONSERVATION, Code.SLOT_STALE_HANDLE
 KV = "kv"
@@ -157,7 +155,8 @@ class PageHolders(SlotListener):
         self.name, self.label = name, f"PagePool {name!r}"
         self.pool_id = new_pool_id(self)
         self._slots = slots
-        self._taken_at = TakenAt()
+        self.taken_at = TakenAt(self.runtime)
+        self.note = self.taken_at.note
         self._seen: tuple[npt.NDArray[Any], ...] = ()  # arrays at the last `verify`
 
     def where(self, operation: str) -> Where:
@@ -203,7 +202,7 @@ class PageHolders(SlotListener):
 
     def grow(self, rows: Ints, totals: Ints, n: int, operation: str) -> None:
         """Gives rows int64[k] the `n` pages that they lack for `totals` tokens: `PageRows.look` has found them."""
-        if self.notes:
+        if self.taken_at.wanted:
             self.note(self.rows.next_pages(n), totals)
         self.transaction.operation = operation
         self.rows.grow(rows, totals)
@@ -222,18 +221,6 @@ class PageHolders(SlotListener):
             self.check_whole(operation)
         elif self.runtime.agreement is not None:
             self.runtime.agreement.note(pages)
-
-    @property
-    def notes(self) -> bool:
-        """Whether `note` wants the pages that are taken."""
-        return levels.full or bool(self._taken_at.lines) or self.runtime.agreement is not None
-
-    def note(self, pages: Ints, *totals: Ints) -> None:
-        """Tells ranks which pages are taken, and for how many tokens; remembers at `full` the lines that led there."""
-        if self.runtime.agreement is not None:
-            self.runtime.agreement.note(pages, *totals)
-        if levels.full or self._taken_at.lines:
-            self._taken_at.note(pages)
 
     def explain_free(self, n: int, operation: str) -> NoReturn:
         """Raises what stands against taking the next `n` pages."""
@@ -342,8 +329,6 @@ class PageHolders(SlotListener):
         self.cut(rows, None, None, after, "release_requests")
 
     def check_clear(self, operation: str) -> None:
-        for group in self.transaction.groups:
-            group.refuse_in_flight(operation)
         written = [lease for lease in self.leases.values() if lease.writer is not None]
         ended = self.transaction.query([cast(Fence, lease.writer) for lease in written])
         for lease, over in zip(written, ended, strict=True):
@@ -387,7 +372,7 @@ class PageHolders(SlotListener):
         if self.rows.live:
             leaked = self.rows.arrays["holders"].nonzero()[0]
             waits = waiting_for((pages, step) for pages, _, step in self.pending_groups())
-            self._check_live(0, operation, leaked=leaked, named=self._taken_at.named, waits=waits)
+            self._check_live(0, operation, leaked=leaked, named=self.taken_at.named, waits=waits)
 
     def verify(self, operation: str = "verify") -> None:
         """Counts all anew: each page has as many holders as it records, and each holder is a live slot or a lease.

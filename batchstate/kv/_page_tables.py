@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate import invariants
@@ -15,8 +14,6 @@ from batchstate.tables import Table
 
 if TYPE_CHECKING:
     from batchstate.kv.pages import PagePool
-
-Ints = npt.NDArray[np.int64]
 
 
 def check_map_to(pool: "PagePool", by: str, holds: str | None, shape: tuple[int, ...], of: "PagePool") -> None:

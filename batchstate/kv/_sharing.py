@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, ClassVar, SupportsIndex, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from batchstate import invariants
 from batchstate._allocator import MOST_TOKENS, joined, size_of
-from batchstate._arrays import amounts, count, ranges_of, read_only
+from batchstate._arrays import Ints, amounts, count, ranges_of, read_only
 from batchstate.errors import ArgumentError, expected
 from batchstate.kv._lengths import SHORT_PREFIX, UNCOMMITTED, explain_total
 from batchstate.mirror import Locations, Slots
@@ -18,8 +17,6 @@ from batchstate.runtime.streams import missing
 
 if TYPE_CHECKING:
     from batchstate.kv.pages import Extension, PagePool
-
-Ints = npt.NDArray[np.int64]
 
 
 @final

@@ -16,7 +16,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import MOST_TOKENS, size_of
-from batchstate._arrays import Amount, amounts, as_array, check_rows, count, read_only, shape_of
+from batchstate._arrays import Amount, Ints, amounts, as_array, check_rows, count, read_only, shape_of
 from batchstate._core import PageRows, Requests, tally
 from batchstate._origin import Origin
 from batchstate.errors import ArgumentError, ShapeError, another_runtime, expected, unexplained
@@ -33,8 +33,6 @@ from batchstate.tables import RowZero, Table, TableWrite
 from batchstate.violations import Code
 
 __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
-
-Ints = npt.NDArray[np.int64]
 
 LENGTH_ORDER = Code.LENGTH_ORDER
 _EXTENDED = LENGTH_ORDER, Code.SLOT_CONSERVATION
@@ -208,7 +206,7 @@ class PagePool(OfThisProcess):
         self.writes = self._holders.writes  # for the library
         if req_to_token is not None:
             check_req_to_token(self, req_to_token)
-        self._req_to_token = req_to_token
+        self.req_to_token = req_to_token
         self._release_checks: list[Callable[[Ints, str], None]] = []
         self._sharing = PageSharing(self)
         slots.add_listener(self._holders)
@@ -218,11 +216,6 @@ class PagePool(OfThisProcess):
             f"PagePool({self.name!r}, {self.num_pages} pages of {self.page_size}, "
             f"free={self._rows.free}, pending={self._rows.pending}, live={self._rows.live})"
         )
-
-    @property
-    def req_to_token(self) -> Table | None:
-        """The default table of `entry`."""
-        return self._req_to_token
 
     @property
     def location_capacity(self) -> int:
@@ -451,7 +444,7 @@ class PagePool(OfThisProcess):
             raise ShapeError(f"{label} of {total_lens!r}", total_lens, "pass one length per request")
         totals = amounts(lengths, lengths.size, label)
         self.transaction.enter(operation)
-        self.query_fences()
+        self.slots.query_fences()
         self._look(None, None, totals, operation)
         needed = self._rows.needed
 
@@ -613,7 +606,7 @@ class PagePool(OfThisProcess):
         """Allocates and commits `lengths` tokens in all, or so many more."""
         numbers = self._numbers(slots, lengths, operation)
         handles = self._enter(slots, operation)
-        if self._holders.notes:
+        if self._holders.taken_at.wanted:
             rows = slots._host_side()
             starts, totals = self._lengths(rows, numbers, adds)
             self._look(rows, starts, totals, operation)
@@ -848,10 +841,6 @@ class PagePool(OfThisProcess):
         """`check(rows, operation)` may refuse, by raising, that pages of live slots are released."""
         self.runtime.check_owner(f"{self.name}: add_release_check")
         self._release_checks.append(check)
-
-    def query_fences(self) -> None:
-        """Queries fences, before slots and pages are taken: it may run code of the engine."""
-        self.slots.query_fences()
 
     def check_accepted(self, rows: Ints, lengths: Ints, operation: str) -> None:
         """Refuses (LENGTH_ORDER) to give others tokens int64[n] that are guesses still."""

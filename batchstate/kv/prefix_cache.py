@@ -7,18 +7,16 @@ from typing import SupportsIndex, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from batchstate import invariants
 from batchstate._allocator import size_of
+from batchstate._arrays import Ints
 from batchstate.errors import ArgumentError
 from batchstate.kv.pages import PageLease, PagePool
 from batchstate.mirror import Slots
 from batchstate.runtime.base import OfThisProcess
 
 __all__ = ["CacheFit", "PrefixCache", "PrefixCacheStats"]
-
-Ints = npt.NDArray[np.int64]
 
 
 @final

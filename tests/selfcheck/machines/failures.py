@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from batchstate import FutureMap, HybridSlotPool, Slots, Violation, invariants, relay_field
+from batchstate._arrays import Ints
 from batchstate.errors import ArgumentError, PoolBrokenError, PoolExhaustedError
 from batchstate.kv.pages import PageLease, PagePool
-from batchstate.pools import Ints, SlotListener
+from batchstate.pools import SlotListener
 from batchstate.runtime import Fence
 from batchstate.testing.fences import ManualFence
 from tests.selfcheck.machine import Machine, agree, ask

@@ -206,7 +206,7 @@ class MirroredTensorMachine(Machine):
         if not issubclass(kind, Handles):
             return self.kept(Modelled(kind.from_host(self.rt, array), array, array))
         generations = np.arange(1, len(array) + 1, dtype=np.int64)
-        value = kind.from_host(self.rt, array, generations=generations)
+        value = kind.of_pool(self.rt, array, generations, pool_id=0)
         return self.kept(Modelled(value, array, array, generations))
 
     @rule(model=VALUES, side=st.booleans())
@@ -301,7 +301,7 @@ class MirroredTensorMachine(Machine):
         generations = np.arange(len(rows), dtype=np.int64) + 5
         values: Any = new
         if isinstance(model.value, Handles):
-            values = type(model.value).from_host(self.rt, new, generations=generations)
+            values = type(model.value).of_pool(self.rt, new, generations, pool_id=0)
 
         def replaced(array: Array, by: Array) -> Array:
             result = array.copy()

@@ -296,7 +296,7 @@ class SlotMachine(PoolMachine):
 
     def live(self, n: int) -> Slots:
         numbers = np.array(sorted(self.model.live)[:n], dtype=np.int64)
-        return Slots.from_host(self.rt, numbers, generations=self.generations[numbers], pool_id=self.pool.pool_id)
+        return Slots.of_pool(self.rt, numbers, self.generations[numbers], pool_id=self.pool.pool_id)
 
     def good(self, slots: Slots) -> bool:
         return {*slots.np.tolist()} <= self.model.live and bool((slots.generations == self.generations[slots.np]).all())

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from batchstate import ForwardInputs, ForwardPlan, FutureMap, HostLocations, Locations
-from batchstate._allocator import Ints
+from batchstate._arrays import Ints
 from batchstate._core import Block
 from batchstate._rows import RowState
 from batchstate._upload import BatchDevice, Extras
