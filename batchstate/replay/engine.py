@@ -163,21 +163,18 @@ def recorded(engine: EngineUnderTest) -> EngineUnderTest:
     return attrs.evolve(engine, open=opened)
 
 
-def drive(
-    engine: EngineUnderTest, history: History, *, verify: bool = True, stop: Callable[[], bool] = lambda: False
-) -> Finding | None:
+def drive(engine: EngineUnderTest, history: History, *, stop: Callable[[], bool] = lambda: False) -> Finding | None:
     """Plays a history until something is wrong, and returns the first finding; None where all was right.
 
-    That is a violation or another error of the engine, a text that is not the right one (`TEXT`), or, with `verify`, an
-    entry that was read and should not have been (`WRONG_READ`).
+    That is a violation or another error of the engine, a text that is not the right one (`TEXT`), or an entry that
+    was read and should not have been (`WRONG_READ`).
 
     Args:
         engine: made anew.
         history: the requests.
-        verify: compare entries as they are read, if the engine runs the exact model.
         stop: asked after each step: whether to give up, as if nothing had been found.
     """
-    spec, verifier = engine.spec(history.settings), Verifier() if verify and engine.texts else None
+    spec, verifier = engine.spec(history.settings), Verifier() if engine.texts else None
     reports = [] if verifier is None else verifier.reports
     model = ExactModel(spec, dtype=history.settings.get("dtype", torch.float32))
 

@@ -41,7 +41,6 @@ from batchstate.replay.format import (
     FIRST_METHOD,
     HEAD,
     KINDS,
-    LEFT_OUT,
     STATE,
     Device,
     Finding,
@@ -232,12 +231,9 @@ class Recorder:
         ring = self._ring
         stream = runtime.current_stream
         if stream is not ring.stream:
-            entry = self._streams.setdefault(id(stream), (min(len(self._streams), LEFT_OUT - 1), stream))
+            entry = self._streams.setdefault(id(stream), (min(len(self._streams), STATE - 1), stream))
             ring.stream_number, ring.stream = entry
         return ring.stream_number
-
-    def _raised(self, number: int, error: BaseException) -> None:
-        self.write("raised", str(getattr(error, "code", type(error).__name__)), number=number)
 
     def _made(self, number: int, product: Any) -> None:
         """Notes the product of a call, so that later events can refer to it."""
@@ -404,9 +400,6 @@ class Recorder:
             ring.inside = True
             try:
                 made = method(target, *args, **kwargs)
-            except BaseException as error:
-                self._raised(number, error)
-                raise
             finally:
                 ring.inside = False
             self._made(number, made)
@@ -419,12 +412,12 @@ class Recorder:
 
     def _plan(self, code: int, method: Any) -> Any:
         ring = self._ring
-        pack_into, get_ident, general = HEAD.pack_into, threading.get_ident, self._seam(code, method)
+        pack_into, general = HEAD.pack_into, self._seam(code, method)
 
         @functools.wraps(method)
         def plan(planner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             at, declared = ring.at, planner._recorded
-            if ring.inside or get_ident() != self._thread:
+            if ring.inside:
                 return method(planner, batch, *args, **kwargs)
             if args or kwargs or declared is None or at > ring.mark or levels.full:
                 step = general(planner, batch, *args, **kwargs)
@@ -432,7 +425,7 @@ class Recorder:
                 return step
             number, planned, runtime = declared
             version = getattr(batch, "version", None)
-            made = planned.pop(version, None)  # a batch goes on in one step: who asks it again writes it by value
+            made = planned.get(version)
             if made is None:
                 return general(planner, batch)
             if runtime.current_stream is not ring.stream:
@@ -440,12 +433,8 @@ class Recorder:
             ring.number = own = ring.number + 1
             pack_into(ring.buffer, at, code, ring.stream_number, runtime.step, own, number, made, 0)
             ring.at = at + _HEAD
-            try:
-                step = method(planner, batch)
-            except BaseException as error:
-                planned[version] = made
-                self._raised(own, error)
-                raise
+            step = method(planner, batch)
+            planned.pop(version, None)  # a batch goes on in one step: who asks it again writes it by value
             step._recorded = own
             planned[step.batch.version] = own
             return step
@@ -455,7 +444,7 @@ class Recorder:
     def _planned_generally(self, planner: Any, step: Any, joining: Any) -> None:
         """Notes the handles that those who join have got, and that the planner has a short way from now on."""
         runtime = planner._runtime
-        if joining is not None and not isinstance(joining, Batch):
+        if step._recorded and joining is not None and not isinstance(joining, Batch):  # else of another thread
             pool, kept = planner._slots, step.num_reqs - max(map(len, joining.values()), default=0)
             rows, generations = step.rows[kept:], step.generations[kept:]
             own = Slots.of_pool(runtime, rows, generations, pool_id=pool.pool_id, name=pool.name)
@@ -478,11 +467,7 @@ class Recorder:
             ring.number = own = ring.number + 1
             pack_into(ring.buffer, at, code, ring.stream_number, runtime.step, own, number, 0, 0)
             ring.at = at + _HEAD
-            try:
-                return method(step)
-            except BaseException as error:
-                self._raised(own, error)
-                raise
+            return method(step)
 
         return inputs
 
@@ -514,11 +499,7 @@ class Recorder:
                     ring.buffer, at, code, ring.stream_number, runtime.step, own, number, 0, size - _HEAD, tail
                 )
                 ring.at = at + size
-                try:
-                    method(step, **values)
-                except BaseException as error:
-                    self._raised(own, error)
-                    raise
+                method(step, **values)
             else:
                 (general if number > ring.first else method)(step, **values)
             if step._results is not None:
