@@ -601,7 +601,7 @@ def test_lanes_are_those_of_the_engine(steps: int, tmp_path: Path) -> None:
     hands, end = show.Hands(recording), len(recording.events)
     (first, *_) = ends = [stop for bars in hands.lanes.values() for _, stop, _ in bars if stop < end]
     assert all("keep" in recording.events[stop].body[2] for stop in ends)
-    assert "given back [" in hands.words[first]
+    assert "] given back" in hands.words[first]
     held = {lane: bars[-1][2] for lane, bars in hands.lanes.items() if bars[-1][1] == end}
     live = world.slots.live_slots().tolist()
     assert {item: slot for (name, item), slot in held.items() if name == "slots"} == dict(zip(live, live, strict=True))
@@ -750,7 +750,7 @@ REPLAY_MUTANTS = {
     ),
     "steps_of_a_lost_segment_are_kept": (
         "replay.recorder:Recorder._begin",
-        "planned.clear()",
+        "versions.clear()",
         "pass",
     ),
     "joiners_are_not_noted": (

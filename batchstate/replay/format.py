@@ -287,10 +287,10 @@ class Recording:
         """Writes a recording with these calls alone, and without those of others that they do not refer to."""
         kept, wanted = list[bytes](), set(calls)
         for event in reversed(self.events):
-            if event.number not in wanted and (event.is_call or event.kind in ("result", "landed")):
+            if event.number not in wanted and (event.is_call or event.kind in ("result", "landed", "same")):
                 continue
             raw = bytes(event.raw)
-            if event.is_call and event.number in calls:
+            if event.kind == "same" or (event.is_call and event.number in calls):
                 wanted.update(referred(event.body))
             elif event.is_call:
                 wanted.update(referred(event.source))

@@ -21,6 +21,7 @@ import signal as signals
 import struct
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, final
@@ -107,8 +108,8 @@ class Recorder:
         self._thread = threading.get_ident()
         self._failed = False
         self._told: set[object] = set()
-        self._batches: dict[tuple[int, int], Part | Ref] = {}
-        self._planned: dict[int, dict[int, int]] = {}  # by runtime: version of a batch -> the step that made it
+        # By runtime: version of a batch -> the number of the step that made it, or how else it is referred to.
+        self._batches: defaultdict[int, dict[int, int | Part | Ref]] = defaultdict(dict)
         self._products: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._objects: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._pools: dict[int, int] = {}
@@ -201,10 +202,9 @@ class Recorder:
     def _begin(self) -> None:
         """Forgets the products of earlier segments, and writes down the state of all that is alive."""
         ring = self._ring
-        self._batches.clear()
         self._products.clear()
-        for planned in self._planned.values():
-            planned.clear()
+        for versions in self._batches.values():  # which planners have
+            versions.clear()
         alive = [(number, value) for number, ref in self._objects.values() if (value := ref()) is not None]
         if ring.number > 1 << 31:
             ring.number = 0
@@ -242,13 +242,13 @@ class Recorder:
         elif isinstance(product, PlannedStep | Prefetched):
             product._recorded = number  # type: ignore[union-attr]
             if isinstance(product, PlannedStep):
-                self._planned.setdefault(id(product._declared.runtime), {})[product.batch.version] = number
+                self._batches[id(product._declared.runtime)][product.batch.version] = number
         elif isinstance(product, Batch):
-            self._batches[product.version, id(product.runtime)] = Ref(number)
+            self._batches[id(product.runtime)][product.version] = Ref(number)
         elif isinstance(product, list | tuple):
             for place, part in enumerate(product):
                 if isinstance(part, Batch):
-                    self._batches[part.version, id(part.runtime)] = Part(number, str(place))
+                    self._batches[id(part.runtime)][part.version] = Part(number, str(place))
         elif isinstance(product, REFERRED):
             self._products[id(product)] = number, weakref.ref(product)
 
@@ -316,11 +316,8 @@ class Recorder:
         return {"$": ["r", number]} if number > ring.first else _OPAQUE
 
     def _batch(self, batch: Batch) -> Any:
-        ring = self._ring
-        key = batch.version, id(batch.runtime)
-        if (step := self._planned.get(key[1], {}).get(batch.version)) is not None:
-            return {"$": ["p", step, "batch"]}
-        if key not in self._batches:
+        ring, versions = self._ring, self._batches[id(batch.runtime)]
+        if (made := versions.get(batch.version)) is None:
             values = dict[str, Any]()
             for name, column in batch.columns().items():
                 host = isinstance(column, HostColumn)
@@ -330,8 +327,8 @@ class Recorder:
             body = self._body([type(batch), [batch.runtime], values])
             ring.number += 1
             ring.write(_CODES["Batch.build"], 0, batch.runtime.step, ring.number, body)
-            self._batches[key] = Ref(ring.number)
-        return tagged(self._batches[key])
+            versions[batch.version] = made = Ref(ring.number)
+        return tagged(Part(made, "batch") if isinstance(made, int) else made)
 
     # Objects
 
@@ -426,7 +423,7 @@ class Recorder:
             number, planned, runtime = declared
             version = getattr(batch, "version", None)
             made = planned.get(version)
-            if made is None:
+            if type(made) is not int:
                 return general(planner, batch)
             if runtime.current_stream is not ring.stream:
                 self._stream_of(runtime)
@@ -450,7 +447,7 @@ class Recorder:
             own = Slots.of_pool(runtime, rows, generations, pool_id=pool.pool_id, name=pool.name)
             self.write("result", own, number=step._recorded)
         number, ref = self._objects.get(id(planner), (0, lambda: None))
-        planner._recorded = None if ref() is not planner else (number, self._planned[id(runtime)], runtime)
+        planner._recorded = None if ref() is not planner else (number, self._batches[id(runtime)], runtime)
 
     def _inputs(self, code: int, method: Any) -> Any:
         ring = self._ring

@@ -136,9 +136,9 @@ class Hands:
             if now[item]:
                 bars.append([at, len(self._events), int(now[item])])
             self.lanes[name, item] = bars  # the last that changed is the last
-        if changed.size:
-            taken, left = (_numbers(changed[(side[changed] != 0)]) for side in (now, before))
-            self.words[at] = f"{self.words.get(at, '')}; {name} taken {taken}, given back {left}"
+        for side, verb in ((now, "taken"), (before, "given back")):
+            if (items := changed[side[changed] != 0]).size:
+                self.words[at] = f"{self.words.get(at, '')}; {name} {_numbers(items)} {verb}"
 
 
 def requests(recording: Recording) -> dict[int, list[int]]:
