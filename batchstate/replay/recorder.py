@@ -156,7 +156,7 @@ class Recorder:
         level = levels.current_checks().value
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            header = {"reason": reason, "rank": self.rank, "level": level, "dropped": self.dropped}
+            header = {"reason": reason, "rank": self.rank, "level": level, "dropped": self._ring.dropped}
             save(path, self.events(), METHODS, finding=finding, **header)
         except OSError as error:
             self.tell_unwritable(path, error)
@@ -174,11 +174,6 @@ class Recorder:
     def events(self) -> bytes:
         """The events of the ring, oldest first."""
         return self._ring.events()
-
-    @property
-    def dropped(self) -> int:
-        """Events that did not fit into a segment."""
-        return self._ring.dropped
 
     def _violated(self, error: Violation) -> None:
         identity = error.code, error.operation, error.object if error.row is None else None
