@@ -71,9 +71,7 @@ def history_of(recording: Recording, engine: EngineUnderTest) -> History:
 
 
 def _piece(prompt: Any) -> Piece:
-    tokens, length = (
-        ((prompt[0],), prompt[1]) if isinstance(prompt, list) and len(prompt) == 2 else (prompt, len(prompt))
-    )
+    *tokens, length = prompt if isinstance(prompt, list) else (*prompt, len(prompt))
     if not 0 < operator.index(length) <= MOST_TOKENS:
         raise ValueError(f"a prompt of {length} tokens")
     return tuple(map(operator.index, tokens)), length
