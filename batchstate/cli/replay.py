@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.add_argument("files", metavar="FILE", nargs="+", help="of `record_operations`; with `show` before it: print")
     parser.add_argument("--device", default="cpu", choices=("cpu", "race", "sim"), help="default: %(default)s")
-    parser.add_argument(
-        "--level", default="full", choices=("full", "cheap"), help="of the checks (default: %(default)s)"
-    )
+    parser.add_argument("--level", default="full", choices=("full", "cheap"), help="default: %(default)s")
     engine = "serve the recorded requests by this engine, an `EngineUnderTest`, instead of making its calls again"
     parser.add_argument("--engine", metavar="MODULE:NAME", help=engine)
     parser.add_argument("--shrink", action="store_true", help="look for the least that finds the same")
@@ -81,7 +79,8 @@ def _show(args: argparse.Namespace, recordings: list[Any]) -> int:
         if args.html is None:
             print(show.text(recording, last=args.last))
         else:
-            args.html.write_text(show.page(recording, last=args.last), encoding="utf-8")
+            with _Progress("event {:,} of {:,}") as progress:
+                args.html.write_text(show.page(recording, last=args.last, progress=progress), encoding="utf-8")
     return 0
 
 

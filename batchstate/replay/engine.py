@@ -16,7 +16,7 @@ import torch
 
 from batchstate.errors import RecordingError
 from batchstate.replay.format import Finding, Recording
-from batchstate.replay.recorder import recorder
+from batchstate.replay.recorder import Recorder, recorder
 from batchstate.testing.exact.history import Adapter, Arrival, EngineUnderTest, History, Outcome, Request, Wave, play
 from batchstate.testing.exact.model import ExactModel
 from batchstate.testing.exact.text import Oracle
@@ -71,9 +71,7 @@ def history_of(recording: Recording, engine: EngineUnderTest) -> History:
 
 
 def _piece(prompt: Any) -> Piece:
-    tokens, length = (
-        ((prompt[0],), prompt[1]) if isinstance(prompt, list) and len(prompt) == 2 else (prompt, len(prompt))
-    )
+    *tokens, length = prompt if isinstance(prompt, list) else (*prompt, len(prompt))
     if not 0 < operator.index(length) <= MOST_TOKENS:
         raise ValueError(f"a prompt of {length} tokens")
     return tuple(map(operator.index, tokens)), length
@@ -86,16 +84,14 @@ def _setting(engine: EngineUnderTest, name: str, value: Any) -> Any:
 class _Recorded:
     """An adapter that writes down what it is asked, and what comes of it."""
 
-    def __init__(self, adapter: Adapter, engine: EngineUnderTest, settings: Mapping[str, Any]) -> None:
-        self._adapter, self._name = adapter, engine.name
-        self._settings = {
+    def __init__(self, adapter: Adapter, recording: Recorder, engine: str, settings: Mapping[str, Any]) -> None:
+        plain = {
             name: value if isinstance(value, int | float | str) else str(value) for name, value in settings.items()
         }
+        self._adapter, self._recorder, self._header = adapter, recording, {"engine": engine, "settings": plain}
         self._open: dict[int, tuple[Request, list[int]]] = {}
-        self._recorder = recorder()
-        if self._recorder is not None:
-            self._recorder.engines.add(self)
-            self.write_open()
+        recording.engines.add(self)
+        self.write_open()
 
     def write_open(self) -> None:
         """Says which requests are open, with the tokens that they have by now; a segment begins with it."""
@@ -103,32 +99,26 @@ class _Recorded:
             (number, _prompt(request), tokens, request.max_new_tokens, request.temperature)
             for number, (request, tokens) in self._open.items()
         ]
-        body = {"engine": self._name, "settings": self._settings, "open": requests}
-        self._write("open", body)
-
-    def _write(self, kind: str, body: object) -> None:
-        if self._recorder is not None:
-            self._recorder.write(kind, body)
+        self._recorder.write("open", {**self._header, "open": requests})
 
     def add(self, request: Request) -> None:
-        self._write("add", (request.number, _prompt(request), request.max_new_tokens, request.temperature))
+        self._recorder.write("add", (request.number, _prompt(request), request.max_new_tokens, request.temperature))
         self._open[request.number] = request, []
         self._adapter.add(request)
 
     def abort(self, number: int) -> None:
-        self._write("abort", number)
+        self._recorder.write("abort", number)
         self._open.pop(number, None)
         self._adapter.abort(number)
 
     def step(self) -> Mapping[int, Sequence[int]]:
-        if self._recorder is not None:
-            self._recorder.begin_step()
-        self._write("step", None)
+        self._recorder.begin_step()
+        self._recorder.write("step", None)
         came = self._adapter.step()
         if came:
             tokens = np.fromiter(itertools.chain.from_iterable(came.values()), np.int32)
             counts = [np.array(list(numbers), np.int32) for numbers in (came, map(len, came.values()))]
-            self._write("note", {"numbers": counts[0], "counts": counts[1], "tokens": tokens})
+            self._recorder.write("note", {"numbers": counts[0], "counts": counts[1], "tokens": tokens})
         for number, ids in came.items():
             if number in self._open:
                 request, had = self._open[number]
@@ -142,8 +132,7 @@ class _Recorded:
         return self._adapter.busy
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.engines.discard(self)
+        self._recorder.engines.discard(self)
         self._adapter.close()
 
 
@@ -158,26 +147,24 @@ def recorded(engine: EngineUnderTest) -> EngineUnderTest:
     """The engine, of which the recording under way notes what each adapter is asked to do."""
 
     def opened(settings: Mapping[str, Any], model: ExactModel, verifier: Verifier | None) -> Adapter:
-        return _Recorded(engine.open(settings, model, verifier), engine, settings)
+        adapter, recording = engine.open(settings, model, verifier), recorder()
+        return adapter if recording is None else _Recorded(adapter, recording, engine.name, settings)
 
     return attrs.evolve(engine, open=opened)
 
 
-def drive(
-    engine: EngineUnderTest, history: History, *, verify: bool = True, stop: Callable[[], bool] = lambda: False
-) -> Finding | None:
+def drive(engine: EngineUnderTest, history: History, *, stop: Callable[[], bool] = lambda: False) -> Finding | None:
     """Plays a history until something is wrong, and returns the first finding; None where all was right.
 
-    That is a violation or another error of the engine, a text that is not the right one (`TEXT`), or, with `verify`, an
-    entry that was read and should not have been (`WRONG_READ`).
+    That is a violation or another error of the engine, a text that is not the right one (`TEXT`), or an entry that
+    was read and should not have been (`WRONG_READ`).
 
     Args:
         engine: made anew.
         history: the requests.
-        verify: compare entries as they are read, if the engine runs the exact model.
         stop: asked after each step: whether to give up, as if nothing had been found.
     """
-    spec, verifier = engine.spec(history.settings), Verifier() if verify and engine.texts else None
+    spec, verifier = engine.spec(history.settings), Verifier() if engine.texts else None
     reports = [] if verifier is None else verifier.reports
     model = ExactModel(spec, dtype=history.settings.get("dtype", torch.float32))
 

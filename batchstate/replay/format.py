@@ -34,17 +34,18 @@ MOST_BYTES, MOST_EVENTS, MOST_TEXT, MOST_HEADER = 1 << 28, 1 << 21, 1 << 20, 1 <
 HEAD = struct.Struct("<BBIIIII")
 """Kind, number of the stream, step of the runtime, own number, number of the target, of the step whose batch is the
 first argument, length of the body; 0 for a target or a batch that the body names, if any."""
-KINDS = ("begin", "define", "result", "raised", "landed", "open", "add", "abort", "step", "note", "hook")
-"""Kinds of events that are no calls of ours; from 16 on an event is a call of the method of that number."""
+KINDS = ("begin", "define", "result", "same", "landed", "open", "add", "abort", "step", "note", "hook")
+"""Kinds of events that are no calls of ours; from 16 on an event is a call of the method of that number. The product of
+a call that was left out is the `same` as another one."""
 FIRST_METHOD = 16
-STATE, LEFT_OUT = 255, 254
-"""Streams of calls that nobody made, which bring an object to the state that it had when a segment began; and of calls
-that are not to be made, but say from which batch a later one was."""
+STATE = 255
+"""The stream of calls that nobody made, which bring an object to the state that it had when a segment began."""
 DTYPES = {np.dtype(code): np.dtype(code).name for code in "?bBhHiIqQefd"}
 _HEADER = {"reason": str, "rank": int, "library": str, "level": str, "dropped": int}
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 _LENGTH = struct.Struct("<I")
+_LENGTH_AT = HEAD.size - _LENGTH.size
 _DAMAGED = (
     KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, struct.error, zlib.error
 )  # fmt: skip
@@ -212,6 +213,13 @@ class Event:
             problem = f"event {self.number}, {self.kind}, is damaged: {type(error).__name__}: {str(error)[:80]}"
             raise RecordingError(problem, self.number, "copy the file again") from None
 
+    @property
+    def source(self) -> Ref | Part | Opaque:
+        """The batch that a call goes on from, which takes the place of its product where the call is left out."""
+        target, args, _ = self.body
+        before = args[0] if self.kind == "StepPlanner.plan" and args else target
+        return before if isinstance(before, Ref | Part) and before.number < self.number else Opaque()
+
 
 @final
 class Events(Sequence[Event]):
@@ -222,19 +230,26 @@ class Events(Sequence[Event]):
     """
 
     def __init__(self, data: bytes, methods: Sequence[str]) -> None:
-        self._data, self._starts, at = memoryview(data), array("I"), 0
+        self._data, starts, at = memoryview(data), array("I"), 0
         self._kinds = dict(enumerate(KINDS)) | dict(enumerate(methods, FIRST_METHOD))
-        while at < len(data) and len(self._starts) < MOST_EVENTS:
+        while at < len(data) and len(starts) < MOST_EVENTS:
             if data[at] not in self._kinds:
                 raise ValueError(f"an event of kind {data[at]}")
-            self._starts.append(at)
-            *_, length = HEAD.unpack_from(data, at)
-            at += HEAD.size + length
+            starts.append(at)
+            at += HEAD.size + _LENGTH.unpack_from(data, at + _LENGTH_AT)[0]
         if at != len(data):
             raise ValueError(f"more than {MOST_EVENTS:,} events, or one that ends behind the last byte")
+        self._starts = np.frombuffer(starts, np.uint32)
+        self._codes = np.frombuffer(data, np.uint8)[self._starts]
 
     def __len__(self) -> int:
         return len(self._starts)
+
+    def of(self, *kinds: str, last: int = MOST_EVENTS) -> Iterator[tuple[int, Event]]:
+        """The last events of these kinds, each with its place; `call` are all calls."""
+        codes = [code for code, kind in self._kinds.items() if kind in kinds or ("." in kind and "call" in kinds)]
+        places = np.flatnonzero(np.isin(self._codes, codes))
+        return ((at, self[at]) for at in places[max(len(places) - last, 0) :].tolist())
 
     def __getitem__(self, index: Any) -> Any:
         start = self._starts[index]
@@ -259,7 +274,7 @@ class Recording:
         methods: that its calls are of, by their codes.
     """
 
-    events: Sequence[Event]
+    events: Events
     finding: Finding | None = None
     reason: str = ""
     rank: int = 0
@@ -272,12 +287,15 @@ class Recording:
         """Writes a recording with these calls alone, and without those of others that they do not refer to."""
         kept, wanted = list[bytes](), set(calls)
         for event in reversed(self.events):
-            if event.number not in wanted and (event.is_call or event.kind in ("result", "raised", "landed")):
+            if event.number not in wanted and (event.is_call or event.kind in ("result", "landed", "same")):
                 continue
             raw = bytes(event.raw)
-            if event.is_call:
+            if event.kind == "same" or (event.is_call and event.number in calls):
                 wanted.update(referred(event.body))
-                raw = raw if event.number in calls else raw[:1] + bytes([LEFT_OUT]) + raw[2:]
+            elif event.is_call:
+                wanted.update(referred(event.source))
+                body = body_of(json.dumps(tagged(event.source)), [])
+                raw = HEAD.pack(KINDS.index("same"), 0, event.step, event.number, 0, 0, len(body)) + body
             kept.append(raw)
         events = b"".join(reversed(kept))
         save(path, events, self.methods, finding=self.finding, reason=self.reason, level=self.level)

@@ -21,6 +21,7 @@ import signal as signals
 import struct
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, final
@@ -41,7 +42,6 @@ from batchstate.replay.format import (
     FIRST_METHOD,
     HEAD,
     KINDS,
-    LEFT_OUT,
     STATE,
     Device,
     Finding,
@@ -108,8 +108,8 @@ class Recorder:
         self._thread = threading.get_ident()
         self._failed = False
         self._told: set[object] = set()
-        self._batches: dict[tuple[int, int], Part | Ref] = {}
-        self._planned: dict[int, dict[int, int]] = {}  # by runtime: version of a batch -> the step that made it
+        # By runtime: version of a batch -> the number of the step that made it, or how else it is referred to.
+        self._batches: defaultdict[int, dict[int, int | Part | Ref]] = defaultdict(dict)
         self._products: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._objects: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._pools: dict[int, int] = {}
@@ -156,7 +156,7 @@ class Recorder:
         level = levels.current_checks().value
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            header = {"reason": reason, "rank": self.rank, "level": level, "dropped": self.dropped}
+            header = {"reason": reason, "rank": self.rank, "level": level, "dropped": self._ring.dropped}
             save(path, self.events(), METHODS, finding=finding, **header)
         except OSError as error:
             self.tell_unwritable(path, error)
@@ -174,11 +174,6 @@ class Recorder:
     def events(self) -> bytes:
         """The events of the ring, oldest first."""
         return self._ring.events()
-
-    @property
-    def dropped(self) -> int:
-        """Events that did not fit into a segment."""
-        return self._ring.dropped
 
     def _violated(self, error: Violation) -> None:
         identity = error.code, error.operation, error.object if error.row is None else None
@@ -202,10 +197,9 @@ class Recorder:
     def _begin(self) -> None:
         """Forgets the products of earlier segments, and writes down the state of all that is alive."""
         ring = self._ring
-        self._batches.clear()
         self._products.clear()
-        for planned in self._planned.values():
-            planned.clear()
+        for versions in self._batches.values():  # which planners have
+            versions.clear()
         alive = [(number, value) for number, ref in self._objects.values() if (value := ref()) is not None]
         if ring.number > 1 << 31:
             ring.number = 0
@@ -232,12 +226,9 @@ class Recorder:
         ring = self._ring
         stream = runtime.current_stream
         if stream is not ring.stream:
-            entry = self._streams.setdefault(id(stream), (min(len(self._streams), LEFT_OUT - 1), stream))
+            entry = self._streams.setdefault(id(stream), (min(len(self._streams), STATE - 1), stream))
             ring.stream_number, ring.stream = entry
         return ring.stream_number
-
-    def _raised(self, number: int, error: BaseException) -> None:
-        self.write("raised", str(getattr(error, "code", type(error).__name__)), number=number)
 
     def _made(self, number: int, product: Any) -> None:
         """Notes the product of a call, so that later events can refer to it."""
@@ -246,13 +237,13 @@ class Recorder:
         elif isinstance(product, PlannedStep | Prefetched):
             product._recorded = number  # type: ignore[union-attr]
             if isinstance(product, PlannedStep):
-                self._planned.setdefault(id(product._declared.runtime), {})[product.batch.version] = number
+                self._batches[id(product._declared.runtime)][product.batch.version] = number
         elif isinstance(product, Batch):
-            self._batches[product.version, id(product.runtime)] = Ref(number)
+            self._batches[id(product.runtime)][product.version] = Ref(number)
         elif isinstance(product, list | tuple):
             for place, part in enumerate(product):
                 if isinstance(part, Batch):
-                    self._batches[part.version, id(part.runtime)] = Part(number, str(place))
+                    self._batches[id(part.runtime)][part.version] = Part(number, str(place))
         elif isinstance(product, REFERRED):
             self._products[id(product)] = number, weakref.ref(product)
 
@@ -320,11 +311,8 @@ class Recorder:
         return {"$": ["r", number]} if number > ring.first else _OPAQUE
 
     def _batch(self, batch: Batch) -> Any:
-        ring = self._ring
-        key = batch.version, id(batch.runtime)
-        if (step := self._planned.get(key[1], {}).get(batch.version)) is not None:
-            return {"$": ["p", step, "batch"]}
-        if key not in self._batches:
+        ring, versions = self._ring, self._batches[id(batch.runtime)]
+        if (made := versions.get(batch.version)) is None:
             values = dict[str, Any]()
             for name, column in batch.columns().items():
                 host = isinstance(column, HostColumn)
@@ -334,8 +322,8 @@ class Recorder:
             body = self._body([type(batch), [batch.runtime], values])
             ring.number += 1
             ring.write(_CODES["Batch.build"], 0, batch.runtime.step, ring.number, body)
-            self._batches[key] = Ref(ring.number)
-        return tagged(self._batches[key])
+            versions[batch.version] = made = Ref(ring.number)
+        return tagged(Part(made, "batch") if isinstance(made, int) else made)
 
     # Objects
 
@@ -404,9 +392,6 @@ class Recorder:
             ring.inside = True
             try:
                 made = method(target, *args, **kwargs)
-            except BaseException as error:
-                self._raised(number, error)
-                raise
             finally:
                 ring.inside = False
             self._made(number, made)
@@ -419,12 +404,12 @@ class Recorder:
 
     def _plan(self, code: int, method: Any) -> Any:
         ring = self._ring
-        pack_into, get_ident, general = HEAD.pack_into, threading.get_ident, self._seam(code, method)
+        pack_into, general = HEAD.pack_into, self._seam(code, method)
 
         @functools.wraps(method)
         def plan(planner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             at, declared = ring.at, planner._recorded
-            if ring.inside or get_ident() != self._thread:
+            if ring.inside:
                 return method(planner, batch, *args, **kwargs)
             if args or kwargs or declared is None or at > ring.mark or levels.full:
                 step = general(planner, batch, *args, **kwargs)
@@ -432,20 +417,16 @@ class Recorder:
                 return step
             number, planned, runtime = declared
             version = getattr(batch, "version", None)
-            made = planned.pop(version, None)  # a batch goes on in one step: who asks it again writes it by value
-            if made is None:
+            made = planned.get(version)
+            if type(made) is not int:
                 return general(planner, batch)
             if runtime.current_stream is not ring.stream:
                 self._stream_of(runtime)
             ring.number = own = ring.number + 1
             pack_into(ring.buffer, at, code, ring.stream_number, runtime.step, own, number, made, 0)
             ring.at = at + _HEAD
-            try:
-                step = method(planner, batch)
-            except BaseException as error:
-                planned[version] = made
-                self._raised(own, error)
-                raise
+            step = method(planner, batch)
+            planned.pop(version, None)  # a batch goes on in one step: who asks it again writes it by value
             step._recorded = own
             planned[step.batch.version] = own
             return step
@@ -455,13 +436,13 @@ class Recorder:
     def _planned_generally(self, planner: Any, step: Any, joining: Any) -> None:
         """Notes the handles that those who join have got, and that the planner has a short way from now on."""
         runtime = planner._runtime
-        if joining is not None and not isinstance(joining, Batch):
+        if step._recorded and joining is not None and not isinstance(joining, Batch):  # else of another thread
             pool, kept = planner._slots, step.num_reqs - max(map(len, joining.values()), default=0)
             rows, generations = step.rows[kept:], step.generations[kept:]
             own = Slots.of_pool(runtime, rows, generations, pool_id=pool.pool_id, name=pool.name)
             self.write("result", own, number=step._recorded)
         number, ref = self._objects.get(id(planner), (0, lambda: None))
-        planner._recorded = None if ref() is not planner else (number, self._planned[id(runtime)], runtime)
+        planner._recorded = None if ref() is not planner else (number, self._batches[id(runtime)], runtime)
 
     def _inputs(self, code: int, method: Any) -> Any:
         ring = self._ring
@@ -478,11 +459,7 @@ class Recorder:
             ring.number = own = ring.number + 1
             pack_into(ring.buffer, at, code, ring.stream_number, runtime.step, own, number, 0, 0)
             ring.at = at + _HEAD
-            try:
-                return method(step)
-            except BaseException as error:
-                self._raised(own, error)
-                raise
+            return method(step)
 
         return inputs
 
@@ -514,11 +491,7 @@ class Recorder:
                     ring.buffer, at, code, ring.stream_number, runtime.step, own, number, 0, size - _HEAD, tail
                 )
                 ring.at = at + size
-                try:
-                    method(step, **values)
-                except BaseException as error:
-                    self._raised(own, error)
-                    raise
+                method(step, **values)
             else:
                 (general if number > ring.first else method)(step, **values)
             if step._results is not None:

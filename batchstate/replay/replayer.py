@@ -8,12 +8,12 @@ own, and its objects take no more memory than `Room` has.
 """
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchstate import levels
@@ -23,7 +23,6 @@ from batchstate.mirror import MirroredTensor, Slots
 from batchstate.pools import SlotPool
 from batchstate.races.devices import window_of
 from batchstate.replay.format import (
-    LEFT_OUT,
     STATE,
     Device,
     Event,
@@ -34,6 +33,7 @@ from batchstate.replay.format import (
     Part,
     Recording,
     Ref,
+    referred,
 )
 from batchstate.replay.objects import OBJECTS, Room, dtype_named
 from batchstate.replay.recorder import REFERRED, SEAMS, runtime_of
@@ -47,8 +47,6 @@ __all__ = ["Replay", "replay", "shrunk_calls"]
 _ERRORS = BatchStateError, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError
 _SEAMS = {f"{owner.__name__}.{name}": owner for owner, names in SEAMS.items() for name in names}
 _KINDS = {kind.__name__: described for kind, described in OBJECTS.items()}
-_KEPT = 4096
-"""Products of calls: beyond so many the one that was referred to least lately is let go."""
 _COUNTS = "pad_rows", "pad_tokens", "to"
 
 
@@ -58,20 +56,16 @@ class Replay:
     """The end of a replay.
 
     Attributes:
-        finding: the one that the recording has, if it came again; else the first other one, or None.
+        finding: the one that the recording has, if it came again; else the first that came, or None.
         repeated: whether it came again.
-        event: the event at which it came.
         made: numbers of the calls that were made.
         refused: calls that raised something else than a violation, or whose objects were not there.
-        others: findings that came before.
     """
 
     finding: Finding | None = None
     repeated: bool = False
-    event: Event | None = None
     made: list[int] = attrs.field(factory=list)
     refused: int = 0
-    others: list[Finding] = attrs.field(factory=list)
 
 
 def replay(
@@ -82,6 +76,7 @@ def replay(
     alike: Callable[[Finding, Finding], bool] = Finding.repeats,
     without: Collection[int] = (),
     progress: Callable[[int, int], None] | None = None,
+    seen: Callable[[int, "Replayer"], None] = lambda _place, _replayer: None,
 ) -> Replay:
     """Makes the recorded calls again, until the finding of the recording comes again.
 
@@ -92,25 +87,26 @@ def replay(
         alike: says whether a finding is the one of the recording.
         without: numbers of calls that are left out.
         progress: called with the number of events replayed and of all, now and then.
+        seen: called behind each call that was made, with the place of its event.
 
     Raises:
         RecordingError: a damaged event, or an object that cannot be made here.
     """
     with levels.checks(level), contextlib.ExitStack() as windows:
-        replayer = _Replayer(recording, device, alike, windows)
+        replayer = Replayer(recording, device, alike, windows)
         for number, event in enumerate(recording.events):
             if event.kind == "define":
                 replayer.define(event)
-            elif event.is_call and (event.number in without or event.stream == LEFT_OUT):
-                replayer.left_out[event.number] = event
-            elif event.is_call and replayer.call(event):
-                break
+            elif event.kind == "same" or (event.is_call and event.number in without):
+                replayer.leave_out(event)
+            elif event.is_call:
+                came = replayer.call(event)
+                seen(number, replayer)
+                if came:
+                    break
             if progress is not None and number % 256 == 0:
                 progress(number, len(recording.events))
-    outcome = replayer.outcome
-    if outcome.finding is None and outcome.others:
-        outcome.finding = outcome.others[0]
-    return outcome
+    return replayer.outcome
 
 
 def shrunk_calls(
@@ -151,7 +147,15 @@ class _Missing(Exception):
     """A call refers to an object that was not made."""
 
 
-class _Replayer:
+class Replayer:
+    """The objects of a recording, made anew, and its calls made on them.
+
+    Attributes:
+        outcome: by now.
+        objects: number of the event that defines it -> an object.
+        names: pool -> the slots of the recording, by those of the replay.
+    """
+
     def __init__(
         self,
         recording: Recording,
@@ -161,19 +165,23 @@ class _Replayer:
     ) -> None:
         self._room, self._alike, self._wanted, self._windows = Room(device), alike, recording.finding, windows
         self.outcome = Replay()
-        self.left_out: dict[int, Event] = {}
-        self._objects: dict[int, Any] = {}
-        self._products: OrderedDict[int, Any] = OrderedDict()
+        self.objects: dict[int, Any] = {}
+        self._products: dict[int, Any] = {}
+        self._left_out: dict[int, Any] = {}
         self._fresh: set[int] = set()  # objects that have not got their state yet
         self._runtimes: list[Runtime] = []
         self._handles: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self.names: dict[int, npt.NDArray[np.int64]] = {}
         self._latest: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._streams: dict[tuple[int, int], Any] = {}
         self._step = -1
         self._results: dict[int, Handles] = {}
         self._landed: dict[int, dict[str, Any]] = {}
-        for event in recording.events:
-            if event.kind == "result" and isinstance(handles := event.body, Handles):
+        self._last = dict[int, int]()  # number of a product -> that of the last call that refers to it
+        for _, event in recording.events.of("call", "same", "result", "landed"):
+            if event.is_call or event.kind == "same":
+                self._last.update(dict.fromkeys(referred(event.body), event.number))
+            elif event.kind == "result" and isinstance(handles := event.body, Handles):
                 self._room.take(handles.slots.size, of=400)  # of their names
                 self._results[event.number] = handles
             elif event.kind == "landed" and isinstance(fields := event.body, dict):
@@ -189,7 +197,7 @@ class _Replayer:
         """Makes an object; one that there is has its state."""
         number, body = event.number, event.body
         self._fresh.discard(number)
-        if number in self._objects:
+        if number in self.objects:
             return
         kind = body.pop("is", None) if isinstance(body, dict) else None
         described = _KINDS.get(str(kind))
@@ -199,7 +207,7 @@ class _Replayer:
             )
         try:
             self._room.take(1024 + len(event.raw), of=64)  # that any object takes
-            self._objects[number] = made = described.making(self._value(body), self._room)
+            self.objects[number] = made = described.making(self._value(body), self._room)
         except (Violation, RecordingError):
             raise
         except (*_ERRORS, _Missing) as error:
@@ -209,6 +217,19 @@ class _Replayer:
         if isinstance(made, Runtime):
             self._runtimes.append(made)
             self._windows.enter_context(window_of(made))
+
+    def leave_out(self, event: Event) -> None:
+        """Leaves a call out: what refers to its product refers to its source."""
+        self._left_out[event.number] = source = event.source if event.is_call else event.body
+        if isinstance(source, Ref | Part) and event.number in self._last:
+            self._last[source.number] = max(self._last[source.number], self._last[event.number])
+        self._let_go(event, event.body)
+
+    def _let_go(self, event: Event, body: Any) -> None:
+        """Lets go of products that no later call refers to: steps that are held keep their memory."""
+        for number in referred(body):
+            if self._last[number] <= event.number:
+                self._products.pop(number, None)
 
     def call(self, event: Event) -> bool:
         """Makes a call; whether it brought the finding that is looked for."""
@@ -222,24 +243,21 @@ class _Replayer:
             return False
         try:
             made = self._made(event, owner, target, args, kwargs)
-            if isinstance(made, REFERRED):
+            if isinstance(made, REFERRED) and event.number in self._last:
                 self._products[event.number] = made
-            if len(self._products) > _KEPT:
-                self._products.popitem(last=False)
             outcome.made.append(event.number)
         except Violation as violation:
             finding = Finding.of(violation)
-            if outcome.event is None:
-                outcome.event = event
             if self._wanted is not None and self._alike(self._wanted, finding):
-                outcome.finding, outcome.repeated, outcome.event = finding, True, event
+                outcome.finding, outcome.repeated = finding, True
                 outcome.made.append(event.number)
                 return True
-            outcome.others.append(finding)
+            outcome.finding = outcome.finding or finding
         except (*_ERRORS, _Missing) as error:
             if isinstance(error, RecordingError):
                 raise
             outcome.refused += 1
+        self._let_go(event, [target, args, kwargs])
         return False
 
     def _made(self, event: Event, owner: type, target: Any, args: Any, kwargs: Any) -> Any:
@@ -284,9 +302,12 @@ class _Replayer:
     def _translate(self, recorded: Handles, made: Any) -> None:
         """The handles of the recording that are now those of `made`: of a step those of its last rows."""
         rows, generations = (made.np, made.generations) if isinstance(made, Slots) else (made.rows, made.generations)
+        pool = self.objects[recorded.pool]
+        own = self.names.setdefault(pool.pool_id, np.arange(pool.capacity))
         arrays = recorded.slots, recorded.generations, rows, generations
         for names in zip(*(array[::-1].tolist() for array in arrays), strict=False):
             slot, generation, *now = names
+            own[now[0]] = slot % pool.capacity  # of a damaged recording any number
             self._handles[recorded.pool, slot, generation] = now[0], now[1]
             self._latest[recorded.pool, slot] = generation, now[0], now[1]
 
@@ -310,15 +331,12 @@ class _Replayer:
     def _product(self, value: Ref | Part) -> Any:
         """What a call made; of one that is left out the batch that it was made from."""
         number = value.number
-        while (event := self.left_out.get(number)) is not None:
-            target, args, _ = event.body
-            before = args[0] if event.kind == "StepPlanner.plan" and args else target
-            if not isinstance(before, Ref | Part) or before.number >= number:
+        while number in self._left_out:
+            source = self._left_out[number]
+            if not isinstance(source, Ref | Part) or source.number >= number:
                 raise _Missing
-            value, number = before, before.number
-        if number in self._products:
-            self._products.move_to_end(number)
-        made = self._products.get(number, self._objects.get(number))
+            value, number = source, source.number
+        made = self._products.get(number, self.objects.get(number))
         if made is None:
             raise _Missing
         if isinstance(value, Ref):
@@ -330,7 +348,7 @@ class _Replayer:
         raise _Missing
 
     def _slots(self, handles: Handles) -> Slots:
-        pool = self._objects.get(handles.pool)
+        pool = self.objects.get(handles.pool)
         if not isinstance(pool, SlotPool):
             raise _Missing
         rows = list[tuple[int, int]]()

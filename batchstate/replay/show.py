@@ -4,46 +4,41 @@ Two rings of ranks that should have done the same are compared here too.
 """
 
 import contextlib
+import functools
 import html
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
-from batchstate.replay.format import Device, Event, Handles, Host, Opaque, Part, Recording, Ref
+from batchstate.errors import RecordingError
+from batchstate.kv.pages import PagePool
+from batchstate.pools import SlotPool
+from batchstate.replay.format import Device, Event, Events, Handles, Host, Opaque, Part, Recording, Ref
+from batchstate.replay.replayer import Replayer, replay
 
-__all__ = ["differ", "lanes", "page", "text"]
+__all__ = ["Hands", "differ", "page", "text"]
 
 _SHOWN, _LANES, _BARS = 8, 512, 256
-_NO_SLOTS = np.zeros(0, np.int64)
-_SAID = "add", "abort", "step", "hook"
+_CHANGING = "SlotPool.", "PagePool.", "StepPlanner.", "PlannedStep.rollback"
 
 
-def text(recording: Recording, *, last: int = 100) -> str:
-    """The last operations, one a line, and what was found behind them."""
-    names = _names(recording.events)
-    operations = deque((event for event in recording.events if event.is_call or event.kind in _SAID), max(last, 0))
+def text(recording: Recording, *, last: int = 100, words: Mapping[int, str] = {}) -> str:
+    """The last operations, one a line with the words for its event, and what was found behind them."""
+    events, names = recording.events, _names(recording.events)
+    operations = list(events.of("call", "add", "abort", "step", "hook", last=last))
+    numbers = {event.number for _, event in operations if event.is_call}
+    results = (event for _, event in events.of("result") if event.number in numbers)
+    said = {event.number: f" -> {_words(event.body, names)}" for event in results}
     lines = [
-        f"{len(recording.events):,} events of rank {recording.rank}, written for {recording.reason} by batchstate "
-        f"{recording.library} at {recording.level!r}, {recording.dropped:,} dropped; "
-        f"the last {len(operations)}:"
+        f"{len(events):,} events of rank {recording.rank}, written for {recording.reason} by batchstate "
+        f"{recording.library} at {recording.level!r}, {recording.dropped:,} dropped; the last {len(operations)}:"
     ]
-    numbers = {event.number for event in operations}
-    said_of = (event for event in recording.events if event.kind in ("result", "raised") and event.number in numbers)
-    results = {event.number: event for event in said_of}
-    for event in operations:
-        said = results.get(event.number) if event.is_call else None
-        outcome = (
-            ""
-            if said is None
-            else f" -> {_words(said.body, names)}"
-            if said.kind == "result"
-            else f" raised {said.body}"
-        )
+    for at, event in operations:
+        outcome = said.get(event.number, "") + words.get(at, "")
         lines.append(f"  step {event.step:<6} {_call(event, names)}{outcome}")
-    lines.append(f"found: {recording.finding}" if recording.finding is not None else "found: nothing")
+    lines.append(f"found: {recording.finding or 'nothing'}")
     return _printable("\n".join(lines))
 
 
@@ -51,112 +46,113 @@ def _printable(words: str) -> str:
     return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in words)
 
 
-def _names(events: Iterable[Event]) -> dict[int, str]:
-    defined = [event for event in events if event.kind == "define" and isinstance(event.body, Mapping)]
-    return {event.number: str(event.body.get("name") or event.body.get("is"))[:60] for event in defined}
+def _names(events: Events) -> dict[int, str]:
+    """Names of objects, and of products that are the same as others."""
+    names = dict[int, str]()
+    for _, event in events.of("define", "same"):
+        body = event.body
+        named = isinstance(body, Mapping)
+        names[event.number] = str(body.get("name") or body.get("is"))[:60] if named else _words(body, names)
+    return names
 
 
-def _call(event: Event, names: Mapping[int, str]) -> str:
-    body = event.body
-    if event.kind == "hook" and isinstance(body, Mapping):
-        values, named = body.get("args"), body.get("kwargs")
-        args = [_words(value, names) for value in (values if isinstance(values, list) else ())]
-        args += [f"{name}={_words(value, names)}" for name, value in (named if isinstance(named, dict) else {}).items()]
-        return f"{_words(body.get('call'), names)[1:-1]}({', '.join(args)})"
-    if not event.is_call:
-        return f"{event.kind} {_words(body, names)}"
-    target, args, kwargs = body
-    parts = [_words(value, names) for value in args]
-    parts += [f"{name}={_words(value, names)}" for name, value in kwargs.items()]
-    return f"#{event.number} {_words(target, names)}.{event.kind.partition('.')[2]}({', '.join(parts)})"
+def _call(event: Event, names: Mapping[int, str], shown: int | None = _SHOWN) -> str:
+    body, said = event.body, functools.partial(_words, names=names, shown=shown)
+    if event.is_call:
+        target, args, kwargs = body
+        name = f"{names.get(event.number, f'#{event.number}')} {said(target)}.{event.kind.partition('.')[2]}"
+    elif event.kind == "hook" and isinstance(body, Mapping):
+        args, kwargs = body.get("args"), body.get("kwargs")
+        name = said(body.get("call"))[1:-1]
+    else:
+        return f"{event.kind} {said(body)}"
+    parts = [said(value) for value in (args if isinstance(args, list) else ())]
+    parts += [f"{name}={said(value)}" for name, value in (kwargs if isinstance(kwargs, dict) else {}).items()]
+    return f"{name}({', '.join(parts)})"
 
 
-def _words(value: Any, names: Mapping[int, str]) -> str:
-    if isinstance(value, Ref):
-        return names.get(value.number, f"#{value.number}")
-    if isinstance(value, Part):
-        return f"#{value.number}.{value.name[:20]}"
+def _words(value: Any, names: Mapping[int, str], shown: int | None = _SHOWN) -> str:
+    if isinstance(value, Ref | Part):
+        name, part = names.get(value.number, f"#{value.number}"), getattr(value, "name", "")[:20]
+        return name if not part or name.endswith(f".{part}") else f"{name}.{part}"
     if isinstance(value, Handles):
-        return f"slots {_numbers(value.slots)}"
+        return f"slots {_numbers(value.slots, shown)}"
     if isinstance(value, Host):
-        return f"{value.contract[:12]} {_numbers(value.values)}"
+        return f"{value.contract[:12]} {_numbers(value.values, shown)}"
     if isinstance(value, Device):
         return f"{value.dtype[:12]}{list(value.shape)} of the device"
     if isinstance(value, np.ndarray):
-        return _numbers(value)
+        return _numbers(value, shown)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_words(part, names)}" for name, part in list(value.items())[:_SHOWN]) + "}"
+        parts = [f"{name}: {_words(part, names, shown)}" for name, part in list(value.items())[:shown]]
+        return f"{{{', '.join(parts)}}}"
     if isinstance(value, list | tuple):
-        more = ", ..." if len(value) > _SHOWN else ""
-        return "[" + ", ".join(_words(part, names) for part in value[:_SHOWN]) + more + "]"
-    return "object" if isinstance(value, Opaque) else "..." if value is ... else repr(value)[:60]
+        parts = [_words(part, names, shown) for part in value[:shown]] + ["..."] * (len(value) > len(value[:shown]))
+        return f"[{', '.join(parts)}]"
+    return "object" if isinstance(value, Opaque) else "..." if value is ... else repr(value)[: shown and 60]
 
 
-def _numbers(array: Any) -> str:
+def _numbers(array: Any, shown: int | None = _SHOWN) -> str:
     flat = array.reshape(-1)
-    words = ", ".join(map(str, flat[:_SHOWN].tolist()))
-    return f"[{words}{f', ... {flat.size}' if flat.size > _SHOWN else ''}]"
+    words = ", ".join(map(str, flat[:shown].tolist()))
+    return f"[{words}{f', ... {flat.size}' if flat.size > flat[:shown].size else ''}]"
 
 
-def lanes(recording: Recording) -> dict[int, list[tuple[int, int]]]:
-    """Slot -> the events at which it was taken and left, as pairs; the number of events for one that is still taken.
+@final
+class Hands:
+    """Where slots and pages change hands, by a replay. A file has no pages: these have the numbers of the replay.
 
-    Of many slots those that came or went last.
+    Attributes:
+        lanes: pool, and slot or page -> bars: first and last event, and the slot. A shared page is shown once.
+        words: event -> what was taken and given back.
     """
-    changes, shown = list(_changes(recording.events)), set[int]()
-    for _, _, slots in reversed(changes):
-        shown.update(slots[: max(_LANES - len(shown), 0)].tolist())
-    spans: dict[int, list[tuple[int, int]]] = {slot: [] for slot in sorted(shown)}
-    since: dict[int, int] = {}
-    for at, taken, slots in changes:
-        for slot in slots.tolist():
-            if slot in since:
-                spans[slot].append((since.pop(slot), at))
-            if taken and slot in shown:
-                since[slot] = at
-    for slot, at in since.items():
-        spans[slot].append((at, len(recording.events)))
-    return spans
+
+    def __init__(self, recording: Recording, progress: Callable[[int, int], None] | None = None) -> None:
+        self.lanes: dict[tuple[str, int], list[list[int]]] = {}
+        self.words: dict[int, str] = {}
+        self._events, self._held = recording.events, dict[int, Any]()
+        with contextlib.suppress(RecordingError):  # the lanes end there
+            replay(recording, level="cheap", progress=progress, seen=self._look)
+
+    def _look(self, at: int, replayer: Replayer) -> None:
+        """Behind a call: compares who has what with who had it."""
+        pools = replayer.objects.items() if self._events[at].kind.startswith(_CHANGING) else ()
+        for number, pool in pools:
+            if isinstance(pool, SlotPool | PagePool):
+                slots = pool if isinstance(pool, SlotPool) else pool.slots
+                names = replayer.names.get(slots.pool_id, np.arange(slots.capacity))[:, None]
+                items, live = pool.page_table if isinstance(pool, PagePool) else names, slots.live_slots()
+                now = np.zeros(pool.num_pages + 1 if isinstance(pool, PagePool) else pool.capacity, np.int64)
+                now[items[live]] = names[live]
+                now[0] = 0
+                self._compare(at, pool.name, self._held.get(number, np.zeros_like(now)), now)
+                self._held[number] = now
+
+    def _compare(self, at: int, name: str, before: Any, now: Any) -> None:
+        for item in (changed := np.flatnonzero(before != now)).tolist():
+            bars = self.lanes.pop((name, item), [])
+            if before[item]:
+                bars[-1][1] = at
+            if now[item]:
+                bars.append([at, len(self._events), int(now[item])])
+            self.lanes[name, item] = bars  # the last that changed is the last
+        for side, verb in ((now, "taken"), (before, "given back")):
+            if (items := changed[side[changed] != 0]).size:
+                self.words[at] = f"{self.words.get(at, '')}; {name} {_numbers(items)} {verb}"
 
 
-def _changes(events: Iterable[Event]) -> Iterator[tuple[int, bool, Any]]:
-    """The events at which slots were taken, or left: freed, or not kept by a plan. Other batches are not followed."""
-    rows = dict[int, Any]()  # of a batch that a plan may go on from
-    for at, event in enumerate(events):
-        if event.kind == "result" and isinstance(event.body, Handles):
-            yield at, True, event.body.slots
-            if event.number in rows:
-                rows[event.number] = np.append(rows[event.number], event.body.slots)
-        elif event.kind in ("SlotPool.free", "SlotPool.release_requests", "PagePool.release_requests"):
-            yield from ((at, False, value.slots) for value in event.body[1] if isinstance(value, Handles))
-        elif event.kind == "Batch.build":
-            handles = [value.slots for value in event.body[2].values() if isinstance(value, Handles)]
-            rows[event.number] = np.concatenate([_NO_SLOTS, *handles])
-        elif event.kind == "StepPlanner.plan":
-            _, args, options = event.body
-            sources = [value.number for value in (*args, options.get("joining")) if isinstance(value, Ref | Part)]
-            batches = [rows.pop(number, _NO_SLOTS) for number in sources]
-            if "keep" in options and batches:
-                stays = np.zeros(len(batches[0]), bool)
-                with contextlib.suppress(IndexError, ValueError):  # of a batch that was not followed
-                    stays[np.array(options["keep"])] = True
-                    yield at, False, batches[0][~stays]
-                batches[0] = batches[0][stays]
-            rows[event.number] = np.concatenate([*batches, _NO_SLOTS])
-
-
-def requests(recording: Recording) -> dict[int, list[tuple[int, int]]]:
+def requests(recording: Recording) -> dict[int, list[int]]:
     """Request of a recorded adapter -> the events from its arrival to its last token, or to the end of its client."""
     spans: dict[int, list[int]] = {}
-    for at, event in enumerate(recording.events):
-        body = event.body if event.kind in ("add", "abort", "note") else None
+    for at, event in recording.events.of("add", "abort", "note"):
+        body = event.body
         if event.kind == "add" and isinstance(body, list) and body:
             spans[_number(body[0])] = [at, at]
         numbers = [body] if event.kind == "abort" else _array(body.get("numbers")) if isinstance(body, Mapping) else ()
         for number in map(_number, numbers):
             if number in spans:
                 spans[number][1] = at
-    return {number: [(start, stop)] for number, (start, stop) in sorted(spans.items())}
+    return dict(sorted(spans.items()))
 
 
 def _number(value: Any) -> int:
@@ -172,34 +168,37 @@ color:#1b1f24;background:#fff}
 h1{font-size:1.3rem}pre{background:#f4f6f8;padding:1rem;overflow:auto;font-size:12px}
 .lane{display:flex;height:1.3rem;align-items:center}.lane b{width:6rem;font-weight:400}
 .bar{position:relative;flex:1;height:100%;background:#f4f6f8}
-.bar i{position:absolute;top:2px;bottom:2px;background:#3b6ea8;border-radius:2px;min-width:2px}
-.bar i:nth-child(even){background:#7aa6d6}.bad{color:#a4262c}
+.bar i{position:absolute;top:2px;bottom:2px;border-radius:2px;min-width:2px;border-left:1px solid #fff8}
+.bad{color:#a4262c}
 @media(prefers-color-scheme:dark){body{color:#dfe3e8;background:#16191d}pre,.bar{background:#22272e}}"""
 
 
-def page(recording: Recording, *, last: int = 100) -> str:
-    """One page of HTML, without a script: slots as lanes, each bar a request that had it, and the operations."""
-    events, rows = max(len(recording.events), 1), list(_rows(recording))
+def page(recording: Recording, *, last: int = 100, progress: Callable[[int, int], None] | None = None) -> str:
+    """One page of HTML, without a script: requests, slots and pages as lanes, and the operations."""
+    hands, end = Hands(recording, progress), len(recording.events)
     finding = "nothing was found" if recording.finding is None else str(recording.finding)
+    lanes = [(f"request {number}", [[*span, number]]) for number, span in requests(recording).items()][-_LANES:]
+    for pool in dict.fromkeys(name for name, _ in hands.lanes):
+        latest = [(item, bars) for (name, item), bars in hands.lanes.items() if name == pool][-_LANES:]
+        lanes += [(f"{pool} {item}", bars) for item, bars in sorted(latest)]
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>{html.escape(finding[:80])}</title><style>{_STYLE}</style>"
         f"<h1 class=bad>{html.escape(_printable(finding))}</h1>"
-        f"<p>{events:,} events from left to right; a bar is a request that had the slot, the next one came later.</p>"
-        f"{''.join(rows)}<h2>Operations</h2><pre>{html.escape(text(recording, last=last))}</pre></html>"
+        f"<p>{end:,} events from left to right. A bar of a slot is a request that had it; a bar of a page has the "
+        "colour of its slot. Pages have the numbers of a replay.</p>"
+        f"{''.join(_lane(name, bars, max(end, 1)) for name, bars in lanes)}"
+        f"<h2>Operations</h2><pre>{html.escape(text(recording, last=last, words=hands.words))}</pre></html>"
     )
 
 
-def _rows(recording: Recording) -> Iterator[str]:
-    events = max(len(recording.events), 1)
-    named = [(f"request {number}", spans) for number, spans in requests(recording).items()][-_LANES:]
-    for name, spans in [*named, *((f"slot {slot}", spans) for slot, spans in lanes(recording).items())]:
-        bars = "".join(
-            f"<i style='left:{100 * start / events:.2f}%;width:{100 * (stop - start) / events:.2f}%' "
-            f"title='events {start} to {stop}'></i>"
-            for start, stop in spans[-_BARS:]
-        )
-        yield f"<div class=lane><b>{name}</b><div class=bar>{bars}</div></div>"
+def _lane(name: str, bars: Sequence[Sequence[int]], end: int) -> str:
+    drawn = "".join(
+        f"<i style='left:{100 * start / end:.2f}%;width:{100 * (stop - start) / end:.2f}%;"
+        f"background:hsl({47 * holder % 360} 45% 50%)' title='events {start} to {stop}: {holder}'></i>"
+        for start, stop, holder in bars[-_BARS:]
+    )
+    return f"<div class=lane><b>{html.escape(_printable(name))}</b><div class=bar>{drawn}</div></div>"
 
 
 def differ(recordings: Sequence[Recording]) -> str | None:
@@ -218,27 +217,8 @@ def differ(recordings: Sequence[Recording]) -> str | None:
 
 
 def _calls(recording: Recording) -> Iterator[tuple[Event, Any]]:
-    """Each call, with a value that compares by its content."""
-    order = dict[int, int]()
-    for event in recording.events:
-        if event.is_call or event.kind == "define":
-            order[event.number] = len(order)
-        if event.is_call:
-            yield event, (event.kind, _exact(event.body, order))
-
-
-def _exact(value: Any, order: Mapping[int, int]) -> Any:
-    """A value that compares by content; references by the order of the events that they refer to."""
-    if isinstance(value, Ref | Part):
-        return type(value).__name__, order.get(value.number), getattr(value, "name", None)
-    if isinstance(value, np.ndarray):
-        return str(value.dtype), value.shape, value.tobytes()
-    if isinstance(value, Handles):
-        return value.slots.tobytes(), value.generations.tobytes()
-    if isinstance(value, Host):
-        return value.contract, _exact(value.values, order)
-    if isinstance(value, Mapping):
-        return tuple((name, _exact(part, order)) for name, part in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_exact(part, order) for part in value)
-    return repr(value)
+    """Each call, with all its words; events have their order for a number."""
+    numbered = enumerate(recording.events.of("call", "define", "same"))
+    names = {event.number: f"#{order}" for order, (_, event) in numbered}
+    for _, event in recording.events.of("call"):
+        yield event, _call(event, names, shown=None)

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 from batchstate.replay import show
-from batchstate.replay.format import Finding, Recording
+from batchstate.replay.format import Finding, Recording, load
 from batchstate.testing.exact.history import EngineUnderTest, History
 
 __all__ = ["test_of_calls", "test_of_history"]
@@ -15,17 +15,15 @@ def test_of_calls(recording: Recording, calls: frozenset[int], level: str, path:
     """The source of a test that makes these calls of a recording, which is written beside it, and fails likewise."""
     small = path.with_suffix(".ops")
     recording.save(small, calls)
-    made = [event for event in recording.events if event.is_call and event.number in calls]
-    defined = [event for event in recording.events if event.kind == "define"]
     finding = recording.finding or Finding("NOTHING")
-    words = show.text(Recording([*defined, *made], finding), last=40).replace("\\", "/").splitlines()[1:]
+    words = show.text(load(small), last=40).replace("\\", "/").splitlines()[1:]
     wrapped = [textwrap.wrap(line.strip(), 114, subsequent_indent="    ") for line in words]
     comment = "\n".join(f"# {line}" for lines in wrapped for line in lines)
     return (
         f'"""{_words(finding)}\n\nWritten by `batchstate replay --test`; its calls are in {small.name}.\n"""\n\n'
         f"from pathlib import Path\n\nfrom batchstate.replay import Finding, load, replay\n\n{comment}\n\n\n"
         f"def test_{_name(finding)}() -> None:\n"
-        f'    """The library answers {len(made)} recorded call{"s" * (len(made) != 1)} without {finding.code}."""\n'
+        f'    """The library answers {len(calls)} recorded call{"s" * (len(calls) != 1)} without {finding.code}."""\n'
         f'    recording = load(Path(__file__).with_suffix(".ops"))\n'
         f"    assert not replay(recording, level={level!r}, alike=Finding.resembles).repeated\n"
     )
