@@ -1205,6 +1205,34 @@ class PageRows:
                 return i
         return -1
 
+    def lists(self, rows: Any, there: cython.Py_ssize_t, counts: Any, firsts: Any, new: Any, lists: Any) -> None:
+        """Writes `counts` pages of each row int64[n], from page `firsts` on or the first ones, into int32[m, most].
+
+        With those that a step takes, `new` int64[k], behind what the rows have; from row `there` on they have none yet.
+        """
+        i: cython.Py_ssize_t
+        column: cython.longlong
+        has: cython.longlong
+        first: cython.longlong = 0
+        fresh: cython.longlong = 0
+        most: cython.Py_ssize_t = lists.shape[1]
+        number: cython.const[cython.longlong][::1] = _view(rows)
+        count: cython.const[cython.longlong][::1] = _view(counts)
+        begin: cython.const[cython.longlong][::1] = None if firsts is None else _view(firsts)
+        taken: cython.const[cython.longlong][::1] = _view(new)
+        into: cython.int[::1] = _view(lists.reshape(-1))
+        for i in range(number.shape[0]):
+            has = self.count[number[i]] if i < there else 0
+            if firsts is not None:
+                first = begin[i]
+            for column in range(first, first + count[i]):
+                if column < has:
+                    into[i * most + column - first] = self.table[number[i] * self.width + column]
+                elif fresh + column - has < taken.shape[0]:
+                    into[i * most + column - first] = taken[fresh + column - has]
+            if count[i] > 0 and first + count[i] > has:
+                fresh += first + count[i] - has
+
     # Places of tokens
 
     @cython.cfunc

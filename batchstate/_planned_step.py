@@ -300,7 +300,7 @@ class PlannedStep:
         if self._places:
             places, tokens = self._places, self._further.token_arrays
             names = ARRAYS.intersection(places) - self._further.named.keys() | tokens.keys()
-            inputs.put({name: upload.view(places[name]) for name in names}, tokens)
+            inputs.put({name: memory.part(upload.places[places[name]]) for name in names}, tokens)
         if full and fed and relay is not None and len(declared.ids) == 1 and ids is not None:
             relay.check_gathered(declared.ids, ids)  # several lie mixed: see `inputs.check`
         if declared.lengths is not None:

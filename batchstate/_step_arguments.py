@@ -26,7 +26,6 @@ Ints = npt.NDArray[np.int64]
 
 TAKEN = Code.SLOT_STALE_HANDLE, Code.DERIVED_STALE, Code.PAGE_UNWRITTEN, Code.FUTURE_CONSUMED
 NO_IDS: Ints = np.zeros(0, dtype=np.int64)
-NO_PAGES: Ints = np.zeros(0, dtype=np.int64)
 
 
 @final

@@ -33,7 +33,7 @@ from batchstate._core import Requests, tally
 from batchstate._origin import RowSet
 from batchstate._planned_step import OPERATION, PlannedStep
 from batchstate._rows import RowState, not_counted
-from batchstate._step_arguments import NO_FURTHER, NO_PAGES, Declared, Further, Joined
+from batchstate._step_arguments import NO_FURTHER, Declared, Further, Joined
 from batchstate._step_memory import StepMemories, StepMemory
 from batchstate._step_tokens import ONE_EACH, StepTokens
 from batchstate._upload import append_needs, extra_array, joined_writes
@@ -53,7 +53,7 @@ from batchstate.forward.plan import checked_layouts, layout_arrays
 from batchstate.forward.token_array import TokenArray
 from batchstate.future_map import FutureMap
 from batchstate.invariants import times_checked
-from batchstate.kv.pages import PagePool
+from batchstate.kv.pages import NO_PAGES, PagePool
 from batchstate.mirror import MirroredTensor
 from batchstate.nvtx import ranges
 from batchstate.runtime.base import Fence, OfThisProcess, Stream, check_fence
@@ -487,18 +487,19 @@ class StepPlanner(OfThisProcess):
         sizes = {"positions": block.padded, "slot_mapping": block.padded, "last_token_indices": sampling}
         for name in declared.int32 & sizes.keys():
             arrays[name] = np.zeros(sizes[name], dtype=np.int32)
-        queries, rows = tokens.each(n), state.column(str(self._layout.slots))[:n]
-        lens = state.column(declared.seq_lens)[:n].astype(np.int64)  # with those of the step
+        rows = state.column(str(self._layout.slots))[:n]
         offset = None if declared.kv_offset is None else state.column(declared.kv_offset)[:n].astype(np.int64)
         if self._layouts:
-            totals = lens if offset is None else np.where(lens > 0, lens + offset, 0)
-            table = self._pages.tables_with(rows, n - block.takes, totals, NO_PAGES if block.new is None else block.new)
-            bounded = block.fed > 0 and not exact
-            laid = layout_arrays(self._layouts, table, lens, self._pages.page_size, num_rows, offset, bounded)
+            lens = state.column(declared.seq_lens)[:n].astype(np.int64)  # with those of the step
+            new, bounded = NO_PAGES if block.new is None else block.new, block.fed > 0 and not exact
+            there = n - block.takes
+            laid = layout_arrays(self._layouts, self._pages, rows, lens, num_rows, offset, bounded, there, new)
             _check_names(laid.keys() & (further.named.keys() | further.token_arrays.keys()))
             arrays |= laid
-        fed = tokens.fed(n)
-        if not exact and fed.size:
+        if exact:
+            return
+        queries, fed = tokens.each(n), tokens.fed(n)
+        if fed.size:
             starts = np.append(0, queries.cumsum())
             arrays["relay_slots"] = rows[fed]
             arrays["relay_rows"] = fed

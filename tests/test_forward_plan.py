@@ -1,6 +1,7 @@
 """ForwardPlan: the host's arrays of a forward are those that a loop over requests and tokens would write."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -374,8 +375,9 @@ def test_refuses_bounds_for_flashinfer(rt: Runtime) -> None:
 
 def test_kv_beyond_int32_is_no_start(rt: Runtime) -> None:
     """The running sum of lengths, which FlashAttention takes as int32, never wraps around."""
+    pages: Any = SimpleNamespace(page_size=2**29)
     with pytest.raises(ValueOverflowError, match="3221225472 does not fit int32"):
-        layout_arrays(("flash_attention",), np.zeros((3, 3), np.int32), np.array([2**30] * 3), 2**29, 3, None, False)
+        layout_arrays(("flash_attention",), pages, np.arange(3), np.array([2**30] * 3), 3, None, False, 3)
 
 
 def test_plans_at_every_level(rt: Runtime) -> None:

@@ -32,7 +32,7 @@ from batchstate.errors import ArgumentError, ContractError, DeclarationError, on
 from batchstate.forward.token_array import TokenArray
 from batchstate.invariants import times_checked
 from batchstate.kv.last_location import LastLocation
-from batchstate.kv.pages import PagePool
+from batchstate.kv.pages import NO_PAGES, PagePool
 from batchstate.mirror import Contract, DeviceSide, MirroredTensor, Slots
 from batchstate.nvtx import ranges
 from batchstate.pools import SlotPool
@@ -77,43 +77,43 @@ def _starts(lengths: Ints, num_rows: int) -> npt.NDArray[np.int32]:
 
 def layout_arrays(
     layouts: Sequence[str],
-    table: npt.NDArray[np.int32],
+    pages: PagePool,
+    rows: Ints,
     kv_lens: Ints,
-    page_size: int,
     num_rows: int,
     offset: Ints | None,
     bounded: bool,
+    there: int,
+    new: Ints = NO_PAGES,
 ) -> Arrays:
-    """The arrays of some layouts, for requests with `kv_lens` int64[n] tokens; padded rows have no pages.
+    """The arrays of some layouts, for slots int64[n] with `kv_lens` int64[n] tokens; padded rows have no pages.
 
-    `table` int32[n, m] are their pages, which begin `offset` tokens before position 0. `ForwardInputs` has the shapes.
-    Raises `ContractError` for `flashinfer` with `bounded` lengths, `ArgumentError` if an offset fills no whole pages.
+    Their pages begin `offset` tokens before position 0. `new` and `there` as for `PagePool.page_lists`. `ForwardInputs`
+    has the shapes. Raises `ContractError` for `flashinfer` with `bounded` lengths, `ArgumentError` if an offset fills
+    no whole pages.
     """
     if bounded and "flashinfer" in layouts:
         problem = f"{_PLAN}: expected exact lengths for layout 'flashinfer', got bounds"
         remedy = "resolve the lengths first: flashinfer counts pages on the host; or use 'flash_attention'"
         raise ContractError(problem, "upper_bound", remedy)
+    firsts, size, n = None, pages.page_size, len(kv_lens)
     if offset is not None:
-        first, rest = np.divmod(offset, page_size)
+        firsts, rest = np.divmod(offset, size)
         if rest.any():
             row = int(np.flatnonzero(rest)[0])
-            problem = f"{_PLAN}: row {row} has a kv_offset of {rest[row]} tokens over {first[row]} pages of {page_size}"
+            problem = f"{_PLAN}: row {row} has a kv_offset of {rest[row]} tokens over {firsts[row]} pages of {size}"
             remedy = "page lists begin with a page: let the offset fill whole pages, or plan without layouts"
             raise ArgumentError(problem, int(rest[row]), remedy)
-        columns = np.minimum(np.arange(table.shape[1]) + first[:, None], table.shape[1] - 1)
-        table = np.take_along_axis(table, columns, axis=1)
-    arrays: Arrays = {}
-    counts, n = -(-kv_lens // page_size), len(kv_lens)
-    most = int(counts.max(initial=0))
-    table, has = table[:, :most], np.arange(most) < counts[:, None]
+    arrays: Arrays = {"kv_start_loc": _starts(kv_lens, num_rows)} if "flash_attention" in layouts else {}
+    counts = -(-kv_lens // size)
+    lists = pages.page_lists(rows, there, counts, firsts, new, num_rows)
     if "flash_attention" in layouts:
-        block_table = np.zeros((num_rows, most), dtype=np.int32)
-        block_table[:n] = np.where(has, table, 0)
-        arrays |= {"kv_start_loc": _starts(kv_lens, num_rows), "block_table": block_table}
+        arrays["block_table"] = lists
     if "flashinfer" in layouts:
         last = np.zeros(num_rows, dtype=np.int32)
-        last[:n] = kv_lens - np.maximum(counts - 1, 0) * page_size
-        arrays |= {"kv_page_indptr": _starts(counts, num_rows), "kv_page_indices": table[has], "kv_last_page_len": last}
+        last[:n] = kv_lens - np.maximum(counts - 1, 0) * size
+        indices = lists[:n][np.arange(lists.shape[1]) < counts[:, None]]
+        arrays |= {"kv_page_indptr": _starts(counts, num_rows), "kv_page_indices": indices, "kv_last_page_len": last}
     return arrays
 
 
@@ -562,8 +562,9 @@ class ForwardPlan:
         if pages is not None:
             arrays["slot_mapping"] = self._padded("slot_mapping", mapping, size)
             if layouts:
-                table, lens = pages.page_table[slots], self.seq_lens
-                arrays |= layout_arrays(layouts, table, lens, pages.page_size, num_rows, offset, self.bounded)
+                arrays |= layout_arrays(
+                    layouts, pages, slots, self.seq_lens, num_rows, offset, self.bounded, len(slots)
+                )
         elif layouts:
             raise ArgumentError(f"{_PLAN}: layouts {list(layouts)} need pages", layouts, "pass pages=, the PagePool")
         taken = sorted(({*arrays, *_INDICES} - {_IDS}) & self.token_arrays.keys())

@@ -38,6 +38,8 @@ LENGTH_ORDER = Code.LENGTH_ORDER
 _EXTENDED = LENGTH_ORDER, Code.SLOT_CONSERVATION
 _NO_TOKENS: Ints = np.empty(0, dtype=np.int64)
 
+NO_PAGES: Ints = np.zeros(0, dtype=np.int64)
+
 
 @final
 @attrs.frozen
@@ -881,18 +883,16 @@ class PagePool(OfThisProcess):
 
             invariants.derived_stale(committed != lens, explain, slots=rows, **where)
 
-    def tables_with(self, rows: Ints, there: int, totals: Ints, new: Ints) -> npt.NDArray[np.int32]:
-        """The pages for `totals` tokens, int32[n, most], with the `new` ones that a step will take.
+    def page_lists(
+        self, rows: Ints, there: int, counts: Ints, firsts: Ints | None, new: Ints, num_rows: int
+    ) -> npt.NDArray[np.int32]:
+        """The `counts` pages int64[n] of each slot, from page `firsts` on or the first ones, int32[num_rows, most].
 
-        The slots from row `there` on have none yet.
+        0 behind them. With the `new` ones that a step will take; the slots from row `there` on have none yet.
         """
-        tables: npt.NDArray[np.int32] = self.page_table[rows]
-        tables[there:] = 0
-        has = np.count_nonzero(tables, axis=1) + self._rows.arrays["first"][rows]
-        ends = np.maximum(-(-totals // self.page_size), has)
-        columns = np.arange(tables.shape[1])
-        tables[(columns >= has[:, None]) & (columns < ends[:, None])] = new
-        return tables
+        lists = np.zeros((num_rows, int(counts.max(initial=0))), dtype=np.int32)
+        self._rows.lists(rows, there, counts, firsts, new, lists)
+        return lists
 
     def lay(self, rows: Ints, starts: Ints, counts: Ints, operation: str) -> tuple[Ints, Ints]:
         """Positions and locations of `counts` tokens of each row from `starts` on, int64[t] each."""
