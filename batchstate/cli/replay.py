@@ -116,9 +116,6 @@ def _by_calls(args: argparse.Namespace, recording: Any) -> int:
     from batchstate.replay import replay, shrunk_calls
     from batchstate.replay.written import test_of_calls
 
-    if next(recording.events.of("call"), None) is None:
-        remedy = "look at it with `batchstate replay show`; requests are served by --engine"
-        raise RecordingError("the recording has no call that can be made again", None, remedy)
     where = {"device": args.device or recording.device, "level": args.level}
     wanted = recording.finding
     try:
@@ -130,6 +127,9 @@ def _by_calls(args: argparse.Namespace, recording: Any) -> int:
     except KeyboardInterrupt:
         print("interrupted: the finding has not come by then")
         return 130
+    if not again.made:
+        remedy = "look at it with `batchstate replay show`; requests are served by --engine"
+        raise RecordingError("the recording has no call that can be made again", again.refused, remedy)
     last = f"up to #{again.made[-1]}, " if again.repeated else ""
     at = f"at {args.level!r} on {where['device']}"
     print(f"replayed {len(again.made):,} calls {last}{at}; {again.refused:,} others were refused")

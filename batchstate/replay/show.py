@@ -40,7 +40,7 @@ def text(recording: Recording, *, last: int = 100, words: Mapping[int, str] = {}
     ]
     for at, event in operations:
         outcome = said.get(event.number, "") + words.get(at, "")
-        lines.append(f"  step {event.step:<6} {_call(event, names)}{outcome}")
+        lines.append(f"  step {event.step if event.is_call else '-':<6} {_call(event, names)}{outcome}")
     lines.append(f"found: {recording.finding or 'nothing'}")
     return _printable("\n".join(lines))
 
