@@ -73,8 +73,8 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "watch": (("watch",), 2_706),
     "races": (("races",), 10_340),
     "fuzz tools": (("testing",), 4_077),
-    "replay": (("replay",), 2_250),
-    "command line": (("cli", "__main__"), 744),
+    "replay": (("replay",), 2_291),
+    "command line": (("cli", "__main__"), 775),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
 
@@ -100,18 +100,21 @@ tables of engines; 60 are for what calls say of requests, and for host columns b
 inside another hooked call, and for what was never compared. 30 lines of the ground are errors that users import from
 the package, and modules that need no import; 60 of the others are messages in the words of a class that others wrote,
 calls that type checkers refuse, and `batchstate info`. The command line had 530: 189 are `replay`, 25 of them a bound
-of the memory that a file takes. 140 lines of the fuzz tools play and shrink histories of recordings too; 10 of the
-watch tell a recording of hooked calls. 10 of the sum are for tokens before a step, which were launched.
+of the memory that a file takes; 31 are findings that are not the recorded ones, and `replay show` as a command. Replay
+had 2,250: 41 are the device of a recording, slots that leave at a plan, and lanes with numbers of calls and a mark.
+140 lines of the fuzz tools play and shrink histories of recordings too; 10 of the watch tell a recording of hooked
+calls. 10 of the sum are for tokens before a step, which were launched.
 """
 
-MOST_LINES, MOST_FILES = 46_240, 163
+MOST_LINES, MOST_FILES = 46_286, 164
 BESIDE = {"tests/selfcheck": 13_290, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it, 5 a mutant of a step that is dropped."""
-OTHER_TESTS = 44_926
+OTHER_TESTS = 45_007
 """220 lines are mutants of memory that comes back and of lints, with their programs, and names of streams; 360 are
 mutants of record and replay, recordings that take all memory, and rows that nobody declares; 60 are steps behind one
-that never ran, and steps taken back, 10 sentences of the documentation, 14 a shrinker that joins requests."""
+that never ran, and steps taken back, 10 sentences of the documentation, 14 a shrinker that joins requests, 81
+recordings of other devices, and other findings than the recorded ones."""
 
 MOST_FLOORS = 12
 

@@ -25,6 +25,7 @@ from batchstate.cli import main
 from batchstate.columns import slot_column
 from batchstate.errors import ArgumentError, BatchStateError, RecordingError
 from batchstate.pools import SlotPool as PlainPool
+from batchstate.races.devices import open_device, window_of
 from batchstate.replay import (
     Finding,
     Recording,
@@ -61,8 +62,8 @@ class Rows(Batch):
 class World:
     """A small engine: steps in which requests leave and join, planned, run and read."""
 
-    def __init__(self, *, size: int = 8, rank: int = 0) -> None:
-        self.runtime: Runtime = open_runtime("cpu")
+    def __init__(self, *, size: int = 8, rank: int = 0, device: str = "cpu") -> None:
+        self.runtime: Runtime = open_device(device)
         self.slots = SlotPool(self.runtime, size)
         table = self.slots.table("req_to_token", (256,), torch.int32, holds="location")
         self.pages = PagePool(self.runtime, self.slots, 128, 4, max_tokens_per_request=256, req_to_token=table)
@@ -221,7 +222,7 @@ def test_calls_shrink_to_those_that_matter(bug: Path, tmp_path: Path) -> None:
     small = shrunk_calls(recording, numbers, level="cheap")
     assert len(small.smallest) <= 12
     target = tmp_path / "test_small.py"
-    target.write_text(written_of_calls(recording, frozenset(small.smallest), "cheap", target))
+    target.write_text(written_of_calls(recording, frozenset(small.smallest), "cheap", target, "cpu"))
     assert _outcome(target) == "failed"
     assert set(map(int, re.findall(r"#(\d+)", target.read_text()))) == set(small.smallest)  # no others are named
 
@@ -257,7 +258,7 @@ def test_a_bug_of_the_library_is_mended(tmp_path: Path) -> None:
         assert replay(recording).repeated
         numbers = frozenset(event.number for event in recording.events if event.is_call)
         target = tmp_path / "test_leak.py"
-        target.write_text(written_of_calls(recording, numbers, "full", target))
+        target.write_text(written_of_calls(recording, numbers, "full", target, "cpu"))
         assert _outcome(target) == "failed"
     assert _outcome(target) == "passed"
 
@@ -369,7 +370,78 @@ def test_the_command(bug: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["replay", "show", str(bug), "--html", str(page)]) == 0
     assert "<b>pages 1</b>" in page.read_text()
     assert "<script" not in page.read_text()
+    assert "<u style='left:9" in page.read_text()
+    number = load(bug).events[-1].number
+    assert f"#{number} " in page.read_text().rpartition("; SLOT_STALE_HANDLE here")[0].splitlines()[-1]
     assert main(["replay", str(bug), "--engine", "examples.nobody:ENGINE"]) == 2
+
+
+def recorded_on(device: str, folder: Path) -> Path:
+    """The file of a release with `after=None` behind a forward that runs, and of steps behind it."""
+    with record_operations(folder) as recorder:
+        world = World(device=device)
+        with window_of(world.runtime), contextlib.suppress(Violation):
+            for _ in range(9):
+                world.step()
+            step = world.planner.plan(world.batch)
+            step.inputs()
+            step.publish(last=torch.zeros(step.num_reqs, dtype=torch.int64))
+            world.batch = step.batch  # type: ignore[assignment]
+            world.pages.release_requests(world.batch.filter([1]).slots, after=None)
+            world.batch = world.batch.filter([0, 2])
+            for _ in range(5):
+                world.step()
+        return recorder.files[0] if recorder.files else recorder.dump()  # type: ignore[return-value]
+
+
+def test_a_recording_knows_its_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A violation of the simulated device comes again there, and in the written test, without a word."""
+    path, out = recorded_on("sim", tmp_path), tmp_path / "test_out.py"
+    assert load(path).device == "sim"
+    assert main(["replay", str(path), "--shrink", "--test", str(out)]) == 1
+    assert "on sim; 0 others were refused\ncame again: SLOT_IN_FLIGHT" in capsys.readouterr().out
+    assert "device=" not in out.read_text()
+    assert _outcome(out) == "failed"
+    assert main(["replay", str(path), "--device", "cpu", "--test", str(out)]) == 0
+    assert "nothing was found, and no test is written" in capsys.readouterr().out
+
+
+def test_another_finding_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recording in which nothing was found, and a tool finds something: it is said, shrunk, and tested there."""
+    path, out = recorded_on("cpu", tmp_path), tmp_path / "test_out.py"
+    (release,) = [event.number for _, event in load(path).events.of("PagePool.release_requests")]
+    assert main(["replay", str(path)]) == 0
+    assert main(["replay", str(path), "--device", "sim", "--shrink", "--test", str(out)]) == 1
+    said = capsys.readouterr().out
+    assert f"up to #{release}, at 'full' on sim; 0 others were refused\nfound another: SLOT_IN_FLIGHT" in said
+    assert "device='sim'" in out.read_text()
+    assert _outcome(out) == "failed"
+
+
+def test_no_option_is_ignored(bug: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recording without calls, options of the other command, and a test of several ranks end with 2."""
+    out = str(tmp_path / "test_out.py")
+    with record_operations(tmp_path) as recorder:
+        recorder.write("hook", {"call": "Hand.advance", "args": [1], "kwargs": {}})
+        hooks = recorder.dump()
+    assert main(["replay", str(hooks), "--test", out]) == 2
+    assert "no call that can be made again" in capsys.readouterr().err
+    assert main(["replay", str(bug), str(bug), "--test", out]) == 2
+    for words, code in ((["--html", out], 2), (["show", "--test", out], 2), (["show", "--help"], 0)):
+        with pytest.raises(SystemExit) as ended:
+            main(["replay", *words, *([str(bug)] if code else [])])
+        assert ended.value.code == code
+    assert "--html OUT.html" in capsys.readouterr().out
+
+
+def test_objects_have_whole_names(tmp_path: Path) -> None:
+    """A finding names an object without its counts or fields."""
+    world = World()
+    with record_operations(tmp_path) as recorder, pytest.raises(Violation):
+        world.relay.gather(world.slots.take(1), "last")
+    finding = load(recorder.files[0]).finding
+    assert finding is not None
+    assert finding.object == "FutureMap('relay')"
 
 
 def test_a_variable_switches_it_on(tmp_path: Path) -> None:
@@ -602,6 +674,11 @@ def test_lanes_are_those_of_the_engine(steps: int, tmp_path: Path) -> None:
     (first, *_) = ends = [stop for bars in hands.lanes.values() for _, stop, _ in bars if stop < end]
     assert all("keep" in recording.events[stop].body[2] for stop in ends)
     assert "] given back" in hands.words[first]
+    left = [(event.number, slot) for _, event in recording.events.of("left") for slot in event.body.tolist()]
+    bars_of_slots = [bar for (name, _), bars in hands.lanes.items() if name == "slots" for bar in bars]
+    assert sorted((recording.events[at].number, slot) for _, at, slot in bars_of_slots if at < end) == left
+    assert f"; slots [{left[-1][1]}] leave" in show.text(recording)
+    assert (hands.violated, "<u" in show.page(recording)) == (None, False)
     held = {lane: bars[-1][2] for lane, bars in hands.lanes.items() if bars[-1][1] == end}
     live = world.slots.live_slots().tolist()
     assert {item: slot for (name, item), slot in held.items() if name == "slots"} == dict(zip(live, live, strict=True))

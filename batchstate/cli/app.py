@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import batchstate
-from batchstate.cli import info, race, race_run, replay
+from batchstate.cli import info, race, race_run, replay, replay_show
 from batchstate.errors import BatchStateError
 from batchstate.violations import Violation
 
@@ -20,7 +20,7 @@ begin with:
 `batchstate COMMAND --help` lists the options of a command."""
 
 
-COMMANDS = (race, race_run, replay, info)
+COMMANDS = (race, race_run, replay, replay_show, info)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted, and 141 when nobody reads its output any more.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:2] == race_run.NAME.split():  # a command of two words; a report of that name is `./run`
-        words[:2] = [race_run.NAME]
+    if (two := " ".join(words[:2])) in (race_run.NAME, replay_show.NAME):  # a file of that name is `./run`
+        words[:2] = [two]
     parser = _parser()
     if not words:
         parser.print_help(sys.stderr)

@@ -1,4 +1,4 @@
-"""`batchstate replay`: makes recorded operations again, shrinks them to a test, or shows them."""
+"""`batchstate replay`: makes recorded operations again, and shrinks them to a test."""
 
 import argparse
 import contextlib
@@ -14,13 +14,14 @@ from batchstate.errors import ArgumentError, RecordingError
 
 MOST_MEMORY = 8 << 30
 NAME = "replay"
-SUMMARY = "make recorded operations again, and shrink them to a test; `replay show FILE` prints them"
+SUMMARY = "make recorded operations again, and shrink them to a test"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("files", metavar="FILE", nargs="+", help="of `record_operations`; with `show` before it: print")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "race", "sim"), help="default: %(default)s")
+    parser.add_argument("files", metavar="FILE", nargs="+", help="of `record_operations`; several: those of ranks")
+    device = "default: race or sim where it was recorded under them, else cpu"
+    parser.add_argument("--device", choices=("cpu", "race", "sim"), help=device)
     parser.add_argument("--level", default="full", choices=("full", "cheap"), help="default: %(default)s")
     engine = "serve the recorded requests by this engine, an `EngineUnderTest`, instead of making its calls again"
     parser.add_argument("--engine", metavar="MODULE:NAME", help=engine)
@@ -29,17 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=120.0, metavar="N", help="to shrink for (default: %(default)g)"
     )
     parser.add_argument("--test", metavar="OUT.py", type=new_file, help="write a pytest file")
-    parser.add_argument("--html", metavar="OUT.html", type=new_file, help="with `show`: a page instead of text")
-    parser.add_argument("--last", type=int, default=100, metavar="N", help="operations shown (default: %(default)d)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if the finding came again, 0 if not; of ranks 1 if they differ; of `show` 0."""
+    """Returns 1 if anything was found, 0 if not; of ranks 1 if they differ."""
     from batchstate.replay.format import load
 
-    with _bounded_memory():
-        if args.files[0] == "show":
-            return _show(args, [load(path) for path in args.files[1:]])
+    if args.test and len(args.files) > 1:
+        raise ArgumentError("--test with several files: ranks are compared, and not replayed", None, "name one file")
+    with bounded_memory():
         recordings = [load(path) for path in args.files]
         if len(recordings) > 1:
             return _ranks(recordings)
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _bounded_memory() -> Iterator[None]:
+def bounded_memory() -> Iterator[None]:
     """A window in which a file from a stranger takes no more than `MOST_MEMORY`, where the system can see to it."""
     try:
         import resource
@@ -70,20 +69,6 @@ def _bounded_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _show(args: argparse.Namespace, recordings: list[Any]) -> int:
-    from batchstate.replay import show
-
-    if not recordings:
-        raise ArgumentError("show without a file", None, "batchstate replay show FILE")
-    for recording in recordings:
-        if args.html is None:
-            print(show.text(recording, last=args.last))
-        else:
-            with _Progress("event {:,} of {:,}") as progress:
-                args.html.write_text(show.page(recording, last=args.last, progress=progress), encoding="utf-8")
-    return 0
-
-
 def _ranks(recordings: list[Any]) -> int:
     from batchstate.replay.show import differ
 
@@ -92,13 +77,14 @@ def _ranks(recordings: list[Any]) -> int:
     return int(difference is not None)
 
 
-class _Progress:
+class Progress:
     """A line on stderr, a few times a second, if somebody looks at it; cleared at the end of a `with` block."""
 
     def __init__(self, words: str) -> None:
         self._words, self._next, self._on = words, 0.0, sys.stderr.isatty()
 
     def __call__(self, first: int, second: int) -> None:
+        """Fills the words."""
         if self._on and time.monotonic() > self._next:
             self._next = time.monotonic() + 0.2
             print(f"\r{self._words.format(first, second)}\033[K", end="", file=sys.stderr, flush=True)
@@ -112,32 +98,50 @@ class _Progress:
 
 
 def _shrunk(args: argparse.Namespace, unit: str, shrink: Callable[..., Any]) -> Any:
-    with _Progress(f"{{}} tries, {{}} {unit} left") as progress:
+    with Progress(f"{{}} tries, {{}} {unit} left") as progress:
         result = shrink(seconds=args.seconds, progress=progress)
     print(f"shrunk to {result.size} {unit} in {result.tries} tries{', interrupted' * result.interrupted}")
     return result.smallest
 
 
+def _said(args: argparse.Namespace, wanted: Any, finding: Any) -> str:
+    if finding is None:
+        return "did not come again: nothing was found" + ", and no test is written" * bool(args.test)
+    return f"{'came again' if wanted is not None and wanted.repeats(finding) else 'found another'}: {finding}"
+
+
 def _by_calls(args: argparse.Namespace, recording: Any) -> int:
+    import attrs
+
     from batchstate.replay import replay, shrunk_calls
     from batchstate.replay.written import test_of_calls
 
+    where = {"device": args.device or recording.device, "level": args.level}
+    wanted = recording.finding
     try:
-        with _Progress("event {:,} of {:,}") as progress:
-            again = replay(recording, device=args.device, level=args.level, progress=progress)
+        with Progress("event {:,} of {:,}") as progress:
+            again = replay(recording, **where, progress=progress)
+            if again.finding is not None and not again.repeated:  # another: the calls up to it, and no others
+                recording = attrs.evolve(recording, finding=again.finding)
+                again = replay(recording, **where, progress=progress)
     except KeyboardInterrupt:
         print("interrupted: the finding has not come by then")
         return 130
-    print(f"replayed {len(again.made):,} calls at {args.level!r} on {args.device}, {again.refused:,} were refused")
-    print(f"{'came again' if again.repeated else 'did not come again'}: {again.finding or 'nothing was found'}")
-    if not again.repeated:
+    if not again.made:
+        remedy = "look at it with `batchstate replay show`; requests are served by --engine"
+        raise RecordingError("the recording has no call that can be made again", again.refused, remedy)
+    last = f"up to #{again.made[-1]}, " if again.repeated else ""
+    at = f"at {args.level!r} on {where['device']}"
+    print(f"replayed {len(again.made):,} calls {last}{at}; {again.refused:,} others were refused")
+    print(_said(args, wanted, again.finding))
+    if again.finding is None:
         return 0
     left = again.made
     if args.shrink:
-        shrink = functools.partial(shrunk_calls, recording, left, device=args.device, level=args.level)
-        left = _shrunk(args, "calls", shrink)
+        left = _shrunk(args, "calls", functools.partial(shrunk_calls, recording, left, **where))
     if args.test:
-        args.test.write_text(test_of_calls(recording, frozenset(left), args.level, args.test), encoding="utf-8")
+        source = test_of_calls(recording, frozenset(left), args.level, args.test, where["device"])
+        args.test.write_text(source, encoding="utf-8")
         print(f"written: {args.test}")
     return 1
 
@@ -156,9 +160,7 @@ def _by_engine(args: argparse.Namespace, recording: Any) -> int:
         raise ArgumentError(f"--engine {args.engine}: {error}", args.engine, remedy) from None
     history = history_of(recording, engine)
     finding = drive(engine, history)
-    same = recording.finding is not None and recording.finding.repeats(finding)
-    words = "came again" if same else "found another" if finding else "did not come again"
-    print(f"served {history.requests:,} requests; {words}: {finding or 'nothing was found'}")
+    print(f"served {history.requests:,} requests; {_said(args, recording.finding, finding)}")
     if finding is None:
         return 0
     if args.shrink:

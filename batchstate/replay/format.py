@@ -34,7 +34,7 @@ MOST_BYTES, MOST_EVENTS, MOST_TEXT, MOST_HEADER = 1 << 28, 1 << 21, 1 << 20, 1 <
 HEAD = struct.Struct("<BBIIIII")
 """Kind, number of the stream, step of the runtime, own number, number of the target, of the step whose batch is the
 first argument, length of the body; 0 for a target or a batch that the body names, if any."""
-KINDS = ("begin", "define", "result", "same", "landed", "open", "add", "abort", "step", "note", "hook")
+KINDS = ("begin", "define", "result", "same", "landed", "open", "add", "abort", "step", "note", "hook", "left")
 """Kinds of events that are no calls of ours; from 16 on an event is a call of the method of that number. The product of
 a call that was left out is the `same` as another one."""
 FIRST_METHOD = 16
@@ -151,7 +151,10 @@ class Finding:
         places: dict[str, Any] = {name: getattr(error, name, None) for name in ("operation", "column", "row", "slot")}
         plain: dict[str, Any] = {name: value for name, value in places.items() if isinstance(value, str | int)}
         code = str(getattr(error, "code", type(error).__name__))
-        return cls(code, words, None if named is None else str(named).partition(",")[0], **plain)
+        if named is not None:
+            named = str(named).partition(",")[0]
+            named += ")" * (named.count("(") - named.count(")"))
+        return cls(code, words, named, **plain)
 
     def repeats(self, other: "Finding | None") -> bool:
         """Whether both have code, object and row in common."""
@@ -283,11 +286,19 @@ class Recording:
     dropped: int = 0
     methods: Sequence[str] = ()
 
+    @property
+    def device(self) -> str:
+        """The tool that it was made under, `race` or `sim`, by which it is replayed; `cpu` for any other device."""
+        bodies = (event.body for _, event in self.events.of("define"))
+        tools = (body.get("device") for body in bodies if isinstance(body, dict) and body.get("is") == "Runtime")
+        tool = next(tools, None)
+        return str(tool) if tool in ("race", "sim") else "cpu"
+
     def save(self, path: Path, calls: Collection[int]) -> None:
         """Writes a recording with these calls alone, and without those of others that they do not refer to."""
         kept, wanted = list[bytes](), set(calls)
         for event in reversed(self.events):
-            if event.number not in wanted and (event.is_call or event.kind in ("result", "landed", "same")):
+            if event.number not in wanted and (event.is_call or event.kind in ("result", "landed", "same", "left")):
                 continue
             raw = bytes(event.raw)
             if event.kind == "same" or (event.is_call and event.number in calls):

@@ -31,6 +31,7 @@ __all__ = ["OBJECTS", "Described", "Room"]
 MOST_SIZE = 1 << 24
 _READ_BY = {1: "device", 2: "host", 3: "both"}
 _FIELD = ("non_negative", "must_read", "ragged", "stale")
+_TOOLS = {"RaceRuntime": "race", "SimRuntime": "sim"}
 _PLANNER = ("seq_lens", "kv_offset", "ids", "lengths", "accepted", "results", "has_ids", "window")
 
 Body: TypeAlias = dict[str, Any]
@@ -240,7 +241,9 @@ def _column(name: str, column: Mapping[str, Any], room: Room) -> Any:
 
 
 OBJECTS: Mapping[type, Described] = {
-    Runtime: Described(lambda runtime: _attributes(runtime, "steps_in_flight"), _runtime),
+    Runtime: Described(
+        lambda made: {"device": _TOOLS.get(type(made).__name__), **_attributes(made, "steps_in_flight")}, _runtime
+    ),
     SlotPool: Described(lambda pool: _attributes(pool, "runtime size reserve name"), _slot_pool, _slots_taken),
     Table: Described(_described_table, _table),
     PagePool: Described(

@@ -367,6 +367,7 @@ class Recorder:
                 make = short.get((owner, name), self._seam)
                 self._replace(owner, name, functools.partial(make, _CODES[f"{owner.__name__}.{name}"]))
         self._replace(Prefetched, "resolve", self._landing)
+        self._replace(SlotPool, "release_rows", self._leaving)
         unknown: list[tuple[Any, int | None]] = [(StepPlanner, None), (PlannedStep, 0), (Prefetched, 0)]
         for owner, number in unknown:
             owner._recorded = number
@@ -533,6 +534,15 @@ class Recorder:
             return made
 
         return resolve
+
+    def _leaving(self, method: Any) -> Any:
+        @functools.wraps(method)
+        def release_rows(pool: Any, rows: Any, *args: Any) -> None:
+            if args[-1] == "plan" and threading.get_ident() == self._thread:
+                self.write("left", rows, number=self._ring.number)  # which its arguments say by row alone
+            method(pool, rows, *args)
+
+        return release_rows
 
     def _hooked(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hooked method of a watched engine is called."""

@@ -71,7 +71,7 @@ class Replay:
 def replay(
     recording: Recording,
     *,
-    device: str = "cpu",
+    device: str | None = None,
     level: str = "full",
     alike: Callable[[Finding, Finding], bool] = Finding.repeats,
     without: Collection[int] = (),
@@ -82,7 +82,7 @@ def replay(
 
     Args:
         recording: as `load` returned it.
-        device: see `batchstate.races.devices.open_device`: `cpu`, `race`, `sim`.
+        device: `cpu`, `race` or `sim`; see `batchstate.races.devices.open_device`. By default that of the recording.
         level: of the checks.
         alike: says whether a finding is the one of the recording.
         without: numbers of calls that are left out.
@@ -93,7 +93,7 @@ def replay(
         RecordingError: a damaged event, or an object that cannot be made here.
     """
     with levels.checks(level), contextlib.ExitStack() as windows:
-        replayer = Replayer(recording, device, alike, windows)
+        replayer = Replayer(recording, device or recording.device, alike, windows)
         for number, event in enumerate(recording.events):
             if event.kind == "define":
                 replayer.define(event)
@@ -113,7 +113,7 @@ def shrunk_calls(
     recording: Recording,
     numbers: Sequence[int],
     *,
-    device: str = "cpu",
+    device: str | None = None,
     level: str = "full",
     seconds: float = 120.0,
     progress: Callable[[int, int], None] | None = None,
@@ -123,7 +123,7 @@ def shrunk_calls(
     Args:
         recording: as `load` returned it.
         numbers: of the calls that `replay` made.
-        device: of the replays.
+        device: of the replays; by default that of the recording.
         level: of their checks.
         seconds: after which no further ones are tried.
         progress: called after each try, with the number of tries, and of the calls that are left.

@@ -29,15 +29,18 @@ def text(recording: Recording, *, last: int = 100, words: Mapping[int, str] = {}
     events, names = recording.events, _names(recording.events)
     operations = list(events.of("call", "add", "abort", "step", "hook", last=last))
     numbers = {event.number for _, event in operations if event.is_call}
-    results = (event for _, event in events.of("result") if event.number in numbers)
-    said = {event.number: f" -> {_words(event.body, names)}" for event in results}
+    said = dict.fromkeys(numbers, "")
+    for _, event in events.of("result", "left"):
+        if event.number in said:
+            words_for = "; slots {} leave" if event.kind == "left" else " -> {}"
+            said[event.number] += words_for.format(_words(event.body, names))
     lines = [
         f"{len(events):,} events of rank {recording.rank}, written for {recording.reason} by batchstate "
         f"{recording.library} at {recording.level!r}, {recording.dropped:,} dropped; the last {len(operations)}:"
     ]
     for at, event in operations:
         outcome = said.get(event.number, "") + words.get(at, "")
-        lines.append(f"  step {event.step:<6} {_call(event, names)}{outcome}")
+        lines.append(f"  step {event.step if event.is_call else '-':<6} {_call(event, names)}{outcome}")
     lines.append(f"found: {recording.finding or 'nothing'}")
     return _printable("\n".join(lines))
 
@@ -105,17 +108,23 @@ class Hands:
     Attributes:
         lanes: pool, and slot or page -> bars: first and last event, and the slot. A shared page is shown once.
         words: event -> what was taken and given back.
+        violated: the event of the call that brings the finding of the recording, or None.
     """
 
     def __init__(self, recording: Recording, progress: Callable[[int, int], None] | None = None) -> None:
         self.lanes: dict[tuple[str, int], list[list[int]]] = {}
         self.words: dict[int, str] = {}
-        self._events, self._held = recording.events, dict[int, Any]()
+        self.violated: int | None = None
+        self._events, self._held, self._at = recording.events, dict[int, Any](), 0
         with contextlib.suppress(RecordingError):  # the lanes end there
-            replay(recording, level="cheap", progress=progress, seen=self._look)
+            again = replay(recording, level="cheap", progress=progress, seen=self._look)
+            if again.repeated and again.finding is not None:
+                self.violated = self._at
+                self.words[self._at] = f"{self.words.get(self._at, '')}; {again.finding.code} here"
 
     def _look(self, at: int, replayer: Replayer) -> None:
         """Behind a call: compares who has what with who had it."""
+        self._at = at
         pools = replayer.objects.items() if self._events[at].kind.startswith(_CHANGING) else ()
         for number, pool in pools:
             if isinstance(pool, SlotPool | PagePool):
@@ -169,7 +178,7 @@ h1{font-size:1.3rem}pre{background:#f4f6f8;padding:1rem;overflow:auto;font-size:
 .lane{display:flex;height:1.3rem;align-items:center}.lane b{width:6rem;font-weight:400}
 .bar{position:relative;flex:1;height:100%;background:#f4f6f8}
 .bar i{position:absolute;top:2px;bottom:2px;border-radius:2px;min-width:2px;border-left:1px solid #fff8}
-.bad{color:#a4262c}
+.bad{color:#a4262c}.bar u{position:absolute;top:0;bottom:0;border-left:2px solid #a4262c}
 @media(prefers-color-scheme:dark){body{color:#dfe3e8;background:#16191d}pre,.bar{background:#22272e}}"""
 
 
@@ -177,6 +186,7 @@ def page(recording: Recording, *, last: int = 100, progress: Callable[[int, int]
     """One page of HTML, without a script: requests, slots and pages as lanes, and the operations."""
     hands, end = Hands(recording, progress), len(recording.events)
     finding = "nothing was found" if recording.finding is None else str(recording.finding)
+    mark = "" if hands.violated is None else f"<u style='left:{100 * hands.violated / end:.2f}%'></u>"
     lanes = [(f"request {number}", [[*span, number]]) for number, span in requests(recording).items()][-_LANES:]
     for pool in dict.fromkeys(name for name, _ in hands.lanes):
         latest = [(item, bars) for (name, item), bars in hands.lanes.items() if name == pool][-_LANES:]
@@ -186,19 +196,25 @@ def page(recording: Recording, *, last: int = 100, progress: Callable[[int, int]
         f"<title>{html.escape(finding[:80])}</title><style>{_STYLE}</style>"
         f"<h1 class=bad>{html.escape(_printable(finding))}</h1>"
         f"<p>{end:,} events from left to right. A bar of a slot is a request that had it; a bar of a page has the "
-        "colour of its slot. Pages have the numbers of a replay.</p>"
-        f"{''.join(_lane(name, bars, max(end, 1)) for name, bars in lanes)}"
+        "colour of its slot. Pages have the numbers of a replay. Calls are numbered as below; a red line is at that of "
+        "the violation.</p>"
+        f"{''.join(_lane(name, bars, recording.events, mark) for name, bars in lanes)}"
         f"<h2>Operations</h2><pre>{html.escape(text(recording, last=last, words=hands.words))}</pre></html>"
     )
 
 
-def _lane(name: str, bars: Sequence[Sequence[int]], end: int) -> str:
+def _lane(name: str, bars: Sequence[Sequence[int]], events: Events, mark: str) -> str:
+    name, end = html.escape(_printable(name)), len(events)
+    titles = [
+        f"#{number} to {'the end' if stop == end else f'#{events[stop].number}'}: {holder}" if number else name
+        for number, stop, holder in ((events[start].number, *rest) for start, *rest in bars[-_BARS:])
+    ]  # events of requests have no number
     drawn = "".join(
         f"<i style='left:{100 * start / end:.2f}%;width:{100 * (stop - start) / end:.2f}%;"
-        f"background:hsl({47 * holder % 360} 45% 50%)' title='events {start} to {stop}: {holder}'></i>"
-        for start, stop, holder in bars[-_BARS:]
+        f"background:hsl({47 * holder % 360} 45% 50%)' title='{title}'></i>"
+        for title, (start, stop, holder) in zip(titles, bars[-_BARS:], strict=True)
     )
-    return f"<div class=lane><b>{html.escape(_printable(name))}</b><div class=bar>{drawn}</div></div>"
+    return f"<div class=lane><b>{name}</b><div class=bar>{drawn}{mark}</div></div>"
 
 
 def differ(recordings: Sequence[Recording]) -> str | None:

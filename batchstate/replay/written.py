@@ -11,11 +11,12 @@ from batchstate.testing.exact.history import EngineUnderTest, History
 __all__ = ["test_of_calls", "test_of_history"]
 
 
-def test_of_calls(recording: Recording, calls: frozenset[int], level: str, path: Path) -> str:
+def test_of_calls(recording: Recording, calls: frozenset[int], level: str, path: Path, device: str) -> str:
     """The source of a test that makes these calls of a recording, which is written beside it, and fails likewise."""
     small = path.with_suffix(".ops")
     recording.save(small, calls)
     finding = recording.finding or Finding("NOTHING")
+    options = f"level={level!r}" + (f", device={device!r}" if device != recording.device else "")
     words = show.text(load(small), last=40).replace("\\", "/").splitlines()[1:]
     wrapped = [textwrap.wrap(line.strip(), 114, subsequent_indent="    ") for line in words]
     comment = "\n".join(f"# {line}" for lines in wrapped for line in lines)
@@ -25,7 +26,7 @@ def test_of_calls(recording: Recording, calls: frozenset[int], level: str, path:
         f"def test_{_name(finding)}() -> None:\n"
         f'    """The library answers {len(calls)} recorded call{"s" * (len(calls) != 1)} without {finding.code}."""\n'
         f'    recording = load(Path(__file__).with_suffix(".ops"))\n'
-        f"    assert not replay(recording, level={level!r}, alike=Finding.resembles).repeated\n"
+        f"    assert not replay(recording, {options}, alike=Finding.resembles).repeated\n"
     )
 
 
