@@ -106,7 +106,7 @@ had 2,250: 41 are the device of a recording, slots that leave at a plan, and lan
 calls. 10 of the sum are for tokens before a step, which were launched.
 """
 
-MOST_LINES, MOST_FILES = 46_286, 164
+MOST_LINES, MOST_FILES = 46_313, 164
 BESIDE = {"tests/selfcheck": 13_290, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it, 5 a mutant of a step that is dropped."""
