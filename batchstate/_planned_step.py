@@ -3,11 +3,10 @@
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, read_only
+from batchstate._arrays import Array, Ints, read_only
 from batchstate._core import tally
 from batchstate._origin import DerivedArrays, Origin
 from batchstate._prefetched import Prefetched
@@ -27,8 +26,6 @@ from batchstate.nvtx import ranges
 from batchstate.runtime.base import Fence, Stream
 from batchstate.runtime.memory import ALIGNMENT, Place, ReadyTensor
 from batchstate.violations import Code
-
-Ints = npt.NDArray[np.int64]
 
 OPERATION, INPUTS = "plan", "inputs"
 STALE_HANDLE = Code.SLOT_STALE_HANDLE

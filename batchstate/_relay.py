@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchstate import invariants, levels
+from batchstate._arrays import Ints
 from batchstate._core import Entries, Requests, refused_read, refused_write, take_entries, tally
 from batchstate.errors import unexplained
 from batchstate.invariants import times_checked
@@ -38,7 +39,6 @@ MOST_STREAMS = 8
 
 NO_READS: dict[object, Any] = {}
 
-Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Numbers = set[int]  # of publishes
 

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate._allocator import Transaction
-from batchstate._arrays import Array
+from batchstate._arrays import Array, Ints
 from batchstate._core import Indices, StepRules
 from batchstate._rows import RowState
 from batchstate.errors import DeclarationError
@@ -22,7 +21,6 @@ from batchstate.violations import Code
 if TYPE_CHECKING:
     from batchstate.future_map import FutureMap
 
-Ints = npt.NDArray[np.int64]
 
 TAKEN = Code.SLOT_STALE_HANDLE, Code.DERIVED_STALE, Code.PAGE_UNWRITTEN, Code.FUTURE_CONSUMED
 NO_IDS: Ints = np.zeros(0, dtype=np.int64)

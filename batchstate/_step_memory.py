@@ -19,13 +19,12 @@ import numpy.typing as npt
 import torch
 import torch.utils.dlpack
 
+from batchstate._arrays import Ints
 from batchstate._core import Columns, StepBlock
 from batchstate.mirror import DeviceSide, Slots
 from batchstate.pools import SlotPool
 from batchstate.runtime.base import MOST_SYNCHRONISED, Fence, Stream
 from batchstate.runtime.memory import TORCH_DTYPES, PackedUpload, Place, ReadyTensor, StagingBlock, strided
-
-Ints = npt.NDArray[np.int64]
 
 MOST_MEMORIES = 16
 """Beyond these, the memory that was held longest is left to its holder."""

@@ -9,11 +9,10 @@ import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import amounts, as_array
+from batchstate._arrays import Ints, amounts, as_array
 from batchstate.errors import ShapeError
 from batchstate.forward.token_array import values_of
 
-Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.uint8]
 
 

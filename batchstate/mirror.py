@@ -324,7 +324,8 @@ class MirroredTensor(OfThisProcess):
         shape: tuple[int, ...] = tuple((device if host is None else host).shape)  # type: ignore[union-attr]
         handles = issubclass(cls, Handles)
         if not shape or (handles and len(shape) > 1):
-            raise ShapeError(f"{name or cls.__name__}: {list(shape)} are no rows", shape, "pass one row per request")
+            problem = f"{name or cls.__name__}: expected {'a vector' if handles else 'rows'}, got shape {list(shape)}"
+            raise ShapeError(problem, shape, "pass one row per request")
         generations = np.zeros(shape, dtype=np.int64) if handles else None
         value = cls(runtime, host, side, dtype, shape, contract, name, generations=generations)
         value.check(call)

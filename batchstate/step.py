@@ -22,11 +22,10 @@ from types import EllipsisType
 from typing import Any, NoReturn, SupportsIndex, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import MOST_ROWS, Amount, Array, Selection, arange_per_row
+from batchstate._arrays import MOST_ROWS, Amount, Array, Ints, Selection, arange_per_row
 from batchstate._arrays import count as counted
 from batchstate._column_inputs import rows_from
 from batchstate._core import Requests, tally
@@ -62,7 +61,6 @@ from batchstate.violations import Code, Where
 
 __all__ = ["PlannedStep", "StepPlanner"]
 
-Ints = npt.NDArray[np.int64]
 
 Joining = Batch | Mapping[str, object]
 """A batch, or columns by name."""

@@ -651,7 +651,7 @@ def test_the_command_takes_a_bounded_amount_of_memory(tmp_path: Path) -> None:
 
 
 def test_a_page_of_many_slots_ends(tmp_path: Path) -> None:
-    """Of a hundred thousand slots those have a lane that came or went last."""
+    """Slots that came or went last have a lane, out of a hundred thousand."""
     with record_operations(tmp_path) as recorder:
         pool = SlotPool(open_runtime("cpu"), 100_000)
         pool.free(pool.take(100_000).take([0]), after=None)

@@ -11,11 +11,10 @@ from typing import Protocol, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
-from batchstate._arrays import Array, arange_per_row, put_rows, select_rows
+from batchstate._arrays import Array, Ints, arange_per_row, put_rows, select_rows
 from batchstate._upload import Extras
 from batchstate.errors import ArgumentError
 from batchstate.forward.plan import NO_END, ForwardPlan, handles_of
@@ -24,8 +23,6 @@ from batchstate.runtime.base import Runtime
 from batchstate.runtime.memory import dtype_of_bits
 from batchstate.tables import Table
 from batchstate.violations import Where
-
-Ints = npt.NDArray[np.int64]
 
 Gather = Callable[..., torch.Tensor]
 """Gathers entries of relay fields, by names and handles; of several, end to end for each request, [n, width]."""

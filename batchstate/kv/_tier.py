@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate import invariants
 from batchstate._allocator import Transaction, joined
+from batchstate._arrays import Ints
 from batchstate.errors import ArgumentError, DtypeError, ShapeError
 from batchstate.kv.host_pool import HostKVPool, HostRanges
 from batchstate.kv.pages import PagePool
@@ -19,8 +19,6 @@ from batchstate.runtime.base import Fence, Runtime
 from batchstate.runtime.memory import PackedUpload
 from batchstate.runtime.streams import missing
 from batchstate.violations import Where
-
-Ints = npt.NDArray[np.int64]
 
 Layers = Sequence[torch.Tensor]
 

@@ -22,7 +22,7 @@ import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import AllFences
-from batchstate._arrays import MOST_ROWS, amounts, arange_per_row, count
+from batchstate._arrays import MOST_ROWS, Ints, amounts, arange_per_row, count
 from batchstate.errors import ArgumentError, another_runtime
 from batchstate.kv._lengths import explained
 from batchstate.kv._tier import IN_TIER, KVCopier, TierRequests, TierState
@@ -36,7 +36,6 @@ from batchstate.violations import Violation, Where
 
 __all__ = ["HiSparse", "InFlight", "LastLocation", "TierState", "TierStats"]
 
-Ints = npt.NDArray[np.int64]
 V = TypeVar("V", Locations, HostLocations)
 
 

@@ -11,12 +11,11 @@ from typing import Any, ClassVar, SupportsIndex, final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchstate import invariants, levels
 from batchstate._allocator import FREE, MOST_TOKENS, Allocator, Transaction, joined, size_of
-from batchstate._arrays import UNORDERED, amounts, arange_per_row, as_array, ranges_of, read_only
+from batchstate._arrays import UNORDERED, Ints, amounts, arange_per_row, as_array, ranges_of, read_only
 from batchstate._core import Requests
 from batchstate.errors import ArgumentError, DtypeError, expected
 from batchstate.mirror import HostLocations
@@ -26,7 +25,6 @@ from batchstate.runtime.memory import MappedMemory
 
 __all__ = ["HostBuffer", "HostKVPool", "HostRanges", "HostStats", "KVBuffer"]
 
-Ints = npt.NDArray[np.int64]
 
 _POISON = 0xC3
 """Each byte of free memory, at `full`."""

@@ -3,13 +3,10 @@
 from typing import final
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
+from batchstate._arrays import Ints
 from batchstate.mirror import HostLocations, Locations, Slots
 from batchstate.tables import Table, TableWrite
-
-Ints = npt.NDArray[np.int64]
 
 
 @final

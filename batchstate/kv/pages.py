@@ -36,9 +36,7 @@ __all__ = ["Extension", "PageLease", "PagePool", "PageStats", "PendingPages"]
 
 LENGTH_ORDER = Code.LENGTH_ORDER
 _EXTENDED = LENGTH_ORDER, Code.SLOT_CONSERVATION
-_NO_TOKENS: Ints = np.empty(0, dtype=np.int64)
-
-NO_PAGES: Ints = np.zeros(0, dtype=np.int64)
+NO_PAGES: Ints = np.empty(0, dtype=np.int64)
 
 
 @final
@@ -666,7 +664,7 @@ class PagePool(OfThisProcess):
     def _of_now(self, owners: Slots) -> Extension:
         """An extension of no tokens yet. Where memory is short, making it fails before anything changes."""
         epochs = self.epochs
-        return Extension(_NO_TOKENS, owners, self, Origin("extension", self.runtime.step, owners, epochs, epochs.last))
+        return Extension(NO_PAGES, owners, self, Origin("extension", self.runtime.step, owners, epochs, epochs.last))
 
     def _extended(self, extension: Extension, laid: Ints, operation: str) -> Extension:
         """Ends a change by which slots have more tokens, which are the extension: `laid` is int64[n + t + t]."""

@@ -35,11 +35,11 @@ HEAD = struct.Struct("<BBIIIII")
 """Kind, number of the stream, step of the runtime, own number, number of the target, of the step whose batch is the
 first argument, length of the body; 0 for a target or a batch that the body names, if any."""
 KINDS = ("begin", "define", "result", "same", "landed", "open", "add", "abort", "step", "note", "hook", "left")
-"""Kinds of events that are no calls of ours; from 16 on an event is a call of the method of that number. The product of
-a call that was left out is the `same` as another one."""
+"""Kinds of events besides calls of the library; from 16 on an event is a call of the method of that number. The product
+of a call that was left out is the `same` as another one."""
 FIRST_METHOD = 16
 STATE = 255
-"""The stream of calls that nobody made, which bring an object to the state that it had when a segment began."""
+"""The stream of calls that the recorder adds: they bring an object to the state that it had when a segment began."""
 DTYPES = {np.dtype(code): np.dtype(code).name for code in "?bBhHiIqQefd"}
 _HEADER = {"reason": str, "rank": int, "library": str, "level": str, "dropped": int}
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
