@@ -372,7 +372,7 @@ class PlannedStep:
         relay: Any = declared.relay
         most = declared.places.size if declared.has_ids else int(plan.query_lens[plan.relay_rows[0]])
         slots = self._memory.slots(0, n) if plan.direct else self._crossed("relay_slots")
-        lengths = relay.selected(declared.lengths, slots)
+        lengths = relay.selected((declared.lengths,), slots)
         extras, table = self._extras_of_bounds(), declared.pages.req_to_token
         inputs.correct_lengths(extras, lengths, slots, most, table, put_in_of(plan, most))
 

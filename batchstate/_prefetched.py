@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, Protocol, Self, Unpack, final
+from typing import Any, NamedTuple, Protocol, Unpack, final
 
 import attrs
 import numpy as np
@@ -85,9 +85,6 @@ class Prefetched(Mapping[str, MirroredTensor]):
     """
 
     _arrays: list[Array] | None = None  # until they have landed
-    _read: tuple[Stream, Fence] | None = None
-    _rows: Sequence[torch.Tensor] | None = None
-    _parts: Sequence[slice] | None = None
     counting: tuple[str, Callable[[], Array]] | None = None  # of tokens accepted: the field, and those put in, int64[n]
 
     def __init__(
@@ -98,24 +95,19 @@ class Prefetched(Mapping[str, MirroredTensor]):
         slots: Callable[[], Slots],
         download: Download,
         publishes: Sequence[Use],
+        read: tuple[Stream, Fence] | None = None,
+        rows: Sequence[torch.Tensor] | None = None,
+        parts: Sequence[slice] | None = None,
     ) -> None:
-        """For the library: the device side is made of the host's when it is asked for; but see `selected`.
+        """For the library. The relay itself is not kept: its memory goes with it.
 
-        The relay itself is not kept: its memory goes with it.
+        `rows` were selected on a stream, behind which there is a fence: `read`. They are the device side, which else is
+        made of the host's when it is asked for, unless all came in one piece, with the `parts` of each field in it.
         """
         self._source, self._names, self.num_reqs, self._slots = source, names, num_reqs, slots
         self._download, self._publishes = download, publishes
+        self._read, self._parts, self._rows = read, parts, None if parts is not None else rows
         self._values: dict[str, MirroredTensor] = {}
-
-    def selected(
-        self, read: tuple[Stream, Fence], rows: Sequence[torch.Tensor] | None, parts: Sequence[slice] | None
-    ) -> Self:
-        """For the library: `rows`, the device side, were selected on a stream, behind which there is a fence: `read`.
-
-        `parts` are those of each field in the bytes of a request, where all came in one piece.
-        """
-        self._read, self._rows, self._parts = read, rows, parts
-        return self
 
     def __repr__(self) -> str:
         return f"Prefetched({', '.join(self._names)} of {self.num_reqs} requests)"

@@ -95,7 +95,7 @@ class RelayEntries(SlotListener):
     _is_live: Callable[[Ints], Mask]  # int64[n] -> bool[n]
     label: str
     publishes: dict[int, Use] = attrs.field(factory=dict, init=False)
-    _last: Use | None = attrs.field(default=None, init=False)  # publish
+    last: Use | None = attrs.field(default=None, init=False)  # publish
     _older: dict[object, Use] = attrs.field(factory=dict, init=False)  # stream -> the last use not told apart
     only: Stream | None = attrs.field(default=None, init=False)
     _read: int = attrs.field(default=0, init=False)  # the last publish of which this stream may have read entries
@@ -220,8 +220,9 @@ class RelayEntries(SlotListener):
                 publish.reads = {**publish.reads, stream.key: read}
 
     def published(self, numbers: Numbers | None) -> list[Use]:
-        """Those of the publishes that are told apart."""
-        return [] if numbers is None else [self.publishes[number] for number in numbers if number in self.publishes]
+        """Those of the publishes that are told apart; on one stream the last, which is behind the others."""
+        numbers = {self._count} if numbers is None else numbers
+        return [self.publishes[number] for number in numbers if number in self.publishes]
 
     def _note_reads_of(self, only: Stream) -> None:
         """A second stream has come: until its last read, the first one may have read all that there was."""
@@ -277,13 +278,13 @@ class RelayEntries(SlotListener):
         """
         if levels.cheap:
             times_checked[FUTURE_ORDER] += 1
-            last = self._last
+            last = self.last
             if last is not None and last.fence is fence and not fence.query():
                 by, missing = self.by("publish", stream), "a fence for each publish"
                 invariants.future_order(False, last.by, by, missing, **self.where("publish"))
         self._count = number = self._count + 1
         publishes = self.publishes
-        self._last = publishes[number] = publish = Use(number, "publish", self._runtime.step, stream, fence)
+        self.last = publishes[number] = publish = Use(number, "publish", self._runtime.step, stream, fence)
         if len(publishes) > 2 * KEPT:
             self._forget()
         for entries in fields:

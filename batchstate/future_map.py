@@ -6,7 +6,7 @@ forward N + 1 gathers from it, on its stream; the host asks for rows at launch, 
     publish   lengths as soon as they are certain, tokens and drafts after sampling; from the host, what a request
               that arrives prebuilt or comes back starts from
     gather    on the device, into the next forward
-    prefetch  to the host, over a private stream, only the rows asked for; `resolve` is prefetch and wait
+    prefetch  to the host, over a private stream, only the rows asked for; `resolve` waits for them
 
 An entry is unwritten, published or consumed. Each publish has its own fence, and a reader on another stream waits for
 the fences of those publishes whose entries it reads. Reading an entry too early, twice or as another request, and
@@ -401,7 +401,7 @@ class FutureMap(OfThisProcess):
     def _gathered(self, numbers: Numbers | None, fields: Sequence[str], slots: Slots, stream: Stream) -> torch.Tensor:
         """Launches and notes a gather of checked entries on `stream`, the current one."""
         self.gathering(fields, numbers, stream)
-        values = self._end_to_end(fields, slots.device)
+        values = self.selected(fields, slots.device)
         self.check_gathered(fields, values)
         return values
 
@@ -442,35 +442,46 @@ class FutureMap(OfThisProcess):
         return record.view(-1), record.shape[1], [places[field].start // dtype.itemsize for field in fields]
 
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
-        """Starts to bring entries to the host, over the relay's private stream, in one copy. Does not wait.
+        """Starts to bring entries to the host, in one copy over the relay's private stream. Does not wait.
 
-        Call it right behind the publish: the host gets the values that the entries hold now, whatever comes later.
-        Padded rows at the end of the live handles `slots` are left out. Raises as `gather`.
+        Call it right behind the publish, on its stream, which takes the entries out: no later publish waits for the
+        read. On any other stream the private one takes them out, behind the publish, and what overwrites them waits.
+        The host gets the values that the entries hold now. Padded rows at the end of the live handles `slots` are left
+        out. Raises as `gather`.
         """
+        last, current = self._entries.last, self.runtime.current_stream
+        here = last is not None and last.stream == current
+        return self._brought(slots, fields, current if here else self._private)
+
+    def _brought(self, slots: Slots, fields: tuple[str, ...], stream: Stream) -> Prefetched:
+        """Takes entries out on `stream`, and copies them to the host on the private one."""
         self._check_call(fields, "prefetch", HOST)
         if not fields or len(set(fields)) < len(fields):
             problem = f"{self.name}: prefetch of {fields}"
             raise DeclarationError(problem, fields, "name each field once, and at least one")
         live, requests = self._live(slots, "prefetch")
         self._fill_in(live, fields)
-        entries, stream = self._entries, self._private
+        entries, runtime = self._entries, self.runtime
         numbers = entries.check_read(requests, fields, HOST, stream, "prefetch")
-        with self.runtime.use(stream):
+        with runtime.use(stream):
             index = self._index(slots, requests.n)
             entries.come_behind(numbers, stream, "prefetch")
             tensors, parts = self._select(fields, index, torch.uint8)
-            read = self.runtime.record(stream)
+            read = runtime.record(stream)
             entries.note_read(numbers, stream, read)
-            download = self.runtime.download(tensors, name=self.name)
+        with runtime.use(self._private):
+            for tensor in tensors:
+                runtime.use_on_current_stream(tensor, stream, read, current=self._private)
+            download = runtime.download(tensors, name=self.name)
         self._transaction.operation = "prefetch"
         entries.take(requests, fields, HOST)
         self._transaction.operation = None
-        arrived = Prefetched(self._source, fields, requests.n, lambda: live, download, entries.published(numbers))
-        return arrived.selected((stream, read), None if parts is not None else tensors, parts)
+        arguments = lambda: live, download, entries.published(numbers), (stream, read), tensors, parts
+        return Prefetched(self._source, fields, requests.n, *arguments)
 
     def resolve(self, slots: Slots, field: str) -> MirroredTensor:
         """One field as an exact value, both sides from one read of the relay. Waits for its publish and its copy."""
-        return self.prefetch(slots, field)[field]
+        return self._brought(slots, (field,), self._private)[field]
 
     def resolve_forward_inputs(
         self,
@@ -634,10 +645,6 @@ class FutureMap(OfThisProcess):
             first[name] = self.host_values(name, value, (n, n))
         return first
 
-    def selected(self, field: str, index: torch.Tensor) -> torch.Tensor:
-        """The entries of a field that `gathering` has checked."""
-        return self._end_to_end((field,), index)
-
     def check_known_lengths(self, plan: ForwardPlan, lengths: str) -> None:
         """MIRROR_EQUAL, at `full`: the last forward published other lengths than those that the host has."""
         relayed = plan.relayed
@@ -752,7 +759,7 @@ class FutureMap(OfThisProcess):
         rows = self._taken(self._part_of_record(fields).view(dtype), index, fields)
         return [rows], [slice((part.start - first) // size, (part.stop - first) // size) for part in places]
 
-    def _end_to_end(self, fields: Sequence[str], index: torch.Tensor) -> torch.Tensor:
+    def selected(self, fields: Sequence[str], index: torch.Tensor) -> torch.Tensor:
         """The entries of fields of one dtype, of several end to end for each request, [n, width]."""
         if len(fields) == 1:
             return self._taken(self._memory_of(fields[0]), index, fields)

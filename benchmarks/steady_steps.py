@@ -51,7 +51,7 @@ LIMITS_US = {False: (70, 75, 85, 120), True: (150, 170, 210, 320)}
 class Steady:
     """Requests of this library that decode: batch, slots, pages, token table and relay.
 
-    With `aside` the tokens come to the host over the relay's own stream, and else over that of the forward.
+    With `aside` the tokens come to the host over the relay's private stream, and else over that of the forward.
     """
 
     def __init__(self, runtime: Runtime, n: int, churn: int, *, aside: bool = False) -> None:
@@ -102,22 +102,20 @@ class Steady:
             return plan(self._batch, writes=[self._pages.entry(self._batch.slots)])
         return plan(self._batch)
 
-    @staticmethod
-    def _launched(step: PlannedStep) -> ForwardInputs:
+    def _launched(self, step: PlannedStep) -> tuple[ForwardInputs, Prefetched | None]:
         inputs = step.inputs()
         step.publish(last=inputs.input_ids + 1)
-        return inputs
+        return inputs, self._relay.prefetch(step.sampled_slots, "last") if self._aside else None
 
     def step(self, forward: Stream | None = None) -> Inputs:
         """The step, whose forward may have a stream of its own. The tokens of the one before come to the host in it."""
         self._runtime.next_step()
         step = self._plan()
         if forward is None:
-            inputs = self._launched(step)
+            inputs, tokens = self._launched(step)
         else:
             with self._runtime.use(forward):
-                inputs = self._launched(step)
-        tokens = self._relay.prefetch(step.sampled_slots, "last") if self._aside else None
+                inputs, tokens = self._launched(step)
         if self._before is not None:
             (self._before.results if self._tokens is None else self._tokens).resolve()
         self._batch, self._before, self._tokens = cast(Decode, step.batch), step, tokens

@@ -768,7 +768,7 @@ def test_a_publish_comes_behind_the_reads_before_it(lanes: Lanes, between: str) 
         lanes.on(stream, lambda: (slots.device, relay._memory_of("tokens")))
     values = torch.tensor([5, 6, 7, 8])
     _, _, published = lanes.on(forward, lambda: relay.publish(slots, tokens=values))
-    asked, waited, recorded = lanes.on(forward, lambda: relay.prefetch(slots, "tokens"))
+    asked, waited, recorded = lanes.on(schedule, lambda: relay.prefetch(slots, "tokens"))
     assert waited == []
     assert relay._private.native.waited[-1:] == published
     read, done = recorded
@@ -788,25 +788,47 @@ def test_a_publish_comes_behind_the_reads_before_it(lanes: Lanes, between: str) 
     assert asked["tokens"].tolist() == [5, 6, 7, 8]
 
 
-def test_a_prefetch_keeps_memory_for_its_stream(lanes: Lanes) -> None:
-    """Entries, and handles that name them, are kept until the private stream is done; its rows for their readers."""
-    (forward,) = lanes.settled("forward")
+def test_the_stream_of_a_publish_takes_out_what_the_host_gets(lanes: Lanes) -> None:
+    """The private stream waits for that alone, and a publish on another stream too. `resolve` waits for the publish."""
+    forward, other = lanes.settled("forward", "other")
+    relay, slots, values = lanes.relay, lanes.pool.take(4), torch.tensor([5, 6, 7, 8])
+    for stream in (forward, other):
+        lanes.on(stream, lambda: (slots.device, relay._memory_of("tokens")))
+    private, reads = relay._private.native, list[Any]()
+    for writer in (forward, forward, other):
+        _, waited, _ = lanes.on(writer, lambda: relay.publish(slots, tokens=values))
+        assert {event.stream for event in waited} == ({forward.native} if writer is other else set())
+        asked, waited, (read, done) = lanes.on(writer, lambda: relay.prefetch(slots, "tokens"))
+        reads.append(read)
+        assert (waited, private.waited[-len(reads) :]) == ([], reads)
+        assert (read.stream, done.stream) == (writer.native, private)
+        assert asked["tokens"].tolist() == [5, 6, 7, 8]
+        lanes.on(writer, lambda: relay.gather(slots, "tokens"))
+    _, _, published = lanes.on(other, lambda: relay.publish(slots, tokens=values))
+    _, _, recorded = lanes.on(other, lambda: relay.resolve(slots, "tokens"))
+    assert published[0] in private.waited
+    assert {event.stream for event in recorded} == {private}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_prefetch_keeps_memory_for_its_stream(lanes: Lanes, there: bool) -> None:
+    """The private stream has the rows taken out; or entries and handles, where it takes them out."""
+    forward, other = lanes.settled("forward", "other")
     relay, slots = lanes.relay, lanes.pool.take(4)
     lanes.on(forward, lambda: slots.device)
     _, _, published = lanes.on(forward, lambda: relay.publish(slots, tokens=torch.tensor([5, 6, 7, 8])))
     lanes.kept.clear()
-    asked, _, _ = lanes.on(forward, lambda: relay.prefetch(slots, "tokens"))
+    asked, _, _ = lanes.on(forward if there else other, lambda: relay.prefetch(slots, "tokens"))
     private = relay._private.native.stream_id
-    with lanes.rt.use(forward):
-        assert set(lanes.kept) == {
-            (relay._memory["tokens"].data_ptr(), private),
-            (slots.device.data_ptr(), private),
-        }
-        assert published[0] in relay._private.native.waited
+    with lanes.rt.use(other):
+        kept = lanes.kept[:]
         lanes.kept.clear()
-        for _ in range(2):
-            rows = asked["tokens"].device
-            assert lanes.kept == [(rows.data_ptr(), forward.native.stream_id)]
+        rows = asked["tokens"].device
+        assert rows is asked["tokens"].device
+        assert lanes.kept == [(rows.data_ptr(), other.native.stream_id)]
+    kept_entries = {(relay._memory["tokens"].data_ptr(), private), (slots.device.data_ptr(), private)}
+    assert set(kept) == ({(rows.data_ptr(), private)} if there else kept_entries)
+    assert there or published[0] in relay._private.native.waited
 
 
 def test_a_missing_wait_is_reported(lanes: Lanes) -> None:
@@ -815,7 +837,8 @@ def test_a_missing_wait_is_reported(lanes: Lanes) -> None:
     relay, slots = lanes.relay, lanes.pool.take(2)
     with lanes.rt.use(forward):
         relay.publish(slots, tokens=torch.tensor([5, 6]))
-        relay.prefetch(slots, "tokens")
+    relay.prefetch(slots, "tokens")
+    with lanes.rt.use(forward):
         relay.gather(slots, "tokens")
     no_wait = changed(
         "_relay:RelayEntries.come_behind",

@@ -59,13 +59,13 @@ both_ways = pytest.mark.parametrize("by_parts", [False, True], ids=["by the plan
 
 
 def test_a_prefetch_that_failed_is_waited_for() -> None:
-    """It has read on the relay's stream before its copy failed: the next publish of these requests waits for that."""
+    """The private stream has read before its copy failed: the next publish of these requests waits for that."""
     world = World.planned(open_runtime("cpu"), results=(), must_read=False)
     rt, waited = world.rt, []
     world.join([3, 5])
     for _ in range(3):
         world.step()
-    with failing(rt, "download", 1), pytest.raises(PlantedError):
+    with rt.use(rt.stream("host")), failing(rt, "download", 1), pytest.raises(PlantedError):
         world.relay.prefetch(world.batch.slots, "last")
     real = rt.wait
 
@@ -371,7 +371,7 @@ def test_each_invariant_is_asked_once(rt: Runtime, mixed: bool) -> None:
     # Asked by torch's count of writes, in one look; and of handles, of which slot 0 is none.
     lost = {Code.MIRROR_FOREIGN_WRITE, Code.SLOT_ZERO_ALLOCATED}
     assert parts - planned == lost
-    assert sum(asked[False].values()) <= sum(asked[True].values()) / 2
+    assert sum(asked[False].values()) <= 0.6 * sum(asked[True].values())
 
 
 def test_a_planner_without_a_relay(rt: Runtime, full: None) -> None:

@@ -141,7 +141,7 @@ WAITS: dict[str, tuple[Any, str, list[Streams]]] = {
     "a gather": (("forward", "gathering", "come_behind"), "read after write, default, forward, relay", [TWO, THREE]),
     "a publish": (("forward", "put", "come_behind"), f"write after read, {HOST}, forward, relay", [THREE, QUICK[1]]),
     "first values": (("default", "put", "come_behind"), f"write after read, {HOST}, default, relay", KEPT),
-    "results": ((HOST, "prefetch", "come_behind"), f"read after write, forward, {HOST}, relay", [THREE, QUICK[1]]),
+    "results": ((HOST, "_brought", "come_behind"), f"read after write, forward, {HOST}, relay", [THREE, QUICK[1]]),
     "table at the plan": (AT_THE_PLAN, "write after read, forward, default, req_to_token", [TWO, THREE]),
     "table read": (("side", "ordered", USE), "read after write, forward, side, req_to_token", SIDE),
     "table": (("forward", "scatter", "await_readers"), "write after read, side, forward, req_to_token", SIDE),

@@ -217,8 +217,8 @@ MISUSES = misuses(
         lambda it: it[0].slots.free(it[1], after=it[0].runtime.record()),  # without, a forward may be under way
         _ready,
     ),
-    ("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1, after=None), _paged),
-    ("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1], after=None), _paged),
+    ("truncate a hot buffer", _TIER, lambda it: it[0].pages.truncate(it[1], 1, after=it[0].runtime.record()), _paged),
+    ("release a hot buffer", _TIER, lambda it: it[0].pages.release(it[1], after=it[0].runtime.record()), _paged),
     ("free the ranges of a request", ArgumentError, lambda it: it[0].host.free(_ranges(it), after=None), _inside),
     ("locations outside of the tier", _TIER, lambda it: it[0].host_locations(it[1], 1), _outside),
 )

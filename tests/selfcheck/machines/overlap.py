@@ -210,6 +210,7 @@ class Choices(ShownByRepr):
     tries: bool = False  # each request writes KV after its last token; the locations beyond are given back at once
     by_hand: bool = False  # a forward of decodes gathers its inputs itself and looks locations up in the token table
     own_handles: bool = False  # results are prefetched by handles that hold no memory of the step
+    asked_aside: bool = False  # results are asked for on the schedule's stream
     unread: bool = False  # results are left unread for a while
     watched: bool = False  # another stream looks at the extra arrays that were uploaded with the step
     clears_aside: bool = False  # rows of requests that leave are cleared on another stream
@@ -241,6 +242,7 @@ _OPTIONS = {
     "unread": 2,
     "tries": _SELDOM,
     "watched": _SELDOM,
+    "asked_aside": 2,
 }
 
 CHOICES = st.integers(0, math.prod(_OPTIONS.values()) - 1).map(Choices.numbered)
@@ -743,7 +745,8 @@ class OverlapEngine(BatchScheduler[OverlapBatch, OverlapRequest]):
         if choices.own_handles:
             sampled = handles_of([batch.requests[row] for row in sampling])
             _ = sampled.device  # uploaded here: an upload on the relay's stream would be over only when it is read
-        return self.relay.prefetch(sampled, "token", "log")
+        with self.runtime.use(self.streams.schedule if choices.asked_aside else self.streams.forward):
+            return self.relay.prefetch(sampled, "token", "log")
 
     # A stream that only looks
 
