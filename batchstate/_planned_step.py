@@ -323,7 +323,7 @@ class PlannedStep:
             raise unexplained("StepPlanner", INPUTS, f"row {block.row}, by the rule {rule!r}")
         self.plan.check(None, INPUTS)
         if self._used and levels.cheap:
-            self.plan.check_unused()
+            self.plan.check_unused(INPUTS)
         if rule == "read" and declared.relay is not None:
             declared.relay._entries.refuse_read(block.those_fed(), declared.read[block.value], DEVICE, "gather")
         at = np.arange(self.num_reqs) == block.row
@@ -368,13 +368,17 @@ class PlannedStep:
 
     def _correct_lengths(self, inputs: ForwardInputs) -> None:
         """The true lengths from the relay, where the host has bounds."""
-        declared, plan, n = self._declared, self.plan, self.num_reqs
+        declared, n, block, runtime = self._declared, self.num_reqs, self._memory.block, self._declared.runtime
         relay: Any = declared.relay
-        most = declared.places.size if declared.has_ids else int(plan.query_lens[plan.relay_rows[0]])
-        slots = self._memory.slots(0, n) if plan.direct else self._crossed("relay_slots")
-        lengths = relay.selected((declared.lengths,), slots)
-        extras, table = self._extras_of_bounds(), declared.pages.req_to_token
-        inputs.correct_lengths(extras, lengths, slots, most, table, put_in_of(plan, most))
+        queries = self._tokens.each(n)[self._tokens.fed(n)]
+        most = declared.places.size if declared.has_ids else int(queries[0])
+        direct = self._tokens.direct(n, block.n, block.padded)
+        slots = self._memory.slots(0, n) if direct else self._crossed("relay_slots")
+        lengths, put_in = relay.selected((declared.lengths,), slots), put_in_of(runtime, queries, most)
+        table = None if declared.pages.req_to_token is None else declared.pages.req_to_token.memory
+        places = {name: place for name, place in self._places.items() if name.startswith("relay_")}
+        extras = Extras(runtime, self._upload, places)
+        inputs.correct_lengths(runtime, extras, lengths, slots, most, table, put_in, direct=direct)
 
     def _take_lengths(self, inputs: ForwardInputs, stream: Stream, bounded: bool) -> None:
         """Keeps what `accept` starts from, before the forward may write into its inputs."""
@@ -389,11 +393,6 @@ class PlannedStep:
             _put_in, *reads, n if block.s == n else None, reads=reads, name="lengths before the step", operations=4
         )
         self._before = ReadyTensor(before, stream, declared.runtime.record(stream), {})
-
-    def _extras_of_bounds(self) -> Extras:
-        names = [name for name in self._places if name.startswith("relay_")]
-        places = {name: self._places[name] for name in names}
-        return Extras(self._declared.pages.runtime, self._upload, places, dict.fromkeys(names))
 
     def used_on(self, stream: Stream) -> None:
         """Says that work on another stream uses tensors of the step, in place of torch's `record_stream`.

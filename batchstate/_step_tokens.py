@@ -95,6 +95,10 @@ class StepTokens:
             fed &= self.told == 0
         return np.flatnonzero(fed)
 
+    def direct(self, n: int, num_rows: int, padded: int) -> bool:
+        """Whether the relay has all tokens, as many of each row; see `ForwardPlan.direct`."""
+        return self.told is None and n == num_rows > 0 and not np.count_nonzero(self.each(n) * n != padded)
+
     def sampling(self, n: int) -> Ints:
         """The requests that sample, int64[s]."""
         return np.arange(n) if self.samples is None else np.flatnonzero(self.samples)

@@ -472,7 +472,7 @@ class Batch(OfThisProcess, metaclass=BatchType):
         Args:
             column: a mirrored column that holds bounds.
             bound: numbers `[n, *shape]`, none above the present bounds: those that results of earlier steps prove.
-                Rows of other requests are left out.
+                Each request of the batch needs one; rows of others are passed over.
             slots: of the rows of `bound`, int[n]. A result of a relay and a column know them; an array does not, and
                 is refused without (`ArgumentError`). Else as `MirroredTensor.tighten`.
         """

@@ -225,7 +225,7 @@ class FutureMap(OfThisProcess):
         together = self.together(tuple(values))
         numbers = self._entries.check_overwrite(requests, together.entries, stream)
         if not n:
-            return self.prefetch(publishing.handles(), *results) if results else None
+            return self._brought(publishing.handles(), tuple(results), stream) if results else None
         if others:
             tensors |= {name: _live_rows(value, n) for name, value in others.items()}
         if host:
@@ -241,7 +241,7 @@ class FutureMap(OfThisProcess):
         if levels.full:
             self.check("publish")
         if download is None:
-            return self.prefetch(publishing.handles(), *results) if results else None
+            return self._brought(publishing.handles(), tuple(results), stream) if results else None
         return Prefetched(self._source, results, n, publishing.handles, download, (publish,))
 
     def publish_in_graph(self, index: torch.Tensor, /, **values: torch.Tensor) -> GraphPublish:
@@ -450,8 +450,7 @@ class FutureMap(OfThisProcess):
         out. Raises as `gather`.
         """
         last, current = self._entries.last, self.runtime.current_stream
-        here = last is not None and last.stream == current
-        return self._brought(slots, fields, current if here else self._private)
+        return self._brought(slots, fields, current if last and last.stream == current else self._private)
 
     def _brought(self, slots: Slots, fields: tuple[str, ...], stream: Stream) -> Prefetched:
         """Takes entries out on `stream`, and copies them to the host on the private one."""
@@ -464,7 +463,7 @@ class FutureMap(OfThisProcess):
         entries, runtime = self._entries, self.runtime
         numbers = entries.check_read(requests, fields, HOST, stream, "prefetch")
         with runtime.use(stream):
-            index = self._index(slots, requests.n)
+            index = slots.device if requests.n == len(slots) else slots.device[: requests.n]
             entries.come_behind(numbers, stream, "prefetch")
             tensors, parts = self._select(fields, index, torch.uint8)
             read = runtime.record(stream)
@@ -719,15 +718,11 @@ class FutureMap(OfThisProcess):
 
     def _live(self, slots: Slots, operation: str) -> tuple[Slots, Requests]:
         """The rows before the padding at the end, each a live handle and named once."""
-        live = unpadded(slots)
+        live = unpadded(slots) if type(slots) is Slots else slots  # which the pool refuses
         rows = self.slots.rows_of(live, f"{self.name}: {operation}", unique=True)  # refuses a zero elsewhere
         return live, Requests(rows, live.generations)
 
     # Device memory
-
-    def _index(self, slots: Slots, live: int) -> torch.Tensor:
-        """The live rows on the device, out of those that were uploaded with the batch."""
-        return slots.device if live == len(slots) else slots.device[:live]
 
     def _memory_of(self, field: str, stream: Stream | None = None) -> torch.Tensor:
         """The entries of a field, safe on the current `stream`: it comes behind the kernel that zeroed them."""

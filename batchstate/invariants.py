@@ -769,7 +769,7 @@ def future_generation(
 
 @cheap(
     "a published value is taken once by each of its readers: look for a forward that ran twice, a step whose "
-    "publish was left out, or inputs installed again after they were used"
+    "publish was left out, inputs installed again after they were used, or `step.results` beside `prefetch`"
 )
 @origins("sglang #25945", "sglang #11970", "sglang #18647")
 def future_consumed(slots: Ints, taken: Mask, writer: Writer, reader: str, **where: Unpack[Where]) -> Breach | None:

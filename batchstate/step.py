@@ -497,13 +497,13 @@ class StepPlanner(OfThisProcess):
         if exact:
             return
         queries, fed = tokens.each(n), tokens.fed(n)
-        if fed.size:
+        if fed.size and not tokens.direct(n, num_rows, block.padded):
             starts = np.append(0, queries.cumsum())
             arrays["relay_slots"] = rows[fed]
             arrays["relay_rows"] = fed
             arrays["relay_tokens"] = arange_per_row(starts[fed], queries[fed])
-            if offset is not None:
-                arrays["relay_kv_offset"] = offset[fed]
+        if fed.size and offset is not None:
+            arrays["relay_kv_offset"] = offset[fed]
 
     def _refuse(self, rule: str, state: RowState, tokens: StepTokens, n: int, takes: int) -> NoReturn:
         """Raises for a rule that a row breaks: the invariants have the words."""

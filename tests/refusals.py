@@ -241,6 +241,7 @@ RELAY = misuses(
     ("gather what only the host reads", DeclarationError, lambda case: case.relay.gather(case.slots, "accepted")),
     ("gather an undeclared field", DeclarationError, lambda case: case.relay.gather(case.slots, "tokens")),
     ("gather for a slot twice", Code.SLOT_SHARED, lambda case: case.relay.gather(case.slots.take([0, 0]), "token")),
+    ("gather for numbers", DtypeError, lambda case: case.relay.gather([1], "token")),
     ("prefetch nothing", DeclarationError, lambda case: case.relay.prefetch(case.slots)),
     ("prefetch a field twice", DeclarationError, lambda case: case.relay.prefetch(case.slots, "token", "token")),
     ("prefetch what the host does not read", DeclarationError, lambda c: c.relay.prefetch(c.slots, "drafts", "token")),

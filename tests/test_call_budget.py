@@ -23,10 +23,12 @@ from batchstate import (
     Batch,
     ForwardPlan,
     FutureMap,
+    MirroredTensor,
     PagePool,
     Runtime,
     SlotPool,
     Slots,
+    StepPlanner,
     checks,
     mirrored,
     open_runtime,
@@ -110,6 +112,40 @@ def steady(rt: Runtime, n: int, chunks: bool = False) -> Run:
             steps[at % 3].results.resolve()
         batch, at = step.batch, at + 1
         steps[at % 3] = step
+
+    return run
+
+
+class Bounded(Batch):
+    """Requests of which the host knows bounds."""
+
+    slots = slot_column()
+    seq_lens = mirrored(torch.int64, contract="upper_bound")
+
+
+def drafted(rt: Runtime, n: int) -> Run:
+    """Steps that verify two drafts of each request, accept one, and go on from the bounds."""
+    pool = SlotPool(rt, n)
+    table = pool.table("req_to_token", (256,), torch.int32, holds="location")
+    pages = PagePool(rt, pool, 64 * n, 4, max_tokens_per_request=256, req_to_token=table)
+    told = {"last": relay_field(torch.int64), "drafts": relay_field(torch.int64, (2,))}
+    told |= {"lens": relay_field(torch.int64, read_by="both"), "kept": relay_field(torch.int64, read_by="host")}
+    options: dict[str, Any] = {"relay": FutureMap(pool, told), "ids": ("last", "drafts"), "results": ("kept", "lens")}
+    planner = StepPlanner(Bounded, pages=pages, lengths="lens", accepted="kept", **options)
+    last, drafts = torch.ones(n, dtype=torch.int64), torch.ones(n, 2, dtype=torch.int64)
+    first = {"last": last.tolist(), "drafts": drafts.tolist(), "lens": [5] * n}
+    ahead = planner.plan(Bounded.empty(rt), 3, joining={"seq_lens": [5] * n}, published=first)
+
+    def run() -> None:
+        nonlocal ahead
+        step = ahead
+        step.inputs()
+        true = step.accept(2 * last)
+        step.publish(last=last, drafts=drafts)
+        bounds = MirroredTensor.from_pair(rt, step.batch["seq_lens"].np, true, contract="upper_bound")
+        rt.next_step()
+        ahead = planner.plan(step.batch.replace(seq_lens=bounds), 3)
+        step.results.resolve()
 
     return run
 
@@ -379,6 +415,7 @@ BUDGETS: dict[str, Budget] = {
     "step with churn of one": Budget(churn, {"calls": 275}, (1,), **CPU),
     "step with churn of 256": Budget(churn, {"calls": 273}, (256,), **CPU),
     "step with churn of an eighth": Budget(churn, {"functions": 152}, (16, 64), warm=PAGE_SIZE),
+    "step with drafts": Budget(drafted, {"calls": 710}, (1, 256), **PLAIN),
     "step of parts": Budget(parts, {"functions": 570, **ONCE}, (16, 256), warm=8),
     "batch alone, unchecked": Budget(batch_alone, {"python": 41, "numpy": 2}, levels=("off",), **ALONE),
     "batch alone": Budget(batch_alone, {"python": 43, "numpy": 2}, **ALONE),

@@ -73,7 +73,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "watch": (("watch",), 2_706),
     "races": (("races",), 10_340),
     "fuzz tools": (("testing",), 4_077),
-    "replay": (("replay",), 2_291),
+    "replay": (("replay",), 2_301),
     "command line": (("cli", "__main__"), 775),
 }
 """Part -> its modules or folders, and the lines it may have. A commit that raises a number says what it buys.
@@ -106,11 +106,11 @@ had 2,250: 41 are the device of a recording, slots that leave at a plan, and lan
 calls. 10 of the sum are for tokens before a step, which were launched.
 """
 
-MOST_LINES, MOST_FILES = 46_292, 164
+MOST_LINES, MOST_FILES = 46_300, 164
 BESIDE = {"tests/selfcheck": 13_299, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it, 5 a mutant of a step that is dropped."""
-OTHER_TESTS = 45_027
+OTHER_TESTS = 45_070
 """220 lines are mutants of memory that comes back and of lints, with their programs, and names of streams; 360 are
 mutants of record and replay, recordings that take all memory, and rows that nobody declares; 60 are steps behind one
 that never ran, and steps taken back, 10 sentences of the documentation, 14 a shrinker that joins requests, 81

@@ -394,6 +394,48 @@ def recorded_on(device: str, folder: Path) -> Path:
         return recorder.files[0] if recorder.files else recorder.dump()  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("device", ["race", "sim"])
+def test_a_replay_runs_no_deeper_than_the_engine(device: str, tmp_path: Path) -> None:
+    """Recordings have no waits of the host: a right engine stays right in a replay, and steps keep their numbers."""
+    with record_operations(tmp_path) as recorder:
+        world, before = World(device=device), None
+        rt, relay, forward = world.runtime, world.relay, world.runtime.stream("forward")
+        planner = StepPlanner(Rows, pages=world.pages, relay=relay, ids="last")
+        batch: Any = Rows.build(rt, slots=world.slots.take(2), seq_lens=[0, 0], top_k=[1, 1])
+        with window_of(rt):
+            for number in range(6):
+                rt.next_step()
+                step = planner.plan(batch, 1 if number else 2, prompt_ids=None if number else [[1, 2]] * 2)
+                with rt.use(forward):
+                    step.inputs()
+                    step.publish(last=torch.tensor([5, 6]))
+                    asked = relay.prefetch(step.sampled_slots, "last")
+                if before is not None:
+                    before.resolve()
+                batch, before = step.batch, asked
+        path: Any = recorder.dump()
+    steps = list[int]()
+    answer = replay(load(path), seen=lambda _, replayer: steps.append(replayer._runtimes[0].step))
+    assert (answer.finding, answer.refused, steps[-1]) == (None, 0, 6)
+
+
+def test_results_of_a_step_are_taken_once(tmp_path: Path) -> None:
+    """Those that `accept` has published go to the host with `publish`, which is a single call in a recording."""
+    with record_operations(tmp_path) as recorder:
+        world = World()
+        fields = {name: relay_field(torch.int64, read_by="both") for name in ("last", "lens")}
+        relay = FutureMap(world.slots, {**fields, "kept": relay_field(torch.int64, read_by="host")})
+        told: dict[str, Any] = {"ids": "last", "lengths": "lens", "accepted": "kept", "results": ("kept", "lens")}
+        planner = StepPlanner(Rows, pages=world.pages, relay=relay, **told)
+        step = planner.plan(Rows.empty(world.runtime), joining={"seq_lens": [0], "top_k": [1]}, prompt_ids=[[5]])
+        step.inputs()
+        step.publish(last=step.accept(torch.tensor([1])))
+        assert step.results["lens"].tolist() == [1]
+        path: Any = recorder.dump()
+    answer = replay(load(path))
+    assert (answer.finding, answer.refused) == (None, 0)
+
+
 def test_a_recording_knows_its_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A violation of the simulated device comes again there, and in the written test, without a word."""
     path, out = recorded_on("sim", tmp_path), tmp_path / "test_out.py"

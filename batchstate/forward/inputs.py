@@ -207,7 +207,10 @@ class ForwardInputs:
         if plan.sampled_slots is not plan.slots:
             sampled = _with_device(plan.sampled_slots, uploaded.side("sample_slots"))
         arrays: dict[str, torch.Tensor] = {}
-        put_in = None if gather is None or not plan.has_ids else put_in_of(plan, width)
+        put_in = None
+        if gather is not None and plan.has_ids:
+            queries = plan.query_lens[plan.relay_rows]  # and of padded rows where all put in the same
+            put_in = put_in_of(runtime, np.full(plan.num_rows, queries[0]) if plan.direct else queries, width)
         if plan.deferred and plan.token_arrays:
             deferred = runtime.upload(list(plan.token_arrays.values()))
             arrays = {name: deferred.view(i) for i, name in enumerate(plan.token_arrays)}
@@ -233,7 +236,8 @@ class ForwardInputs:
         inputs.put({**tensors, **arrays}, {name: plan.token_arrays[name] for name in arrays})
         if gather is not None and plan.bounded and lengths is not None:
             true = gather((lengths,), relayed)
-            inputs.correct_lengths(uploaded, true, relayed.device, width, req_to_token, put_in)
+            memory = None if mapping is None or req_to_token is None else req_to_token.device_for(plan.relayed)
+            inputs.correct_lengths(runtime, uploaded, true, relayed.device, width, memory, put_in, direct=plan.direct)
         if levels.full:
             inputs.check(runtime)
         rows = slots.np[: plan.num_reqs]
@@ -289,40 +293,43 @@ class ForwardInputs:
 
     def correct_lengths(
         self,
+        runtime: Runtime,
         uploaded: Extras,
         lengths: torch.Tensor,
         slots: torch.Tensor,
         width: int,
-        req_to_token: Table | None,
+        table: torch.Tensor | None,
         put_in: PutIn | None,
+        *,
+        direct: bool,
     ) -> None:
         """For the library: sets positions, KV lengths and slot mapping of requests of which the host knows a bound.
 
-        `lengths` are those before this step. Changes tensors that were uploaded for this forward alone.
+        `lengths` are those before this step; `direct`: the requests are all rows, and put in as many tokens each.
+        Changes tensors that were uploaded for this forward alone.
         """
-        plan, launch, mapping = self.plan, self.plan.slots.runtime.launch, self.slot_mapping
-        if mapping is not None and req_to_token is None:
+        launch, mapping = runtime.launch, self.slot_mapping
+        if mapping is not None and table is None:
             remedy = "give the PagePool its token table: req_to_token=..."
-            raise ArgumentError(f"{plan!r} has bounds of the lengths, and no token table", plan, remedy)
+            raise ArgumentError(f"{self.plan!r} has bounds of the lengths, and no token table", self.plan, remedy)
         if levels.full:
             self._check_bounds(lengths)
         positions, dtype = lengths, self.positions.dtype
         if width > 1 or lengths.dtype != dtype:
             positions = launch(_positions, lengths, width, dtype, reads=(lengths,), name="true positions", operations=2)
         true = {"positions": positions}
-        if mapping is not None and req_to_token is not None:
-            table = req_to_token.device_for(plan.relayed)
+        if mapping is not None and table is not None:
             names = "relay_kv_offset", "relay_kv_window"
-            moved = [uploaded[name] if name in plan.extras else None for name in names]
+            moved = [uploaded[name] if name in uploaded else None for name in names]  # noqa: SIM401 - a costly KeyError
             reads = (table, positions, slots, *(tensor for tensor in moved if tensor is not None))
             arguments = (table, slots, positions, width, mapping.dtype, *moved, put_in is not None)
             true["slot_mapping"] = launch(_looked_up, *arguments, reads=reads, name="true slot mapping", operations=2)
         added: torch.Tensor | int = width
         if put_in is not None:
             added, true = put_in[1], {name: _some(launch, numbers, put_in) for name, numbers in true.items()}
-        lens = self.kv_lens if plan.direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
+        lens = self.kv_lens if direct else torch.empty_like(lengths, dtype=self.kv_lens.dtype)
         launch(torch.add, lengths, added, out=lens, reads=(lengths,), writes=(lens,), name="true KV lengths")
-        if plan.direct:  # all rows and nothing else: the true ones replace what was planned
+        if direct:  # all rows and nothing else: the true ones replace what was planned
             for name, numbers in true.items():
                 setattr(self, name, numbers)
         else:
@@ -393,15 +400,12 @@ def check_uploaded(plan: ForwardPlan, uploaded: Extras, subject: str) -> None:
         raise ArgumentError(problem, missing, "pass what `batch.upload(extras=plan.extras)` returned for this plan")
 
 
-def put_in_of(plan: ForwardPlan, width: int) -> PutIn | None:
+def put_in_of(runtime: Runtime, queries: Ints, width: int) -> PutIn | None:
     """Indices and counts of the numbers that requests put in, `width` at most; None where each puts in all. A copy."""
-    queries = plan.query_lens[plan.relay_rows]
     if not np.count_nonzero(queries != width):
         return None
-    if plan.direct:  # padded rows too
-        queries = np.full(plan.num_rows, queries[0])
     index = arange_per_row(np.arange(queries.size) * width, queries)
-    packed = plan.slots.runtime.upload([index, queries])
+    packed = runtime.upload([index, queries])
     return packed.view(0), packed.view(1)
 
 

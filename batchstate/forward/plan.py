@@ -490,12 +490,12 @@ class ForwardPlan:
             plan._check_lengths(pages)
         return plan
 
-    def check_unused(self) -> None:
+    def check_unused(self, operation: str = "resolve_forward_inputs") -> None:
         """Refuses to resolve the forward's inputs a second time: FUTURE_CONSUMED, at `cheap`."""
         if not self._used:
             times_checked[Code.FUTURE_CONSUMED] += levels.cheap
         elif levels.cheap:
-            operation, step, rows = "resolve_forward_inputs", self.slots.runtime.step, self.slots.np[: self.num_reqs]
+            step, rows = self.slots.runtime.step, self.slots.np[: self.num_reqs]
             where: Where = {"object": self, "operation": operation, "step": step}
             writer, reader = f"the plan of step {self.step}", f"{operation} in step {step}"
             invariants.future_consumed(rows, np.ones(rows.size, dtype=np.bool_), lambda row: writer, reader, **where)

@@ -37,7 +37,7 @@ from batchstate.replay.format import (
 )
 from batchstate.replay.objects import OBJECTS, Room, dtype_named
 from batchstate.replay.recorder import REFERRED, SEAMS, runtime_of
-from batchstate.runtime import Runtime
+from batchstate.runtime import Fence, Runtime
 from batchstate.step import PlannedStep
 from batchstate.testing.exact.reduce import Shrunk
 from batchstate.violations import Violation
@@ -174,7 +174,7 @@ class Replayer:
         self.names: dict[int, npt.NDArray[np.int64]] = {}
         self._latest: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._streams: dict[tuple[int, int], Any] = {}
-        self._step = -1
+        self._fences: dict[int, list[list[Fence]]] = {}
         self._results: dict[int, Handles] = {}
         self._landed: dict[int, dict[str, Any]] = {}
         self._last = dict[int, int]()  # number of a product -> that of the last call that refers to it
@@ -269,9 +269,8 @@ class Replayer:
         runtime = values[0] if isinstance(target, type) and values else runtime_of(target)
         if not isinstance(runtime, Runtime):
             raise _Missing
-        if event.step > self._step:
-            self._step = event.step
-            runtime.next_step()
+        if event.step > runtime.step:
+            self._begin(runtime, event.step)
         with runtime.use(self._stream(runtime, event.stream)):
             if event.kind == "PlannedStep.accept" and isinstance(args[0], Device):
                 values[0] = self._on_device(args[0], landed.get(target._declared.accepted))
@@ -289,6 +288,17 @@ class Replayer:
         if event.number in self._results:
             self._translate(self._results[event.number], made)
         return made
+
+    def _begin(self, runtime: Runtime, step: int) -> None:
+        """Begins a step: no more are in flight than were declared, since recordings do not have the host's waits."""
+        streams = [runtime.current_stream, *(made for (of, _), made in self._streams.items() if of == id(runtime))]
+        fences = self._fences.setdefault(id(runtime), [])
+        fences.append([runtime.record(stream) for stream in streams])
+        if len(fences) >= runtime.steps_in_flight:
+            for fence in fences.pop(0):
+                fence.wait()
+        runtime.step = step - 1
+        runtime.next_step()
 
     def _stream(self, runtime: Runtime, number: int) -> Any:
         key = id(runtime), number
