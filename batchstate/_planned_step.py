@@ -483,11 +483,11 @@ class PlannedStep:
         Call it as soon as drafts are verified, before `publish`: readers on other streams wait for this publish alone.
 
         Args:
-            tokens: of each request that samples, [s] in the dtype of the field `accepted`, made on the current stream:
-                from 0 to what it puts in. With drafts 1 + those that were right, of a prompt all.
+            tokens: of each that samples (or of `sampled_slots`), [s] in the dtype of the field `accepted`, made on the
+                current stream: from 0 to what it puts in. With drafts 1 + those that were right, of a prompt all.
 
-        Returns the true lengths, [s] in the dtype of the field `lengths`: those before the step, and what was accepted.
-        A number outside counts as the nearest one inside, so that a length never leaves the pages of the step.
+        Returns the true lengths, [s] in the dtype of the field `lengths`: those before the step, and what was accepted,
+        at least 0 and at most what was put in: a length never leaves the pages of the step.
 
         Raises:
             ArgumentError: a planner without `lengths`, or `inputs` were not taken.

@@ -72,7 +72,7 @@ class StepTokens:
             rows = values_of(prompt_ids, id_dtype, (), np.maximum(each, 0), num_rows, f"{subject}: prompt_ids")
             there = [values for values in rows if values is not None]
             if there:
-                told = np.array([values is not None for values in rows], dtype=np.uint8)
+                told = np.array([values is not None and values.size > 0 for values in rows], dtype=np.uint8)
                 ids = np.concatenate(there).astype(np.int64, copy=False)
         if samples is not None:
             does = as_array(samples, f"{subject}: samples")

@@ -59,7 +59,7 @@ class ValueOverflowError(BatchStateError, OverflowError):
 
 
 class DeclarationError(BatchStateError, TypeError):
-    """A batch class is declared wrongly, or two batches of different declarations were combined."""
+    """A class or a field is declared wrongly, or used in a way in which it was not declared."""
 
 
 class ContractError(BatchStateError, TypeError):

@@ -459,8 +459,11 @@ class FutureMap(OfThisProcess):
             problem = f"{self.name}: prefetch of {fields}"
             raise DeclarationError(problem, fields, "name each field once, and at least one")
         live, requests = self._live(slots, "prefetch")
-        self._fill_in(live, fields)
         entries, runtime = self._entries, self.runtime
+        others = [name for name in fields if self._fields[name].stale is None]
+        if len(others) < len(fields):
+            entries.check_read(requests, others, HOST, stream, "prefetch")  # before anything is published
+            self._fill_in(live, fields)
         numbers = entries.check_read(requests, fields, HOST, stream, "prefetch")
         with runtime.use(stream):
             index = slots.device if requests.n == len(slots) else slots.device[: requests.n]

@@ -66,7 +66,7 @@ BUDGETS: dict[str, tuple[tuple[str, ...], int]] = {
     "core": (LAYERS["core"], 2_839),
     "state, relay, steps, pages": (
         tuple(part for layer in list(LAYERS)[3:10] for part in LAYERS[layer]),
-        12_887,
+        12_892,
     ),
     "host tier": (_KV_TIER, 1_612),
     "transport": (("transport",), 5_220),
@@ -88,8 +88,8 @@ that is asked whether it has run. 150 lines of the state, 220 of transport (5,00
 KV that lands in device pages, leases that are ranges of tokens, and ranks that compare what they hold; 40 of the state
 are for a mark of what is written in each KV memory. 74 of the state are for the longest query and the most KV on the
 host, bounds of padded sizes, and typed views of a step. 35 of the state are for rows that say whose they are, and for
-memory of states, 20 for steps behind one that never ran, 50 for taking a step back. Fuzz tools had 2,700: 1,275 are
-the exact model, 288 of them docstrings and 35 a bound of a single step: the oracle is the model a second time, for
+memory of states, 5 for a refused read that changes nothing, 20 for steps behind one that never ran, 50 for taking a
+step back. Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings and 35 a bound of a single step: the oracle is the model a second time, for
 integers, so that no tensor says what is right; the shrinker knows of pages, where that of Hypothesis stops early;
 states, windows and drafts have a place in cache and verifier. Races had 8,500: 760 are for operators that wait in the
 middle, for storages, pinned memory and numpy as torch uses them, for one format of findings, and for values that an
@@ -101,16 +101,17 @@ inside another hooked call, and for what was never compared. 30 lines of the gro
 the package, and modules that need no import; 60 of the others are messages in the words of a class that others wrote,
 calls that type checkers refuse, and `batchstate info`. The command line had 530: 189 are `replay`, 25 of them a bound
 of the memory that a file takes; 31 are findings that are not the recorded ones, and `replay show` as a command. Replay
-had 2,250: 41 are the device of a recording, slots that leave at a plan, and lanes with numbers of calls and a mark.
+had 2,250: 41 are the device of a recording, slots that leave at a plan, and lanes with numbers of calls and a mark, 10
+are the waits of the host.
 140 lines of the fuzz tools play and shrink histories of recordings too; 10 of the watch tell a recording of hooked
 calls. 10 of the sum are for tokens before a step, which were launched.
 """
 
-MOST_LINES, MOST_FILES = 46_300, 164
+MOST_LINES, MOST_FILES = 46_307, 164
 BESIDE = {"tests/selfcheck": 13_299, "examples/traffic": 1_200}
 """Folder -> lines. 560 lines of the machines are models and strategies that used to be in the package; 600 are mutants
 of owning, 290 a machine of watched rows that stay, and twelve mutants of it, 5 a mutant of a step that is dropped."""
-OTHER_TESTS = 45_070
+OTHER_TESTS = 45_129
 """220 lines are mutants of memory that comes back and of lints, with their programs, and names of streams; 360 are
 mutants of record and replay, recordings that take all memory, and rows that nobody declares; 60 are steps behind one
 that never ran, and steps taken back, 10 sentences of the documentation, 14 a shrinker that joins requests, 81

@@ -69,6 +69,15 @@ def test_a_stale_field_is_masked_by_generation(rt: Runtime, level: str) -> None:
         relay.check()
 
 
+def test_a_refused_prefetch_publishes_nothing(rt: Runtime) -> None:
+    """The value of a field that may be stale is written when all other fields may be read."""
+    relay = made(rt, confidence=relay_field(torch.float32, stale=-1.0, **BOTH), ids=relay_field(torch.int64, **BOTH))
+    slots, before = relay.slots.take(1), rt.counters.snapshot()
+    refused(Code.FUTURE_UNWRITTEN, lambda: relay.prefetch(slots, "confidence", "ids"))
+    assert [str(state) for state in relay.states(slots, "confidence")] == ["unwritten"]
+    assert (rt.counters - before).device_operations == 0
+
+
 def test_the_former_owner_still_publishes(rt: Runtime) -> None:
     """Its forward runs on another stream when the slot changes hands: the value for the new owner comes behind it."""
     relay = made(rt, confidence=relay_field(torch.float32, stale=0.5))

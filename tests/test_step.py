@@ -392,6 +392,18 @@ def test_a_planner_without_a_relay(rt: Runtime, full: None) -> None:
     assert "no relay" in repr(planner)
 
 
+def test_requests_without_tokens_have_nothing_to_read(full: None) -> None:
+    """Checks read the rows of those with tokens alone, and no ids are as good as None, of one with KV too."""
+    with RaceRuntime() as rt:
+        world = World.planned(rt, 1)
+        for length, ids in ((0, [1]), (0, []), (2, [])):
+            first: dict[str, Any] = {"joining": columns(np.arange(1), [length]), "prompt_ids": [ids]}
+            step: Any = world.planner.plan(Running.empty(rt), len(ids), samples=[False], **first)
+            step.inputs()
+            world.pages.release_requests(step.batch.slots, after=rt.record())
+            rt.synchronize()
+
+
 def test_no_step_is_planned_while_a_graph_is_captured(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything changes, and the step is planned once the capture is over."""
     world = World.planned(rt)

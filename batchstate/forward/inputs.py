@@ -342,29 +342,29 @@ class ForwardInputs:
             launch(_ends, starts, lens, reads=(lens,), writes=(starts,), name="true KV starts")
 
     def _check_locations(self, runtime: Runtime) -> None:
-        """The token table agrees with the pages about each token, and about the rest of each page that begins.
-
-        So every `extension.entry()` was uploaded.
-        """
+        """The token table agrees with the pages about each token, and about pages that begin: all entries crossed."""
         plan, pages = self.plan, self.plan.pages
         if pages is None or pages.req_to_token is None or not plan.num_reqs:
             return
         table, size = pages.req_to_token, pages.page_size
         ends = plan.kv_ends
-        running = handles_of(plan.slots, ends.nonzero()[0])  # one that waits for its first token has no row
-        rows = table.device_for(running).index_select(0, self.slots[: plan.num_reqs])
+        there = ends.nonzero()[0]  # one that waits for its first token has no row
+        running = handles_of(plan.slots, there)
+        index = self.slots[: plan.num_reqs] if there.size == plan.num_reqs else running.device
+        rows = table.device_for(running).index_select(0, index)
         begun = (ends - 1) % size < ends - plan.kv_starts
         if plan.kv_window is not None:  # the host tier writes row by row
             begun &= plan.kv_window == NO_END
         ends = np.where(begun, -(-ends // size) * size, ends)
         positions = np.arange(min(int(ends.max(initial=0)), table.shape[1]))
-        written = runtime.inspect(rows)[:, : positions.size].astype(np.int64)
+        written = np.zeros((plan.num_reqs, positions.size), dtype=np.int64)
+        written[there] = runtime.inspect(rows)[:, : positions.size]
         held = pages.page_table[plan.slots.np[: plan.num_reqs]].astype(np.int64)
         expected = held[:, positions // size] * size + positions % size
         first = pages.first_positions(plan.slots.split([plan.num_reqs, len(plan.slots) - plan.num_reqs])[0])
-        there = (positions < ends[:, None]) & (positions >= first[:, None])
+        checked = (positions < ends[:, None]) & (positions >= first[:, None])
         where: Where = {**self._where("tokens of the pages"), "object": table}
-        invariants.mirror_equal(np.where(there, expected, 0), np.where(there, written, 0), **where)
+        invariants.mirror_equal(np.where(checked, expected, 0), np.where(checked, written, 0), **where)
 
     def _check_bounds(self, lengths: torch.Tensor) -> None:
         """No length exceeds its bound, by which pages were allocated; the column's device side has the true ones."""

@@ -61,8 +61,8 @@ class PrefixCache(OfThisProcess):
     A key stands for all tokens up to the end of its page: a hash of them, or a tuple of the key before and the page's
     own tokens. A cached page is not written any more. When its last holder leaves, behind all fences, the page is
     free, and it stays in the cache until it is needed: taking pages takes those without a key first, then the cached
-    ones, those that became free first before others, and of those that one release made free the end of a prefix before
-    its beginning. Costs O(pages that are named). A pool has one cache, else ArgumentError. With `notices` the keys of
+    ones, those that became free first before others, and of those of one request the end of a prefix before its
+    beginning. Costs O(pages that are named). A pool has one cache, else ArgumentError. With `notices` the keys of
     evicted pages are kept for `take_evicted`, as vLLM does for its KV events, and pile up until they are taken.
     """
 
