@@ -89,22 +89,22 @@ KV that lands in device pages, leases that are ranges of tokens, and ranks that 
 are for a mark of what is written in each KV memory. 74 of the state are for the longest query and the most KV on the
 host, bounds of padded sizes, and typed views of a step. 35 of the state are for rows that say whose they are, and for
 memory of states, 5 for a refused read that changes nothing, 20 for steps behind one that never ran, 50 for taking a
-step back. Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings and 35 a bound of a single step: the oracle is the model a second time, for
-integers, so that no tensor says what is right; the shrinker knows of pages, where that of Hypothesis stops early;
-states, windows and drafts have a place in cache and verifier. Races had 8,500: 760 are for operators that wait in the
-middle, for storages, pinned memory and numpy as torch uses them, for one format of findings, and for values that an
-earlier owner or step has left; 335 are for pinned blocks and graphs as torch keeps them, and for backward passes; 450
-are for kernels of Triton: footprints of a launch, races between its programs, and what its interpreter tells. The
-watch had 2,400: 560 are for values that requests say, rows without one, idle bounds, what nothing declares, and page
-tables of engines; 60 are for what calls say of requests, and for host columns beside it with `lag`; 10 are for moves
-inside another hooked call, and for what was never compared. 30 lines of the ground are errors that users import from
-the package, and modules that need no import; 60 of the others are messages in the words of a class that others wrote,
-calls that type checkers refuse, and `batchstate info`. The command line had 530: 189 are `replay`, 25 of them a bound
-of the memory that a file takes; 31 are findings that are not the recorded ones, and `replay show` as a command. Replay
-had 2,250: 41 are the device of a recording, slots that leave at a plan, and lanes with numbers of calls and a mark, 10
-are the waits of the host.
-140 lines of the fuzz tools play and shrink histories of recordings too; 10 of the watch tell a recording of hooked
-calls. 10 of the sum are for tokens before a step, which were launched.
+step back. Fuzz tools had 2,700: 1,275 are the exact model, 288 of them docstrings and 35 a bound of a single step: the
+oracle is the model a second time, for integers, so that no tensor says what is right; the shrinker knows of pages,
+where that of Hypothesis stops early; states, windows and drafts have a place in cache and verifier. Races had 8,500:
+760 are for operators that wait in the middle, for storages, pinned memory and numpy as torch uses them, for one format
+of findings, and for values that an earlier owner or step has left; 335 are for pinned blocks and graphs as torch keeps
+them, and for backward passes; 450 are for kernels of Triton: footprints of a launch, races between its programs, and
+what its interpreter tells. The watch had 2,400: 560 are for values that requests say, rows without one, idle bounds,
+what nothing declares, and page tables of engines; 60 are for what calls say of requests, and for host columns beside
+it with `lag`; 10 are for moves inside another hooked call, and for what was never compared. 30 lines of the ground are
+errors that users import from the package, and modules that need no import; 60 of the others are messages in the words
+of a class that others wrote, calls that type checkers refuse, and `batchstate info`. The command line had 530: 189 are
+`replay`, 25 of them a bound of the memory that a file takes; 31 are findings that are not the recorded ones, and
+`replay show` as a command. Replay had 2,250: 41 are the device of a recording, slots that leave at a plan, and lanes
+with numbers of calls and a mark, 10 are the waits of the host. 140 lines of the fuzz tools play and shrink histories
+of recordings too; 10 of the watch tell a recording of hooked calls. 10 of the sum are for tokens before a step, which
+were launched.
 """
 
 MOST_LINES, MOST_FILES = 46_307, 164
