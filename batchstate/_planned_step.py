@@ -375,10 +375,11 @@ class PlannedStep:
         direct = self._tokens.direct(n, block.n, block.padded)
         slots = self._memory.slots(0, n) if direct else self._crossed("relay_slots")
         lengths, put_in = relay.selected((declared.lengths,), slots), put_in_of(runtime, queries, most)
-        table = None if declared.pages.req_to_token is None else declared.pages.req_to_token.memory
-        places = {name: place for name, place in self._places.items() if name.startswith("relay_")}
-        extras = Extras(runtime, self._upload, places)
-        inputs.correct_lengths(runtime, extras, lengths, slots, most, table, put_in, direct=direct)
+        table, pool = declared.pages.req_to_token, declared.pages.slots
+        fed = Slots.of_pool(runtime, *block.those_fed().handles(), pool_id=pool.pool_id, name=pool.name)
+        memory = None if table is None else table.device_for(fed)
+        extras = Extras(runtime, self._upload, self._places)
+        inputs.correct_lengths(runtime, extras, lengths, slots, most, memory, put_in, direct=direct)
 
     def _take_lengths(self, inputs: ForwardInputs, stream: Stream, bounded: bool) -> None:
         """Keeps what `accept` starts from, before the forward may write into its inputs."""

@@ -444,10 +444,9 @@ class FutureMap(OfThisProcess):
     def prefetch(self, slots: Slots, *fields: str) -> Prefetched:
         """Starts to bring entries to the host, in one copy over the relay's private stream. Does not wait.
 
-        Call it right behind the publish, on its stream, which takes the entries out: no later publish waits for the
-        read. On any other stream the private one takes them out, behind the publish, and what overwrites them waits.
-        The host gets the values that the entries hold now. Padded rows at the end of the live handles `slots` are left
-        out. Raises as `gather`.
+        Call it right behind the publish, on its stream, which takes the entries out as they are now: no later publish
+        waits for that. On another stream the private one takes them out, and what overwrites them waits. Padded rows
+        at the end of the live handles `slots` are left out. Raises as `gather`.
         """
         last, current = self._entries.last, self.runtime.current_stream
         return self._brought(slots, fields, current if last and last.stream == current else self._private)

@@ -16,7 +16,7 @@ from tests.selfcheck.machines import overlap as overlap_forward
 from tests.selfcheck.machines.overlap import CHOICES, READINGS, Arrival, Choices, OverlapMachine
 from tests.selfcheck.mutants import MUTANTS
 
-EXAMPLES = 50
+EXAMPLES = 56
 
 LEAST = {
     "two steps in flight": 1130,
@@ -25,7 +25,7 @@ LEAST = {
     "a slot used again while a step is in flight": 680,
     "a prebuilt request in a used slot": 280,
     "a prebuilt request on used pages": 280,
-    "prebuilt KV handed to the forward": 200,
+    "prebuilt KV handed to the forward": 240,
     "a retracted request came back": 5,
     "waited for a step that held what was needed": 160,
     "tokens taken back while a step writes them": 330,
